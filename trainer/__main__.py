@@ -1,0 +1,6 @@
+"""`python -m trainer`."""
+
+from trainer.cli import entry
+
+if __name__ == "__main__":
+    entry()
