@@ -42,7 +42,10 @@ def require_choice(key: str, value: Any, choices: Any) -> None:
 
 def require_positive(key: str, value: Any) -> None:
     """Refuse a ``value`` that is not an integer of at least 1."""
-    require(isinstance(value, int) and not isinstance(value, bool) and value >= 1, f"{key}={value!r} must be an integer of at least 1")
+    require(
+        isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+        f"{key}={value!r} must be an integer of at least 1",
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -105,17 +108,17 @@ class Model:
         """The tokenizer that the dataset must use, for text models."""
         return None
 
+    own_format: ClassVar[bool] = False
+    """Whether ``save`` and ``saved_in`` keep a trained model in a format of its own (a Hugging Face folder, say);
+    by default it is kept as ``model.safetensors`` and ``config.json``."""
+
     def save(self, module: nn.Module, folder: Path) -> None:
-        """Write ``module`` to ``folder`` so that ``load`` restores it: ``model.safetensors`` and ``config.json``."""
-        from trainer.checkpoint.export import save_model
+        """Write the trained ``module`` to ``folder``, for a model with ``own_format``."""
+        raise NotImplementedError(f"{type(self).__name__} has own_format and must define save(module, folder)")
 
-        save_model(self, module, folder)
-
-    def load(self, folder: Path) -> nn.Module:
-        """Build the module with the weights that ``save`` wrote to ``folder``."""
-        from trainer.checkpoint.export import load_model
-
-        return load_model(self, folder)
+    def saved_in(self, folder: Path) -> Model:
+        """This model with everything that ``build`` reads taken from ``folder``, for a model with ``own_format``."""
+        raise NotImplementedError(f"{type(self).__name__} has own_format and must define saved_in(folder)")
 
 
 class Data:
@@ -295,20 +298,33 @@ class Recipe:
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:
-        require(isinstance(self.model, Model), f"model={self.model!r} must be a trainer.Model: subclass it and define build() and losses()")
-        require(isinstance(self.data, Data), f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()")
+        require(
+            isinstance(self.model, Model),
+            f"model={self.model!r} must be a trainer.Model: subclass it and define build() and losses()",
+        )
+        require(
+            isinstance(self.data, Data), f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
+        )
         for key in ("batch_size", "max_steps", "eval_every"):
             if getattr(self, key) is not None:
                 require_positive(key, getattr(self, key))
         require_positive("epochs", self.epochs)
-        require(isinstance(self.seed, int) and 0 <= self.seed < 2**63, f"seed={self.seed!r} must be an integer in [0, 2^63)")
+        require(
+            isinstance(self.seed, int) and 0 <= self.seed < 2**63, f"seed={self.seed!r} must be an integer in [0, 2^63)"
+        )
         self._check_accumulate()
 
     def _check_accumulate(self) -> None:
         if isinstance(self.accumulate, Mapping):
-            require(0 in self.accumulate, f"accumulate={self.accumulate} must say what holds from epoch 0 on, as in {{0: 8, 4: 2}}")
+            require(
+                0 in self.accumulate,
+                f"accumulate={self.accumulate} must say what holds from epoch 0 on, as in {{0: 8, 4: 2}}",
+            )
             for epoch, count in self.accumulate.items():
-                require(isinstance(epoch, int) and epoch >= 0, f"accumulate={self.accumulate}: epoch {epoch!r} must be an integer of at least 0")
+                require(
+                    isinstance(epoch, int) and epoch >= 0,
+                    f"accumulate={self.accumulate}: epoch {epoch!r} must be an integer of at least 0",
+                )
                 require_positive(f"accumulate[{epoch}]", count)
         elif self.accumulate is not None:
             require_positive("accumulate", self.accumulate)
@@ -328,7 +344,7 @@ _BUDGET = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B)\s*$", re.IGNORECASE)
 
 
 def parse_budget(text: str) -> tuple[float, bool]:
-    """Read a memory budget: ``(bytes, False)`` for ``"2GB"`` (1e9) or ``"2GiB"`` (2^30), ``(fraction, True)`` for ``"90%"``.
+    """Read a memory budget: ``(bytes, False)`` for ``2GB`` (1e9) or ``2GiB`` (2^30), ``(fraction, True)`` for ``90%``.
 
     Raises:
         RecipeError: when it is none of these, or zero, or more than 100 %.

@@ -1,0 +1,1 @@
+"""What a training step is. Knows no model, no dataset and no planner."""

@@ -1,0 +1,66 @@
+"""What happens during training, announced to progress bars, loggers and monitors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.engine.step import StepResult
+
+
+@dataclass(slots=True)
+class Counters:
+    """Where training is. A step counts when its batch is used up, also when its update was skipped."""
+
+    epoch: int = 0
+    step: int = 0
+    step_in_epoch: int = 0
+    skipped_steps: int = 0
+    samples: int = 0
+
+
+class Listener:
+    """Base class: override what is of interest. Called on every rank; must not run collectives."""
+
+    def on_fit_start(self, counters: Counters, total_steps: int) -> None:
+        """Before the first step."""
+
+    def on_step(self, counters: Counters, result: StepResult) -> None:
+        """After every optimizer step."""
+
+    def on_evaluation_start(self, counters: Counters) -> None:
+        """Before an evaluation."""
+
+    def on_evaluation(self, counters: Counters, result: Any) -> None:
+        """After an evaluation; ``result`` is what the evaluator returned."""
+
+    def on_fit_end(self, counters: Counters) -> None:
+        """After the last step."""
+
+
+class Events(Listener):
+    """Passes each announcement on to all listeners, in order."""
+
+    def __init__(self, listeners: Sequence[Listener] = ()) -> None:
+        self.listeners = list(listeners)
+
+    def on_fit_start(self, counters: Counters, total_steps: int) -> None:
+        for listener in self.listeners:
+            listener.on_fit_start(counters, total_steps)
+
+    def on_step(self, counters: Counters, result: StepResult) -> None:
+        for listener in self.listeners:
+            listener.on_step(counters, result)
+
+    def on_evaluation_start(self, counters: Counters) -> None:
+        for listener in self.listeners:
+            listener.on_evaluation_start(counters)
+
+    def on_evaluation(self, counters: Counters, result: Any) -> None:
+        for listener in self.listeners:
+            listener.on_evaluation(counters, result)
+
+    def on_fit_end(self, counters: Counters) -> None:
+        for listener in self.listeners:
+            listener.on_fit_end(counters)

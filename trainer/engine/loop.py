@@ -1,0 +1,130 @@
+"""Epochs, steps, evaluation and stop points."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+
+from trainer.engine.events import Counters, Events
+from trainer.engine.step import Stepper, StepResult
+from trainer.engine.window import MicroBatch, Windows
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class Metrics(Protocol):
+    """What an evaluation is summed up in: see trainer/report/metrics.py."""
+
+    def update(self, loss: Any) -> None: ...
+    def compute(self) -> Any: ...
+    def reset(self) -> None: ...
+
+
+def count_steps(windows: Windows, epochs: int, max_steps: int | None) -> int:
+    """How many optimizer steps a run takes."""
+    total = sum(windows.steps(epoch) for epoch in range(epochs))
+    return total if max_steps is None else min(total, max_steps)
+
+
+def epoch_at(windows: Windows, epochs: int) -> Callable[[int], int]:
+    """A function from a step (from 0, over the whole run) to its epoch; a step past the end is of the last epoch."""
+    ends = list(accumulate(windows.steps(epoch) for epoch in range(epochs)))
+    return lambda step: min(sum(end <= step for end in ends), epochs - 1)
+
+
+@torch.no_grad()
+def evaluate(stepper: Stepper, micro_batches: Iterable[MicroBatch], metrics: Metrics) -> Any:
+    """Run the model over ``micro_batches`` without gradients and return ``metrics.compute()``.
+
+    Every rank must bring the same number of micro-batches; empty ones are not counted.
+    """
+    metrics.reset()
+    stepper.module.eval()
+    for micro in micro_batches:
+        for loss in stepper.losses(stepper.to_device(micro.batch)):
+            if not micro.is_empty:
+                metrics.update(loss)
+    stepper.module.train()
+    return metrics.compute()
+
+
+class Engine:
+    """Trains: from windows to counted, announced, evaluated steps.
+
+    Args:
+        stepper: takes the steps.
+        windows: this rank's share of the batches.
+        evaluation: runs an evaluation and returns its result; ``None`` for none.
+        events: who wants to know.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        windows: Windows,
+        evaluation: Callable[[], Any] | None = None,
+        events: Events | None = None,
+    ) -> None:
+        self.stepper, self.windows, self.evaluation, self.events = stepper, windows, evaluation, events or Events()
+        self.counters = Counters()
+
+    def fit(
+        self, epochs: int, max_steps: int | None = None, eval_every: int | None = None, max_skipped: int = 20
+    ) -> Counters:
+        """Train for ``epochs`` or ``max_steps``, whichever ends first.
+
+        Raises:
+            NonFiniteError: after ``max_skipped`` skipped steps in a row.
+        """
+        counters = self.counters
+        total = count_steps(self.windows, epochs, max_steps)
+        self.stepper.module.train()
+        self.events.on_fit_start(counters, total)
+        in_a_row = 0
+        for counters.epoch in range(epochs):
+            in_a_row = self._epoch(total, eval_every, max_skipped, in_a_row)
+            if counters.step >= total:
+                break
+        self.events.on_fit_end(counters)
+        return counters
+
+    def _epoch(self, total: int, eval_every: int | None, max_skipped: int, in_a_row: int) -> int:
+        counters = self.counters
+        evaluated_at = -1
+        left = total - counters.step
+        for counters.step_in_epoch, window in enumerate(self.windows.epoch(counters.epoch, last_step=left), start=1):
+            result = self.stepper.step(window)
+            counters.step += 1
+            counters.samples += result.samples
+            counters.skipped_steps += result.skipped
+            in_a_row = in_a_row + 1 if result.skipped else 0
+            self.events.on_step(counters, result)
+            if in_a_row >= max_skipped:
+                raise NonFiniteError(_diagnosis(counters, result, in_a_row))
+            if eval_every and counters.step % eval_every == 0:
+                self._evaluate()
+                evaluated_at = counters.step
+        if evaluated_at != counters.step:
+            self._evaluate()
+        return in_a_row
+
+    def _evaluate(self) -> None:
+        if self.evaluation is not None:
+            self.events.on_evaluation_start(self.counters)
+            self.events.on_evaluation(self.counters, self.evaluation())
+
+
+def _diagnosis(counters: Counters, result: StepResult, in_a_row: int) -> str:
+    bad = [f"loss {name!r} is {value}" for name, value in result.losses.items() if not math.isfinite(value)]
+    cause = ", ".join(bad) or f"the gradient norm is {result.grad_norm}"
+    return (
+        f"step {counters.step} (epoch {counters.epoch}): {cause}, the {in_a_row}th step skipped in a row; the weights are "
+        "those of the last finite step. Lower optim.lr, set optim.clip_norm, use memory.precision bf16-mixed or 32-true, "
+        "or look for bad samples"
+    )

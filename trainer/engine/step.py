@@ -1,0 +1,159 @@
+"""One exact optimizer step: forward, backward, sync on the last micro-step, clip, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainer.engine.batchnorm import BatchNormMomentum
+from trainer.engine.sync import gradient_sync
+from trainer.engine.window import Window
+from trainer.recipe import Loss, Model, RecipeError
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did. ``losses`` are means over the whole batch and all ranks, ``loss`` is their sum.
+
+    ``grad_norm`` is the global norm before clipping. ``skipped`` says that it, or a loss, was not finite, and that no
+    weight moved.
+    """
+
+    loss: float
+    losses: dict[str, float]
+    grad_norm: float
+    lr: float
+    samples: int
+    skipped: bool
+
+
+class Stepper:
+    """Takes optimizer steps.
+
+    The module is called as the strategy wrapped it, without Fabric's own wrapper, and precision is applied here: the
+    same operations for less time per micro-step (see benchmarks/overhead.py).
+
+    Args:
+        fabric: launched; gives device, precision, strategy and world size.
+        model: gives the losses.
+        module: what ``fabric.setup_module`` returned.
+        optimizer: a torch optimizer over the module's parameters.
+        scheduler: stepped once an optimizer step, never on a skipped one.
+        clip_norm: largest global gradient norm.
+        correct_batchnorm: see :class:`BatchNormMomentum`.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        model: Model,
+        module: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+        *,
+        clip_norm: float | None = None,
+        correct_batchnorm: bool = True,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler, self.clip_norm = model, optimizer, scheduler, clip_norm
+        self.device, self.world_size, self.precision = fabric.device, fabric.world_size, fabric.strategy.precision
+        self.module: nn.Module = getattr(module, "_forward_module", module)
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.sync = gradient_sync(self.module, len(model.loss_names))
+        self.batchnorm = BatchNormMomentum(self.module) if correct_batchnorm else None
+        self.to_device = fabric.to_device if self.device.type != "cpu" else _as_it_is
+        self.generator = _generator(self.device)
+        self.weights_checked = False
+
+    def step(self, window: Window) -> StepResult:
+        """One exact optimizer step on one batch: ``window`` is this rank's share of it."""
+        totals: dict[str, list[Tensor]] = {name: [] for name in window.weights}
+        for micro in window:
+            self.prepare(micro.seed, len(window), micro.is_empty, micro.is_last)
+            for loss in self.losses(self.to_device(micro.batch)):
+                scale = 0.0 if micro.is_empty else self.world_size / (window.weights[loss.name] or 1.0)
+                self.precision.backward(loss.total * scale, self.module)
+                total = loss.total.detach()
+                totals[loss.name].append(torch.zeros_like(total) if micro.is_empty else total)
+                if not self.weights_checked:
+                    self.check_weight(loss, micro.batch)
+        self.sync.after()
+        norm = self.clip_gradients()
+        return self.update(norm, totals, window)
+
+    def prepare(self, seed: int, micro_steps: int, is_empty: bool, is_last: bool) -> None:
+        """Bring everything that a micro-step depends on into the state that it asks for."""
+        self.generator.manual_seed(seed)
+        self.sync.before(is_last)
+        if self.batchnorm:
+            self.batchnorm.set(micro_steps, is_empty)
+
+    def losses(self, batch: Any) -> Iterator[Loss]:
+        """The model's losses, computed under the precision's context and handed out outside of it."""
+        losses = self.model.losses(self.module, self.precision.convert_input(batch))
+        while True:
+            with self.precision.forward_context():
+                loss = next(losses, None)
+            if loss is None:
+                return
+            yield loss
+
+    def clip_gradients(self) -> Tensor:
+        """Scale the gradients down to ``clip_norm`` if they exceed it; return the global norm they had."""
+        self.precision.unscale_gradients(self.optimizer)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
+        if self.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
+        return norm
+
+    def update(self, norm: Tensor, totals: dict[str, list[Tensor]], window: Window) -> StepResult:
+        """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch."""
+        norm_value, *sums = self.read(norm, list(totals.values()))
+        losses = {name: total / (window.weights[name] or 1.0) for name, total in zip(totals, sums, strict=True)}
+        skipped = not all(map(math.isfinite, (norm_value, *sums))) or not any(window.weights.values())
+        lr = self.optimizer.param_groups[0]["lr"]
+        if not skipped:
+            self.precision.optimizer_step(self.optimizer)
+            if self.scheduler is not None:
+                self.scheduler.step()
+        elif scaler := getattr(self.precision, "scaler", None):
+            scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.weights_checked = True
+        return StepResult(sum(losses.values()), losses, norm_value, lr, window.samples, skipped)
+
+    def read(self, norm: Tensor, totals: list[list[Tensor]]) -> list[float]:
+        """The norm and the sums of the losses over all ranks: the one host sync of a step."""
+        sums = torch.stack([torch.stack(parts).sum(dtype=torch.float64) for parts in totals])
+        if self.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        return torch.cat([norm.detach().double().reshape(1), sums]).tolist()
+
+    def check_weight(self, loss: Loss, batch: Any) -> None:
+        """In the first step: the weight a loss reports must be the one it was divided by."""
+        promised, reported = self.model.weigh(batch)[loss.name], float(loss.weight)
+        if not math.isclose(promised, reported, rel_tol=1e-6):
+            raise RecipeError(
+                f"{type(self.model).__name__}: loss {loss.name!r} reports weight {reported:g} for a micro-batch that weigh() "
+                f"weighed {promised:g}: make losses() and weigh() count the same items"
+            )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The generator that dropout on ``device`` draws from: seeding it alone is far cheaper than ``torch.manual_seed``."""
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[device.index or 0]

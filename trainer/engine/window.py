@@ -1,0 +1,248 @@
+"""A batch, cut into micro-batches and dealt to the ranks.
+
+A step is exact however its batch is cut, so the cut is free to serve speed and memory: by count, by length, by tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
+from trainer.recipe import RecipeError
+
+PADDING_MULTIPLE = 8
+"""Texts are padded to a multiple of this many tokens: tensor cores want it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the batches of an epoch are cut.
+
+    Args:
+        batch_size: samples per step over all ranks.
+        micro_batch_size: most samples of a micro-batch.
+        accumulate: micro-batches per step and rank in a full batch (without a token budget, which may ask for more).
+        micro_batch_tokens: most tokens of a micro-batch, padding included; ``None`` for no limit.
+    """
+
+    batch_size: int
+    micro_batch_size: int
+    accumulate: int
+    micro_batch_tokens: int | None = None
+
+
+def at_epoch(schedule: int | Mapping[int, int] | None, epoch: int) -> int | None:
+    """The value of a schedule such as ``{0: 8, 4: 2}`` in ``epoch``: that of the last epoch named so far."""
+    if not isinstance(schedule, Mapping):
+        return schedule
+    return schedule[max(start for start in schedule if start <= epoch)]
+
+
+def decide_cut(
+    batch_size: int | None,
+    micro_batch_size: int | None,
+    accumulate: int | None,
+    world_size: int,
+    micro_batch_tokens: int | None = None,
+) -> Cut:
+    """Derive what was left open (``None``) of batch size, micro-batch size and accumulation.
+
+    Raises:
+        RecipeError: when all three are given and contradict each other, or too little is given.
+    """
+    if batch_size is None:
+        if accumulate is None or micro_batch_size is None:
+            raise RecipeError("batch_size is missing: give it, or give accumulate and memory.micro_batch_size")
+        return Cut(micro_batch_size * accumulate * world_size, micro_batch_size, accumulate, micro_batch_tokens)
+    share = -(-batch_size // world_size)
+    if micro_batch_size is None:
+        micro_batch_size = -(-share // (accumulate or 1))
+    derived = -(-share // micro_batch_size)
+    if accumulate not in (None, derived) and -(-share // -(-share // (accumulate or 1))) != derived:
+        raise RecipeError(
+            f"batch_size={batch_size} contradicts accumulate={accumulate} with memory.micro_batch_size={micro_batch_size} "
+            f"on {world_size} rank(s), which make {micro_batch_size * (accumulate or 1) * world_size}: leave out one of the three"
+        )
+    return Cut(batch_size, min(micro_batch_size, share), derived, micro_batch_tokens)
+
+
+def padded(length: int) -> int:
+    """``length`` rounded up to the padding multiple."""
+    return -(-length // PADDING_MULTIPLE) * PADDING_MULTIPLE
+
+
+def cut_batch(
+    indices: Sequence[int], cut: Cut, world_size: int, lengths: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Cut a batch into micro-batches whose number is a multiple of ``world_size``; rank r gets every world_size-th from r.
+
+    Micro-batches are as equal in size as can be: the same peak on every rank, and empty ones only when there are more
+    ranks than samples. With ``lengths``, samples of like length share a micro-batch, the longest first, so that the
+    peak comes first and the ranks pad alike.
+    """
+    if lengths is None:
+        return _equal_pieces(list(indices), cut.micro_batch_size, world_size)
+    by_length = sorted(indices, key=lambda index: -lengths[index])
+    if cut.micro_batch_tokens is None:
+        return _equal_pieces(by_length, cut.micro_batch_size, world_size)
+    pieces = _pieces_by_tokens(by_length, cut.micro_batch_size, cut.micro_batch_tokens, lengths)
+    return _split_to_multiple(pieces, world_size)
+
+
+def _equal_pieces(indices: list[int], micro_batch_size: int, world_size: int) -> list[list[int]]:
+    count = world_size * -(-len(indices) // (world_size * micro_batch_size))
+    size, longer = divmod(len(indices), count)
+    bounds = [piece * size + min(piece, longer) for piece in range(count + 1)]
+    return [indices[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def _pieces_by_tokens(
+    by_length: list[int], most_samples: int, most_tokens: int, lengths: Sequence[int]
+) -> list[list[int]]:
+    """Fill micro-batches greedily; a sample longer than the budget makes one of its own."""
+    pieces: list[list[int]] = []
+    for index in by_length:
+        if (
+            pieces
+            and len(pieces[-1]) < most_samples
+            and (len(pieces[-1]) + 1) * padded(lengths[pieces[-1][0]]) <= most_tokens
+        ):
+            pieces[-1].append(index)
+        else:
+            pieces.append([index])
+    return pieces
+
+
+def _split_to_multiple(pieces: list[list[int]], world_size: int) -> list[list[int]]:
+    """Halve the largest pieces, in place of the order, until their number is a multiple of ``world_size``."""
+    while len(pieces) % world_size:
+        largest = max(range(len(pieces)), key=lambda piece: len(pieces[piece]))
+        piece = pieces[largest]
+        middle = (len(piece) + 1) // 2
+        pieces[largest : largest + 1] = [piece[:middle], piece[middle:]]
+    return pieces
+
+
+def padding_share(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
+    """The share of padding tokens among all tokens of the micro-batches ``pieces``, each padded to its own longest."""
+    tokens = sum(lengths[index] for piece in pieces for index in piece)
+    total = sum(len(piece) * padded(max(lengths[index] for index in piece)) for piece in pieces if piece)
+    return 1 - tokens / total if total else 0.0
+
+
+class Request(NamedTuple):
+    """One micro-batch to fetch: its samples and the seed of each one's augmentation."""
+
+    indices: list[int]
+    seeds: list[int]
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What goes through forward and backward at once.
+
+    Args:
+        batch: the collated samples, on the host.
+        seed: of dropout; the same for this micro-batch on any rank.
+        is_last: whether this is the window's last, the one that synchronises gradients.
+        is_empty: whether it only keeps this rank in step with the others: its samples weigh nothing.
+    """
+
+    batch: Any
+    seed: int
+    is_last: bool
+    is_empty: bool
+
+
+@dataclass(slots=True)
+class Window:
+    """One rank's share of a batch.
+
+    Args:
+        micro_batches: what this rank puts through the model, in order.
+        weights: of every loss, the weight of the whole batch over all ranks.
+        samples: samples of the whole batch over all ranks.
+    """
+
+    micro_batches: list[MicroBatch]
+    weights: dict[str, float]
+    samples: int
+    epoch: int = 0
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self.micro_batches)
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+
+@dataclass
+class Windows:
+    """The windows of this rank, epoch by epoch.
+
+    Args:
+        size: samples in the training set.
+        cut_at: the cut of an epoch's batches.
+        fetch: turns requests into collated micro-batches, in order.
+        weigh: the weight of every loss of a micro-batch.
+        reduce: sums a list of floats over all ranks.
+        lengths: tokens of each sample, when there are such.
+    """
+
+    size: int
+    cut_at: Callable[[int], Cut]
+    fetch: Callable[[Iterator[Request]], Iterator[Any]]
+    weigh: Callable[[Any], dict[str, float]]
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    reduce: Callable[[list[float]], list[float]] = list
+    lengths: Sequence[int] | None = None
+
+    def steps(self, epoch: int) -> int:
+        """Steps in ``epoch``."""
+        return steps_in_epoch(self.size, self.cut_at(epoch).batch_size)
+
+    def pieces(self, epoch: int, step: int) -> list[list[int]]:
+        """All micro-batches of a batch, over all ranks."""
+        cut = self.cut_at(epoch)
+        batch = batch_indices(self.seed, epoch, step, self.size, cut.batch_size)
+        return cut_batch(batch, cut, self.world_size, self.lengths)
+
+    def epoch(self, epoch: int, first_step: int = 0, last_step: int | None = None) -> Iterator[Window]:
+        """Yield the windows of steps ``first_step`` to ``last_step`` (excluded; default: all that there are)."""
+        steps = range(first_step, min(self.steps(epoch), last_step if last_step is not None else self.steps(epoch)))
+        batches = self.fetch(request for step in steps for request, _ in self._own(epoch, step))
+        for step in steps:
+            own = self._own(epoch, step)
+            micro_batches = [
+                MicroBatch(
+                    batch=next(batches),
+                    seed=derive_seed(self.seed, epoch, step, number * self.world_size + self.rank),
+                    is_last=number == len(own) - 1,
+                    is_empty=is_empty,
+                )
+                for number, (_, is_empty) in enumerate(own)
+            ]
+            samples = min(self.cut_at(epoch).batch_size, self.size - step * self.cut_at(epoch).batch_size)
+            yield Window(micro_batches, self._weights(micro_batches), samples, epoch)
+
+    def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
+        """This rank's micro-batches of a step, and whether each is empty."""
+        pieces = self.pieces(epoch, step)
+        own = []
+        for piece in pieces[self.rank :: self.world_size]:
+            # A rank with nothing left does a zero-weight micro-step on somebody else's sample, for the collectives' sake.
+            indices = piece or [max(pieces[0], key=lambda i: -self.lengths[i] if self.lengths else 0)]
+            seeds = [derive_seed(self.seed, epoch, index) for index in indices]
+            own.append((Request(indices, seeds), not piece))
+        return own
+
+    def _weights(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for micro in micro_batches:
+            for name, weight in self.weigh(micro.batch).items():
+                total[name] = total.get(name, 0.0) + (0.0 if micro.is_empty else weight)
+        return dict(zip(total, self.reduce(list(total.values())), strict=True))

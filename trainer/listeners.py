@@ -1,0 +1,103 @@
+"""What listens to training: the progress display and the loggers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from lightning.fabric.loggers import Logger
+
+from trainer.engine.events import Counters, Listener
+from trainer.engine.step import StepResult
+from trainer.memory.monitor import measure
+from trainer.report.progress import Progress
+
+
+class Stopwatch(Listener):
+    """Seconds of training and samples a second, without the time of evaluations."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.evaluation_seconds = 0.0
+        self.samples = 0
+        self._since = 0.0
+
+    def on_fit_start(self, counters: Counters, total_steps: int) -> None:
+        self._since = time.perf_counter()
+
+    def on_step(self, counters: Counters, result: StepResult) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._since
+        self.samples += result.samples
+        self._since = now
+
+    def on_evaluation(self, counters: Counters, result: Any) -> None:
+        now = time.perf_counter()
+        self.evaluation_seconds += now - self._since
+        self._since = now
+
+    @property
+    def samples_per_second(self) -> float:
+        """Training throughput over all ranks so far."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
+class ProgressListener(Listener):
+    """Shows steps and evaluations to a person."""
+
+    def __init__(self, progress: Progress, stopwatch: Stopwatch, device: torch.device, split: str) -> None:
+        self.progress, self.stopwatch, self.device, self.split = progress, stopwatch, device, split
+
+    def on_fit_start(self, counters: Counters, total_steps: int) -> None:
+        self.progress.start(total_steps, first_step=counters.step)
+
+    def on_step(self, counters: Counters, result: StepResult) -> None:
+        self.progress.step(
+            counters.step,
+            loss=result.loss,
+            lr=result.lr,
+            samples_per_second=self.stopwatch.samples_per_second,
+            memory=measure(self.device).describe(),
+            epoch=counters.epoch,
+            skipped=counters.skipped_steps,
+        )
+
+    def on_evaluation(self, counters: Counters, result: Any) -> None:
+        self.progress.evaluation(counters.step, self.split, result.figures())
+
+    def on_fit_end(self, counters: Counters) -> None:
+        self.progress.close()
+
+
+class LoggingListener(Listener):
+    """Writes steps and evaluations to the loggers."""
+
+    def __init__(self, loggers: list[Logger], stopwatch: Stopwatch, split: str) -> None:
+        self.loggers, self.stopwatch, self.split = loggers, stopwatch, split
+
+    def on_step(self, counters: Counters, result: StepResult) -> None:
+        figures = {
+            "epoch": counters.epoch,
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "samples_per_second": round(self.stopwatch.samples_per_second, 2),
+        }
+        if len(result.losses) > 1:
+            figures |= {f"loss_{name}": value for name, value in result.losses.items()}
+        self.log(figures, counters.step)
+
+    def on_evaluation(self, counters: Counters, result: Any) -> None:
+        figures = {f"{self.split}_{name}": value for name, value in result.figures().items()}
+        self.log({"epoch": counters.epoch} | figures, counters.step)
+
+    def on_fit_end(self, counters: Counters) -> None:
+        for logger in self.loggers:
+            logger.save()
+
+    def log(self, figures: dict[str, Any], step: int) -> None:
+        """Write ``figures`` to every logger."""
+        for logger in self.loggers:
+            logger.log_metrics(figures, step)
+

@@ -1,0 +1,1 @@
+"""The memory-saving stack: one technique a file."""

@@ -1,0 +1,45 @@
+"""The optimizer: which parameters decay, which implementation runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.recipe import Optim, Precision, RecipeError
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+FUSED = ("adamw", "adam", "sgd", "adagrad")
+
+
+def build_optimizer(module: nn.Module, optim: Optim, precision: Precision, device: torch.device) -> Optimizer:
+    """The optimizer over the parameters of ``module`` that train.
+
+    Matrices decay; biases and norm weights do not, for decay would pull scales to 0 (as in transformers and nanoGPT).
+
+    Raises:
+        RecipeError: when no parameter trains.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if not trained:
+        raise RecipeError("every parameter is frozen: raise model.train_last_blocks")
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    options: dict[str, Any] = {"lr": optim.lr}
+    if optim.momentum:
+        options["momentum"] = optim.momentum
+    # Fused kernels want to unscale fp16 gradients themselves, which clipping comes too late for.
+    if optim.name in FUSED and precision != "16-mixed" and not (optim.name == "adagrad" and device.type != "cpu"):
+        options["fused"] = True
+    return OPTIMIZERS[optim.name]([group for group in groups if group["params"]], **options)

@@ -1,0 +1,30 @@
+"""``memory.precision``: of weights and arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+)
+from lightning.fabric.plugins.precision import (
+    Precision as FabricPrecision,
+)
+
+from trainer.recipe import Precision
+
+
+def precision_plugin(precision: Precision, device_type: str) -> FabricPrecision:
+    """The Fabric plugin for ``precision`` on a ``"cpu"`` or ``"cuda"`` device.
+
+    Built here rather than from the string, because Fabric silently turns ``16-mixed`` into ``bf16-mixed`` on a CPU.
+    """
+    if precision == "32-true":
+        return FabricPrecision()
+    if precision == "64-true":
+        return DoublePrecision()
+    if precision in ("bf16-true", "16-true"):
+        return HalfPrecision(precision)
+    scaler = torch.amp.GradScaler(device_type) if precision == "16-mixed" else None
+    return MixedPrecision(precision, device_type, scaler)

@@ -1,0 +1,120 @@
+"""BigBird, with the faults of its implementation in transformers mended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainer.models.text import TextClassifier
+from trainer.recipe import Loss, require_choice
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Attention = Literal["full", "block_sparse"]
+
+
+@dataclass
+class BigBird(TextClassifier):
+    """BigBird (Zaheer et al. 2020) for long texts.
+
+    Args:
+        attention: full attends to every token through torch's fused attention: exact, without a (tokens × tokens)
+            tensor, and faster than transformers' block_sparse, which stores one, plans its random blocks in NumPy in
+            every layer of every forward, and turns itself into full attention for good at the first short batch.
+            block_sparse is the pattern of the paper; it needs memory.precision 32-true or 64-true.
+        name: where the configuration comes from: a hub id, a local folder, or big_bird.
+        weights: a hub id or a local folder, as save_pretrained writes it; null for random weights.
+        tokenizer: a hub id or a local folder; null takes that of weights, or of name.
+        config: entries of the configuration to override, such as {num_hidden_layers: 2}.
+        revision: of everything that comes from the hub: a branch, tag or commit.
+        num_classes: null takes the dataset's.
+        class_names: null takes the dataset's; saved with the model.
+        dropout: sets all dropout rates of the configuration; null leaves them.
+        train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
+    """
+
+    name: str = "big_bird"
+    attention: Attention = "full"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("model.attention", self.attention, Attention)
+
+    def build(self) -> nn.Module:
+        """The module, with fused full attention unless told otherwise, and the pooler that no loss reaches frozen."""
+        module = super().build()
+        if self.attention == "full":
+            use_fused_attention(module)
+        # DDP waits for every parameter that may get a gradient; the classifier reads the first token, not the pooler.
+        module.bert.pooler.requires_grad_(False)  # type: ignore[union-attr, operator]
+        return module
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        """As any text classifier; short block-sparse batches are padded to where the pattern is defined."""
+        if self.attention == "block_sparse":
+            batch = pad_for_blocks(batch, module)
+        return super().losses(module, batch)
+
+    def _configuration(self) -> Any:
+        config = super()._configuration()
+        config.attention_type = "original_full" if self.attention == "full" else "block_sparse"
+        return config
+
+
+def use_fused_attention(module: nn.Module) -> None:
+    """Make every full-attention layer of BigBird compute through ``scaled_dot_product_attention``.
+
+    Only the class of the layers changes: parameters, their names and the result stay.
+    """
+    from transformers.models.big_bird.modeling_big_bird import BigBirdSelfAttention
+
+    for layer in module.modules():
+        if type(layer) is BigBirdSelfAttention:
+            layer.__class__ = _fused_class()
+
+
+def _fused_class() -> type:
+    from torch import Tensor
+    from torch.nn.functional import scaled_dot_product_attention
+    from transformers.models.big_bird.modeling_big_bird import BigBirdSelfAttention
+
+    global _FUSED
+    if _FUSED is None:
+
+        class FusedSelfAttention(BigBirdSelfAttention):
+            """BigBirdSelfAttention for an encoder, in fused attention."""
+
+            def forward(
+                self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
+            ) -> tuple[Tensor, None]:
+                heads = (*hidden_states.shape[:-1], -1, self.attention_head_size)
+                query, key, value = (
+                    linear(hidden_states).view(heads).transpose(1, 2) for linear in (self.query, self.key, self.value)
+                )
+                dropout = self.dropout.p if self.training else 0.0
+                context = scaled_dot_product_attention(query, key, value, attention_mask, dropout)
+                return context.transpose(1, 2).flatten(2), None
+
+        _FUSED = FusedSelfAttention
+    return _FUSED
+
+
+_FUSED: type | None = None
+
+
+def pad_for_blocks(batch: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Pad to one block more than the length at which transformers would switch to full attention for good."""
+    from torch.nn.functional import pad
+
+    config = getattr(module, "module", module).config  # DDP hides it
+    least = (5 + 2 * config.num_random_blocks + 1) * config.block_size
+    missing = least - batch["input_ids"].shape[1]
+    if missing <= 0:
+        return batch
+    fill = {"input_ids": config.pad_token_id}
+    return {
+        key: value if key == "labels" else pad(value, (0, missing), value=fill.get(key, 0))
+        for key, value in batch.items()
+    }

@@ -1,0 +1,69 @@
+"""What the models share: the classification loss, blocks, freezing. Torch is imported on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainer.recipe import IGNORED_LABEL, Loss, RecipeError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
+    """Cross entropy summed over the items whose label is not -100, computed in at least fp32.
+
+    Args:
+        logits: shape ``(items, classes)``.
+        labels: int64, shape ``(items,)``.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    total = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    return Loss(total, (labels != IGNORED_LABEL).sum(), logits=logits.detach(), targets=labels)
+
+
+def find_blocks(module: nn.Module, classes: Sequence[type] = ()) -> list[nn.Module]:
+    """The repeated modules: instances of ``classes``, or the children of the ``ModuleList`` or ``Sequential`` of
+    equal modules that holds the most parameters."""
+    from torch import nn
+
+    if classes:
+        return [m for m in module.modules() if isinstance(m, tuple(classes))]
+    repeated = [
+        list(m)
+        for m in module.modules()
+        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 0 and len({type(child) for child in m}) == 1
+    ]
+    return max(repeated, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()), default=[])
+
+
+def train_last_blocks(module: nn.Module, count: int, classes: Sequence[type] = ()) -> None:
+    """Freeze every parameter that is registered before the last ``count`` blocks; what follows them, the head, trains.
+
+    Raises:
+        RecipeError: when the model has fewer blocks.
+    """
+    blocks = find_blocks(module, classes)
+    if not 0 <= count <= len(blocks):
+        raise RecipeError(f"model.train_last_blocks={count} must be between 0 and the number of blocks, {len(blocks)}")
+    trained = {p for block in blocks[len(blocks) - count :] for p in block.parameters()}
+    in_blocks = {p for block in blocks for p in block.parameters()}
+    seen_blocks = False
+    for parameter in module.parameters():
+        seen_blocks = seen_blocks or parameter in in_blocks
+        follows = seen_blocks and parameter not in in_blocks
+        parameter.requires_grad_(parameter in trained or follows)
+
+
+def require_filled(model: str, **fields: object) -> None:
+    """Refuse to build while a field that the dataset should have filled is still ``None``."""
+    for name, value in fields.items():
+        if value is None:
+            raise RecipeError(
+                f"model.{name} of {model} is not set, and the dataset does not know it: give --model.{name}"
+            )

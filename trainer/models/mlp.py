@@ -1,0 +1,55 @@
+"""A multi-layer perceptron for images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trainer.models.common import classification_loss, require_filled
+from trainer.recipe import Loss, Model, require
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass
+class MLP(Model):
+    """Linear layers with ReLU on the pixels: 784-512-512-10 on Fashion-MNIST.
+
+    Args:
+        hidden: widths of the hidden layers.
+        image_size: height and width of the images in pixels; null takes the dataset's.
+        channels: of the images; null takes the dataset's.
+        num_classes: null takes the dataset's.
+        class_names: null takes the dataset's; saved with the model.
+        dropout: after every hidden layer.
+    """
+
+    hidden: list[int] = field(default_factory=lambda: [512, 512])
+    image_size: int | None = None
+    channels: int | None = None
+    num_classes: int | None = None
+    class_names: list[str] | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(all(width > 0 for width in self.hidden), f"model.hidden={self.hidden} must be positive widths")
+        require(0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
+
+    def build(self) -> nn.Module:
+        """Linear layers, from ``channels × image_size²`` inputs to ``num_classes`` logits."""
+        from torch import nn
+
+        require_filled("MLP", image_size=self.image_size, channels=self.channels, num_classes=self.num_classes)
+        assert self.image_size is not None
+        assert self.channels is not None
+        widths = [self.channels * self.image_size**2, *self.hidden]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for inputs, outputs in zip(widths, widths[1:], strict=False):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()] + [nn.Dropout(self.dropout)] * (self.dropout > 0)
+        return nn.Sequential(*layers, nn.Linear(widths[-1], self.num_classes))
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        """Cross entropy; the batch has ``pixel_values`` (n, channels, height, width) and ``labels`` (n,)."""
+        yield classification_loss(module(batch["pixel_values"]), batch["labels"])
