@@ -1,0 +1,265 @@
+"""The command line: commands, exit codes, one-line errors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainer
+from trainer.cli import run
+from trainer.locate import packaged_recipes
+from trainer.recipe import RecipeError
+
+ROOT = Path(trainer.__file__).parent.parent
+
+
+def error_of(capsys: pytest.CaptureFixture, *argv: object) -> str:
+    """The one line that a command line is refused with."""
+    assert run([str(word) for word in argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("trainer: error: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("trainer: error: ").strip()
+
+
+def python(*argv: object, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, argv)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--batchsize", "32"], ["--batchsize", "'32'", "--batch_size?"]),
+        (["--batch-size=32"], ["--batch-size", "--batch_size?"]),
+        (["--batch", "32"], ["unknown flag --batch "]),  # no abbreviations
+        (["--lr", "1"], ["--lr", "--optim.lr?"]),
+        (["--memory.precison", "bf16-mixed"], ["--memory.precison", "--memory.precision?"]),
+        (["--model.widht", "3"], ["--model.widht", "--model.width?"]),
+        (["--epochs.first", "3"], ["--epochs.first"]),
+        (["-b", "3"], ["-b"]),
+        (["--epochs", "three"], ["epochs='three'", "int"]),
+        (["--epochs", "1.5"], ["epochs='1.5'", "int"]),
+        (["--epochs", "true"], ["epochs='true'", "int"]),
+        (["--optim.lr", "fast"], ["optim.lr='fast'", "float"]),
+        (["--run.progress", "maybe"], ["run.progress='maybe'", "bool"]),
+        (["--accumulate", "many"], ["accumulate='many'", "int|dict[int,int]|null"]),
+        (["--accumulate", "{0: 8, 0: 2}"], ["accumulate=", "duplicate key 0"]),
+        (["--accumulate", "{1: 8}"], ["accumulate={1: 8}", "epoch 0"]),
+        (["--optim.name", "adamx"], ["optim.name='adamx'", "adamw, adam, sgd", "did you mean adam"]),
+        (["--memory.precision", "bf16-mix"], ["memory.precision='bf16-mix'", "did you mean bf16-mixed?"]),
+        (["--run.logger", "tensorbord"], ["run.logger='tensorbord'", "did you mean tensorboard?"]),
+        (["--run.devices", "aut"], ["run.devices='aut'", "int|auto", "did you mean auto?"]),
+        (["--epochs"], ["--epochs", "needs a value"]),
+        (["--epochs", "--seed", "3"], ["--epochs", "needs a value"]),
+        (["--config"], ["--config", "needs a value"]),
+        (["--config", "absent.yaml"], ["absent.yaml", "no such file"]),
+        (["--print_config=yes"], ["--print_config", "takes no value", "'yes'"]),
+        (["extra"], ["unexpected 'extra'"]),
+        (["--epochs", "0"], ["epochs=0"]),
+        (["--memory.budget", "3 bytes"], ["memory.budget='3 bytes'"]),
+        (["--model.width", "0"], ["Net", "width=0"]),  # a plain ValueError of the model's own
+    ],
+)
+def test_a_bad_flag_is_one_line_naming_it(recipe_file, calls, capsys, flags, parts):
+    message = error_of(capsys, "fit", recipe_file, *flags)
+    assert [part for part in parts if part not in message] == [], message
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["fti"], ["fti", "did you mean fit?"]),
+        (["--verison"], ["--verison"]),
+        (["fit"], ["RECIPE", "vit_digits"]),
+        (["fit", "vit_digit"], ["'vit_digit'", "did you mean vit_digits?", "mlp_fashion_mnist"]),
+        (["fit", "absent.py"], ["absent.py", "no such file"]),
+        (["fit", "absent.yaml"], ["absent.yaml", "no such file"]),
+        (["evaluate"], ["RUN_DIR"]),
+        (["evaluate", "absent"], ["'absent'", "no such directory"]),
+    ],
+)
+def test_a_bad_command_is_one_line(capsys, argv, parts):
+    message = error_of(capsys, *argv)
+    assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("x = 1\n", ["recipe = Recipe(...)"]),
+        ("recipe = 3\n", ["int", "not a trainer.Recipe"]),
+        ("x = 1\nrecipe = None + 1\n", ["line 2", "TypeError: unsupported operand"]),
+        ("\n\nrecipe = (\n", ["line 3", "SyntaxError"]),
+        ("from trainer import Optim\n\nOptim(lr=-1)\n", ["line 3: optim.lr=-1 must be greater than 0"]),
+        ("import no_such_module_here\n", ["line 1: ModuleNotFoundError", "no_such_module_here"]),
+    ],
+)
+def test_a_broken_recipe_file_is_one_line_with_its_place(tmp_path, capsys, text, parts):
+    path = tmp_path / "broken_recipe.py"
+    path.write_text(text)
+    message = error_of(capsys, "fit", path)
+    assert str(path) in message
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_fit_trains_the_recipe_with_its_source(recipe_file, calls):
+    assert run(["fit", "--epochs", "3", str(recipe_file), "--optim.lr=1e-4", "--model.kind", "wide"]) == 0
+    [(command, recipe, source)] = calls
+    assert (command, source) == ("fit", str(recipe_file))
+    assert (recipe.epochs, recipe.optim.lr, recipe.model.kind) == (3, 1e-4, "wide")
+    assert (recipe.batch_size, recipe.model.width, recipe.data.root) == (64, 8, "points")  # the recipe's own
+
+
+def test_a_recipe_path_may_be_relative(recipe_file, calls, monkeypatch):
+    monkeypatch.chdir(recipe_file.parent)
+    assert run(["fit", recipe_file.name]) == 0
+    assert calls[0][2] == str(recipe_file)
+
+
+def test_a_recipe_may_import_what_lies_beside_it(recipe_file, calls, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (recipe_file.parent / "beside_the_recipe.py").write_text("EPOCHS = 11\n")
+    text = recipe_file.read_text().replace("batch_size=64", "batch_size=64, epochs=EPOCHS")
+    recipe_file.write_text(text.replace("from trainer", "from beside_the_recipe import EPOCHS\nfrom trainer", 1))
+    assert run(["fit", str(recipe_file)]) == 0
+    assert calls[0][1].epochs == 11
+
+
+def test_errors_of_training_keep_their_exit_codes(recipe_file, calls, monkeypatch, capsys):
+    def fail_with(error):
+        def fit(recipe, source):
+            raise error
+
+        monkeypatch.setattr(sys.modules["trainer.fit"], "fit", fit)
+
+    fail_with(RecipeError("data.root='x' holds\n  no images"))
+    assert error_of(capsys, "fit", recipe_file) == "data.root='x' holds no images"
+    fail_with(KeyboardInterrupt())
+    assert run(["fit", str(recipe_file)]) == 130
+    fail_with(ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        run(["fit", str(recipe_file)])
+
+
+@pytest.mark.parametrize(
+    ("environment", "prefix"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, ""),
+        ({"RANK": "5", "LOCAL_RANK": "1"}, "[rank 5] "),
+        ({"LOCAL_RANK": "1"}, "[rank 1] "),
+    ],
+)
+def test_an_error_says_which_rank_has_it(monkeypatch, capsys, environment, prefix):
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert run(["fit"]) == 2
+    assert capsys.readouterr().err.startswith(f"{prefix}trainer: error: ")
+
+
+def test_evaluate_applies_flags_to_the_recipe_of_the_run(run_dir, calls):
+    assert run(["evaluate", str(run_dir), "--data.root", "elsewhere"]) == 0
+    [(command, recipe, folder)] = calls
+    assert (command, recipe.seed, recipe.data.root, folder) == ("evaluate", 7, "elsewhere", run_dir)
+
+
+def test_predict_takes_texts_or_images(run_dir, calls, capsys, tmp_path):
+    assert run(["predict", str(run_dir), "--text", "one", "two", "--seed", "3", "--text=--three"]) == 0
+    image = tmp_path / "image.png"
+    image.touch()
+    assert run(["predict", str(run_dir), "--image", str(image)]) == 0
+    assert [call[3:] for call in calls] == [(["one", "two", "--three"], []), ([], [str(image)])]
+    assert calls[0][1].seed == 3
+    assert "either --text TEXT or --image PATH" in error_of(capsys, "predict", run_dir)
+    assert "not both" in error_of(capsys, "predict", run_dir, "--text", "a", "--image", image)
+    assert "--text needs a value" in error_of(capsys, "predict", run_dir, "--text")
+    assert "'absent.png': no such file" in error_of(capsys, "predict", run_dir, "--image", "absent.png")
+
+
+def test_a_run_directory_must_be_whole(run_dir, capsys):
+    (run_dir / "model").rmdir()
+    assert "no model/" in error_of(capsys, "evaluate", run_dir)
+    (run_dir / "recipe.yaml").unlink()
+    assert "no recipe.yaml" in error_of(capsys, "predict", run_dir, "--text", "a")
+
+
+def test_help_shows_every_flag_with_type_meaning_and_value(recipe_file, calls, capsys):
+    assert run(["fit", str(recipe_file), "--help"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "--batch_size int|null samples per optimizer step over all ranks" in page
+    assert "--model.width int features of a layer, at most 90% of them used. (default: 8)" in page
+    assert "--model.kind wide|deep (default: deep)" in page
+    for flag in (
+        "--config",
+        "--print_config",
+        "--memory.strategy",
+        "--run.devices",
+        "--data.root",
+        "--optim.clip_norm",
+    ):
+        assert f"{flag} " in page
+    assert "--model.function" not in page  # a function cannot be written on a command line
+    assert calls == []
+
+
+def test_help_and_version_at_the_top(capsys):
+    assert run([]) == 0
+    page = capsys.readouterr().out
+    assert run(["--help"]) == 0
+    assert capsys.readouterr().out == page
+    assert all(name in page for name in ["fit RECIPE", "evaluate RUN_DIR", "predict RUN_DIR", *packaged_recipes()])
+    assert run(["fit", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(name in page for name in packaged_recipes())
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"trainer {trainer.__version__}\n"
+
+
+def test_the_packaged_recipes_are_found():
+    assert {"vit_digits", "mlp_fashion_mnist", "vit_cifar10", "distilbert_imdb", "bigbird_imdb"} <= set(
+        packaged_recipes()
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "absent"),
+    [
+        (["--help"], ["torch", "jsonargparse"]),
+        (["fit", "vit_digits", "--help"], ["torch"]),
+        (["fit", "vit_digits", "--print_config", "--epochs", "3"], ["torch"]),
+        (["fit", "distilbert_imdb", "--help"], ["torch"]),
+    ],
+)
+def test_looking_loads_nothing_heavy(argv, absent):
+    look = f"print([name for name in {absent} if name in sys.modules])"
+    result = python("-c", f"import sys; from trainer.cli import run; code = run({argv}); {look}; sys.exit(code)")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_recipe_is_a_script_with_the_same_flags(recipe_file):
+    printed = python(recipe_file, "--print_config", "--epochs", "3")
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout.splitlines()[0] == f"recipe: {recipe_file}"
+    assert "epochs: 3" in printed.stdout.splitlines()
+    refused = python(recipe_file, "--epoch", "3")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "trainer: error: unknown flag --epoch (value '3'); did you mean --epochs?\n"
+    assert python(recipe_file, "fit").returncode == 2
+
+
+def test_python_m_trainer_has_the_exit_codes():
+    refused = python("-m", "trainer", "fit", "vit_digits", "--epochs", "three", RANK="1")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "[rank 1] trainer: error: epochs='three' is not of type int\n"

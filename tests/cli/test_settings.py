@@ -1,0 +1,211 @@
+"""Settings: types, YAML files, what wins over what."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.cli import run
+from trainer.locate import load_recipe
+from trainer.recipe import Memory, RecipeError
+from trainer.settings import derive_batch, dump_recipe, settings_of
+from trainer.yaml_text import format_yaml, parse_yaml
+
+
+def resolved(calls, *argv: object):
+    """The recipe that a command line trains."""
+    assert run(["fit", *map(str, argv)]) == 0
+    return calls.pop()[1]
+
+
+def values(recipe) -> dict:
+    return {key: setting.value for key, setting in settings_of(recipe).items()}
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "value"),
+    [
+        ("accumulate", "4", 4),
+        ("accumulate", "{0: 8, 4: 2}", {0: 8, 4: 2}),
+        ("accumulate", '{"0": 8}', {0: 8}),
+        ("batch_size", "12", 12),
+        ("eval_every", "null", None),
+        ("optim.lr", "1e-4", 1e-4),
+        ("optim.lr", "3", 3.0),
+        ("optim.clip_norm", "null", None),
+        ("memory.micro_batch_size", "8", 8),
+        ("memory.micro_batch_size", "auto", "auto"),
+        ("run.progress", "false", False),
+        ("run.logger", "tensorboard", ["tensorboard"]),
+        ("run.logger", "csv,tensorboard", ["csv", "tensorboard"]),
+        ("run.logger", "[csv,tensorboard]", ["csv", "tensorboard"]),
+        ("run.logger", "[]", []),
+        ("model.weights", "null", None),
+        ("model.weights", "123", "123"),
+        ("model.weights", "{odd", "{odd"),
+        ("model.sizes", "[3,4,5]", (3, 4, 5)),
+        ("model.config", '{"n_layers": 2, "version": "2"}', {"n_layers": 2, "version": "2"}),
+        ("model.hook", "3", 3),  # a type that exists only while type checking
+        ("data.root", "a folder/b=c", "a folder/b=c"),
+    ],
+)
+def test_a_flag_becomes_what_its_field_asks_for(recipe_file, calls, flag, text, value):
+    found = values(resolved(calls, recipe_file, f"--{flag}", text))[flag]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_an_entry_of_a_dict_is_a_flag(recipe_file, calls):
+    flags = (
+        "--model.config",
+        '{"n_layers": 1, "act": "gelu"}',
+        "--model.config.n_layers",
+        "2",
+        "--model.config.dim",
+        "8",
+    )
+    assert resolved(calls, recipe_file, *flags).model.config == {"n_layers": 2, "act": "gelu", "dim": 8}
+
+
+def test_flags_win_over_yaml_and_yaml_over_the_recipe(recipe_file, calls, tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("epochs: 5\nseed: 5\nmax_steps: 5\noptim: {lr: 5e-1, momentum: 0.5, name: sgd}\nmodel:\n")
+    second.write_text("recipe: points_recipe.py\nseed: 6\nmax_steps: 6\nmodel.width: 6\naccumulate: {0: 8, 4: 2}\n")
+    recipe = resolved(calls, "--config", first, recipe_file, "--max_steps", "7", "--config", second)
+    assert (recipe.epochs, recipe.seed, recipe.max_steps) == (5, 6, 7)
+    assert (recipe.optim.lr, recipe.optim.momentum, recipe.model.width) == (0.5, 0.5, 6)
+    assert (recipe.accumulate, recipe.data.root) == ({0: 8, 4: 2}, "points")
+
+
+def test_print_config_gives_the_same_recipe_back(recipe_file, calls, capsys, tmp_path):
+    flags = ["--accumulate", "{0: 8, 4: 2}", "--model.weights", "1e-4", "--optim.lr", "1e-5", "--data.root", "null"]
+    flags += [
+        "--model.config",
+        '{"act": "null", "version": "2", "rate": 1e-3}',
+        "--model.sizes",
+        "[7]",
+        "--run.logger",
+        "csv",
+    ]
+    assert run(["fit", str(recipe_file), *flags, "--print_config"]) == 0
+    assert calls == []
+    text = capsys.readouterr().out
+    wanted = values(resolved(calls, recipe_file, *flags))
+    assert wanted["model.weights"] == "1e-4"
+    assert wanted["model.config"]["version"] == "2"
+    path = tmp_path / "resolved.yaml"
+    path.write_text(text)
+    assert values(resolved(calls, recipe_file, "--config", path)) == wanted
+    assert values(resolved(calls, path)) == wanted  # the YAML names its recipe
+    recipe, source = load_recipe(str(path))
+    assert dump_recipe(recipe, source) == text
+
+
+def test_every_field_but_functions_is_written(recipe_file):
+    recipe, source = load_recipe(str(recipe_file))
+    tree = parse_yaml(dump_recipe(recipe, source), "recipe.yaml")
+    assert next(iter(tree)) == "recipe"
+    assert set(tree) - {"recipe"} == {field.name for field in dataclasses.fields(recipe)}
+    assert set(tree["memory"]) == {field.name for field in dataclasses.fields(Memory)}
+    assert set(tree["model"]) == {"width", "kind", "config", "weights", "sizes", "hook"}
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("optim:\n  lr: 1\n  name: sgd\n  lr: 2\n", ["line 4", "duplicate key lr", "line 2"]),
+        ("optim: {lr: 1}\noptim.lr: 2\n", ["duplicate key optim.lr"]),
+        ("memory:\n  precison: 16-mixed\n", ["unknown key memory.precison", "memory.precision?"]),
+        ("batchsize: 3\n", ["unknown key batchsize", "batch_size?"]),
+        ("memory: 3\n", ["memory=3", "section"]),
+        ("epochs: three\n", ["epochs='three'", "int"]),
+        ("epochs: true\n", ["epochs=True", "int"]),
+        ("data: {root: 3}\n", ["data.root=3", "str"]),
+        ("optim: {name: adamx}\n", ["optim.name='adamx'", "did you mean adam"]),
+        ("- epochs\n", ["mapping", "list"]),
+        ("epochs: [3\n", ["line 2", "not valid YAML"]),
+        ("recipe: vit_digits\n", ["recipe='vit_digits'", "points_recipe.py"]),
+        ("recipe: vit_digit\n", ["'vit_digit'", "did you mean vit_digits?"]),
+    ],
+)
+def test_a_bad_yaml_file_is_one_line_naming_it(recipe_file, calls, capsys, tmp_path, text, parts):
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    assert run(["fit", str(recipe_file), "--config", str(path)]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert [part for part in [str(path), *parts] if part not in message] == [], message
+    assert calls == []
+
+
+def test_a_yaml_recipe_must_name_its_recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("epochs: 3\n")
+    with pytest.raises(RecipeError, match="the key recipe must name"):
+        load_recipe(str(path))
+
+
+def test_a_packaged_recipe_keeps_its_name_by_path_too():
+    from trainer.locate import recipes_folder
+
+    by_name, by_path = load_recipe("vit_digits"), load_recipe(str(recipes_folder() / "vit_digits.py"))
+    assert by_name[1] == by_path[1] == "vit_digits"
+    assert by_name[0] == by_path[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "batch_size", "accumulate", "micro_batch_size"),
+    [
+        ("", 64, None, 16),
+        ("--batch_size 32", 32, None, 16),
+        ("--accumulate 4", 64, 4, "auto"),  # the recipe's micro-batch gives way
+        ("--accumulate {0: 8, 4: 2}", 64, {0: 8, 4: 2}, "auto"),
+        ("--accumulate null", 64, None, 16),
+        ("--accumulate 4 --memory.micro_batch_size 8", None, 4, 8),  # the recipe's batch gives way
+        ("--accumulate 4 --memory.micro_batch_size auto", 64, 4, "auto"),
+        ("--memory.micro_batch_size 8", 64, None, 8),
+        ("--batch_size 32 --accumulate 4", 32, 4, 16),  # all asked for: a contradiction is not hidden
+        ("--batch_size 32 --accumulate 4 --memory.micro_batch_size 8", 32, 4, 8),
+    ],
+)
+@pytest.mark.parametrize("through", ["flags", "yaml"])
+def test_what_is_asked_for_wins_over_the_recipe(
+    recipe_file, calls, tmp_path, flags, batch_size, accumulate, micro_batch_size, through
+):
+    words = [word.partition(" ")[::2] for word in flags.split("--")[1:]]
+    argv = [word for name, text in words for word in (f"--{name}", text.strip())]
+    if through == "yaml":
+        path = tmp_path / "settings.yaml"
+        path.write_text("".join(f"{name}: {text}\n" for name, text in words))
+        argv = ["--config", str(path)]
+    recipe = resolved(calls, recipe_file, *argv)
+    assert (recipe.batch_size, recipe.accumulate) == (batch_size, accumulate)
+    assert recipe.memory.micro_batch_size == micro_batch_size
+
+
+def test_a_recipe_without_batch_size_keeps_its_micro_batch(recipe_file):
+    recipe, _ = load_recipe(str(recipe_file))
+    derived = recipe.replace(batch_size=None, accumulate=4)
+    assert derive_batch(derived, {"accumulate": 8}) == {"accumulate": 8}
+
+
+def test_a_relative_recipe_in_yaml_starts_at_its_file(recipe_file, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    path = Path(tmp_path / "settings.yaml")
+    path.write_text("recipe: points_recipe.py\n")
+    assert load_recipe(str(path))[1] == str(recipe_file)
+
+
+_scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+_values = st.recursive(
+    _scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner), max_leaves=6
+)
+
+
+@given(_values | st.from_regex(r"\A[-+]?[0-9.]{1,4}e[-+]?[0-9]{1,2}\Z"))
+@settings(max_examples=100, deadline=None)
+def test_what_is_written_to_yaml_is_what_is_read(value):
+    again = parse_yaml(format_yaml(value), "here")
+    assert (again, type(again)) == (value, type(value))

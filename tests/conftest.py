@@ -1,0 +1,37 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the network
+
+import pytest
+from hypothesis import HealthCheck, settings
+from ranks import RankPool
+
+settings.register_profile(
+    "trainer", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("trainer")
+
+_POOLS: dict[int, RankPool] = {}
+
+
+@pytest.fixture
+def ranks():
+    """A function from a world size to its :class:`RankPool`; pools are shared by all tests."""
+
+    def pool(world_size: int) -> RankPool:
+        broken = world_size in _POOLS and not all(process.is_alive() for process in _POOLS[world_size].processes)
+        if world_size not in _POOLS or broken:
+            _POOLS[world_size] = RankPool(world_size)
+        return _POOLS[world_size]
+
+    return pool
+
+
+def pytest_sessionfinish() -> None:
+    for pool in _POOLS.values():
+        pool.close()

@@ -1,0 +1,228 @@
+"""Image datasets on real images: shapes, splits, augmentation, and every refusal names what is wrong."""
+
+import itertools
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+from trainer.data import CIFAR10, Digits, FashionMNIST, ImageFolder
+from trainer.recipe import RecipeError
+
+
+@pytest.fixture
+def folder(sample_data, tmp_path):
+    """A copy of a part of the CIFAR-10 image folder: 2 classes, 5 training and 3 test images of each."""
+    for part, count in (("train", 5), ("test", 3)):
+        for name in ("cat", "ship"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for source in sorted((sample_data / "cifar10" / "folder" / part / name).iterdir())[:count]:
+                shutil.copy(source, tmp_path / part / name)
+    return tmp_path
+
+
+def cifar10(sample_data, **settings):
+    data = CIFAR10(root=str(sample_data / "cifar10" / "cifar10_subset.npz"), **settings)
+    data.prepare()
+    return data
+
+
+def test_importing_the_settings_imports_nothing_heavy():
+    heavy = "{'torch', 'torchvision', 'datasets', 'sklearn', 'transformers', 'numpy', 'pandas'}"
+    code = f"import sys, trainer.data; trainer.data.Digits(); print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_digits_are_1797_images_in_three_disjoint_parts():
+    data = Digits()
+    data.prepare()
+    rows = [data.train.rows, data.val.rows, data.test.rows]
+    assert sorted(itertools.chain(*rows)) == list(range(1797))
+    assert (data.num_classes, data.image_size) == (10, 8)
+    assert len(data.test) == 360
+    counts = torch.bincount(data.test.labels)
+    assert counts.min() >= 34  # stratified: every digit has its tenth
+    again = Digits()
+    torch.manual_seed(99)
+    np.random.seed(99)
+    again.prepare()
+    assert again.test.rows == data.test.rows  # whatever the run's seed
+
+
+def test_digits_are_normalised_grey_in_three_channels():
+    data = Digits()
+    data.prepare()
+    batch = data.train.__getitems__(range(len(data.train)))
+    pixels = batch["pixel_values"]
+    assert pixels.shape == (1293, 3, 8, 8)
+    assert pixels.dtype == torch.float32
+    assert batch["labels"].dtype == torch.int64
+    assert torch.equal(pixels[:, 0], pixels[:, 2])
+    assert abs(pixels.mean()) < 0.02
+    assert abs(pixels.std() - 1) < 0.02
+
+
+def test_a_batch_is_the_same_bits_as_its_samples_one_by_one(sample_data):
+    resized = cifar10(sample_data, image_size=224)
+    indices = [4999, 0, 7, 1234, 8]
+    at_once = resized.train.__getitems__(indices)
+    singly = resized.collate([resized.train[i] for i in indices])
+    assert at_once["pixel_values"].shape == (5, 3, 224, 224)
+    assert torch.equal(at_once["pixel_values"], singly["pixel_values"])
+    assert torch.equal(at_once["labels"], singly["labels"])
+
+
+def test_fashion_mnist_reads_the_uncompressed_files_without_download(sample_data):
+    data = FashionMNIST(root=str(sample_data / "fashion_mnist_small"), download=False, val_fraction=0.1)
+    data.prepare()
+    assert [len(data.train), len(data.val), len(data.test)] == [900, 100, 500]
+    assert torch.bincount(data.val.labels).tolist() == [10] * 10
+    assert data.class_names[9] == "Ankle boot"
+    official = torchvision.datasets.FashionMNIST(str(sample_data / "fashion_mnist_small"), train=False)
+    image, label = official[17]
+    expected = (torchvision.transforms.functional.to_tensor(image) - 0.2860) / 0.3530
+    assert data.test[17]["labels"] == label
+    torch.testing.assert_close(data.test[17]["pixel_values"], expected.expand(3, -1, -1))
+
+
+def test_cifar10_pixels_and_labels_are_those_of_the_png_files(sample_data):
+    data = cifar10(sample_data)
+    assert [len(data.train), data.val, len(data.test)] == [5000, None, 1000]
+    with np.load(sample_data / "cifar10" / "cifar10_subset.npz", allow_pickle=False) as arrays:
+        names = [str(name) for name in arrays["filenames"][5000:]]
+    path = next((sample_data / "cifar10" / "folder" / "test" / "frog").iterdir())
+    index = next(i for i, name in enumerate(names) if name.endswith(path.name))
+    assert data.class_names[data.test[index]["labels"]] == "frog"
+    assert torch.equal(data.test[index]["pixel_values"], data.load_image(path))
+
+
+def test_only_training_images_are_augmented_and_only_as_named(sample_data):
+    plain = cifar10(sample_data).train[3]["pixel_values"]
+    data = cifar10(sample_data, augment="flip", val_fraction=0.1)
+    position = data.train.rows.index(3)
+    assert data.train.augmented
+    assert not data.val.augmented
+    assert not data.test.augmented
+    draws = []
+    for seed in range(12):
+        torch.manual_seed(seed)
+        draws.append(data.train[position]["pixel_values"])
+    flipped = [torch.equal(draw, plain.flip(-1)) for draw in draws]
+    assert all(flip or torch.equal(draw, plain) for flip, draw in zip(flipped, draws, strict=True))
+    assert 0 < sum(flipped) < 12
+
+
+def test_a_crop_shifts_by_at_most_an_eighth(sample_data):
+    data = cifar10(sample_data, augment="crop_flip")
+    plain = cifar10(sample_data).train[3]["pixel_values"]
+    torch.manual_seed(0)
+    drawn = data.train[3]["pixel_values"]
+    padded = torch.nn.functional.pad(plain, (4, 4, 4, 4), mode="reflect")
+    windows = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
+    assert any(torch.equal(drawn, window) or torch.equal(drawn, window.flip(-1)) for window in windows)
+
+
+def test_image_folder_reads_its_parts(folder):
+    data = ImageFolder(str(folder), image_size=48)
+    data.prepare()
+    assert (len(data.train), data.val, len(data.test)) == (10, None, 6)
+    assert data.class_names == ["cat", "ship"]
+    assert data.train[9]["labels"] == 1
+    assert data.train[9]["pixel_values"].shape == (3, 48, 48)
+    assert data.train.describe(9).startswith(str(folder / "train" / "ship"))
+    assert torch.equal(data.train[9]["pixel_values"], data.load_image(data.train.describe(9)))
+
+
+def test_images_that_are_not_square_keep_their_proportions(folder):
+    wide = folder / "train" / "cat" / "wide.png"
+    pixels = np.zeros((20, 60, 3), np.uint8)
+    pixels[:, 20:40] = 255  # the centre square is white
+    Image.fromarray(pixels).save(wide)
+    image = ImageFolder(str(folder), image_size=20).load_image(wide)
+    assert image.unique().numel() == 3  # one value a channel
+
+
+def test_a_missing_test_folder_asks_for_a_part_to_hold_out(folder):
+    shutil.rmtree(folder / "test")
+    with pytest.raises(RecipeError, match=r"neither a test nor a val folder.*--data\.val_fraction"):
+        ImageFolder(str(folder)).prepare()
+    data = ImageFolder(str(folder), val_fraction=0.4, augment="flip")
+    data.prepare()
+    assert (len(data.train), len(data.val), data.test) == (6, 4, None)
+    assert sorted(label for _, label in data.val.samples) == [0, 0, 1, 1]
+    assert not {path for path, _ in data.val.samples} & {path for path, _ in data.train.samples}
+    assert not data.val.augmented
+
+
+def test_a_corrupt_image_is_named_before_training(folder):
+    broken = sorted((folder / "test" / "ship").iterdir())[1]
+    content = bytearray(broken.read_bytes())
+    content[len(content) // 2] ^= 1  # one flipped bit
+    broken.write_bytes(content)
+    with pytest.raises(RecipeError, match=f"1 of 16 images cannot be read: {broken}"):
+        ImageFolder(str(folder)).prepare()
+
+
+def test_a_truncated_jpeg_is_named_when_it_is_read(folder):
+    path = folder / "train" / "cat" / "zz.jpg"
+    Image.open(next((folder / "train" / "cat").iterdir())).save(path)
+    path.write_bytes(path.read_bytes()[:-200])
+    data = ImageFolder(str(folder))
+    data.prepare()  # its header is sound
+    index = next(i for i in range(len(data.train)) if data.train.describe(i) == str(path))
+    with pytest.raises(RecipeError, match=f"{path} cannot be read as an image"):
+        data.train[index]
+
+
+def test_classes_that_differ_are_named(folder):
+    shutil.copytree(folder / "test" / "cat", folder / "test" / "lynx")
+    with pytest.raises(RecipeError, match="train and test differ in lynx"):
+        ImageFolder(str(folder)).prepare()
+
+
+def test_missing_files_say_where_they_were_looked_for(tmp_path):
+    with pytest.raises(RecipeError, match=rf"{tmp_path}/FashionMNIST/raw: set --data\.download true"):
+        FashionMNIST(root=str(tmp_path), download=False).prepare()
+    with pytest.raises(RecipeError, match=rf"{tmp_path}/cifar-10-batches-py: set --data\.download true"):
+        CIFAR10(root=str(tmp_path), download=False).prepare()
+    with pytest.raises(RecipeError, match=f"no file {tmp_path}/none.npz"):
+        CIFAR10(root=str(tmp_path / "none.npz")).prepare()
+    with pytest.raises(RecipeError, match=f"no folder {tmp_path}/none/train"):
+        ImageFolder(root=str(tmp_path / "none")).prepare()
+
+
+def test_a_failed_download_names_its_address(tmp_path, monkeypatch):
+    nowhere = "http://127.0.0.1:9/"  # the discard port: nothing listens
+    monkeypatch.setattr(torchvision.datasets.FashionMNIST, "mirrors", [nowhere])
+    monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", nowhere)
+    for source in (FashionMNIST, CIFAR10):
+        with pytest.raises(RecipeError, match=rf"could not be downloaded from {nowhere} .*check the network"):
+            source(root=str(tmp_path)).prepare()
+
+
+def test_a_broken_npz_is_named(sample_data, tmp_path):
+    path = tmp_path / "broken.npz"
+    path.write_bytes((sample_data / "cifar10" / "cifar10_subset.npz").read_bytes()[:100_000])
+    with pytest.raises(RecipeError, match=f"{path} cannot be read"):
+        CIFAR10(root=str(path)).prepare()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Digits(image_size=0), r"data\.image_size=0"),
+        (lambda: Digits(test_fraction=0.0), r"data\.test_fraction=0\.0"),
+        (lambda: CIFAR10(val_fraction=1.0), r"data\.val_fraction=1\.0"),
+        (lambda: CIFAR10(augment="mixup"), r"data\.augment='mixup' is not one of none, flip, crop_flip"),
+        (lambda: ImageFolder("x", workers=-1), r"data\.workers=-1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(build, message):
+    with pytest.raises(RecipeError, match=message):
+        build()

@@ -1,0 +1,156 @@
+"""The loader: the same bits for any number of workers and any cut, and failures that name their sample."""
+
+import pickle
+
+import pytest
+import torch
+
+from trainer.data import CIFAR10, Digits
+from trainer.data.loader import Loader, Request, SampleError
+from trainer.recipe import Data, RecipeError
+
+
+@pytest.fixture(scope="module")
+def augmented(sample_data):
+    data = CIFAR10(root=str(sample_data / "cifar10" / "cifar10_subset.npz"), augment="crop_flip")
+    data.prepare()
+    return data
+
+
+def cut(indices, size):
+    """Requests of ``size`` samples, each seeded by a function of its position."""
+    return [
+        Request(list(indices[start : start + size]), [7919 * (start + k) for k in range(len(indices[start:][:size]))])
+        for start in range(0, len(indices), size)
+    ]
+
+
+def pixels(loader, requests):
+    return torch.cat([batch["pixel_values"] for batch in loader(requests)])
+
+
+INDICES = [3, 1, 4, 15, 9, 26, 5, 35, 8, 97, 93]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_no_bit_and_no_order(augmented, workers):
+    requests = cut(INDICES, 3)
+    here = list(Loader(augmented.train, augmented.collate)(requests))
+    there = list(Loader(augmented.train, augmented.collate, workers=workers)(requests))
+    assert [len(batch["labels"]) for batch in there] == [3, 3, 3, 2]
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+        assert torch.equal(one["labels"], other["labels"])
+
+
+@pytest.mark.parametrize("size", [1, 4, 11])
+def test_the_cut_changes_no_bit_of_any_sample(augmented, size):
+    loader = Loader(augmented.train, augmented.collate)
+    assert torch.equal(pixels(loader, cut(INDICES, size)), pixels(loader, cut(INDICES, 2)))
+
+
+def test_another_seed_draws_another_image(augmented):
+    loader = Loader(augmented.train, augmented.collate)
+    batch = next(loader([Request([5] * 8, list(range(8)))]))
+    assert len({image.numpy().tobytes() for image in batch["pixel_values"]}) > 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_callers_random_numbers_go_on_undisturbed(augmented, workers):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    list(Loader(augmented.train, augmented.collate, workers=workers)(cut(INDICES, 4)))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_plain_arrays_are_fetched_whole():
+    data = Digits()
+    data.prepare()
+
+    def refuse(_):
+        raise AssertionError("collated sample by sample")
+
+    (batch,) = Loader(data.train, refuse)([Request([5, 2, 5])])
+    expected = data.collate([data.train[i] for i in (5, 2, 5)])
+    assert torch.equal(batch["pixel_values"], expected["pixel_values"])
+    assert torch.equal(batch["labels"], expected["labels"])
+
+
+def test_requests_are_taken_one_by_one():
+    data = Digits()
+    data.prepare()
+    taken = []
+
+    def requests():
+        for i in range(3):
+            taken.append(i)
+            yield Request([i])
+
+    batches = Loader(data.train, data.collate)(requests())
+    next(batches)
+    assert taken == [0]
+
+
+class Squares:
+    """A dataset as a user may write it: samples are tuples, row 6 is broken."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index == 6:
+            raise OSError("image file is truncated")
+        return torch.tensor(index), torch.tensor(index**2)
+
+
+class Named(Squares):
+    def describe(self, index):
+        return f"squares.csv row {index + 2}"
+
+
+class Listed(Squares):
+    """Torch's convention: a list of samples for a list of indices."""
+
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+@pytest.mark.parametrize("split", [Squares(), Listed()])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_needs_no_more_than_len_and_getitem(split, workers):
+    batches = list(Loader(split, Data().collate, workers=workers)([Request([2, 3]), Request([4])]))
+    assert [batch[1].tolist() for batch in batches] == [[4, 9], [16]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failing_sample_is_named_in_the_first_line(workers):
+    loader = Loader(Named(), Data().collate, workers=workers)
+    with pytest.raises(SampleError) as caught:
+        list(loader([Request([1, 2]), Request([5, 6])]))
+    first = str(caught.value).splitlines()[0]
+    assert first == "squares.csv row 8 could not be loaded: OSError: image file is truncated"
+    assert isinstance(caught.value, RecipeError)
+
+
+def test_samples_that_do_not_collate_are_named():
+    def refuse(_):
+        raise RuntimeError("stack expects each tensor to be equal size")
+
+    with pytest.raises(SampleError, match=r"squares\.csv row 2, squares\.csv row 5 could not be loaded: RuntimeError"):
+        list(Loader(Named(), refuse)([Request([0, 3])]))
+
+
+def test_a_failure_leaves_the_random_numbers_alone():
+    class Broken(Named):
+        augmented = True
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    with pytest.raises(SampleError):
+        list(Loader(Broken(), Data().collate)([Request([6], [0])]))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_split_travels_to_a_spawned_worker(augmented):
+    again = pickle.loads(pickle.dumps(Loader(augmented.test, augmented.collate)))
+    assert torch.equal(pixels(again, [Request([1])]), augmented.test[1]["pixel_values"][None])

@@ -1,0 +1,304 @@
+"""Small training problems whose answer a plain PyTorch loop gives, and our engine's answer to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
+
+from trainer.engine.order import batch_indices
+from trainer.engine.step import Stepper, StepResult
+from trainer.engine.window import Windows, decide_cut
+from trainer.memory.precision import precision_plugin
+from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
+from trainer.models.common import classification_loss
+from trainer.recipe import Loss, Model
+
+CLASSES = 5
+VOCABULARY = 120
+LR = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is trained, for three SGD steps; picklable, so that every rank can set it up.
+
+    Args:
+        name: of the model: vit, mlp, distilbert, bigbird, tagger or two_losses.
+        size: training samples.
+        batch_size: samples per step over all ranks.
+        micro_batch_size: most samples of a micro-batch.
+        precision: as in ``memory.precision``.
+    """
+
+    name: str
+    size: int
+    batch_size: int
+    micro_batch_size: int
+    precision: str = "64-true"
+    micro_batch_tokens: int | None = None
+    by_length: bool = True
+    clip_norm: float | None = None
+    seed: int = 0
+    steps: int = 3
+
+
+@lru_cache(maxsize=1)
+def tokenizer_folder() -> str:
+    """A word-level tokenizer of ``VOCABULARY`` words, saved."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"[PAD]": 0, "[UNK]": 1} | {f"w{number}": number for number in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    folder = mkdtemp(prefix="tokenizer-")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def make_model(name: str) -> Model:
+    """A small model without dropout."""
+    if name == "vit":
+        return VisionTransformer(
+            "custom", num_classes=CLASSES, image_size=8, patch_size=4, layers=2, heads=2, width=16, mlp_width=32
+        )
+    if name == "mlp":
+        return MLP([16, 16], image_size=4, channels=3, num_classes=CLASSES)
+    if name == "distilbert":
+        config = {"n_layers": 2, "dim": 16, "hidden_dim": 32, "n_heads": 2, "max_position_embeddings": 64}
+        return TextClassifier(
+            "distilbert", tokenizer=tokenizer_folder(), config=config, num_classes=CLASSES, dropout=0.0
+        )
+    if name == "bigbird":
+        config = {
+            "num_hidden_layers": 2,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+        }
+        return BigBird("big_bird", tokenizer=tokenizer_folder(), config=config, num_classes=CLASSES, dropout=0.0)
+    return {"tagger": Tagger, "two_losses": TwoLosses}[name]()
+
+
+@dataclasses.dataclass
+class Tagger(Model):
+    """A label per token, some of them -100: the weight of a sample is its number of labels."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        yield classification_loss(module(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+class TwoHeads(nn.Module):
+    """Two heads on one trunk, each reached by one of two losses only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(48, 8), nn.Linear(8, CLASSES), nn.Linear(8, 1)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, pixels: Tensor, head: str) -> Tensor:
+        return getattr(self, head)(self.trunk(pixels.flatten(1)).tanh())
+
+
+@dataclasses.dataclass
+class TwoLosses(Model):
+    """Two losses with different weights: every sample counts for the first, odd labels for the second."""
+
+    loss_names = ("left", "right")
+
+    def build(self) -> nn.Module:
+        return TwoHeads()
+
+    def weigh(self, batch: Any) -> dict[str, float]:
+        return {"left": float(len(batch["labels"])), "right": float((batch["labels"] % 2 == 1).sum())}
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        odd = batch["labels"] % 2 == 1
+        left = classification_loss(module(batch["pixel_values"], "left"), batch["labels"])
+        yield dataclasses.replace(left, name="left")
+        squares = module(batch["pixel_values"], "right").square().squeeze(1)
+        yield Loss((squares * odd).sum(), odd.sum(), name="right")
+
+
+def make_samples(problem: Problem) -> list[dict[str, Tensor]]:
+    """Random samples: images, or texts of 3 to 40 tokens."""
+    generator = torch.Generator().manual_seed(problem.seed + 1)
+    labels = torch.randint(CLASSES, (problem.size,), generator=generator)
+    if problem.name in ("vit", "mlp", "two_losses"):
+        side = 8 if problem.name == "vit" else 4
+        images = torch.randn(problem.size, 3, side, side, generator=generator)
+        return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels, strict=True)]
+    lengths = torch.randint(3, 41, (problem.size,), generator=generator).tolist()
+    texts = [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in lengths]
+    if problem.name == "tagger":
+        tags = [torch.where(text % 3 == 0, -100, text % CLASSES) for text in texts]
+        return [{"input_ids": text, "labels": tag} for text, tag in zip(texts, tags, strict=True)]
+    return [{"input_ids": text, "labels": label} for text, label in zip(texts, labels, strict=True)]
+
+
+def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack images; pad texts (and labels of tokens, with -100) to the longest."""
+    if "input_ids" not in samples[0]:
+        return default_collate(list(samples))
+    ids = [sample["input_ids"] for sample in samples]
+    batch = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True)}
+    if samples[0]["labels"].ndim:
+        labels = [sample["labels"] for sample in samples]
+        return batch | {"labels": nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)}
+    batch["attention_mask"] = nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
+    return batch | {"labels": torch.stack([sample["labels"] for sample in samples])}
+
+
+def plain_run(problem: Problem) -> dict[str, Any]:
+    """The reference: plain PyTorch, one process, whole batches, the loss as a textbook writes it."""
+    dtype = {"64-true": torch.float64, "32-true": torch.float32}[problem.precision]
+    samples, module = make_samples(problem), initial_module(problem)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR)
+    before = flat(module)
+    losses, norms = [], []
+    for step in range(problem.steps):
+        indices = plain_indices(problem, step)
+        batch = collate([samples[index] for index in indices])
+        batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+        loss = textbook_loss(problem.name, module, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(module.parameters(), problem.clip_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return {"before": before, "after": flat(module), "losses": losses, "norms": norms}
+
+
+def plain_indices(problem: Problem, step: int) -> list[int]:
+    """The samples of a step, counted over epochs."""
+    per_epoch = -(-problem.size // problem.batch_size)
+    epoch, step = divmod(step, per_epoch)
+    return batch_indices(problem.seed, epoch, step, problem.size, problem.batch_size)
+
+
+def textbook_loss(name: str, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean loss of a whole batch."""
+    labels = batch["labels"]
+    if name in ("vit", "mlp"):
+        return cross_entropy(module(batch["pixel_values"]), labels)
+    if name == "tagger":
+        return cross_entropy(module(batch["input_ids"]).flatten(0, 1), labels.flatten())
+    if name == "two_losses":
+        odd = batch["pixel_values"][labels % 2 == 1]
+        right = module(odd, "right").square().mean() if len(odd) else torch.zeros(())
+        return cross_entropy(module(batch["pixel_values"], "left"), labels) + right
+    return cross_entropy(module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits, labels)
+
+
+def initial_module(problem: Problem) -> nn.Module:
+    """The module with seeded weights, in the problem's precision, in training mode."""
+    torch.manual_seed(problem.seed)
+    dtype = torch.float64 if problem.precision == "64-true" else torch.float32
+    module = make_model(problem.name).build().to(dtype).train()
+    with torch.no_grad():
+        for parameter in module.parameters():  # torchvision's head starts at zero, which would hide errors behind it
+            parameter.add_(torch.randn(parameter.shape, dtype=torch.float64).to(dtype) * 0.05)
+    return module
+
+
+def make_fabric(precision: str, world_size: int) -> Fabric:
+    """Fabric on one process, or on the ranks that this one is of."""
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=SingleDeviceStrategy("cpu") if world_size == 1 else DDPStrategy(gradient_as_bucket_view=True),
+        plugins=[precision_plugin(precision, "cpu")],
+    )
+    fabric.launch()
+    assert fabric.world_size == world_size
+    return fabric
+
+
+def engine_run(
+    problem: Problem, world_size: int = 1, prepare: Callable[[Stepper, Windows], Any] | None = None
+) -> dict[str, Any]:
+    """Our engine's answer. ``prepare`` may observe or damage the parts before training."""
+    fabric = make_fabric(problem.precision, world_size)
+    model, module, samples = make_model(problem.name), initial_module(problem), make_samples(problem)
+    before = flat(module)
+    wrapped = fabric.setup_module(module)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR)
+    stepper = Stepper(fabric, model, wrapped, optimizer, clip_norm=problem.clip_norm)
+    lengths = [len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None
+    cut = decide_cut(problem.batch_size, problem.micro_batch_size, None, world_size, problem.micro_batch_tokens)
+    windows = Windows(
+        size=problem.size,
+        cut_at=lambda epoch: cut,
+        fetch=lambda requests: (collate([samples[index] for index in request.indices]) for request in requests),
+        weigh=model.weigh,
+        seed=problem.seed,
+        rank=fabric.global_rank,
+        world_size=world_size,
+        reduce=list if world_size == 1 else host_sum,
+        lengths=lengths if problem.by_length else None,
+    )
+    observed = prepare(stepper, windows) if prepare else None
+    results = take_steps(stepper, windows, problem.steps)
+    return {
+        "before": before,
+        "after": flat(module),
+        "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results],
+        "skipped": [result.skipped for result in results],
+        "observed": observed,
+    }
+
+
+def take_steps(stepper: Stepper, windows: Windows, steps: int) -> list[StepResult]:
+    """Train for ``steps`` steps, over as many epochs as that takes."""
+    results: list[StepResult] = []
+    epoch = 0
+    while len(results) < steps:
+        results += [stepper.step(window) for window in windows.epoch(epoch, last_step=steps - len(results))]
+        epoch += 1
+    return results
+
+
+def host_sum(values: list[float]) -> list[float]:
+    """Sum over the ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    torch.distributed.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def flat(module: nn.Module) -> Tensor:
+    """All parameters in one float64 vector."""
+    return torch.cat([p.detach().double().flatten() for p in module.parameters()])
+
+
+def errors(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
+    """Relative errors: of the weights, of their change over the three steps, of the losses and of the gradient norms."""
+
+    def relative(a: Tensor, b: Tensor) -> float:
+        return float((a - b).norm() / b.norm())
+
+    return {
+        "weights": relative(ours["after"], plain["after"]),
+        "change": relative(ours["after"] - ours["before"], plain["after"] - plain["before"]),
+        "losses": relative(torch.tensor(ours["losses"]).double(), torch.tensor(plain["losses"]).double()),
+        "norms": relative(torch.tensor(ours["norms"]).double(), torch.tensor(plain["norms"]).double()),
+    }

@@ -1,0 +1,87 @@
+"""Runs a function on n gloo ranks: a pool of processes that lives as long as the test session.
+
+Starting a rank costs seconds (importing torch and Lightning), so the ranks are kept; calling a function on them costs
+milliseconds, and hypothesis can draw as many cases as it likes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+SECONDS_PER_CALL = 240
+
+
+class RankPool:
+    """``world_size`` processes in one gloo group."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        self.connections, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            process.start()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call the module-level ``function`` on every rank; return its results by rank, or raise the first error."""
+        for connection in self.connections:
+            connection.send((function, args))
+        replies = []
+        for rank, connection in enumerate(self.connections):
+            if not connection.poll(SECONDS_PER_CALL):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer within {SECONDS_PER_CALL} s")
+            replies.append(connection.recv())
+        for rank, (ok, value) in enumerate(replies):
+            if not ok:
+                raise AssertionError(f"rank {rank}:\n{value}")
+        return [value for _, value in replies]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+
+
+def _serve(connection: Any, rank: int, world_size: int, port: int) -> None:
+    # What torchrun would set: Fabric then starts no processes of its own.
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        TORCHELASTIC_RUN_ID="tests",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            sys.stdout.flush()
+            os._exit(0)  # gloo aborts at random when it is taken down in order
+        try:
+            connection.send((True, function(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,147 @@
+import os
+import sys
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from trainer.recipe import Loss
+from trainer.report.metrics import ClassificationMetrics, classification_report
+
+CLASSES = 5
+
+
+def predictions(items=103):
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(items, CLASSES, generator=generator)
+    targets = torch.randint(0, CLASSES, (items,), generator=generator)
+    targets[::10] = -100
+    return logits, targets
+
+
+def micro_losses(logits, targets, size):
+    for rows, labels in zip(logits.split(size), targets.split(size), strict=True):
+        total = torch.nn.functional.cross_entropy(rows, labels, reduction="sum")
+        yield Loss(total, (labels != -100).sum(), logits=rows, targets=labels)
+
+
+def evaluate(logits, targets, size):
+    metrics = ClassificationMetrics(CLASSES, "cpu")
+    for loss in micro_losses(logits, targets, size):
+        metrics.update(loss)
+    return metrics.compute()
+
+
+@pytest.mark.parametrize("size", [1, 7, 103])
+def test_figures_equal_torch_and_sklearn_however_the_set_is_cut(size):
+    logits, targets = predictions()
+    result = evaluate(logits, targets, size)
+    kept = targets != -100
+    truth, guess = targets[kept].numpy(), logits[kept].argmax(-1).numpy()
+    assert result.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=1e-6)
+    assert result.accuracy == sklearn.metrics.accuracy_score(truth, guess)
+    assert result.samples == result.weights["loss"] == kept.sum()
+    np.testing.assert_array_equal(result.confusion, sklearn.metrics.confusion_matrix(truth, guess))
+
+
+def test_report_from_the_confusion_matrix_equals_sklearn_on_the_predictions():
+    logits, targets = predictions()
+    kept = targets != -100
+    names = ["zero", "one", "two", "three", "four"]
+    expected = sklearn.metrics.classification_report(
+        targets[kept].numpy(), logits[kept].argmax(-1).numpy(), target_names=names, digits=4
+    )
+    assert classification_report(evaluate(logits, targets, 10).confusion, names) == expected
+
+
+def test_report_names_classes_that_never_occur_and_refuses_too_few_names():
+    confusion = np.diag([3, 0, 2])
+    assert "ghost" in classification_report(confusion, ["a", "ghost", "c"])
+    assert "no samples" in classification_report(np.zeros((2, 2), dtype=int))
+    with pytest.raises(ValueError, match="2 class names for 3 classes"):
+        classification_report(confusion, ["a", "b"])
+
+
+def test_total_loss_is_the_sum_of_the_means_of_several_losses():
+    metrics = ClassificationMetrics(None, "cpu", loss_names=("label", "mask"))
+    for _ in range(2):
+        metrics.update(Loss(torch.tensor(6.0), 3, name="label"))
+        metrics.update(Loss(torch.tensor(1.0), torch.tensor(4), name="mask"))
+    result = metrics.compute()
+    assert result.losses == {"label": 2.0, "mask": 0.25}
+    assert result.loss == 2.25
+    assert result.figures() == {"loss": 2.25}
+    assert result.confusion is None
+
+
+def test_unknown_loss_and_wrong_number_of_classes_are_refused():
+    metrics = ClassificationMetrics(CLASSES, "cpu")
+    with pytest.raises(ValueError, match=r"'other'.*loss_names"):
+        metrics.update(Loss(torch.tensor(1.0), 1, name="other"))
+    wide = Loss(torch.tensor(1.0), 1, logits=torch.zeros(1, CLASSES + 1), targets=torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ValueError, match="6 classes do not fit num_classes=5"):
+        metrics.update(wide)
+
+
+def test_an_update_never_waits_for_the_device():
+    # A meta tensor has no values: whatever needs one on the host (item, nonzero, bincount) raises.
+    metrics = ClassificationMetrics(CLASSES, "meta")
+    logits, targets = torch.zeros(4, CLASSES, device="meta"), torch.zeros(4, dtype=torch.long, device="meta")
+    metrics.update(Loss(logits.sum(), (targets != -100).sum(), logits=logits, targets=targets))
+
+
+def test_millions_of_small_losses_keep_their_digits():
+    metrics = ClassificationMetrics(None, "cpu")
+    metrics.update(Loss(torch.tensor(2.0**24), 1))
+    for _ in range(100):
+        metrics.update(Loss(torch.tensor(1.0), 0))
+    assert metrics.compute().loss == 2**24 + 100
+
+
+def test_reset_forgets_and_compute_can_be_repeated_in_between():
+    metrics = ClassificationMetrics(None, "cpu")
+    metrics.update(Loss(torch.tensor(6.0), 3))
+    assert metrics.compute().loss == metrics.compute().loss == 2.0
+    metrics.update(Loss(torch.tensor(0.0), 3))
+    assert metrics.compute().loss == 1.0
+    metrics.reset()
+    assert np.isnan(metrics.compute().loss)
+    assert metrics.compute().accuracy is None
+
+
+def rank_main(rank, folder, cuts):
+    """Two evaluations with one object on each rank; rank r sees the micro-batches that ``cuts`` gives it."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    metrics = ClassificationMetrics(CLASSES, "cpu")
+    losses = list(micro_losses(*predictions(), 10))
+    results = []
+    for cut in cuts:
+        for index in cut[rank]:
+            metrics.update(losses[index])
+        result = metrics.compute()
+        results.append((result.loss, result.accuracy, result.samples, result.confusion.tolist()))
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # gloo's threads abort at random at a normal exit
+
+
+def test_two_ranks_with_uneven_updates_equal_one_process(tmp_path):
+    everything = list(range(11))
+    # The second evaluation adds to the first: on rank 0 alone, so rank 1 must not answer from a cache.
+    cuts = [([0, 1], []), ([2, 3, 4, 5, 6, 7, 8], []), ([9], [10])]
+    mp.spawn(rank_main, args=(str(tmp_path), cuts), nprocs=2)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    single = ClassificationMetrics(CLASSES, "cpu")
+    losses = list(micro_losses(*predictions(), 10))
+    for seen, (loss, accuracy, samples, confusion) in zip((2, 9, len(everything)), ranks[0], strict=True):
+        single.reset()
+        for index in everything[:seen]:
+            single.update(losses[index])
+        expected = single.compute()
+        assert loss == pytest.approx(expected.loss, rel=1e-12)
+        assert (accuracy, samples, confusion) == (expected.accuracy, expected.samples, expected.confusion.tolist())

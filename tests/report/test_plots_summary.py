@@ -1,0 +1,224 @@
+import csv
+import json
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+import trainer.report.loggers as loggers
+from trainer.recipe import RecipeError
+from trainer.report.loggers import CSVMetrics, make_loggers
+from trainer.report.plots import plot_curves
+from trainer.report.summary import DISTRIBUTIONS, Summary, summary_text, versions
+
+# ---------------------------------------------------------------------------------------- metrics.csv
+
+
+def rows_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def a_run(path, steps=300):
+    """A run's metrics.csv as the loggers write it."""
+    logger = CSVMetrics(path)
+    noise = np.random.default_rng(0).normal(0, 0.08, steps)
+    for step in range(1, steps + 1):
+        loss = 2.3 * np.exp(-step / 80) + 0.1 + noise[step - 1] * np.exp(-step / 200)
+        row = {"epoch": step // 30, "loss": float(loss), "lr": 2e-3 * (1 - step / steps), "grad_norm": 1.0}
+        logger.log_metrics(row | {"samples_per_second": 1234.5}, step)
+        if step % 30 == 0:
+            logger.log_metrics({"val_loss": float(loss) + 0.05, "val_accuracy": 1 - np.exp(-step / 60)}, step)
+    logger.log_metrics({"test_loss": 0.2, "test_accuracy": 0.975}, steps)
+    logger.finalize("success")
+
+
+def test_rows_are_read_back_as_they_were_logged(tmp_path):
+    a_run(tmp_path / "metrics.csv", steps=30)
+    rows = rows_of(tmp_path / "metrics.csv")
+    assert [int(row["step"]) for row in rows] == [*range(1, 31), 30, 30]
+    assert float(rows[3]["lr"]) == 2e-3 * (1 - 4 / 30)
+    assert rows[3]["val_loss"] == ""
+    assert float(rows[-1]["test_accuracy"]) == 0.975
+
+
+def test_rows_reach_the_disk_within_seconds_and_at_an_evaluation(tmp_path):
+    now = [0.0]
+    logger = CSVMetrics(tmp_path / "metrics.csv", clock=lambda: now[0])
+    logger.log_metrics({"loss": 1.0}, 1)
+    now[0] = 3.0
+    logger.log_metrics({"loss": 1.0}, 2)
+    assert len(rows_of(logger.path)) == 2
+    logger.log_metrics({"loss": 1.0}, 3)
+    assert len(rows_of(logger.path)) == 2
+    logger.log_metrics({"val_loss": 1.0}, 3)
+    assert len(rows_of(logger.path)) == 4
+
+
+def test_an_existing_file_is_continued_and_one_of_another_kind_refused(tmp_path):
+    for step in (1, 2):
+        logger = CSVMetrics(tmp_path / "metrics.csv")
+        logger.log_metrics({"loss": 0.5}, step)
+        logger.finalize("success")
+    assert [row["step"] for row in rows_of(logger.path)] == ["1", "2"]
+    other = CSVMetrics(tmp_path / "metrics.csv", extra_columns=["loss_mask"])
+    other.log_metrics({"loss_mask": 0.5}, 3)
+    with pytest.raises(RecipeError, match=r"metrics\.csv has other columns"):
+        other.save()
+
+
+def test_a_metric_without_a_column_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="no column sped"):
+        CSVMetrics(tmp_path / "metrics.csv").log_metrics({"sped": 1.0}, 1)
+
+
+def test_csv_is_always_there_and_tensorboard_is_when_asked_for(tmp_path):
+    assert [type(logger).__name__ for logger in make_loggers([], tmp_path, {})] == ["CSVMetrics"]
+    made = make_loggers(["csv", "tensorboard"], tmp_path, {"batch_size": 64})
+    for logger in made:
+        logger.log_metrics({"loss": 0.5}, 1)
+        logger.finalize("success")
+    assert (tmp_path / "metrics.csv").exists()
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_missing_wandb_is_named_with_its_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"pip install 'exactbatch-trainer\[wandb\]'"):
+        make_loggers(["wandb"], tmp_path, {})
+
+
+# ----------------------------------------------------------------------------------------- curves.png
+
+
+def picture(tmp_path):
+    plot_curves(tmp_path / "metrics.csv", tmp_path / "curves.png")
+    assert not list(tmp_path.glob(".curves*"))
+    pixels = matplotlib.image.imread(tmp_path / "curves.png")
+    assert pixels.shape[:2] == (800, 1200)
+    return pixels
+
+
+def has_colour(pixels, hexadecimal):
+    wanted = np.array([int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return bool((np.abs(pixels[..., :3] - wanted).max(-1) < 0.01).any())
+
+
+def test_every_curve_of_a_run_is_drawn(tmp_path):
+    a_run(tmp_path / "metrics.csv")
+    pixels = picture(tmp_path)
+    assert all(has_colour(pixels, colour) for colour in ("#0072B2", "#D55E00", "#009E73"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "step,loss\n",
+        "step,loss,lr\n1,0.5,\n2,nan,0.1\n3,inf,0.1\n4,0.2,0.1\n5,0.",
+        "step,val_loss\n,\n1,0.5\n",
+        "step,epoch,loss\n1,0,0.5\n2",
+    ],
+    ids=["empty", "header", "not finite", "no loss", "torn row"],
+)
+def test_missing_columns_and_broken_cells_leave_a_picture(tmp_path, content):
+    (tmp_path / "metrics.csv").write_text(content)
+    picture(tmp_path)
+
+
+# --------------------------------------------------------------------------------------- summary.json
+
+
+def a_summary(**changes):
+    fields = {
+        "status": "finished",
+        "steps": 960,
+        "skipped_steps": 2,
+        "world_size": 2,
+        "batch_size": 64,
+        "micro_batch_size": 16,
+        "accumulate": {0: 2, 4: 1},
+        "metrics": {"test": {"accuracy": 0.975, "loss": 0.1234}},
+        "memory": {"allocated_gb": None, "reserved_gb": 0.0, "host_peak_gb": 0.52},
+        "samples_per_second": 1234.5,
+        "seconds": 43.2,
+        "versions": versions(),
+    }
+    return Summary(**(fields | changes))
+
+
+def strict(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_the_keys_are_those_that_others_read():
+    content = strict(a_summary().to_json())
+    assert list(content) == [
+        "status",
+        "steps",
+        "skipped_steps",
+        "world_size",
+        "batch_size",
+        "micro_batch_size",
+        "accumulate",
+        "metrics",
+        "memory",
+        "samples_per_second",
+        "seconds",
+        "versions",
+    ]
+    assert content["metrics"] == {"test": {"accuracy": 0.975, "loss": 0.1234}}
+    assert content["accumulate"] == {"0": 2, "4": 1}
+
+
+def test_figures_that_are_not_finite_become_null_also_from_numpy():
+    metrics = {"test": {"accuracy": np.float32("nan"), "loss": float("inf")}}
+    content = strict(a_summary(metrics=metrics, seconds=float("nan"), steps=np.int64(3)).to_json())
+    assert content["metrics"]["test"] == {"accuracy": None, "loss": None}
+    assert content["seconds"] is None
+    assert content["steps"] == 3
+
+
+def test_versions_name_every_library_and_null_what_is_missing(monkeypatch):
+    monkeypatch.setitem(DISTRIBUTIONS, "datasets", "no-such-package")
+    found = versions()
+    assert set(found) == {
+        "python",
+        "trainer",
+        "torch",
+        "lightning",
+        "torchvision",
+        "transformers",
+        "datasets",
+        "accelerate",
+    }
+    assert found["datasets"] is None
+    assert found["torch"]
+
+
+def test_the_text_holds_every_figure_with_its_unit_and_the_files(tmp_path):
+    (tmp_path / "metrics.csv").touch()
+    text = summary_text(a_summary(), tmp_path)
+    for part in (
+        "finished",
+        "97.50 %",
+        "0.1234",
+        "960, 2 skipped",
+        "1,234 samples/s, 43.2 s",
+        "0.52 GB host peak",
+        str(tmp_path),
+        "metrics.csv",
+    ):
+        assert part in text
+    assert "allocated" not in text
+    assert "reserved" not in text
+    broken = a_summary(
+        metrics={"test": {"accuracy": None, "loss": float("nan")}},
+        memory={"allocated_gb": 1.5, "reserved_gb": 2.0, "host_peak_gb": 3.0},
+    )
+    text = summary_text(broken, tmp_path)
+    assert "unknown" in text
+    assert "1.50 GB allocated, 2.00 GB reserved, 3.00 GB host peak" in text

@@ -1,0 +1,147 @@
+import contextlib
+import fcntl
+import io
+import os
+import struct
+import termios
+
+import pytest
+
+from trainer.report.progress import Progress
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def take_steps(progress, steps, clock=None, seconds=1.0):
+    for step in steps:
+        progress.step(
+            step,
+            loss=0.43123,
+            lr=1.9e-3,
+            samples_per_second=1234.4,
+            memory="0.52 GB host peak",
+            epoch=5,
+            skipped=0,
+        )
+        if clock is not None:
+            clock.now += seconds
+
+
+def steps_shown(stream):
+    return [int(line.split()[1].split("/")[0]) for line in stream.getvalue().splitlines() if line.startswith("step ")]
+
+
+def test_a_plain_line_holds_every_figure_with_its_unit():
+    stream = io.StringIO()
+    progress = Progress(stream=stream, clock=Clock())
+    progress.start(960)
+    take_steps(progress, [120])
+    assert stream.getvalue() == (
+        "step 120/960 · epoch 5 · loss 0.4312 · lr 1.9e-03 · 1,234 samples/s · memory 0.52 GB host peak\n"
+    )
+
+
+def test_lines_come_every_five_seconds_and_first_and_last_always():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream=stream, clock=clock)
+    progress.start(12)
+    take_steps(progress, range(1, 13), clock)
+    assert steps_shown(stream) == [1, 6, 11, 12]
+    progress.close()
+    assert steps_shown(stream) == [1, 6, 11, 12]
+
+
+def test_an_early_end_still_shows_its_last_step_once_even_after_other_messages():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream=stream, clock=clock)
+    progress.start(100, first_step=2)
+    take_steps(progress, [3, 4], clock)
+    progress.message("stopping")
+    progress.close()
+    progress.close()
+    assert steps_shown(stream) == [3, 4]
+    assert "stopping" in stream.getvalue()
+
+
+def test_skipped_steps_are_told():
+    stream = io.StringIO()
+    progress = Progress(stream=stream, clock=Clock())
+    progress.start(9)
+    progress.step(1, loss=float("nan"), lr=0.1, samples_per_second=1, memory="-", epoch=0, skipped=2)
+    assert "loss nan" in stream.getvalue()
+    assert "2 skipped steps" in stream.getvalue()
+
+
+@pytest.mark.parametrize("make", [io.StringIO, Terminal])
+def test_evaluations_and_messages_are_lines_of_their_own(make):
+    stream = make()
+    progress = Progress(stream=stream, clock=Clock())
+    progress.message("before")
+    progress.start(10)
+    take_steps(progress, [1, 2])
+    progress.evaluation(2, "val", {"loss": 0.5, "accuracy": 0.98765})
+    progress.close()
+    progress.message("after")
+    lines = stream.getvalue().replace("\r", "\n").splitlines()
+    assert "val after step 2 · loss 0.5000 · accuracy 98.77 %" in lines
+    assert "before" in lines
+    assert "after" in lines
+
+
+def test_a_terminal_gets_a_bar_that_ends_at_the_last_step():
+    stream = Terminal()
+    progress = Progress(stream=stream, clock=Clock())
+    progress.start(10, first_step=4)
+    take_steps(progress, range(5, 11))
+    progress.close()
+    last = stream.getvalue().split("\r")[-1]
+    assert last.startswith("100%|")
+    assert "10/10" in last
+    assert "step 10/10" not in stream.getvalue()
+
+
+def read_all(screen):
+    """What was written to a terminal whose other end is closed: then its last read fails instead of waiting."""
+    shown = b""
+    with contextlib.suppress(OSError):
+        while piece := os.read(screen, 4096):
+            shown += piece
+    os.close(screen)
+    return shown.decode()
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(120, "| 3/3 "), (0, "step 3/3 · ")])
+def test_a_terminal_that_does_not_know_its_width_gets_lines(columns, expected):
+    screen, stream = os.openpty()
+    fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    with open(stream, "w", encoding="utf-8") as terminal:
+        progress = Progress(stream=terminal, clock=Clock())
+        progress.start(3)
+        take_steps(progress, [1, 2, 3])
+        progress.close()
+    shown = read_all(screen)
+    assert expected in shown
+    assert ("100%|" in shown) == (columns > 0)
+
+
+@pytest.mark.parametrize("options", [{"enabled": False}, {"rank": 1}])
+@pytest.mark.parametrize("make", [io.StringIO, Terminal])
+def test_silent_when_disabled_and_on_other_ranks(options, make):
+    stream = make()
+    progress = Progress(**options, stream=stream, clock=Clock())
+    progress.start(3)
+    take_steps(progress, [1, 2, 3])
+    progress.evaluation(3, "val", {"loss": 1.0})
+    progress.message("nothing")
+    progress.close()
+    assert stream.getvalue() == ""

@@ -1,0 +1,84 @@
+"""Files and folders that are there whole or not at all, also after a crash or a power cut."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Put ``content`` (text as UTF-8) at ``path``: a reader sees the old file or the new one, never a part of it."""
+    with staged_file(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """A path beside ``path`` to write to; moved to ``path`` on success, removed on an exception."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = _aside(path, "part")
+    try:
+        yield part
+        _sync(part)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """An empty folder beside ``target`` to fill; takes the place of ``target`` on success, removed on an exception.
+
+    A folder cannot be replaced in one move. An old ``target`` is moved aside (``.NAME.*.old``) first and deleted after
+    the new one stands in its place, so at every moment a whole folder exists: ``target`` itself, or, should the machine
+    die between the two moves, the old one as ``.NAME.*.old`` and the new one, complete, as ``.NAME.*.part``.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = _aside(target, "part")
+    part.mkdir()
+    try:
+        yield part
+        for path in part.rglob("*"):
+            _sync(path)
+        _sync(part)
+        _swap(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _swap(part: Path, target: Path) -> None:
+    """Move ``part`` to ``target``, and what was there out of the way."""
+    old = _aside(target, "old") if target.exists() else None
+    if old is not None:
+        os.rename(target, old)
+    try:
+        os.rename(part, target)
+    except BaseException:
+        if old is not None:
+            os.rename(old, target)
+        raise
+    # Before the old folder goes, the new name must be on disk.
+    _sync(target.parent)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _aside(path: Path, kind: str) -> Path:
+    """A hidden name in the same folder, as only a move within one file system is atomic."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
+
+
+def _sync(path: Path) -> None:
+    """Wait until the file, or the names in the folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,6 @@
+"""Datasets: typed settings that become train, val and test. Importing this imports no torch."""
+
+from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
+from trainer.data.text import IMDb, TextFiles
+
+__all__ = ["CIFAR10", "Digits", "FashionMNIST", "IMDb", "ImageFolder", "TextFiles"]

@@ -1,0 +1,332 @@
+"""Image datasets. Every batch is ``pixel_values`` float32 ``(n, 3, H, W)`` and ``labels`` int64 ``(n,)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from trainer.data.common import hold_out, local_path, reason, require_fraction
+from trainer.recipe import Data, RecipeError, require, require_choice, require_positive
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+    from torch import Tensor
+
+    from trainer.data.arrays import Pixels
+
+Augment = Literal["none", "flip", "crop_flip"]
+Normalize = Literal["dataset", "imagenet"]
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+IMAGENET: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and standard deviation of each channel: what torchvision's pretrained models expect."""
+
+
+class _Images(Data):
+    """What the image datasets share: the checks, the transform and a single file read through it."""
+
+    image_size: int
+    num_classes: int
+    class_names: list[str]
+    augment: Augment = "none"
+    normalize: Normalize = "imagenet"
+
+    _statistics: ClassVar[Statistics] = IMAGENET
+    _mode: ClassVar[str] = "RGB"
+
+    def __post_init__(self) -> None:
+        require_positive("data.image_size", self.image_size)
+        require_fraction("data.val_fraction", getattr(self, "val_fraction", 0.0))
+        require_choice("data.augment", self.augment, Augment)
+        require_choice("data.normalize", self.normalize, Normalize)
+        require(self.workers >= 0, f"data.workers={self.workers} must not be negative; 0 loads in the main process")
+
+    def load_image(self, path: str | Path) -> Tensor:
+        """Read any image file as the evaluation sees it: float32 ``(3, image_size, image_size)``.
+
+        Raises:
+            RecipeError: naming the file when it cannot be read.
+        """
+        from trainer.data.arrays import read_image
+
+        return self._pixels("none")(read_image(str(path), self._mode))
+
+    def _pixels(self, augment: str) -> Pixels:
+        from trainer.data.arrays import Pixels
+
+        return Pixels(self.image_size, *(IMAGENET if self.normalize == "imagenet" else self._statistics), augment)
+
+    def _set_classes(self, names: Sequence[str]) -> None:
+        self.class_names = list(names)
+        self.num_classes = len(self.class_names)
+
+    def _split(self, images: Tensor, labels: Tensor, augment: str, source: str, rows: Sequence[int]) -> Any:
+        from trainer.data.arrays import ImageArrays
+
+        return ImageArrays(images, labels, self._pixels(augment), source, rows)
+
+    def _set_splits(self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], val_fraction: float) -> None:
+        """Take ``val`` out of the training images and wrap the three."""
+        kept, held = hold_out(train[1].tolist(), val_fraction, "data.val_fraction")
+        name = type(self).__name__
+        self.train = self._split(*train, self.augment, f"{name} train", kept)
+        self.val = self._split(*train, "none", f"{name} train", held) if held else None
+        self.test = self._split(*test, "none", f"{name} test", range(len(test[1])))
+
+
+@dataclass
+class Digits(_Images):
+    """scikit-learn's handwritten digits: 1,797 real grey images of 8 × 8 pixels, with no download.
+
+    Args:
+        image_size: height and width that images are resized to, in pixels.
+        test_fraction: share of all images held out as the test set; always the same images.
+        val_fraction: share of the remaining images held out for validation; always the same images.
+        workers: processes that load data; 0 loads in the main process.
+    """
+
+    image_size: int = 8
+    test_fraction: float = 0.2
+    val_fraction: float = 0.1
+    workers: int = 0
+
+    _statistics = (0.3053,), (0.3760,)
+    _mode = "L"
+    normalize = "dataset"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("data.test_fraction", self.test_fraction, zero=False)
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        """Read the images from scikit-learn and split them."""
+        import torch
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images = torch.from_numpy((digits.images * (255 / 16)).round()).to(torch.uint8)[:, None]
+        labels = torch.from_numpy(digits.target).long()
+        self._set_classes([str(name) for name in digits.target_names])
+        rest, test = hold_out(labels.tolist(), self.test_fraction, "data.test_fraction")
+        kept, held = hold_out(labels[rest].tolist(), self.val_fraction, "data.val_fraction")
+        self.train = self._split(images, labels, "none", "scikit-learn digits", [rest[i] for i in kept])
+        self.val = self._split(images, labels, "none", "scikit-learn digits", [rest[i] for i in held]) if held else None
+        self.test = self._split(images, labels, "none", "scikit-learn digits", test)
+
+
+@dataclass
+class FashionMNIST(_Images):
+    """Fashion-MNIST: 60,000 training and 10,000 test images of clothing, grey, 28 × 28 pixels.
+
+    Args:
+        root: folder that holds, or gets by download, FashionMNIST/raw with the four idx files.
+        download: fetch the files (30 MB) when they are not there.
+        image_size: height and width that images are resized to, in pixels.
+        val_fraction: share of the training images held out for validation; always the same images.
+        augment: random changes of training images: none, flip (mirrored half of the time) or crop_flip (also shifted
+            by up to 1/8 of the size, the border reflected).
+        normalize: subtract and divide by the mean and standard deviation of this dataset, or of imagenet.
+        workers: processes that load data; 0 loads in the main process.
+    """
+
+    root: str = "data"
+    download: bool = True
+    image_size: int = 28
+    val_fraction: float = 0.0
+    augment: Augment = "none"
+    normalize: Normalize = "dataset"
+    workers: int = 0
+
+    _statistics = (0.2860,), (0.3530,)
+    _mode = "L"
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        """Download if asked to, and read all images.
+
+        Raises:
+            RecipeError: when the files are missing, broken or cannot be downloaded.
+        """
+        from torchvision.datasets import FashionMNIST as Source
+
+        folder = local_path(self.root) / "FashionMNIST" / "raw"
+        train, test = (_open(Source, self, train, folder, Source.mirrors[0]) for train in (True, False))
+        self._set_classes(Source.classes)
+        train, test = ((part.data[:, None], part.targets.long()) for part in (train, test))
+        self._set_splits(train, test, self.val_fraction)
+
+
+@dataclass
+class CIFAR10(_Images):
+    """CIFAR-10: 50,000 training and 10,000 test images of animals and vehicles, 32 × 32 pixels.
+
+    The public download is read by torchvision, which checks the MD5 of every file before it reads it.
+
+    Args:
+        root: folder that holds, or gets by download, cifar-10-batches-py; or an .npz file with images (uint8, n × 32 ×
+            32 × 3), labels, split (0 train, 1 test) and class_names.
+        download: fetch the files (170 MB) when they are not there.
+        image_size: height and width that images are resized to, in pixels.
+        val_fraction: share of the training images held out for validation; always the same images.
+        augment: random changes of training images: none, flip (mirrored half of the time) or crop_flip (also shifted
+            by up to 1/8 of the size, the border reflected).
+        normalize: subtract and divide by the mean and standard deviation of this dataset, or of imagenet, which
+            pretrained models expect.
+        workers: processes that load data; 0 loads in the main process.
+    """
+
+    root: str = "data"
+    download: bool = True
+    image_size: int = 32
+    val_fraction: float = 0.0
+    augment: Augment = "none"
+    normalize: Normalize = "imagenet"
+    workers: int = 0
+
+    _statistics = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        """Download if asked to, and read all images.
+
+        Raises:
+            RecipeError: when the files are missing, broken or cannot be downloaded.
+        """
+        if self.root.endswith(".npz"):
+            names, train, test = _read_npz(local_path(self.root))
+        else:
+            names, train, test = self._read_batches()
+        self._set_classes(names)
+        self._set_splits(_channels_first(*train), _channels_first(*test), self.val_fraction)
+
+    def _read_batches(self) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
+        from torchvision.datasets import CIFAR10 as Source
+
+        folder = local_path(self.root) / Source.base_folder
+        train, test = (_open(Source, self, train, folder, Source.url) for train in (True, False))
+        return train.classes, (train.data, train.targets), (test.data, test.targets)
+
+
+@dataclass
+class ImageFolder(_Images):
+    """Images of one's own: ROOT/train/CLASS/*.png, and so for test and val; the folder names are the classes.
+
+    Images are resized by their shorter side, cut to the centre square and normalised by ImageNet's mean and standard
+    deviation, which pretrained models expect. Every file is opened and checked before training begins.
+
+    Args:
+        root: folder that holds train, and also val or test, or both.
+        image_size: height and width of the images after resizing, in pixels.
+        val_fraction: share of the training images held out for validation when there is no val folder.
+        augment: random changes of training images: none, flip (mirrored half of the time) or crop_flip (also shifted
+            by up to 1/8 of the size, the border reflected).
+        workers: processes that load data; 0 loads in the main process.
+    """
+
+    root: str
+    image_size: int = 224
+    val_fraction: float = 0.0
+    augment: Augment = "none"
+    workers: int = 0
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        """List and check the files.
+
+        Raises:
+            RecipeError: for missing folders, classes that differ between the parts, and broken images.
+        """
+        from trainer.data.arrays import ImageFiles, verify_images
+
+        found = {part: samples for part in ("train", "val", "test") if (samples := self._list(part)) is not None}
+        self._check_parts(found)
+        verify_images([path for _, samples in found.values() for path, _ in samples])
+        self._set_classes(found["train"][0])
+        files = {part: samples for part, (_, samples) in found.items()}
+        labels = [label for _, label in files["train"]]
+        kept, held = hold_out(labels, self.val_fraction, "data.val_fraction")
+        if held:
+            files["val"] = [files["train"][i] for i in held]
+        self.train = ImageFiles([files["train"][i] for i in kept], self._pixels(self.augment))
+        self.val, self.test = (
+            ImageFiles(files[part], self._pixels("none")) if part in files else None for part in ("val", "test")
+        )
+
+    def _list(self, part: str) -> tuple[list[str], list[tuple[str, int]]] | None:
+        from torchvision.datasets import ImageFolder as Source
+
+        folder = local_path(self.root) / part
+        if not folder.is_dir():
+            return None
+        try:
+            source = Source(str(folder))
+        except FileNotFoundError as error:  # no class folder, or one without images
+            raise RecipeError(f"data.root={self.root!r}: {folder}: {error}") from error
+        return source.classes, source.samples
+
+    def _check_parts(self, found: dict[str, Any]) -> None:
+        root = local_path(self.root)
+        require(
+            "train" in found, f"data.root={self.root!r}: there is no folder {root / 'train'}; images go to train/CLASS"
+        )
+        require(
+            len(found) > 1 or self.val_fraction > 0,
+            f"data.root={self.root!r} holds neither a test nor a val folder: add one, or hold out part of the training "
+            "images with --data.val_fraction 0.1",
+        )
+        require(
+            "val" not in found or self.val_fraction == 0,
+            f"data.val_fraction={self.val_fraction} and the folder {root / 'val'} exclude each other: set it to 0",
+        )
+        for part, (names, _) in found.items():
+            differing = sorted(set(names) ^ set(found["train"][0]))
+            require(
+                not differing,
+                f"data.root={self.root!r}: the classes of train and {part} differ in {', '.join(differing)}: "
+                "every class needs a folder, with images, in both",
+            )
+
+
+def _open(source: Callable[..., Any], data: FashionMNIST | CIFAR10, train: bool, folder: Path, url: str) -> Any:
+    """Call a torchvision dataset and say what to do when it fails."""
+    try:
+        return source(str(local_path(data.root)), train=train, download=data.download)
+    except Exception as error:  # RuntimeError, OSError, URLError; and whatever a broken file makes its reader raise
+        name = type(data).__name__
+        if not data.download:
+            advice = f"not found, or not readable, in {folder}: set --data.download true, or data.root to where it is"
+        else:
+            advice = (
+                f"could not be downloaded from {url} to {folder}, or not read there: check the network; or copy the "
+                "files there from another machine; delete broken ones"
+            )
+        raise RecipeError(f"data.root={data.root!r}: {name} {advice} ({reason(error)})") from error
+
+
+def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
+    import numpy as np
+
+    require(path.is_file(), f"data.root: there is no file {path}")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            images, labels, split, names = (arrays[key] for key in ("images", "labels", "split", "class_names"))
+    except Exception as error:  # zip, zlib, KeyError and ValueError, all for a file that is not what it should be
+        raise RecipeError(
+            f"data.root: {path} cannot be read ({reason(error)}): it needs images, labels, split and class_names"
+        ) from error
+    require(
+        images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3,
+        f"data.root: images in {path} are {images.dtype} {images.shape}, not uint8 (n, height, width, 3)",
+    )
+    require(
+        len(images) == len(labels) == len(split) and int(labels.max(initial=0)) < len(names),
+        f"data.root: images, labels, split and class_names in {path} do not belong together",
+    )
+    train, test = ((images[split == part], labels[split == part]) for part in (0, 1))
+    require(len(train[0]) > 0 and len(test[0]) > 0, f"data.root: {path} needs rows with split 0 (train) and 1 (test)")
+    return [str(name) for name in names], train, test
+
+
+def _channels_first(images: ndarray, labels: Any) -> tuple[Tensor, Tensor]:
+    import torch
+
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.as_tensor(labels).long()

@@ -1,0 +1,150 @@
+"""Rows of text and label as they lie in files or on the hub, each of which can be named to a person."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas
+
+from trainer.data.common import reason
+from trainer.recipe import RecipeError, require
+
+_BUILDERS = {".csv": "csv", ".parquet": "parquet", ".jsonl": "json"}
+_COUNTING = {
+    ".csv": (2, "the header is row 1, blank lines are not counted"),
+    ".parquet": (1, "the first is row 1"),
+    ".jsonl": (1, "the first is row 1, blank lines are not counted"),
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One split as it was found.
+
+    Args:
+        table: the rows, on disk.
+        source: the file or data set, for messages.
+        first: number of the first row, as ``counting`` counts.
+        counting: how rows are numbered, in words.
+        files: the file of every row, where each has its own.
+    """
+
+    table: datasets.Dataset
+    source: str
+    first: int = 0
+    counting: str = ""
+    files: Sequence[str] = ()
+
+    def describe(self, index: int) -> str:
+        if self.files:
+            return self.files[index]
+        return f"{self.source} row {index + self.first} ({self.counting})"
+
+    def check_columns(self, **wanted: str) -> None:
+        """Refuse a missing column: ``text_column="text"`` says which field asks for which."""
+        found = self.table.column_names
+        for field, name in wanted.items():
+            near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
+            require(
+                name in found,
+                f"data.{field}={name!r}: {self.source} has no such column; it has {', '.join(map(repr, found))}"
+                + (f"; did you mean {near[0]!r}?" if near else ""),
+            )
+
+    def labels(self, column: str) -> list[str]:
+        """The label of every row as text: ``"1"`` for 1.
+
+        Raises:
+            RecipeError: naming the first row without one.
+        """
+        values = ["" if _is_missing(value) else str(value) for value in self.table[column][:]]
+        if "" in values:
+            raise RecipeError(f"{self.describe(values.index(''))} has no {column}: add it or remove the row")
+        return values
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def read_file(path: Path, cache_dir: str | None) -> Rows:
+    """Read a .csv, .parquet or .jsonl file.
+
+    Raises:
+        RecipeError: naming the file when it is missing, empty, malformed or of another kind.
+    """
+    kind = path.suffix.lower()
+    require(path.is_file(), f"there is no file {path}: check the path")
+    require(kind in _BUILDERS, f"{path} is none of {', '.join(_BUILDERS)}: convert it to one of them")
+    try:
+        options = _csv_options(path) if kind == ".csv" else {}
+        table = datasets.load_dataset(
+            _BUILDERS[kind], data_files=str(path), split="train", cache_dir=cache_dir, **options
+        )
+    except Exception as error:  # each format's reader has its own exceptions
+        raise RecipeError(f"{path} cannot be read as {kind[1:]} ({reason(error)}): mend the file") from error
+    require(len(table) > 0, f"{path} has no rows")
+    return Rows(table, str(path), *_COUNTING[kind])
+
+
+def _csv_options(path: Path) -> dict[str, Any]:
+    """Read every cell as it stands: no review that says "null" turns into a missing one, no label into 1.0."""
+    columns = pandas.read_csv(path, nrows=0).columns
+    features = datasets.Features({name: datasets.Value("string") for name in columns})
+    return {"features": features, "keep_default_na": False}
+
+
+def read_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache_dir: str | None) -> Rows:
+    """Read ROOT/PART/NAME/*.txt, one text a file, for every ``(name, label)`` of ``classes``.
+
+    Raises:
+        RecipeError: for a missing folder, one without texts, and a file that is not UTF-8.
+    """
+    files: list[tuple[str, int, int, int]] = []
+    for name, label in classes:
+        folder = root / part / name
+        paths = sorted(folder.glob("*.txt"))
+        require(len(paths) > 0, f"{folder} is missing or holds no .txt files")
+        # Size and time of change are read by nobody: they put a changed file under another key in the cache.
+        files += [(str(path), label, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    try:
+        table = datasets.Dataset.from_generator(_read_texts, gen_kwargs={"files": files}, cache_dir=cache_dir)
+    except Exception as error:  # datasets wraps what the generator raises
+        raise RecipeError(f"{root / part} cannot be read: {reason(error)}") from error
+    return Rows(table, str(root / part), files=[file[0] for file in files])
+
+
+def _read_texts(files: list[tuple[str, int, int, int]]) -> Iterator[dict[str, Any]]:
+    for path, label, *_ in files:
+        yield {"text": _read_text(path), "label": label}
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except ValueError:
+        raise RecipeError(f"{path} is not UTF-8 text: save it as UTF-8 or remove it") from None
+
+
+def read_hub(name: str, cache_dir: str | None) -> dict[str, Rows]:
+    """Load the train and test splits of a dataset from the Hugging Face hub, or from its cache.
+
+    Raises:
+        RecipeError: when it cannot be reached or has no such splits.
+    """
+    try:
+        tables = datasets.load_dataset(name, split=["train", "test"], cache_dir=cache_dir)
+    except Exception as error:  # connection, authentication, missing dataset, missing split: one list would not do
+        raise RecipeError(
+            f"data.root={name!r} is no folder here and could not be loaded from https://huggingface.co/datasets/{name} "
+            f"({reason(error)}): check the name and the network, or set data.root to a folder with train.csv and "
+            "test.csv, or to an unpacked aclImdb folder"
+        ) from error
+    parts = zip(("train", "test"), tables, strict=True)
+    return {part: Rows(table, f"{name} {part}", 0, "the first is row 0, as on the hub") for part, table in parts}

@@ -1,0 +1,202 @@
+"""Text datasets. Every batch is int64: ``input_ids`` and ``attention_mask`` ``(n, length)``, ``labels`` ``(n,)``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.data.common import hold_out, local_path, require_fraction
+from trainer.recipe import Data, RecipeError, require, require_positive
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer.data.rows import Rows
+
+
+class _Texts(Data):
+    """What the text datasets share: the checks, labels to classes, tokenising, padding."""
+
+    num_classes: int
+    class_names: list[str]
+    max_length: int
+    val_fraction: float
+    text_column: str
+    label_column: str
+    cache_dir: str | None
+
+    _pad: Any = None
+
+    def __post_init__(self) -> None:
+        require_positive("data.max_length", self.max_length)
+        require_fraction("data.val_fraction", self.val_fraction)
+        require(self.workers >= 0, f"data.workers={self.workers} must not be negative; 0 loads in the main process")
+        require(
+            self.text_column != self.label_column,
+            f"data.text_column and data.label_column are both {self.text_column!r}: they must differ",
+        )
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        """Read, check and tokenise; what was tokenised before is taken from the cache.
+
+        Raises:
+            RecipeError: naming the file, column or row that will not do.
+        """
+        from trainer.data.tokens import Padder, Tokens, check_tokenizer, tokenise
+
+        check_tokenizer(tokenizer, self.max_length)
+        parts = self._read()
+        for rows in parts.values():
+            rows.check_columns(text_column=self.text_column, label_column=self.label_column)
+        classes = self._classes(parts["train"])
+        labels = {part: self._label(rows, classes) for part, rows in parts.items()}
+        self._pad = Padder(tokenizer, self.max_length)
+        splits = {
+            part: Tokens(tokenise(rows, self.text_column, tokenizer, self.max_length), labels[part], rows, self._pad)
+            for part, rows in parts.items()
+        }
+        self.train, self.val, self.test = splits["train"], splits.get("val"), splits.get("test")
+        if self.val_fraction:
+            kept, held = hold_out(labels["train"], self.val_fraction, "data.val_fraction")
+            self.train, self.val = splits["train"].select(kept), splits["train"].select(held)
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        """Pad samples of a prepared dataset to a batch."""
+        require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
+        return self._pad(samples)
+
+    def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
+        """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own.
+
+        Raises:
+            RecipeError: for a text that is empty, naming its position.
+        """
+        from trainer.data.tokens import Padder, check_tokenizer, encode
+
+        check_tokenizer(tokenizer, self.max_length)
+        require(len(texts) > 0, "no texts were given")
+        for position, text in enumerate(texts, start=1):
+            require(bool(text.strip()), f"text {position} (the first is 1) is empty")
+        return Padder(tokenizer, self.max_length)(encode(texts, tokenizer, self.max_length))
+
+    def _read(self) -> dict[str, Rows]:
+        raise NotImplementedError
+
+    def _classes(self, train: Rows) -> dict[str, int]:
+        """The class of every label text; sets ``class_names`` and ``num_classes``."""
+        raise NotImplementedError
+
+    def _set_classes(self, names: Sequence[str]) -> None:
+        self.class_names = list(names)
+        self.num_classes = len(self.class_names)
+
+    def _label(self, rows: Rows, classes: Mapping[str, int]) -> list[int]:
+        texts = rows.labels(self.label_column)
+        for index, text in enumerate(texts):
+            if text not in classes:
+                raise RecipeError(
+                    f"{rows.describe(index)}: {self.label_column} {text!r} is not one of {', '.join(classes)}, "
+                    "the labels of the training data"
+                )
+        return [classes[text] for text in texts]
+
+
+@dataclass
+class IMDb(_Texts):
+    """IMDb film reviews, negative (0) or positive (1): 25,000 for training, 25,000 for testing.
+
+    Args:
+        root: a dataset on the Hugging Face hub; or a folder, or file:// URL of one, that holds train.csv and test.csv
+            or is an unpacked aclImdb (train/pos, train/neg, test/pos, test/neg).
+        max_length: tokens that a review is cut to.
+        val_fraction: share of the training reviews held out for validation; always the same reviews.
+        text_column: column of the reviews.
+        label_column: column of the labels: 0 or 1, or negative or positive.
+        cache_dir: folder of the cache for tokens; by default that of the datasets library.
+        workers: processes that load data; 0 loads in the main process.
+    """
+
+    root: str = "stanfordnlp/imdb"
+    max_length: int = 512
+    val_fraction: float = 0.0
+    text_column: str = "text"
+    label_column: str = "label"
+    cache_dir: str | None = None
+    workers: int = 0
+
+    def _read(self) -> dict[str, Rows]:
+        from trainer.data.rows import read_file, read_folders, read_hub
+
+        root = local_path(self.root)
+        parts = ("train", "test")
+        if not root.is_dir():
+            looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
+            require(not looks_local, f"data.root={self.root!r}: there is no folder {root}")
+            return read_hub(self.root, self.cache_dir)
+        if (root / "train.csv").is_file():
+            return {part: read_file(root / f"{part}.csv", self.cache_dir) for part in parts}
+        require(
+            (root / "train" / "pos").is_dir(),
+            f"data.root={self.root!r}: {root} holds neither train.csv nor train/pos: set it to a folder with train.csv "
+            "and test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb",
+        )
+        return {part: read_folders(root, part, (("neg", 0), ("pos", 1)), self.cache_dir) for part in parts}
+
+    def _classes(self, train: Rows) -> dict[str, int]:
+        self._set_classes(["negative", "positive"])
+        return {"0": 0, "1": 1, "negative": 0, "positive": 1}
+
+
+@dataclass
+class TextFiles(_Texts):
+    """Texts of one's own with one label each, in .csv, .parquet or .jsonl files.
+
+    Classes are the distinct labels of the training file in sorted order, numbers by value.
+
+    Args:
+        train_file: the training texts: a path or file:// URL.
+        val_file: texts for validation (optional).
+        test_file: texts for testing (optional).
+        text_column: column of the texts.
+        label_column: column of the labels: integers or strings.
+        max_length: tokens that a text is cut to.
+        val_fraction: share of the training texts held out for validation when there is no val_file.
+        cache_dir: folder of the cache for tokens; by default that of the datasets library.
+        workers: processes that load data; 0 loads in the main process.
+    """
+
+    train_file: str
+    val_file: str | None = None
+    test_file: str | None = None
+    text_column: str = "text"
+    label_column: str = "label"
+    max_length: int = 512
+    val_fraction: float = 0.0
+    cache_dir: str | None = None
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.val_file is None or self.val_fraction == 0,
+            f"data.val_file={self.val_file!r} and data.val_fraction={self.val_fraction} exclude each other: give one",
+        )
+
+    def _read(self) -> dict[str, Rows]:
+        from trainer.data.rows import read_file
+
+        files = {"train": self.train_file, "val": self.val_file, "test": self.test_file}
+        found = {}
+        for part, file in files.items():
+            if file is not None:
+                require(local_path(file).is_file(), f"data.{part}_file={file!r}: there is no file {local_path(file)}")
+                found[part] = read_file(local_path(file), self.cache_dir)
+        return found
+
+    def _classes(self, train: Rows) -> dict[str, int]:
+        names = set(train.labels(self.label_column))
+        numbers = all(name.removeprefix("-").isdecimal() for name in names)
+        self._set_classes(sorted(names, key=int) if numbers else sorted(names))
+        require(self.num_classes > 1, f"{train.source}: every {self.label_column} is {self.class_names[0]!r}")
+        return {name: index for index, name in enumerate(self.class_names)}

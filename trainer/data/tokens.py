@@ -1,0 +1,152 @@
+"""Tokenised text: made once, cached on disk without padding, padded when a batch is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import datasets
+import torch
+from datasets.fingerprint import Hasher
+from torch import Tensor
+
+from trainer.data.rows import Rows
+from trainer.recipe import RecipeError, require
+
+_MULTIPLE = 8
+"""Batches are padded to a multiple of this many tokens, which matrix units ask for."""
+
+_STORED = ("input_ids", "token_type_ids")
+
+
+class Padder:
+    """Collate tokenised samples: pad them to the longest of them, rounded up, never beyond ``max_length``."""
+
+    def __init__(self, tokenizer: Any, max_length: int) -> None:
+        self.tokenizer, self.max_length = tokenizer, max_length
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
+        """Samples, or columns of them, to ``input_ids``, ``attention_mask`` and others ``(n, length)``; all int64."""
+        columns = samples if isinstance(samples, Mapping) else {key: [s[key] for s in samples] for key in samples[0]}
+        longest = max(map(len, columns["input_ids"]))
+        batch = self.tokenizer.pad(
+            {key: columns[key] for key in _STORED if key in columns},
+            padding="max_length",
+            max_length=min(-(-longest // _MULTIPLE) * _MULTIPLE, self.max_length),
+            return_attention_mask=True,
+            return_tensors="pt",
+            verbose=False,
+        )
+        if "labels" in columns:
+            batch["labels"] = torch.tensor(columns["labels"])
+        return dict(batch)
+
+
+class Tokens:
+    """One split, tokenised.
+
+    Args:
+        table: what :func:`tokenise` made.
+        labels: the class of every row of ``table``.
+        rows: where they come from.
+        pad: makes batches.
+        chosen: the rows of ``table`` that this split has; by default all.
+    """
+
+    augmented = False
+
+    def __init__(
+        self,
+        table: datasets.Dataset,
+        labels: Sequence[int],
+        rows: Rows,
+        pad: Padder,
+        chosen: Sequence[int] | None = None,
+    ) -> None:
+        self.table, self.labels, self.rows, self.pad = table, labels, rows, pad
+        self.chosen = range(len(table)) if chosen is None else chosen
+        lengths = table["length"][:]
+        self.lengths: list[int] = [lengths[row] for row in self.chosen]
+
+    def select(self, chosen: Sequence[int]) -> Tokens:
+        """The split that has the samples at the positions ``chosen`` only."""
+        return Tokens(self.table, self.labels, self.rows, self.pad, [self.chosen[position] for position in chosen])
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.chosen[index]
+        return {**self._stored(row), "labels": self.labels[row]}
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """A whole batch at once."""
+        rows = [self.chosen[index] for index in indices]
+        return self.pad({**self._stored(rows), "labels": [self.labels[row] for row in rows]})
+
+    def _stored(self, rows: int | list[int]) -> dict[str, Any]:
+        found = self.table[rows]
+        return {key: found[key] for key in _STORED if key in found}
+
+    def describe(self, index: int) -> str:
+        return self.rows.describe(self.chosen[index])
+
+
+def check_tokenizer(tokenizer: Any, max_length: int) -> None:
+    """Refuse a tokenizer that cannot serve ``max_length``, or none at all."""
+    require(tokenizer is not None, "text data needs a text model: one with model.tokenizer, such as TextClassifier")
+    limit = tokenizer.model_max_length
+    require(
+        max_length <= limit,
+        f"data.max_length={max_length} is more than the {limit} tokens of the model's tokenizer: lower it",
+    )
+    special = tokenizer.num_special_tokens_to_add()
+    require(
+        max_length > special, f"data.max_length={max_length} leaves no room beside {special} special tokens: raise it"
+    )
+    require(
+        tokenizer.pad_token is not None,
+        "the tokenizer of model.tokenizer has no padding token: choose another, or set its pad_token",
+    )
+
+
+def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
+    """Tokenise and truncate: ``input_ids``, and ``token_type_ids`` where the tokenizer has them; no padding."""
+    encoded = tokenizer(list(texts), truncation=True, max_length=max_length, return_attention_mask=False, verbose=False)
+    return {key: encoded[key] for key in _STORED if key in encoded}
+
+
+def tokenise(rows: Rows, column: str, tokenizer: Any, max_length: int) -> datasets.Dataset:
+    """The tokens of every row, with their ``length``, from the cache on disk where they were made before.
+
+    Raises:
+        RecipeError: naming the first row without text.
+    """
+
+    def encode_rows(texts: list[Any], indices: list[int]) -> dict[str, list[Any]]:
+        for index, text in zip(indices, texts, strict=True):
+            if not isinstance(text, str) or not text.strip():
+                raise RecipeError(f"{rows.describe(index)} has no text in {column!r}: add it or remove the row")
+        tokens: dict[str, list[Any]] = encode(texts, tokenizer, max_length)
+        return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]]}
+
+    return rows.table.map(
+        encode_rows,
+        batched=True,
+        with_indices=True,
+        input_columns=column,
+        remove_columns=rows.table.column_names,
+        new_fingerprint=Hasher.hash((rows.table._fingerprint, column, max_length, _tokenizer_key(tokenizer))),
+        desc=f"tokenising {rows.source}",
+    )
+
+
+def _tokenizer_key(tokenizer: Any) -> str:
+    """What decides a tokenizer's output. Hashing the object itself would not do: every call changes its state."""
+    settings = (type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.truncation_side)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return Hasher.hash((settings, tokenizer))
+    state = json.loads(backend.to_str())
+    return Hasher.hash((settings, {**state, "truncation": None, "padding": None}))

@@ -1,0 +1,134 @@
+"""Where recipes are: packaged names, Python files, and the YAML files that runs write."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainer.recipe import Recipe, RecipeError
+from trainer.settings import change, load_yaml_file, read_yaml
+from trainer.values import did_you_mean, nearest
+
+
+def recipes_folder() -> Path:
+    """The packaged recipes: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def packaged_recipes() -> list[str]:
+    """The names of the packaged recipes."""
+    return sorted(path.stem for path in recipes_folder().glob("*.py") if not path.stem.startswith("_"))
+
+
+def load_recipe(reference: str) -> tuple[Recipe, str]:
+    """The recipe that ``reference`` names, and its source: a packaged name or the absolute path of a Python file.
+
+    Args:
+        reference: a packaged name, a path to a ``.py`` file that defines ``recipe``, or a path to a ``.yaml`` file
+            whose key ``recipe`` names one of these; the YAML file's other settings are then applied.
+
+    Raises:
+        RecipeError: when there is no such recipe, or it does not load.
+    """
+    if not reference.endswith((".yaml", ".yml")):
+        source = source_of(reference)
+        return import_recipe(_path_of(source)), source
+    path = Path(reference)
+    tree = load_yaml_file(path)
+    named = yaml_source(path, tree)
+    if named is None:
+        raise RecipeError(
+            f"{path}: the key recipe must name a packaged recipe or a .py file, to say which model and data are meant"
+        )
+    recipe = import_recipe(_path_of(named))
+    return change(recipe, yaml_changes(recipe, path, tree)), named
+
+
+def source_of(reference: str, folder: Path | None = None) -> str:
+    """What a run's ``recipe.yaml`` calls the recipe: its packaged name, or the absolute path of its file.
+
+    Args:
+        reference: a packaged name or a path.
+        folder: where a relative path starts; the working directory by default.
+    """
+    names = packaged_recipes()
+    if reference in names:
+        return reference
+    path = Path(os.path.abspath((folder or Path()) / reference))
+    if path.suffix != ".py":
+        known = f"packaged recipes: {', '.join(names)}; or give the path of a .py or .yaml file"
+        raise RecipeError(f"unknown recipe {reference!r}{did_you_mean(nearest(reference, names))} ({known})")
+    if not path.is_file():
+        raise RecipeError(f"recipe {reference!r}: no such file")
+    packaged = path.stem in names and path.samefile(recipes_folder() / path.name)
+    return path.stem if packaged else str(path)
+
+
+def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:
+    """The recipe that a YAML file says it belongs to, or ``None``."""
+    reference = tree.get("recipe")
+    if reference is None:
+        return None
+    try:
+        return source_of(str(reference), path.parent)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
+
+
+def yaml_changes(recipe: Recipe, path: Path, tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """The settings of a YAML file, without the name of its recipe; errors name the file."""
+    try:
+        return read_yaml(recipe, {key: value for key, value in tree.items() if key != "recipe"})
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
+
+
+def import_recipe(path: Path) -> Recipe:
+    """The ``recipe`` that the Python file ``path`` defines."""
+    module = _execute(path)
+    recipe = getattr(module, "recipe", None)
+    if recipe is None:
+        raise RecipeError(f"recipe {path} defines no recipe: it needs a line `recipe = Recipe(...)`")
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
+    return recipe
+
+
+def _path_of(source: str) -> Path:
+    return Path(source) if os.path.isabs(source) else recipes_folder() / f"{source}.py"
+
+
+def _execute(path: Path) -> ModuleType:
+    """Run a recipe file as ``python FILE`` would, but under a name of its own instead of ``__main__``."""
+    if path.parent != recipes_folder() and str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # a recipe may import what lies beside it
+    name = path.stem
+    while name in sys.modules:
+        name += "_"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        what = str(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {error}"
+        raise RecipeError(f"recipe {path}{_line_of(error, path)}: {what}") from error
+    return module
+
+
+def _line_of(error: Exception, path: Path) -> str:
+    """Which line of the recipe file led to ``error``."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f" line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f" line {lines[-1]}" if lines else ""

@@ -1,0 +1,141 @@
+"""Where the figures of a run go: ``metrics.csv`` always, TensorBoard and Weights & Biases when asked for."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import Logger
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from trainer.recipe import RecipeError
+
+TRAINING_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "samples_per_second")
+EVALUATION_COLUMNS = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
+SECONDS_BETWEEN_WRITES = 3.0
+
+
+def make_loggers(
+    names: Sequence[str], run_dir: Path, config: Mapping[str, Any], extra_columns: Sequence[str] = ()
+) -> list[Logger]:
+    """The loggers of a run, for ``Fabric(loggers=...)``; only the first rank writes.
+
+    Args:
+        names: any of csv, tensorboard, wandb; csv is always there.
+        run_dir: the run directory: ``metrics.csv`` and ``tensorboard/`` are written in it.
+        config: the resolved recipe, shown beside the curves.
+        extra_columns: further columns of ``metrics.csv``.
+
+    Raises:
+        RecipeError: when wandb is asked for and not installed, or an existing ``metrics.csv`` has other columns.
+    """
+    make = {"tensorboard": _tensorboard, "wandb": _wandb}
+    others = [make[name](run_dir, config) for name in dict.fromkeys(names) if name != "csv"]
+    return [CSVMetrics(run_dir / "metrics.csv", extra_columns), *others]
+
+
+class CSVMetrics(Logger):
+    """A Fabric logger that appends rows to one CSV file, at most seconds after they were logged.
+
+    Not Fabric's own ``CSVLogger``: that one deletes an existing file, so a resumed run would lose its past, and
+    rewrites the whole file in place whenever a key is new, so a crash then loses everything.
+
+    Args:
+        path: the file; an existing one with the same columns is continued.
+        extra_columns: further columns, besides the training and evaluation ones.
+        clock: seconds, rising; for tests.
+    """
+
+    def __init__(
+        self, path: Path, extra_columns: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.path = path
+        self.columns = (*TRAINING_COLUMNS, *EVALUATION_COLUMNS, *extra_columns)
+        self._clock = clock
+        self._last_write = clock()
+        self._rows: list[dict[str, Any]] = []
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def root_dir(self) -> str:
+        return str(self.path.parent)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add a row. Rows of an evaluation go to disk at once, the others within seconds.
+
+        Raises:
+            ValueError: for a metric that has no column.
+        """
+        row: dict[str, Any] = {} if step is None else {"step": step}
+        row |= {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+        unknown = [name for name in row if name not in self.columns]
+        if unknown:
+            raise ValueError(f"{self.path.name} has no column {', '.join(unknown)}: name it in extra_columns")
+        self._rows.append(row)
+        evaluated = any(name in EVALUATION_COLUMNS for name in row)
+        if evaluated or self._clock() - self._last_write >= SECONDS_BETWEEN_WRITES:
+            self.save()
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the recipe has a file of its own."""
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write the rows that are not on disk yet."""
+        if not self._rows:
+            return
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        if not self._continues():
+            writer.writeheader()
+        writer.writerows(self._rows)
+        # Unbuffered: whole rows in one write, so that a killed run leaves no half a row behind.
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(text.getvalue().encode())
+        self._rows.clear()
+        self._last_write = self._clock()
+
+    def finalize(self, status: str) -> None:
+        """Write the last rows."""
+        self.save()
+
+    def _continues(self) -> bool:
+        """Whether the file has its header already."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists() or not self.path.stat().st_size:
+            return False
+        with open(self.path, newline="") as file:
+            header = next(csv.reader(file))
+        if header != list(self.columns):
+            raise RecipeError(f"{self.path} has other columns ({', '.join(header)}): choose another run.dir")
+        return True
+
+
+def _tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Logger:
+    from lightning.fabric.loggers import TensorBoardLogger
+
+    logger = TensorBoardLogger(run_dir, name="tensorboard", version="")
+    # As text: TensorBoard's own hyperparameter page would put a curve named hp_metric beside the real ones.
+    logger.experiment.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in config.items()))
+    return logger
+
+
+def _wandb(run_dir: Path, config: Mapping[str, Any]) -> Logger:
+    if find_spec("wandb") is None:
+        raise RecipeError("run.logger=wandb needs the package wandb: pip install 'exactbatch-trainer[wandb]'")
+    from lightning.pytorch.loggers import WandbLogger
+
+    return WandbLogger(project="trainer", name=run_dir.name, save_dir=run_dir, config=dict(config))

@@ -1,0 +1,142 @@
+"""Training progress: a bar on a terminal, plain lines every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LINES = 5.0
+# The figures first, the bar takes the room that they leave; what does not fit in the terminal's width is cut off.
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+
+
+class Progress:
+    """Shows how training goes, to one person: silent on every rank but the first.
+
+    Args:
+        enabled: ``False`` shows nothing at all.
+        rank: this process's rank.
+        stream: where to write; standard error by default. Whether it is a terminal, of known width,
+            decides between bar and lines.
+        clock: seconds, rising; for tests.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        rank: int = 0,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._shown = enabled and rank == 0
+        self._stream = stream if stream is not None else sys.stderr
+        self._terminal = _shows_a_bar(self._stream)
+        self._clock = clock
+        self._bar: Any = None
+        self._total_steps = 0
+        self._pending: str | None = None
+        self._next_line = float("-inf")
+
+    def start(self, total_steps: int, first_step: int = 0) -> None:
+        """Begin to count to ``total_steps``; ``first_step`` of them are done already (a resumed run)."""
+        self._total_steps = total_steps
+        self._next_line = float("-inf")
+        if self._shown and self._terminal:
+            self._bar = tqdm(
+                total=total_steps, initial=first_step, file=self._stream, dynamic_ncols=True, bar_format=BAR
+            )
+
+    def step(
+        self,
+        step: int,
+        *,
+        loss: float,
+        lr: float,
+        samples_per_second: float,
+        memory: str,
+        epoch: int,
+        skipped: int = 0,
+    ) -> None:
+        """Show that ``step`` steps are done.
+
+        Args:
+            step: steps done since the beginning of training, from 1.
+            loss: mean loss of this step's batch, or of the steps since the last call.
+            lr: learning rate of this step.
+            samples_per_second: over all ranks.
+            memory: figure, unit and kind, such as ``"0.52 GB host peak"``.
+            epoch: the epoch this step belongs to.
+            skipped: steps skipped so far because of a non-finite loss or gradient.
+        """
+        if not self._shown:
+            return
+        parts = [
+            f"epoch {epoch}",
+            f"loss {loss:.4f}",
+            f"lr {lr:.1e}",
+            f"{samples_per_second:,.0f} samples/s",
+            f"memory {memory}",
+        ]
+        if skipped:
+            parts.append(f"{skipped} skipped step{'s' if skipped > 1 else ''}")
+        text = " · ".join(parts)
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
+        else:
+            self._line(step, f"step {step}/{self._total_steps} · {text}")
+
+    def evaluation(self, step: int, split: str, result: dict[str, float]) -> None:
+        """Show what an evaluation after ``step`` found on ``split`` (val, test), above the bar."""
+        figures = [f"{name} {_figure(name, value)}" for name, value in result.items()]
+        self.message(" · ".join([f"{split} after step {step}", *figures]))
+
+    def message(self, text: str) -> None:
+        """Show a line of text, above the bar; also before ``start`` and after ``close``."""
+        if not self._shown:
+            return
+        if self._bar is not None:
+            tqdm.write(text, file=self._stream)
+        else:
+            self._print(text)
+
+    def close(self) -> None:
+        """Show the last step and end; may be called twice."""
+        if self._pending is not None:
+            self._print(self._pending)
+            self._pending = None
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+    def _line(self, step: int, text: str) -> None:
+        """Print the first line, the last one, and one every few seconds in between."""
+        if self._clock() >= self._next_line or step == self._total_steps:
+            self._print(text)
+            self._pending = None
+            self._next_line = self._clock() + SECONDS_BETWEEN_LINES
+        else:
+            self._pending = text
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+def _shows_a_bar(stream: TextIO) -> bool:
+    """Whether the stream is a terminal that knows its width: on one of 0 columns tqdm draws nothing at all."""
+    if not stream.isatty():
+        return False
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:  # no file behind it to ask: tqdm takes a width of its own
+        return True
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"

@@ -1,0 +1,118 @@
+"""How a run ended: ``summary.json`` for programs, a block of text for the person."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# Named by distribution: the package on PyPI that is called trainer is another one.
+DISTRIBUTIONS = {
+    "trainer": "exactbatch-trainer",
+    **{name: name for name in ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The fields of ``summary.json``, in order.
+
+    Args:
+        status: how the run ended, such as finished or failed.
+        steps: optimizer steps done, without the skipped ones.
+        skipped_steps: steps skipped because of a non-finite loss or gradient.
+        world_size: ranks.
+        batch_size: samples per step over all ranks.
+        micro_batch_size: samples that go through forward and backward at once.
+        accumulate: micro-batches per step and rank, or a schedule by epoch.
+        metrics: figures by split: ``{"test": {"accuracy": 0 to 1, "loss": ...}}``.
+        memory: peaks in GB (1e9 bytes): ``allocated_gb``, ``reserved_gb``, ``host_peak_gb``; ``None`` where there is
+            no such device.
+        samples_per_second: training throughput over all ranks.
+        seconds: wall time of training.
+        versions: of what the result depends on; see :func:`versions`.
+    """
+
+    status: str
+    steps: int
+    skipped_steps: int
+    world_size: int
+    batch_size: int
+    micro_batch_size: int
+    accumulate: int | Mapping[int, int]
+    metrics: Mapping[str, Mapping[str, float | None]]
+    memory: Mapping[str, float | None]
+    samples_per_second: float
+    seconds: float
+    versions: Mapping[str, str | None]
+
+    def to_json(self) -> str:
+        """Strict JSON: a figure that is not finite is written as null, for ``NaN`` is not JSON."""
+        content = {field.name: _json_value(getattr(self, field.name)) for field in fields(self)}
+        return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def versions() -> dict[str, str | None]:
+    """Version of Python and of every library that a result depends on; ``None`` for one that is not installed."""
+    return {"python": platform.python_version()} | {name: _version(it) for name, it in DISTRIBUTIONS.items()}
+
+
+def summary_text(summary: Summary, run_dir: Path) -> str:
+    """The block that is printed at the end of a run: figures with their units, and where the files are."""
+    skipped = f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
+    rows = [
+        ("status", summary.status),
+        *(
+            (f"{split} {name}", _metric(name, figures[name]))
+            for split, figures in summary.metrics.items()
+            for name in figures
+        ),
+        ("steps", f"{summary.steps:,}{skipped}"),
+        (
+            "batch",
+            f"{summary.batch_size:,} samples a step on {summary.world_size} rank{'s' * (summary.world_size > 1)}",
+        ),
+        ("speed", f"{_number(summary.samples_per_second, ',.0f')} samples/s, {_number(summary.seconds, ',.1f')} s"),
+        ("peak memory", _memory(summary.memory)),
+        ("files", f"{run_dir}: {', '.join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != '.'))}"),
+    ]
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def _memory(memory: Mapping[str, float | None]) -> str:
+    labels = {"allocated_gb": "allocated", "reserved_gb": "reserved", "host_peak_gb": "host peak"}
+    # Zero or none: there is no such device.
+    known = [f"{memory[key]:.2f} GB {label}" for key, label in labels.items() if memory.get(key)]
+    return ", ".join(known) or "unknown"
+
+
+def _metric(name: str, value: float | None) -> str:
+    if name == "accuracy" and value is not None:
+        return f"{_number(100 * value, '.2f')} %"
+    return _number(value, ".4f")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "unknown" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _json_value(value: Any) -> Any:
+    """Plain JSON types: mappings, numbers of numpy and torch, and null for what is not finite."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
