@@ -20,6 +20,7 @@ from trainer.checkpoint.export import load_model, save_model
 from trainer.checkpoint.store import staged_folder, write_atomic
 from trainer.data.loader import Loader
 from trainer.engine.events import Counters, Events
+from trainer.engine.forward import Forward
 from trainer.engine.loop import Engine, count_steps, epoch_at
 from trainer.engine.loop import evaluate as run_evaluation
 from trainer.engine.schedule import lr_factor
@@ -31,7 +32,7 @@ from trainer.memory.monitor import measure
 from trainer.memory.optimizer import build_optimizer
 from trainer.memory.plan import Plan, cut_at, decide_plan
 from trainer.recipe import Data, Model, Recipe, require
-from trainer.report.loggers import make_loggers
+from trainer.report.loggers import close_loggers, make_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult, classification_report
 from trainer.report.plots import plot_curves
 from trainer.report.progress import Progress
@@ -88,7 +89,8 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
     stopwatch = Stopwatch()
     split = "val" if recipe.data.val is not None else "test"
     loggers = _loggers(session, run_dir)
-    listeners = [stopwatch, ProgressListener(progress, stopwatch, fabric.device, split), LoggingListener(loggers, stopwatch, split)]
+    logging = LoggingListener(loggers, stopwatch, split)
+    listeners = [stopwatch, ProgressListener(progress, stopwatch, fabric.device, split), logging]
     evaluation = _evaluation(session, stepper, split)
     engine = Engine(stepper, windows, evaluation, Events(listeners))
     _schedule(session, stepper, windows)
@@ -96,7 +98,10 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
     status = "failed"
     try:
         engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
-        result = (_evaluation(session, stepper, "test") or evaluation or (lambda: None))()
+        final = _evaluation(session, stepper, "test") or evaluation
+        result = final() if final else None
+        if result is not None:
+            logging.log({f"test_{name}": value for name, value in result.figures().items()}, engine.counters.step)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -116,8 +121,8 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
     """Evaluate the model of ``run_dir`` on the test set of ``recipe`` (validation, if there is none), and print the report."""
     folder = Path(run_dir) / "model"
     session = _open(recipe, saved_in=folder)
-    _, stepper = _build(session, folder)
-    evaluation = _evaluation(session, stepper, "test") or _evaluation(session, stepper, "val")
+    forward = _restore(session, folder)
+    evaluation = _evaluation(session, forward, "test") or _evaluation(session, forward, "val")
     require(evaluation is not None, "the dataset has neither a test nor a validation set to evaluate on")
     assert evaluation is not None
     result: EvaluationResult = evaluation()
@@ -136,13 +141,17 @@ def predict(
     data: Any = recipe.data
     tokenizer = model.tokenizer_or_none()
     require(not texts or tokenizer is not None, f"--text needs a text model; {type(model).__name__} reads images")
-    require(not images or hasattr(data, "load_image"), f"--image needs an image model; {type(model).__name__} reads texts")
+    require(
+        not images or hasattr(data, "load_image"), f"--image needs an image model; {type(model).__name__} reads texts"
+    )
     module = load_model(model, folder).eval()
     if texts:
         batch = dict(data.encode(texts, tokenizer))
     else:
         batch = {"pixel_values": torch.stack([data.load_image(image) for image in images or []])}
-    batch["labels"] = torch.zeros(len(texts or images or []), dtype=torch.long)  # no loss is read, but losses() wants some
+    batch["labels"] = torch.zeros(
+        len(texts or images or []), dtype=torch.long
+    )  # no loss is read, but losses() wants some
     with torch.no_grad():
         logits = next(model.losses(module, batch)).logits
     require(logits is not None, f"{type(model).__name__}.losses gives no logits to predict with")
@@ -192,29 +201,33 @@ def fill_from_data(model: Model, data: Data) -> Model:
         if own is None:
             changes[name] = known
         elif name != "class_names":
-            require(own == known, f"model.{name}={own} does not fit the data, which has {known}: leave model.{name} at null")
+            require(
+                own == known, f"model.{name}={own} does not fit the data, which has {known}: leave model.{name} at null"
+            )
     return dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
 
 
-def _build(session: Session, folder: Path | None = None) -> tuple[nn.Module, Stepper]:
-    """The model on its device (with the weights in ``folder``), the optimizer, and what takes steps with both."""
+def _build(session: Session) -> tuple[nn.Module, Stepper]:
+    """The model on its device, its optimizer, and what takes steps with both."""
     recipe, fabric = session.recipe, session.fabric
-    if folder is None:
-        module = build_on_device(fabric, recipe.model, recipe.seed)
-    else:
-        with fabric.init_module(empty_init=False):
-            module = load_model(recipe.model, folder)
-    wrapped: Any = fabric.setup_module(module)
+    module = build_on_device(fabric, recipe.model, recipe.seed)
     optimizer = build_optimizer(module, recipe.optim, recipe.memory.precision, fabric.device)
     stepper = Stepper(
         fabric,
         recipe.model,
-        wrapped,
+        fabric.setup_module(module),
         optimizer,
         clip_norm=recipe.optim.clip_norm,
         correct_batchnorm=recipe.memory.correct_batchnorm,
     )
     return module, stepper
+
+
+def _restore(session: Session, folder: Path) -> Forward:
+    """The model with the weights in ``folder``, for evaluation."""
+    with session.fabric.init_module(empty_init=False):
+        module = load_model(session.recipe.model, folder)
+    return Forward(session.fabric, session.recipe.model, session.fabric.setup_module(module))
 
 
 def _loader(session: Session, split: Any) -> Loader:
@@ -243,7 +256,7 @@ def _host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
     if fabric.world_size == 1:
         return list
     on_gpu = fabric.device.type == "cuda"
-    group = torch.distributed.new_group(backend="gloo") if on_gpu else None
+    group: Any = torch.distributed.new_group(backend="gloo") if on_gpu else None
 
     def total(values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -262,7 +275,7 @@ def _schedule(session: Session, stepper: Stepper, windows: Windows) -> None:
     stepper.scheduler = LambdaLR(stepper.optimizer, factor)
 
 
-def _evaluation(session: Session, stepper: Stepper, split: str) -> Callable[[], EvaluationResult] | None:
+def _evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
     """A function that evaluates on ``split``, every sample once over all ranks; ``None`` where there is no such split."""
     data, fabric, cut = session.recipe.data, session.fabric, session.plan.first_cut
     dataset = getattr(data, split)
@@ -286,7 +299,10 @@ def _evaluation(session: Session, stepper: Stepper, split: str) -> Callable[[], 
         for piece, batch in zip(own, batches, strict=True):
             yield MicroBatch(batch, seed=0, is_last=False, is_empty=not piece)
 
-    return lambda: run_evaluation(stepper, micro_batches(), metrics)
+    def run() -> EvaluationResult:
+        return run_evaluation(forward, micro_batches(), metrics)
+
+    return run
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -300,7 +316,7 @@ def _run_dir(session: Session, source: str | None) -> Path:
     chosen = wanted or f"runs/{name}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     run_dir = Path(session.fabric.broadcast(chosen)).absolute()
     require(
-        not (run_dir / "summary.json").exists(),
+        not (run_dir / "recipe.yaml").exists(),
         f"run.dir={run_dir} already holds a run: choose another directory, or remove it",
     )
     session.recipe = session.recipe.replace(run=dataclasses.replace(session.recipe.run, dir=str(run_dir)))
@@ -340,11 +356,16 @@ def _summary(
 
 
 def _write_results(
-    session: Session, run_dir: Path, module: nn.Module, summary: Summary, result: EvaluationResult | None, loggers: list[Any]
+    session: Session,
+    run_dir: Path,
+    module: nn.Module,
+    summary: Summary,
+    result: EvaluationResult | None,
+    loggers: list[Any],
 ) -> None:
     """Write what there is to write; of a run that failed, its figures and no model."""
-    for logger in loggers:
-        logger.finalize("success" if summary.status == "finished" else summary.status)
+    close_loggers(loggers, summary.status)
+    write_atomic(run_dir / "summary.json", summary.to_json())
     if summary.status == "finished":
         with staged_folder(run_dir / "model") as folder:
             save_model(session.recipe.model, module, folder)
@@ -352,7 +373,6 @@ def _write_results(
         write_atomic(run_dir / "classification_report.txt", _report(result, session.recipe.data) + "\n")
     if (run_dir / "metrics.csv").exists():
         plot_curves(run_dir / "metrics.csv", run_dir / "curves.png")
-    write_atomic(run_dir / "summary.json", summary.to_json())
 
 
 def _print_results(run_dir: Path, summary: Summary, result: EvaluationResult | None, recipe: Recipe) -> None:

@@ -100,4 +100,3 @@ class LoggingListener(Listener):
         """Write ``figures`` to every logger."""
         for logger in self.loggers:
             logger.log_metrics(figures, step)
-

@@ -143,7 +143,7 @@ class Data:
         """Make a micro-batch (any nest of tensors; the built-in models read a dict with ``labels``) of samples."""
         from torch.utils.data import default_collate
 
-        return default_collate(samples)
+        return default_collate(list(samples))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

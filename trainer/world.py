@@ -48,15 +48,22 @@ def adopt_fabric_run(recipe: Recipe, environment: MutableMapping[str, str] = os.
     """
     if not int(environment.pop("LT_CLI_USED", "0")):
         return recipe
-    given = {key: environment.pop(f"LT_{key.upper()}", None) for key in ("accelerator", "strategy", "precision", "devices", "num_nodes")}
-    run, memory = recipe.run, recipe.memory
-    if given["accelerator"] not in (None, "auto"):
-        run = dataclasses.replace(run, accelerator={"gpu": "cuda"}.get(given["accelerator"], given["accelerator"]))
-    if given["strategy"] not in (None, "auto"):
-        memory = dataclasses.replace(memory, strategy=given["strategy"])
-    if given["precision"] is not None:
-        memory = dataclasses.replace(memory, precision=PRECISION_ALIASES.get(given["precision"], given["precision"]))
-    return recipe.replace(run=run, memory=memory)
+    given = {
+        key: environment.pop(f"LT_{key.upper()}", None)
+        for key in ("accelerator", "strategy", "precision", "devices", "num_nodes")
+    }
+    accelerator, strategy, precision = given["accelerator"], given["strategy"], given["precision"]
+    run: dict[str, Any] = {}
+    memory: dict[str, Any] = {}
+    if accelerator not in (None, "auto"):
+        run["accelerator"] = "cuda" if accelerator == "gpu" else accelerator
+    if strategy not in (None, "auto"):
+        memory["strategy"] = strategy
+    if precision is not None:
+        memory["precision"] = PRECISION_ALIASES.get(precision, precision)
+    return recipe.replace(
+        run=dataclasses.replace(recipe.run, **run), memory=dataclasses.replace(recipe.memory, **memory)
+    )
 
 
 def detect_world(recipe: Recipe, environment: MutableMapping[str, str] = os.environ) -> World:
@@ -68,7 +75,9 @@ def detect_world(recipe: Recipe, environment: MutableMapping[str, str] = os.envi
     accelerator = _accelerator(recipe)
     wanted = recipe.run.devices
     if "TORCHELASTIC_RUN_ID" in environment:
-        world = World("torchrun", accelerator, int(environment["LOCAL_WORLD_SIZE"]), int(environment["GROUP_WORLD_SIZE"]))
+        world = World(
+            "torchrun", accelerator, int(environment["LOCAL_WORLD_SIZE"]), int(environment["GROUP_WORLD_SIZE"])
+        )
     elif int(environment.get("SLURM_NTASKS", "1")) > 1:
         nodes = int(environment.get("SLURM_NNODES", "1"))
         world = World("slurm", accelerator, int(environment["SLURM_NTASKS"]) // nodes, nodes)
@@ -76,8 +85,8 @@ def detect_world(recipe: Recipe, environment: MutableMapping[str, str] = os.envi
         world = World("plain", accelerator, _devices_here(accelerator) if wanted == "auto" else wanted)
     require(
         wanted in ("auto", world.devices),
-        f"run.devices={wanted} contradicts the launcher: {world.launcher} started {world.devices} process(es) on this node; "
-        "leave run.devices out, or start as many",
+        f"run.devices={wanted} contradicts the launcher: {world.launcher} started {world.devices} process(es) on this "
+        "node; leave run.devices out, or start as many",
     )
     return world
 
@@ -129,7 +138,9 @@ def _any_rank(fabric: Fabric, flag: bool) -> bool:
 
     if fabric.world_size == 1:
         return flag
-    return bool(fabric.all_reduce(torch.tensor(float(flag), device=fabric.device), reduce_op="sum").item())
+    count = torch.tensor(float(flag), device=fabric.device)
+    torch.distributed.all_reduce(count)
+    return bool(count.item())
 
 
 def _accelerator(recipe: Recipe) -> str:

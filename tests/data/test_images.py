@@ -55,15 +55,14 @@ def test_digits_are_1797_images_in_three_disjoint_parts():
     assert again.test.rows == data.test.rows  # whatever the run's seed
 
 
-def test_digits_are_normalised_grey_in_three_channels():
+def test_digits_are_normalised_grey():
     data = Digits()
     data.prepare()
     batch = data.train.__getitems__(range(len(data.train)))
     pixels = batch["pixel_values"]
-    assert pixels.shape == (1293, 3, 8, 8)
+    assert pixels.shape == (1293, data.channels, 8, 8) == (1293, 1, 8, 8)
     assert pixels.dtype == torch.float32
     assert batch["labels"].dtype == torch.int64
-    assert torch.equal(pixels[:, 0], pixels[:, 2])
     assert abs(pixels.mean()) < 0.02
     assert abs(pixels.std() - 1) < 0.02
 
@@ -88,7 +87,13 @@ def test_fashion_mnist_reads_the_uncompressed_files_without_download(sample_data
     image, label = official[17]
     expected = (torchvision.transforms.functional.to_tensor(image) - 0.2860) / 0.3530
     assert data.test[17]["labels"] == label
-    torch.testing.assert_close(data.test[17]["pixel_values"], expected.expand(3, -1, -1))
+    torch.testing.assert_close(data.test[17]["pixel_values"], expected)
+
+
+def test_grey_becomes_three_channels_when_normalised_for_pretrained_models(sample_data):
+    data = FashionMNIST(root=str(sample_data / "fashion_mnist_small"), download=False, normalize="imagenet")
+    data.prepare()
+    assert data.test[17]["pixel_values"].shape == (data.channels, 28, 28) == (3, 28, 28)
 
 
 def test_cifar10_pixels_and_labels_are_those_of_the_png_files(sample_data):

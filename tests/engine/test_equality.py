@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -22,6 +23,9 @@ BATCHES = {"even": (24, 8), "ragged": (19, 8), "fewer than ranks": (17, 8)}
 
 
 def check(ours: dict, plain: dict, precision: str) -> None:
+    if not all(map(math.isfinite, plain["losses"])):  # a batch without a single label: its mean is 0 / 0
+        assert any(ours["skipped"])
+        return
     found = errors(ours, plain)
     assert {key: error for key, error in found.items() if not error <= TOLERANCE[precision][key]} == {}
 

@@ -22,7 +22,7 @@ class Pixels:
     """Turn raw images into a model's input.
 
     Resizes the shorter side to ``image_size`` (bilinear, antialiased), cuts the centre square, draws the augmentation,
-    scales to [0, 1], normalises, and repeats grey to three channels.
+    scales to [0, 1] and normalises. Grey stays one channel, unless it is normalised like three.
 
     Args:
         image_size: height and width of the result, in pixels.
@@ -36,7 +36,7 @@ class Pixels:
         self.augment = _augmentation(augment, image_size)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """``(..., 1 or 3, H, W)`` uint8 to ``(..., 3, image_size, image_size)`` float32."""
+        """``(..., 1 or 3, H, W)`` uint8 to ``(..., channels, image_size, image_size)`` float32."""
         if list(images.shape[-2:]) != self.size:
             images = F.resize(images, self.size[:1], interpolation=v2.InterpolationMode.BILINEAR, antialias=True)
             images = F.center_crop(images, self.size)
@@ -44,12 +44,8 @@ class Pixels:
             images = self.augment(images)
         images = F.to_dtype(images, torch.float32, scale=True)
         if len(self.mean) == 3 and images.shape[-3] == 1:
-            images = _repeat_grey(images)
-        return _repeat_grey(F.normalize(images, self.mean, self.std)).contiguous()
-
-
-def _repeat_grey(images: Tensor) -> Tensor:
-    return images.expand(*images.shape[:-3], 3, *images.shape[-2:])
+            images = images.expand(*images.shape[:-3], 3, *images.shape[-2:])
+        return F.normalize(images, self.mean, self.std)
 
 
 def _augmentation(name: str, image_size: int) -> v2.Transform | None:

@@ -1,4 +1,4 @@
-"""Image datasets. Every batch is ``pixel_values`` float32 ``(n, 3, H, W)`` and ``labels`` int64 ``(n,)``."""
+"""Image datasets. Every batch is ``pixel_values`` float32 ``(n, channels, H, W)`` and ``labels`` int64 ``(n,)``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Images(Data):
         require(self.workers >= 0, f"data.workers={self.workers} must not be negative; 0 loads in the main process")
 
     def load_image(self, path: str | Path) -> Tensor:
-        """Read any image file as the evaluation sees it: float32 ``(3, image_size, image_size)``.
+        """Read any image file as the evaluation sees it: float32 ``(channels, image_size, image_size)``.
 
         Raises:
             RecipeError: naming the file when it cannot be read.
@@ -53,10 +53,18 @@ class _Images(Data):
 
         return self._pixels("none")(read_image(str(path), self._mode))
 
+    @property
+    def channels(self) -> int:
+        """Channels of a sample: 3 when colour, or grey that is normalised by ImageNet's three; else 1."""
+        return len(self._mean_and_std()[0])
+
+    def _mean_and_std(self) -> Statistics:
+        return IMAGENET if self.normalize == "imagenet" else self._statistics
+
     def _pixels(self, augment: str) -> Pixels:
         from trainer.data.arrays import Pixels
 
-        return Pixels(self.image_size, *(IMAGENET if self.normalize == "imagenet" else self._statistics), augment)
+        return Pixels(self.image_size, *self._mean_and_std(), augment)
 
     def _set_classes(self, names: Sequence[str]) -> None:
         self.class_names = list(names)
@@ -111,7 +119,7 @@ class Digits(_Images):
         self._set_classes([str(name) for name in digits.target_names])
         rest, test = hold_out(labels.tolist(), self.test_fraction, "data.test_fraction")
         kept, held = hold_out(labels[rest].tolist(), self.val_fraction, "data.val_fraction")
-        self.train = self._split(images, labels, "none", "scikit-learn digits", [rest[i] for i in kept])
+        self.train = self._split(images, labels, self.augment, "scikit-learn digits", [rest[i] for i in kept])
         self.val = self._split(images, labels, "none", "scikit-learn digits", [rest[i] for i in held]) if held else None
         self.test = self._split(images, labels, "none", "scikit-learn digits", test)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.engine.events import Counters, Events
+from trainer.engine.forward import Forward
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import MicroBatch, Windows
 
@@ -39,18 +40,19 @@ def epoch_at(windows: Windows, epochs: int) -> Callable[[int], int]:
 
 
 @torch.no_grad()
-def evaluate(stepper: Stepper, micro_batches: Iterable[MicroBatch], metrics: Metrics) -> Any:
+def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Metrics) -> Any:
     """Run the model over ``micro_batches`` without gradients and return ``metrics.compute()``.
 
     Every rank must bring the same number of micro-batches; empty ones are not counted.
     """
     metrics.reset()
-    stepper.module.eval()
+    training = forward.module.training
+    forward.module.eval()
     for micro in micro_batches:
-        for loss in stepper.losses(stepper.to_device(micro.batch)):
+        for loss in forward.losses(micro.batch):
             if not micro.is_empty:
                 metrics.update(loss)
-    stepper.module.train()
+    forward.module.train(training)
     return metrics.compute()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.engine.batchnorm import BatchNormMomentum
+from trainer.engine.forward import Forward
 from trainer.engine.sync import gradient_sync
 from trainer.engine.window import Window
 from trainer.recipe import Loss, Model, RecipeError
@@ -35,11 +35,8 @@ class StepResult:
     skipped: bool
 
 
-class Stepper:
+class Stepper(Forward):
     """Takes optimizer steps.
-
-    The module is called as the strategy wrapped it, without Fabric's own wrapper, and precision is applied here: the
-    same operations for less time per micro-step (see benchmarks/overhead.py).
 
     Args:
         fabric: launched; gives device, precision, strategy and world size.
@@ -62,13 +59,12 @@ class Stepper:
         clip_norm: float | None = None,
         correct_batchnorm: bool = True,
     ) -> None:
-        self.model, self.optimizer, self.scheduler, self.clip_norm = model, optimizer, scheduler, clip_norm
-        self.device, self.world_size, self.precision = fabric.device, fabric.world_size, fabric.strategy.precision
-        self.module: nn.Module = getattr(module, "_forward_module", module)
+        super().__init__(fabric, model, module)
+        self.optimizer, self.scheduler, self.clip_norm = optimizer, scheduler, clip_norm
+        self.world_size = fabric.world_size
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.sync = gradient_sync(self.module, len(model.loss_names))
         self.batchnorm = BatchNormMomentum(self.module) if correct_batchnorm else None
-        self.to_device = fabric.to_device if self.device.type != "cpu" else _as_it_is
         self.generator = _generator(self.device)
         self.weights_checked = False
 
@@ -77,7 +73,7 @@ class Stepper:
         totals: dict[str, list[Tensor]] = {name: [] for name in window.weights}
         for micro in window:
             self.prepare(micro.seed, len(window), micro.is_empty, micro.is_last)
-            for loss in self.losses(self.to_device(micro.batch)):
+            for loss in self.losses(micro.batch):
                 scale = 0.0 if micro.is_empty else self.world_size / (window.weights[loss.name] or 1.0)
                 self.precision.backward(loss.total * scale, self.module)
                 total = loss.total.detach()
@@ -94,16 +90,6 @@ class Stepper:
         self.sync.before(is_last)
         if self.batchnorm:
             self.batchnorm.set(micro_steps, is_empty)
-
-    def losses(self, batch: Any) -> Iterator[Loss]:
-        """The model's losses, computed under the precision's context and handed out outside of it."""
-        losses = self.model.losses(self.module, self.precision.convert_input(batch))
-        while True:
-            with self.precision.forward_context():
-                loss = next(losses, None)
-            if loss is None:
-                return
-            yield loss
 
     def clip_gradients(self) -> Tensor:
         """Scale the gradients down to ``clip_norm`` if they exceed it; return the global norm they had."""
@@ -145,10 +131,6 @@ class Stepper:
                 f"{type(self.model).__name__}: loss {loss.name!r} reports weight {reported:g} for a micro-batch that weigh() "
                 f"weighed {promised:g}: make losses() and weigh() count the same items"
             )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _generator(device: torch.device) -> torch.Generator:

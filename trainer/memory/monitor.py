@@ -13,15 +13,15 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Peaks since the start in GB: of tensors, of what the allocator holds (both 0 without a GPU), and of host memory."""
+    """Peaks since the start in GB: of tensors and of what the allocator holds (``None`` without a GPU), and of the host."""
 
-    allocated_gb: float
-    reserved_gb: float
+    allocated_gb: float | None
+    reserved_gb: float | None
     host_peak_gb: float
 
     def describe(self) -> str:
         """In one phrase: reserved memory on a GPU, resident memory elsewhere."""
-        if self.reserved_gb:
+        if self.reserved_gb is not None:
             return f"{self.reserved_gb:.2f} GB reserved"
         return f"{self.host_peak_gb:.2f} GB host peak"
 
@@ -31,7 +31,7 @@ def measure(device: torch.device) -> MemoryUse:
     # ru_maxrss is in KiB on Linux and in bytes on macOS
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if device.type != "cuda":
-        return MemoryUse(0.0, 0.0, host / GB)
+        return MemoryUse(None, None, host / GB)
     return MemoryUse(
         torch.cuda.max_memory_allocated(device) / GB, torch.cuda.max_memory_reserved(device) / GB, host / GB
     )

@@ -26,5 +26,6 @@ def precision_plugin(precision: Precision, device_type: str) -> FabricPrecision:
         return DoublePrecision()
     if precision in ("bf16-true", "16-true"):
         return HalfPrecision(precision)
-    scaler = torch.amp.GradScaler(device_type) if precision == "16-mixed" else None
-    return MixedPrecision(precision, device_type, scaler)
+    if precision == "16-mixed":
+        return MixedPrecision(precision, device_type, torch.amp.GradScaler(device_type))
+    return MixedPrecision("bf16-mixed", device_type)

@@ -48,7 +48,7 @@ class BigBird(TextClassifier):
         if self.attention == "full":
             use_fused_attention(module)
         # DDP waits for every parameter that may get a gradient; the classifier reads the first token, not the pooler.
-        module.bert.pooler.requires_grad_(False)  # type: ignore[union-attr, operator]
+        module.bert.pooler.requires_grad_(False)  # type: ignore[union-attr]
         return module
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
@@ -76,7 +76,6 @@ def use_fused_attention(module: nn.Module) -> None:
 
 
 def _fused_class() -> type:
-    from torch import Tensor
     from torch.nn.functional import scaled_dot_product_attention
     from transformers.models.big_bird.modeling_big_bird import BigBirdSelfAttention
 
@@ -86,9 +85,7 @@ def _fused_class() -> type:
         class FusedSelfAttention(BigBirdSelfAttention):
             """BigBirdSelfAttention for an encoder, in fused attention."""
 
-            def forward(
-                self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any
-            ) -> tuple[Tensor, None]:
+            def forward(self, hidden_states: Any, attention_mask: Any = None, *_: Any, **__: Any) -> Any:
                 heads = (*hidden_states.shape[:-1], -1, self.attention_head_size)
                 query, key, value = (
                     linear(hidden_states).view(heads).transpose(1, 2) for linear in (self.query, self.key, self.value)
@@ -108,7 +105,7 @@ def pad_for_blocks(batch: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """Pad to one block more than the length at which transformers would switch to full attention for good."""
     from torch.nn.functional import pad
 
-    config = getattr(module, "module", module).config  # DDP hides it
+    config: Any = getattr(module, "module", module).config  # DDP hides it
     least = (5 + 2 * config.num_random_blocks + 1) * config.block_size
     missing = least - batch["input_ids"].shape[1]
     if missing <= 0:

@@ -44,6 +44,7 @@ class MLP(Model):
         require_filled("MLP", image_size=self.image_size, channels=self.channels, num_classes=self.num_classes)
         assert self.image_size is not None
         assert self.channels is not None
+        assert self.num_classes is not None
         widths = [self.channels * self.image_size**2, *self.hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in zip(widths, widths[1:], strict=False):

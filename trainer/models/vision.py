@@ -168,7 +168,7 @@ class VisionTransformer(Model):
         assert isinstance(patch_size, int)
         assert self.image_size is not None
         if "encoder.pos_embedding" in state:
-            state = dict(interpolate_embeddings(self.image_size, patch_size, state))  # type: ignore[arg-type]
+            state = dict(interpolate_embeddings(self.image_size, patch_size, state))
         for key in [key for key in own if key.startswith("heads.")]:
             if key not in state or state[key].shape != own[key].shape:
                 state[key] = own[key]

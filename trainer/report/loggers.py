@@ -39,6 +39,16 @@ def make_loggers(
     return [CSVMetrics(run_dir / "metrics.csv", extra_columns), *others]
 
 
+def close_loggers(loggers: Sequence[Logger], status: str) -> None:
+    """Write what is left. ``status`` is how the run ended: finished, failed or interrupted."""
+    for logger in loggers:
+        logger.finalize("success" if status == "finished" else status)
+        # Weights & Biases uploads at interpreter exit, which a rank that must leave at once does not reach.
+        finish = getattr(getattr(logger, "experiment", None), "finish", None)
+        if finish is not None:
+            finish(exit_code=0 if status == "finished" else 1)
+
+
 class CSVMetrics(Logger):
     """A Fabric logger that appends rows to one CSV file, at most seconds after they were logged.
 

@@ -1,0 +1,74 @@
+"""What the benchmarks share: where they ran, their files of results, their tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from trainer.report.summary import versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on besides the software, and how busy it was when the benchmark started."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_average_1_min": round(os.getloadavg()[0], 2),
+    }
+
+
+class Record:
+    """``benchmarks/results/NAME.json``, written anew whenever something was measured: a run cut short loses nothing.
+
+    Args:
+        name: of the file, without its ending.
+        settings: what was asked for on the command line.
+    """
+
+    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+        self.path = RESULTS / f"{name}.json"
+        self.content: dict[str, Any] = {
+            "benchmark": name,
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "complete": False,
+            "settings": settings,
+            "machine": machine(),
+            "versions": versions(),
+        }
+
+    def write(self, complete: bool = False, **measured: Any) -> None:
+        """Add or replace entries and write the file."""
+        self.content |= measured | {"complete": complete}
+        self.path.parent.mkdir(exist_ok=True)
+        aside = self.path.with_suffix(".json.partial")
+        aside.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
+        aside.replace(self.path)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table: the first column left-aligned, the others to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        return "| " + " | ".join([cells[0].ljust(widths[0]), *padded[1:]]) + " |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(header), line(rule), *map(line, rows)])
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for entry in cpuinfo.read_text().splitlines():
+            if entry.startswith("model name"):
+                return entry.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,513 @@
+"""How far the gradient of one accumulated optimizer step is from that of the whole batch.
+
+The reference is one backward of the mean loss over the whole batch, in one process, in plain PyTorch. Every contender
+then takes one step of SGD (learning rate 1, no momentum, no clipping) on the same samples with the same weights, used as
+its documentation says; its gradient is the weights before minus the weights after. All of it is in float64, so that
+what differs is the arithmetic of accumulation and not rounding. Dropout is off and the data is not shuffled.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch loads: the models are tiny, and two ranks with a thread pool each would only get in each other's way.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from common import Record, table
+from lightning import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    DistilBertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    TrainingArguments,
+)
+from transformers import Trainer as TransformersTrainer
+
+from trainer.data.loader import Loader
+from trainer.engine.loop import Engine
+from trainer.engine.step import Stepper
+from trainer.engine.window import Windows
+from trainer.memory.initialize import build_on_device
+from trainer.memory.optimizer import build_optimizer
+from trainer.memory.plan import cut_at
+from trainer.recipe import IGNORED_LABEL, Data, Loss, Memory, Model, Optim, Recipe, Run
+from trainer.world import detect_world, launch
+
+VOCABULARY = 97
+CLASSES = 5
+DTYPE = torch.float64
+Sample = dict[str, Tensor]
+Batch = dict[str, Tensor]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cases
+
+
+class BagOfWords(nn.Module):
+    """A classifier of a person's own, with the mean loss that people write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.head = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        mask = attention_mask.unsqueeze(-1).to(DTYPE)
+        logits = self.head((self.embed(input_ids) * mask).sum(1) / mask.sum(1))
+        return {"logits": logits} if labels is None else {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+def distilbert(cls: type) -> nn.Module:
+    """A DistilBERT of two layers with random weights."""
+    config = DistilBertConfig(
+        vocab_size=VOCABULARY,
+        n_layers=2,
+        n_heads=2,
+        dim=16,
+        hidden_dim=32,
+        max_position_embeddings=64,
+        num_labels=CLASSES,
+        dropout=0.0,
+        attention_dropout=0.0,
+        seq_classif_dropout=0.0,
+    )
+    return cls(config)
+
+
+def llama() -> nn.Module:
+    """A Llama of two layers with random weights."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    """A GPT-2 of two layers with random weights."""
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=2, n_head=2, **dropout)
+    config.bos_token_id = config.eos_token_id = 0
+    return GPT2LMHeadModel(config)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer step, and how it is cut.
+
+    Args:
+        name: for the table.
+        build: makes the module; its forward returns ``loss`` and ``logits``.
+        samples: in the batch; all there are in the dataset.
+        micro_batch_size: samples of a micro-batch.
+        accumulate: micro-batches a step on each rank.
+        ranks: processes.
+        labels: one class a ``sample``, one a ``token`` (with -100 for some), or the ``next`` token (likewise).
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    samples: int
+    micro_batch_size: int
+    accumulate: int
+    ranks: int = 1
+    labels: str = "sample"
+
+    def module(self) -> nn.Module:
+        """The module with the weights that everybody starts from."""
+        torch.manual_seed(1)
+        return self.build().to(DTYPE).train()
+
+    def dataset(self) -> list[Sample]:
+        """Token sequences of 3 to 20 tokens; where tokens have labels, a tenth to nine tenths of them are ignored."""
+        generator = torch.Generator().manual_seed(2)
+
+        def draw(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, generator=generator)
+
+        samples = []
+        for _ in range(self.samples):
+            tokens = draw(1, VOCABULARY, int(draw(3, 21)))
+            if self.labels == "sample":
+                labels = draw(0, CLASSES)
+            else:
+                ignored = torch.rand(len(tokens), generator=generator) < draw(1, 10) / 10
+                ignored[-1] = False  # a sample without any label would make a mean of nothing, NaN for all but us
+                labels = tokens if self.labels == "next" else draw(0, CLASSES, len(tokens))
+                labels = labels.masked_fill(ignored, IGNORED_LABEL)
+            samples.append({"input_ids": tokens, "labels": labels})
+        return samples
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Pad to the longest."""
+    tokens = [sample["input_ids"] for sample in samples]
+    labels = [sample["labels"] for sample in samples]
+    return {
+        "input_ids": pad_sequence(tokens, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(sequence) for sequence in tokens], batch_first=True),
+        "labels": torch.stack(labels) if labels[0].ndim == 0 else pad_sequence(labels, True, IGNORED_LABEL),
+    }
+
+
+def sequence_classifier() -> nn.Module:
+    """One class a text."""
+    return distilbert(DistilBertForSequenceClassification)
+
+
+def token_classifier() -> nn.Module:
+    """One class a token."""
+    return distilbert(DistilBertForTokenClassification)
+
+
+CASES = (
+    Case("even: 8 samples as 2+2+2+2", BagOfWords, 8, 2, 4),
+    Case("ragged: 13 samples as 4+4+4+1", BagOfWords, 13, 4, 4),
+    Case("last window: 1 of 4 micro-batches", BagOfWords, 2, 2, 4),
+    Case("HF sequence classifier, 8 micro-batches", sequence_classifier, 16, 2, 8),
+    Case("HF token classifier, labels of −100", token_classifier, 8, 2, 4, labels="token"),
+    Case("HF causal LM (Llama), labels of −100", llama, 8, 2, 4, labels="next"),
+    Case("HF causal LM (GPT-2), labels of −100", gpt2, 8, 2, 4, labels="next"),
+    Case("2 ranks, even: 16 samples", BagOfWords, 16, 2, 4, ranks=2),
+    Case("2 ranks, ragged: 13 samples", BagOfWords, 13, 2, 4, ranks=2),
+    Case("2 ranks, HF sequence classifier, 8 micro-batches", sequence_classifier, 32, 2, 8, ranks=2),
+    Case("2 ranks, HF token classifier, labels of −100", token_classifier, 16, 2, 4, ranks=2, labels="token"),
+)
+
+
+def targets(case: Case, labels: Tensor) -> Tensor:
+    """The labels that weigh: to a causal language model, the first token of a text is none."""
+    return labels[:, 1:] if case.labels == "next" else labels
+
+
+def items(case: Case, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits, shape ``(items, classes)``, and their labels, shape ``(items,)``."""
+    if case.labels == "next":
+        logits = logits[:, :-1]
+    return logits.flatten(0, -2), targets(case, labels).flatten()
+
+
+def reference(case: Case) -> Tensor:
+    """The gradient of the mean loss over the whole batch."""
+    module = case.module()
+    batch = collate(case.dataset())
+    logits = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])["logits"]
+    loss = cross_entropy(*items(case, logits, batch["labels"]), ignore_index=IGNORED_LABEL)
+    return nn.utils.parameters_to_vector(torch.autograd.grad(loss, list(module.parameters())))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The contenders: each trains a module for one step
+
+
+def sgd(module: nn.Module) -> Optimizer:
+    """What every contender steps with."""
+    return SGD(module.parameters(), lr=1.0)
+
+
+def transformers_trainer(case: Case, module: nn.Module) -> None:
+    """transformers' Trainer, with the model's own loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            per_device_train_batch_size=case.micro_batch_size,
+            gradient_accumulation_steps=case.accumulate,
+            num_train_epochs=1,
+            max_grad_norm=0.0,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        optimizer = sgd(module)
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        dataset: Any = case.dataset()
+        trainer = TransformersTrainer(
+            module, arguments, collate, train_dataset=dataset, optimizers=(optimizer, constant)
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+def accelerate(case: Case, module: nn.Module) -> None:
+    """Accelerate's ``accumulate``, with the model's own loss."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accumulate)
+    dataset: Any = case.dataset()
+    loader = DataLoader(dataset, case.micro_batch_size, collate_fn=collate)
+    prepared, optimizer, loader = accelerator.prepare(module, sgd(module), loader)
+    for batch in loader:
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Lit(LightningModule):
+    """A module for Lightning's Trainer, with the model's own loss."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def training_step(self, batch: Batch) -> Tensor:
+        return self.module(**batch)["loss"]
+
+    def configure_optimizers(self) -> Optimizer:
+        return sgd(self.module)
+
+
+def lightning_trainer(case: Case, module: nn.Module) -> None:
+    """Lightning's Trainer with ``accumulate_grad_batches``."""
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=case.ranks,
+        strategy="ddp" if case.ranks > 1 else "auto",
+        max_epochs=1,
+        accumulate_grad_batches=case.accumulate,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    dataset: Any = case.dataset()
+    trainer.fit(Lit(module), DataLoader(dataset, case.micro_batch_size, collate_fn=collate))
+
+
+@dataclass
+class CaseModel(Model):
+    """A case's module for ours: the loss as a sum with a weight."""
+
+    case: Case
+
+    def build(self) -> nn.Module:
+        return self.case.module()
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        logits = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])["logits"]
+        logits, labels = items(self.case, logits, batch["labels"])
+        total = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+        yield Loss(total, (labels != IGNORED_LABEL).sum())
+
+    def weigh(self, batch: Any) -> dict[str, float]:
+        return {"loss": float((targets(self.case, batch["labels"]) != IGNORED_LABEL).sum())}
+
+
+@dataclass
+class CaseData(Data):
+    """A case's samples for ours."""
+
+    train: Any = field(default_factory=list)
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        return collate(samples)
+
+
+def ours(case: Case, module: nn.Module) -> None:
+    """The engine, put together as ``trainer.fit`` does."""
+    recipe = Recipe(
+        model=CaseModel(case),
+        data=CaseData(case.dataset()),
+        optim=Optim("sgd", lr=1.0),
+        batch_size=case.micro_batch_size * case.accumulate * case.ranks,
+        memory=Memory(micro_batch_size=case.micro_batch_size, precision="64-true"),
+        run=Run(accelerator="cpu"),
+    )
+    fabric = launch(recipe, detect_world(recipe))
+    own = build_on_device(fabric, recipe.model, recipe.seed)
+    own.load_state_dict(module.state_dict())  # built in float64, it drew other random numbers
+    wrapped: Any = fabric.setup_module(own)
+    stepper = Stepper(
+        fabric, recipe.model, wrapped, build_optimizer(own, recipe.optim, recipe.memory.precision, fabric.device)
+    )
+    windows = Windows(
+        size=case.samples,
+        cut_at=lambda epoch: cut_at(recipe, fabric.world_size, epoch),
+        fetch=Loader(recipe.data.train, recipe.data.collate),
+        weigh=recipe.model.weigh,
+        seed=recipe.seed,
+        rank=fabric.global_rank,
+        world_size=fabric.world_size,
+        reduce=_sum_over_ranks,
+        lengths=[len(sample["input_ids"]) for sample in recipe.data.train],
+    )
+    Engine(stepper, windows).fit(epochs=1)
+    module.load_state_dict(own.state_dict())
+
+
+def _sum_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(total)
+    return total.tolist()
+
+
+CONTENDERS: dict[str, Callable[[Case, nn.Module], None]] = {
+    "transformers Trainer": transformers_trainer,
+    "Accelerate": accelerate,
+    "Lightning Trainer": lightning_trainer,
+    "ours": ours,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a step.
+
+    Args:
+        relative_error: ‖g − g_ref‖ / ‖g_ref‖.
+        length_ratio: ‖g‖ / ‖g_ref‖.
+        failure: the exception, where there was no step.
+    """
+
+    case: str
+    contender: str
+    relative_error: float | None = None
+    length_ratio: float | None = None
+    failure: str | None = None
+
+
+def measure(contender: str, case: Case) -> Result:
+    """Let a contender take one step, and compare its gradient with the reference."""
+    _forget_accelerators()
+    module = case.module()
+    before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    try:
+        CONTENDERS[contender](case, module)
+    except Exception as error:
+        return Result(case.name, contender, failure=f"{type(error).__name__}: {error}")
+    gradient = before - nn.utils.parameters_to_vector(module.parameters()).detach()
+    expected = reference(case)
+    return Result(
+        case.name,
+        contender,
+        float((gradient - expected).norm() / expected.norm()),
+        float(gradient.norm() / expected.norm()),
+    )
+
+
+def _forget_accelerators() -> None:
+    """Accelerate keeps its settings for the life of a process, and transformers' Trainer uses it too."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def measure_all(ranks: int) -> Iterator[Result]:
+    """All cases of that many ranks, contender by contender."""
+    for case in CASES:
+        if case.ranks == ranks:
+            for contender in CONTENDERS:
+                yield measure(contender, case)
+
+
+def report(results: Sequence[Result]) -> str:
+    """The table."""
+    rows = [(result.case, result.contender, *_figures(result)) for result in results]
+    return table(("case", "contender", "relative error", "length ratio"), rows)
+
+
+def _figures(result: Result) -> tuple[str, str]:
+    if result.relative_error is None or result.length_ratio is None:
+        return "failed", "–"
+    error = f"{result.relative_error:.1e}" if result.relative_error < 1e-3 else f"{result.relative_error:.3f}"
+    return error, f"{result.length_ratio:.3f}"
+
+
+def quiet() -> None:
+    """No advice from the frameworks between our lines."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    for logger in ("lightning", "lightning.pytorch", "lightning.fabric", "transformers", "accelerate"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+
+
+def run_ranks(ranks: int) -> list[Result]:
+    """Measure the cases of several ranks in a torchrun of this file."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "results.json"
+        # --standalone takes a free port; the ranks' own output would only be the frameworks' banners
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        ended = subprocess.run(
+            [sys.executable, *command, "--worker", str(found)],
+            env=environment,
+            check=False,
+            timeout=300,
+            capture_output=True,
+            text=True,
+        )
+        if not found.exists():
+            raise RuntimeError(f"the ranks ended with {ended.returncode} and no results:\n{ended.stderr[-4000:]}")
+        return [Result(**result) for result in json.loads(found.read_text())]
+
+
+def worker(path: Path) -> None:
+    """One rank: measure, let the first write, and leave."""
+    torch.distributed.init_process_group("gloo")
+    results = [asdict(result) for result in measure_all(torch.distributed.get_world_size())]
+    if torch.distributed.get_rank() == 0:
+        path.write_text(json.dumps(results))
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads abort at random while the interpreter is taken down
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    quiet()
+    if arguments.worker:
+        worker(arguments.worker)
+    record = Record("correctness", {"dtype": str(DTYPE).removeprefix("torch.")})
+    results: list[Result] = []
+    for result in measure_all(ranks=1):
+        results.append(result)
+        record.write(results=[asdict(result) for result in results])
+    results += run_ranks(2)
+    record.write(complete=True, results=[asdict(result) for result in results])
+    print(report(results))
+
+
+if __name__ == "__main__":
+    main()
