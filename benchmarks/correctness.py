@@ -1,8 +1,8 @@
 """How far the gradient of one accumulated optimizer step is from that of the whole batch.
 
 The reference is one backward of the mean loss over the whole batch, in one process, in plain PyTorch. Every contender
-then takes one step of SGD (learning rate 1, no momentum, no clipping) on the same samples with the same weights, used as
-its documentation says; its gradient is the weights before minus the weights after. All of it is in float64, so that
+then takes one step of SGD (learning rate 1, no momentum, no clipping) on the same samples with the same weights, used
+as its documentation says; its gradient is the weights before minus the weights after. All of it is in float64, so that
 what differs is the arithmetic of accumulation and not rounding. Dropout is off and the data is not shuffled.
 """
 

@@ -1,8 +1,8 @@
 """CPU time that a training loop spends on a micro-step, for a network so small that little else is left.
 
 Every contender trains the same network with the same optimizer on the same micro-batches, made beforehand, 4 a step.
-What it costs is read off the data: the clock starts when a contender asks for one micro-batch and stops when it asks for
-another, thousands later. So setting up is never measured, and every contender is measured in the same way.
+What it costs is read off the data: the clock starts when a contender asks for one micro-batch and stops when it asks
+for another, thousands later. So setting up is never measured, and every contender is measured in the same way.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,10 @@ from transformers import Trainer as TransformersTrainer
 
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
-from trainer.engine.window import Cut, MicroBatch, Window, Windows
+from trainer.engine.window import MicroBatch, Window, Windows
+from trainer.memory.plan import cut_at
 from trainer.models import MLP
+from trainer.recipe import Data, Memory, Recipe
 
 ACCUMULATE = 4
 MICRO_BATCH_SIZE = 8
@@ -49,7 +52,7 @@ Batch = dict[str, Tensor]
 
 
 class MicroBatches:
-    """An endless-looking loader of micro-batches that are all in memory, and the stopwatch.
+    """A loader of micro-batches that are all in memory, and the stopwatch.
 
     Args:
         micro_steps: how many are measured; as many as ``WARM_UP_STEPS`` steps take come before them.
@@ -110,7 +113,7 @@ def plain(loader: MicroBatches) -> None:
 
 
 def plain_observed(loader: MicroBatches) -> None:
-    """The same with what ours does besides: it knows every step's loss and gradient norm, and refuses non-finite ones."""
+    """The same with what ours does besides: every step's loss and gradient norm are known, non-finite ones refused."""
     module, optimizer = build()
     total = torch.zeros(())
     for number, batch in enumerate(loader, start=1):
@@ -226,10 +229,12 @@ def stepper_for_mlp() -> Stepper:
 
 
 def ours(loader: MicroBatches) -> None:
-    """``Engine.fit`` as in ``trainer.fit``: order, cut, weights, exact steps, events; the fetch hands out micro-batches."""
+    """``Engine.fit`` as in ``trainer.fit``: order, cut, weights, steps, events; fetching hands out what was made."""
+    memory = Memory(micro_batch_size=MICRO_BATCH_SIZE)
+    recipe = Recipe(model=MODEL, data=Data(), batch_size=MICRO_BATCH_SIZE * ACCUMULATE, memory=memory)
     windows = Windows(
         size=len(loader) * MICRO_BATCH_SIZE,
-        cut_at=lambda epoch: Cut(MICRO_BATCH_SIZE * ACCUMULATE, MICRO_BATCH_SIZE, ACCUMULATE),
+        cut_at=partial(cut_at, recipe, 1),
         fetch=lambda requests: (batch for batch, _ in zip(loader, requests, strict=False)),
         weigh=MODEL.weigh,
         seed=0,
@@ -314,9 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--micro-steps", type=int, default=2000, help="measured in a round; a multiple of 4")
-    parser.add_argument(
-        "--only", type=_names, default=list(CONTENDERS), help="contenders, by comma; plain is always in"
-    )
+    parser.add_argument("--only", type=_names, default=list(CONTENDERS), help="contenders; plain is always in")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.micro_steps < ACCUMULATE or arguments.micro_steps % ACCUMULATE:
         parser.error(f"--rounds must be at least 1 and --micro-steps a positive multiple of {ACCUMULATE}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
@@ -291,7 +290,7 @@ def flat(module: nn.Module) -> Tensor:
 
 
 def errors(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
-    """Relative errors: of the weights, of their change over the three steps, of the losses and of the gradient norms."""
+    """Relative errors of the weights, of their change over the steps, of the losses and of the gradient norms."""
 
     def relative(a: Tensor, b: Tensor) -> float:
         return float((a - b).norm() / b.norm())

@@ -10,17 +10,14 @@ from trainer.recipe import Data, Loss, Memory, Model, Optim, Recipe, RecipeError
 if TYPE_CHECKING:
     from trainer.cli import main
     from trainer.engine.accumulate import AccumulatingOptimizer
-    from trainer.fit import evaluate, fit, predict
 
 __version__ = "0.1.0"
 
 # What needs torch, or the command line's parser, is imported on first use: `import trainer` stays instant.
+# To train from Python: `from trainer.fit import fit, evaluate, predict` (`trainer.fit` itself is that module).
 _LAZY = {
     "AccumulatingOptimizer": "trainer.engine.accumulate",
-    "evaluate": "trainer.fit",
-    "fit": "trainer.fit",
     "main": "trainer.cli",
-    "predict": "trainer.fit",
 }
 
 __all__ = [
@@ -33,10 +30,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Run",
-    "evaluate",
-    "fit",
     "main",
-    "predict",
 ]
 
 

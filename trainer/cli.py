@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trainer
 from trainer.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
-    from trainer.flags import Arguments
+    from trainer.flags import Words
 
 # What follows the top-level help is imported where it is used, so that `trainer --help` answers at once.
 
@@ -31,7 +31,7 @@ RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml 
 packaged recipes: {recipes}
 
 options:
-  -h, --help                show this page; `trainer fit RECIPE --help` lists every flag
+  -h, --help                show this page; `trainer fit RECIPE --help` lists every flag, with its value in that recipe
   --version                 show the version
 """
 
@@ -40,6 +40,8 @@ COMMAND_USAGE = {
     "evaluate": "RUN_DIR [flags]",
     "predict": "RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...] [flags]",
 }
+
+PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
 
 
 def entry() -> None:
@@ -85,17 +87,21 @@ def _dispatch(argv: list[str]) -> None:
     if first in commands:
         commands[first](argv[1:])
     elif first in ("-h", "--help"):
-        from trainer.locate import packaged_recipes
-
-        print(USAGE.format(summary=trainer.__doc__, recipes=", ".join(packaged_recipes())), end="")
+        _print_usage()
     elif first == "--version":
         print(f"trainer {trainer.__version__}")
     else:
-        from trainer.values import did_you_mean, nearest
+        from trainer.settings import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
-        suggestion = nearest(first.lstrip("-"), commands)
-        raise RecipeError(f"unknown {kind} {first}{did_you_mean(suggestion)} (commands: {', '.join(commands)})")
+        suggestion = did_you_mean(first.lstrip("-"), commands)
+        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(commands)})")
+
+
+def _print_usage() -> None:
+    from trainer.locate import packaged_recipes
+
+    print(USAGE.format(summary=trainer.__doc__, recipes=", ".join(packaged_recipes())), end="")
 
 
 def _main(recipe: Recipe) -> None:
@@ -105,49 +111,57 @@ def _main(recipe: Recipe) -> None:
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         raise RecipeError("main(recipe) is for recipe files that are run as scripts: call fit(recipe) instead")
-    arguments = scan(sys.argv[1:])
-    if arguments.positionals:
-        raise RecipeError(f"unexpected {arguments.positionals[0]!r}: python {sys.argv[0]} takes flags only")
-    _train(recipe, source_of(script), arguments, usage=f"python {sys.argv[0]} [flags]")
+    words = scan(sys.argv[1:])
+    if words.positionals:
+        raise RecipeError(f"unexpected {words.positionals[0]!r}: python {sys.argv[0]} takes flags only")
+    _train(recipe, source_of(script), words, usage=f"python {sys.argv[0]} [flags]")
 
 
 def _fit(argv: list[str]) -> None:
     from trainer.flags import scan
     from trainer.locate import load_recipe
 
-    arguments = scan(argv)
-    if _only_help("fit", arguments):
-        return
-    reference = _one_positional("fit", arguments)
-    recipe, source = load_recipe(reference)
-    _train(recipe, source, arguments, usage=f"trainer fit {reference} [flags]")
+    words = scan(argv)
+    if not words.positionals and words.asks_for_help:
+        return _print_usage()
+    reference = _one_positional("fit", words)
+    return _train(*load_recipe(reference), words, usage=f"trainer fit {reference} [flags]")
+
+
+def _train(recipe: Recipe, source: str, words: Words, usage: str) -> None:
+    resolved = _resolve(recipe, source, words, usage)
+    if resolved is not None:
+        from trainer.fit import fit
+
+        fit(resolved, source=source)
 
 
 def _evaluate(argv: list[str]) -> None:
     from trainer.flags import scan
 
-    arguments = scan(argv)
-    if _only_help("evaluate", arguments):
-        return
-    run_dir = _run_dir("evaluate", arguments)
-    recipe = _recipe_of(run_dir, arguments, usage=f"trainer evaluate {run_dir} [flags]")
+    words = scan(argv)
+    if not words.positionals and words.asks_for_help:
+        return _print_usage()
+    run_dir = _run_dir("evaluate", words)
+    recipe = _recipe_of(run_dir, words, usage=f"trainer evaluate {run_dir} [flags]")
     if recipe is not None:
         from trainer.fit import evaluate
 
         evaluate(recipe, run_dir)
+    return None
 
 
 def _predict(argv: list[str]) -> None:
     from trainer.flags import scan
 
-    arguments = scan(argv, several=("text", "image"))
-    if _only_help("predict", arguments):
-        return
-    run_dir = _run_dir("predict", arguments)
-    texts, images = arguments.lists.get("text", []), arguments.lists.get("image", [])
-    recipe = _recipe_of(run_dir, arguments, usage=f"trainer predict {COMMAND_USAGE['predict']}")
+    words = scan(argv, several=tuple(PREDICT_FLAGS))
+    if not words.positionals and words.asks_for_help:
+        return _print_usage()
+    run_dir = _run_dir("predict", words)
+    recipe = _recipe_of(run_dir, words, usage=f"trainer predict {COMMAND_USAGE['predict']}", lists=PREDICT_FLAGS)
     if recipe is None:
-        return
+        return None
+    texts, images = words.values("text"), words.values("image")
     if bool(texts) == bool(images):
         raise RecipeError("predict needs either --text TEXT or --image PATH" + (", not both" if texts else ""))
     for image in images:
@@ -156,82 +170,50 @@ def _predict(argv: list[str]) -> None:
     from trainer.fit import predict
 
     predict(recipe, run_dir, texts=texts, images=images)
+    return None
 
 
-def _train(recipe: Recipe, source: str, arguments: Arguments, usage: str) -> None:
-    resolved = _resolve(recipe, source, arguments, usage)
-    if resolved is not None:
-        from trainer.fit import fit
-
-        fit(resolved, source=source)
-
-
-def _recipe_of(run_dir: Path, arguments: Arguments, usage: str) -> Recipe | None:
+def _recipe_of(run_dir: Path, words: Words, usage: str, lists: Mapping[str, str] | None = None) -> Recipe | None:
     from trainer.locate import load_recipe
 
-    recipe, source = load_recipe(str(run_dir / "recipe.yaml"))
-    return _resolve(recipe, source, arguments, usage)
+    return _resolve(*load_recipe(str(run_dir / "recipe.yaml")), words, usage, lists)
 
 
-def _resolve(recipe: Recipe, source: str, arguments: Arguments, usage: str) -> Recipe | None:
+def _resolve(
+    recipe: Recipe, source: str, words: Words, usage: str, lists: Mapping[str, str] | None = None
+) -> Recipe | None:
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
-    from trainer.settings import change, dump_recipe, read_flags
+    from trainer.flags import RecipeParser
+    from trainer.locate import config_changes
+    from trainer.settings import change, dump_recipe
 
-    if "help" in arguments.switches:
-        from trainer.flags import format_flags
-
-        print(format_flags(recipe, usage), end="")
+    parser = RecipeParser(recipe, usage, lists)
+    if words.asks_for_help:
+        parser.parser.print_help()
         return None
-    changes = read_flags(recipe, arguments.flags, _read_configs(recipe, source, arguments.configs))
-    resolved = change(recipe, changes)
-    if "print_config" in arguments.switches:
+    from_yaml = config_changes(parser, source, words.values("config"))
+    resolved = change(recipe, from_yaml, parser.read_flags(words, from_yaml))
+    if "--print_config" in words.switches:
         print(dump_recipe(resolved, source), end="")
         return None
     return resolved
 
 
-def _read_configs(recipe: Recipe, source: str, paths: Sequence[str]) -> dict[str, Any]:
-    """The changes that the ``--config`` files ask for, later files over earlier ones."""
-    from trainer.locate import yaml_changes, yaml_source
-    from trainer.settings import load_yaml_file
-
-    changes: dict[str, Any] = {}
-    for path in map(Path, paths):
-        tree = load_yaml_file(path)
-        if yaml_source(path, tree) not in (None, source):
-            raise RecipeError(f"{path}: recipe={tree['recipe']!r} is not the recipe asked for, {source!r}")
-        changes |= yaml_changes(recipe, path, tree)
-    return changes
-
-
-def _only_help(command: str, arguments: Arguments) -> bool:
-    """Print a command's own help when it is asked for without saying for which recipe or run."""
-    if "help" not in arguments.switches or arguments.positionals:
-        return False
-    from trainer.locate import packaged_recipes
-
+def _one_positional(command: str, words: Words) -> str:
     what = COMMAND_USAGE[command].split()[0]
-    print(f"usage: trainer {command} {COMMAND_USAGE[command]}\n")
-    print(f"`trainer {command} {what} --help` lists every flag, with its value in that recipe.")
-    print(f"packaged recipes: {', '.join(packaged_recipes())}")
-    return True
-
-
-def _one_positional(command: str, arguments: Arguments) -> str:
-    what = COMMAND_USAGE[command].split()[0]
-    if not arguments.positionals:
+    if not words.positionals:
         from trainer.locate import packaged_recipes
 
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if command == "fit" else ""
         raise RecipeError(f"{command} needs a {what}: trainer {command} {COMMAND_USAGE[command]}{known}")
-    if len(arguments.positionals) > 1:
-        raise RecipeError(f"unexpected {arguments.positionals[1]!r}: {command} takes one {what}, then flags")
-    return arguments.positionals[0]
+    if len(words.positionals) > 1:
+        raise RecipeError(f"unexpected {words.positionals[1]!r}: {command} takes one {what}, then flags")
+    return words.positionals[0]
 
 
-def _run_dir(command: str, arguments: Arguments) -> Path:
+def _run_dir(command: str, words: Words) -> Path:
     """The run directory, which must hold a recipe and a trained model."""
-    run_dir = Path(_one_positional(command, arguments))
+    run_dir = Path(_one_positional(command, words))
     if not run_dir.is_dir():
         raise RecipeError(f"run directory {str(run_dir)!r}: no such directory")
     if not (run_dir / "recipe.yaml").is_file():

@@ -82,7 +82,8 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
     module, stepper = _build(session)
     windows = _windows(session)
     if session.is_first:
-        write_atomic(run_dir / "recipe.yaml", dump_recipe(recipe, source))
+        another = recipe.replace(run=dataclasses.replace(recipe.run, dir=None))  # repeated, it is another run
+        write_atomic(run_dir / "recipe.yaml", dump_recipe(another, source))
         progress.message(f"plan: {plan.describe()} on {_device_name(fabric.device)}")
         progress.message(_describe_run(session, module, windows))
 
@@ -118,7 +119,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
 
 
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
-    """Evaluate the model of ``run_dir`` on the test set of ``recipe`` (validation, if there is none), and print the report."""
+    """Evaluate the model of ``run_dir`` on the test set of ``recipe`` (or validation set), and print the report."""
     folder = Path(run_dir) / "model"
     session = _open(recipe, saved_in=folder)
     forward = _restore(session, folder)
@@ -276,7 +277,7 @@ def _schedule(session: Session, stepper: Stepper, windows: Windows) -> None:
 
 
 def _evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
-    """A function that evaluates on ``split``, every sample once over all ranks; ``None`` where there is no such split."""
+    """A function that evaluates on ``split``, every sample once over all ranks; ``None`` if there is no such split."""
     data, fabric, cut = session.recipe.data, session.fabric, session.plan.first_cut
     dataset = getattr(data, split)
     if dataset is None:
@@ -397,7 +398,8 @@ def _describe_run(session: Session, module: nn.Module, windows: Windows) -> str:
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     steps = count_steps(windows, session.recipe.epochs, session.recipe.max_steps)
     frozen = f" ({trained:,} trained)" if trained < parameters else ""
-    text = f"{type(session.recipe.model).__name__}: {parameters:,} parameters{frozen}; {windows.size:,} samples, {steps:,} steps"
+    name = type(session.recipe.model).__name__
+    text = f"{name}: {parameters:,} parameters{frozen}; {windows.size:,} samples, {steps:,} steps"
     if windows.lengths is None:
         return text
     before, after = padding_shares(windows)

@@ -1,123 +1,316 @@
-"""The words of a command line taken apart, and the help page of a recipe's flags."""
+"""A recipe's command line: jsonargparse built from its settings, names checked before, errors in one line after."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Collection, Sequence
+import types
+from argparse import Action, ArgumentError
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from re import findall, search
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from docstring_parser import parse as parse_docstring
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
 from trainer.recipe import Recipe, RecipeError
-from trainer.settings import Setting, settings_of
-from trainer.values import describe
-from trainer.yaml_text import format_yaml, plain
+from trainer.settings import did_you_mean, settings_of
 
-SWITCHES = ("help", "print_config")
+SWITCHES = ("-h", "--help", "--print_config")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Words:
     """A command line taken apart.
 
     Args:
         positionals: words that belong to no flag.
-        flags: ``(name, text)`` in the order given; the text is ``None`` for a flag without a value.
-        switches: the flags without a value that were given.
-        configs: the YAML files given with ``--config``.
-        lists: the values of the flags that take several.
+        flags: names and values, in the order given.
+        switches: the flags that take no value.
     """
 
     positionals: list[str] = field(default_factory=list)
-    flags: list[tuple[str, str | None]] = field(default_factory=list)
-    switches: set[str] = field(default_factory=set)
-    configs: list[str] = field(default_factory=list)
-    lists: dict[str, list[str]] = field(default_factory=dict)
+    flags: list[tuple[str, str]] = field(default_factory=list)
+    switches: list[str] = field(default_factory=list)
+
+    @property
+    def asks_for_help(self) -> bool:
+        """Whether the help page is wanted instead of a run."""
+        return "-h" in self.switches or "--help" in self.switches
+
+    def values(self, name: str) -> list[str]:
+        """The values of the flag ``name``, which may be given several times."""
+        return [text for flag, text in self.flags if flag == name]
 
 
-def scan(argv: Sequence[str], several: Collection[str] = ()) -> Arguments:
-    """Take a command line apart, before it is known which flags the recipe has.
-
-    Every flag takes one value (``--name value`` or ``--name=value``), so nothing need be known about it. Argparse would
-    need the recipe's flags first, while the recipe may stand after them.
+def scan(argv: Sequence[str], several: Collection[str] = ()) -> Words:
+    """Take a command line apart: its recipe must be found before a parser can know the recipe's flags.
 
     Args:
         argv: the words after the command.
-        several: names of the flags that take all words up to the next flag.
+        several: names of the flags that take all words up to the next flag; all others take one.
     """
-    found = Arguments()
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word == "-h":
-            found.switches.add("help")
-        elif word.startswith("--"):
-            _take_flag(word[2:], words, several, found)
-        elif word.startswith("-"):
-            raise RecipeError(f"unknown flag {word}: flags start with two dashes")
-        else:
+    found, rest = Words(), list(argv)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, text = word.partition("=")
+        if flag in SWITCHES:
+            found.switches.append(word)
+        elif not word.startswith("--"):
             found.positionals.append(word)
+        elif equals:
+            found.flags.append((flag[2:], text))
+        else:
+            count = next((at for at, value in enumerate(rest) if value.startswith("--")), len(rest))
+            count = count if flag[2:] in several else min(count, 1)
+            if not count:
+                raise RecipeError(f"flag {flag} needs a value")
+            found.flags += [(flag[2:], value) for value in rest[:count]]
+            del rest[:count]
+    if unknown := [word for word in found.positionals if word.startswith("-")]:
+        raise RecipeError(f"unknown flag {unknown[0]}: flags start with two dashes")
     return found
 
 
-def _take_flag(word: str, words: list[str], several: Collection[str], found: Arguments) -> None:
-    """Put the flag ``word``, with its values from the front of ``words``, where it belongs in ``found``."""
-    name, equals, text = word.partition("=")
-    if name in SWITCHES:
-        if equals:
-            raise RecipeError(f"flag --{name} takes no value, not {text!r}")
-        found.switches.add(name)
-        return
-    values = [text] if equals else _take_values(words, len(words) if name in several else 1)
-    if name not in several and name != "config":  # whether a value is missing or the name is wrong is seen later
-        found.flags.append((name, values[0] if values else None))
-    elif not values:
-        raise RecipeError(f"flag --{name} needs a value")
-    elif name == "config":
-        found.configs.extend(values)
-    else:
-        found.lists.setdefault(name, []).extend(values)
+class RecipeParser:
+    """The flags and YAML keys of one recipe.
+
+    Args:
+        recipe: its settings are the flags, their values the defaults.
+        usage: the first line of the help page.
+        lists: flags of the command itself, with their help, that may be given several times.
+    """
+
+    def __init__(self, recipe: Recipe, usage: str | None = None, lists: Mapping[str, str] | None = None) -> None:
+        self.settings = settings_of(recipe)
+        self.lists = {"config": "read settings from a YAML file; flags override it", **(lists or {})}
+        self.parser = ArgumentParser(
+            usage=usage,
+            formatter_class=_Formatter,
+            parser_mode="strict_yaml",
+            print_config=None,  # jsonargparse's own would print what was given, not what the batch settings come to
+            exit_on_error=False,
+            allow_abbrev=False,
+        )
+        for name, text in self.lists.items():
+            self.parser.add_argument(f"--{name}", action="append", metavar=name.upper(), help=text)
+        self.parser.add_argument("--print_config", action="store_true", help="print the resolved recipe and exit")
+        # Not add_class_arguments: it executes the imports that are for type checking only, torch among them.
+        groups: dict[str, Any] = {}
+        for key, setting in self.settings.items():
+            section, _, name = key.rpartition(".")
+            if section not in groups:
+                title = f"{section}: {setting.owner.__name__}" if section else "recipe"
+                groups[section] = self.parser.add_argument_group(title)
+            shared = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name)}
+            try:
+                groups[section].add_argument(
+                    f"--{key}", type=_keep_strings(setting.hint), default=setting.value, **shared
+                )
+            except ValueError:  # a type that jsonargparse does not know: whatever YAML makes of the value
+                groups[section].add_argument(f"--{key}", type=Any, default=setting.value, **shared)
+
+    def read_yaml(self, tree: Mapping[Any, Any]) -> dict[str, Any]:
+        """The changes that a YAML file asks for."""
+        flat: dict[str, Any] = {}
+        sections = {key[:at] for key in self.settings for at, letter in enumerate(key) if letter == "."}
+        for key, value in _flatten(tree, sections):
+            if key not in self.settings:
+                raise RecipeError(f"unknown key {key}{did_you_mean(key, self.settings)}")
+            if key in flat:
+                raise RecipeError(f"duplicate key {key}: given both nested and with a dot")
+            flat[key] = _as_list(self.settings[key].hint, value) if isinstance(value, str) else value
+        return self._convert(partial(self.parser.parse_object, flat, defaults=False), flat)
+
+    def read_flags(self, words: Words, below: Mapping[str, Any]) -> dict[str, Any]:
+        """The changes that flags ask for, on top of the changes ``below`` that YAML files ask for."""
+        before = {key: setting.value for key, setting in self.settings.items()} | dict(below)
+        given: dict[str, str] = {}
+        entries: dict[str, dict[str, Any]] = {}
+        argv = list(words.switches)
+        start = Namespace()
+        for name, text in words.flags:
+            key, entry = self._key_of(name, text)
+            if entry:
+                entries.setdefault(key, {})[entry] = _value(text)
+                continue
+            if name.endswith("+"):  # jsonargparse's flag for appending to a list
+                start[key] = before[key]
+            elif key in self.settings:
+                text = _as_list(self.settings[key].hint, text)
+            given[key] = text
+            argv.append(f"--{name}={text}")
+        changes = self._convert(partial(self.parser.parse_args, argv, start, defaults=False), given)
+        for key, items in entries.items():
+            value = changes.get(key, before[key])
+            tree = {key: {**(value if isinstance(value, dict) else {}), **items}}
+            changes |= self._convert(partial(self.parser.parse_object, tree, defaults=False), tree)
+        return changes
+
+    def _key_of(self, name: str, text: str) -> tuple[str, str]:
+        """The setting that the flag ``name`` is for, and the entry if it names one of a dict: ``model.config.dim``."""
+        if name in self.settings or name in self.lists:
+            return name, ""
+        if name[:-1] in self.settings and name.endswith("+") and _accepts(self.settings[name[:-1]].hint, list):
+            return name[:-1], ""
+        owner, _, entry = name.rpartition(".")
+        if owner in self.settings and entry and _accepts(self.settings[owner].hint, dict):
+            return owner, entry
+        hint = did_you_mean(name, self.settings, dashes="--") or "; --help lists all flags"
+        raise RecipeError(f"unknown flag --{name} (value {text!r}){hint}")
+
+    def _convert(self, parse: Callable[[], Namespace], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that ``parse`` finds; jsonargparse's messages of many lines become one."""
+        try:
+            found = vars(parse().as_flat())
+        except ArgumentError as error:
+            named = search(r'^Parser key "([^"]+)"', str(error))
+            if named is None or named[1] not in given:
+                raise RecipeError(" ".join(str(error).split())) from error
+            key = named[1]
+            if duplicate := search(r"duplicate key .*", str(error)):
+                raise RecipeError(f"{key}={given[key]!r}: {duplicate[0]}") from error
+            raise RecipeError(_explain(key, self.settings[key].hint, given[key])) from error
+        return {key: value for key, value in found.items() if key in self.settings}
 
 
-def _take_values(words: list[str], limit: int) -> list[str]:
-    """Remove up to ``limit`` words from the front of ``words``, but no flag."""
-    count = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
-    values = words[: min(count, limit)]
-    del words[: len(values)]
-    return values
+def load_yaml_file(path: Path) -> dict[Any, Any]:
+    """The settings in a YAML file, nested as they are written.
+
+    Raises:
+        RecipeError: naming the file, when it is missing, not YAML, gives a key twice, or is not a mapping.
+    """
+    try:
+        tree = load_yaml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such file") from None
+    except RecipeError as error:
+        raise RecipeError(f"{path} {error}") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise RecipeError(f"{path} line {line}: not valid YAML: {error.problem}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}") from error
+    if not isinstance(tree or {}, dict):
+        raise RecipeError(f"{path} must hold a mapping of settings, not a {type(tree).__name__}")
+    return tree or {}
 
 
-def format_flags(recipe: Recipe, usage: str) -> str:
-    """The help page: every field of ``recipe`` as a flag, with its type, meaning and value."""
-    parser = argparse.ArgumentParser(usage=usage, add_help=False, formatter_class=_formatter, allow_abbrev=False)
-    general = parser.add_argument_group("options")
-    general.add_argument("-h", "--help", action="store_true", help="show this page")
-    general.add_argument("--config", metavar="FILE.yaml", help="read settings from a YAML file; flags override it")
-    general.add_argument("--print_config", action="store_true", help="print the resolved recipe as YAML and exit")
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for setting in sorted(settings_of(recipe).values(), key=lambda setting: "." in setting.key):
-        section = setting.key.rpartition(".")[0]
-        if section not in groups:
-            title = f"{section}: {setting.owner.__name__}" if section else "recipe"
-            groups[section] = parser.add_argument_group(title)
-        groups[section].add_argument(f"--{setting.key}", metavar=describe(setting.hint), help=_help(setting))
-    return parser.format_help()
+def load_yaml(text: str) -> Any:
+    """What jsonargparse makes of YAML, but for duplicate keys: it would silently keep the last one."""
+    nodes = [yaml.compose(text, yaml.SafeLoader)]
+    while nodes:
+        node = nodes.pop()
+        lines: dict[str, int] = {}
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise RecipeError(f"line {line}: duplicate key {key.value}, first given on line {lines[key.value]}")
+            lines[key.value] = line
+            nodes.append(value)
+        nodes += node.value if isinstance(node, yaml.SequenceNode) else ()
+    return get_loader("yaml")(text)
 
 
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(prog, max_help_position=34)
+def _value(text: str) -> Any:
+    try:
+        return load_yaml(text)
+    except yaml.YAMLError:
+        return text
 
 
-def _help(setting: Setting) -> str:
-    default = format_yaml(plain(setting.value), one_line=True)
-    text = f"{_documentation(setting.owner, setting.key.rpartition('.')[2])} (default: {default})".lstrip()
-    return text.replace("%", "%%")  # argparse formats help texts with %
+set_loader("strict_yaml", load_yaml, exceptions=(yaml.YAMLError,))
+
+
+class _Formatter(DefaultHelpFormatter):
+    """jsonargparse's help page with the type beside the flag, instead of in the text behind it."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, max_help_position=34, **options)
+
+    def _get_type_str(self, action: Action) -> None:
+        return None
+
+    def _format_action_invocation(self, action: Action) -> str:
+        return " ".join([", ".join(action.option_strings), *([str(action.metavar)] if action.metavar else [])])
 
 
 def _documentation(owner: type, name: str) -> str:
     """What the docstring of the class, or of the base class that has the field, says about the field ``name``."""
-    from docstring_parser import parse
-
     for cls in owner.__mro__:
-        for parameter in parse(cls.__doc__ or "").params:
+        for parameter in parse_docstring(cls.__doc__ or "").params:
             if parameter.arg_name == name:
                 return " ".join((parameter.description or "").split())
     return ""
+
+
+def _flatten(tree: Mapping[Any, Any], sections: set[str], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """The settings of a nested mapping by their dotted names; a dict that is itself a value stays whole."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key not in sections:
+            yield key, value
+        elif isinstance(value, Mapping):
+            yield from _flatten(value, sections, f"{key}.")
+        elif value is not None:  # a section with nothing under it
+            raise RecipeError(f"{key}={value!r} is a section: it must hold settings such as {key}.NAME")
+
+
+def _describe(hint: Any) -> str:
+    """A type as a person reads it: ``int|null``, ``dict[int,int]``, ``cosine|linear``."""
+    if hint in (None, type(None)):
+        return "null"
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, get_args(hint)))
+    if _is_union(hint):
+        return "|".join(map(_describe, get_args(hint)))
+    name = getattr(get_origin(hint) or hint, "__name__", str(hint))
+    inner = ",".join("..." if argument is ... else _describe(argument) for argument in get_args(hint))
+    return f"{name}[{inner}]" if inner else name
+
+
+def _explain(key: str, hint: Any, value: Any) -> str:
+    """Why ``value`` was refused, with the choice that is nearest to it."""
+    choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
+    words = [word for word in findall(r"[\w.-]+", str(value)) if word not in choices]
+    close = get_close_matches(words[0].lower(), choices, 1) if words else []
+    suggestion = f"; did you mean {close[0]}?" if close else ""
+    if get_origin(hint) is Literal:
+        return f"{key}={value!r} is not one of {', '.join(map(str, get_args(hint)))}{suggestion}"
+    return f"{key}={value!r} is not of type {_describe(hint)}{suggestion}"
+
+
+def _choices(hint: Any) -> list[Any]:
+    """The values of every ``Literal`` in ``hint``."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [choice for argument in get_args(hint) for choice in _choices(argument)]
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)
+
+
+def _members(hint: Any) -> list[Any]:
+    """The alternatives of ``hint`` besides null."""
+    return [member for member in (get_args(hint) if _is_union(hint) else (hint,)) if member is not type(None)]
+
+
+def _accepts(hint: Any, *kinds: type) -> bool:
+    return any((get_origin(member) or member) in kinds for member in _members(hint))
+
+
+def _as_list(hint: Any, text: str) -> str:
+    """A single word, or several with commas, where only a list can be meant: ``tensorboard`` is ``[tensorboard]``."""
+    only_lists = len(_members(hint)) == 1 and _accepts(hint, list, tuple)
+    return f"[{text}]" if only_lists and text != "null" and not text.startswith(("[", "(")) else text
+
+
+def _keep_strings(hint: Any) -> Any:
+    """``hint`` with ``dict`` for ``dict[str, Any]``, whose strings jsonargparse would read again: "2" as 2."""
+    if _is_union(hint):
+        return Union[tuple(map(_keep_strings, get_args(hint)))]
+    return dict if hint == dict[str, Any] else hint

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.recipe import Recipe, RecipeError
-from trainer.settings import change, load_yaml_file, read_yaml
-from trainer.values import did_you_mean, nearest
+from trainer.settings import change, did_you_mean
+
+if TYPE_CHECKING:
+    from trainer.flags import RecipeParser
 
 
 def recipes_folder() -> Path:
@@ -41,6 +43,8 @@ def load_recipe(reference: str) -> tuple[Recipe, str]:
     if not reference.endswith((".yaml", ".yml")):
         source = source_of(reference)
         return import_recipe(_path_of(source)), source
+    from trainer.flags import RecipeParser, load_yaml_file  # jsonargparse, which `trainer --help` does without
+
     path = Path(reference)
     tree = load_yaml_file(path)
     named = yaml_source(path, tree)
@@ -49,7 +53,7 @@ def load_recipe(reference: str) -> tuple[Recipe, str]:
             f"{path}: the key recipe must name a packaged recipe or a .py file, to say which model and data are meant"
         )
     recipe = import_recipe(_path_of(named))
-    return change(recipe, yaml_changes(recipe, path, tree)), named
+    return change(recipe, yaml_changes(RecipeParser(recipe), path, tree)), named
 
 
 def source_of(reference: str, folder: Path | None = None) -> str:
@@ -65,7 +69,7 @@ def source_of(reference: str, folder: Path | None = None) -> str:
     path = Path(os.path.abspath((folder or Path()) / reference))
     if path.suffix != ".py":
         known = f"packaged recipes: {', '.join(names)}; or give the path of a .py or .yaml file"
-        raise RecipeError(f"unknown recipe {reference!r}{did_you_mean(nearest(reference, names))} ({known})")
+        raise RecipeError(f"unknown recipe {reference!r}{did_you_mean(reference, names)} ({known})")
     if not path.is_file():
         raise RecipeError(f"recipe {reference!r}: no such file")
     packaged = path.stem in names and path.samefile(recipes_folder() / path.name)
@@ -83,10 +87,23 @@ def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:
         raise RecipeError(f"{path}: {error}") from error
 
 
-def yaml_changes(recipe: Recipe, path: Path, tree: Mapping[Any, Any]) -> dict[str, Any]:
+def config_changes(parser: RecipeParser, source: str, paths: Sequence[str]) -> dict[str, Any]:
+    """The changes that the ``--config`` files ask for, later files over earlier ones."""
+    from trainer.flags import load_yaml_file
+
+    changes: dict[str, Any] = {}
+    for path in map(Path, paths):
+        tree = load_yaml_file(path)
+        if yaml_source(path, tree) not in (None, source):
+            raise RecipeError(f"{path}: recipe={tree['recipe']!r} is not the recipe asked for, {source!r}")
+        changes |= yaml_changes(parser, path, tree)
+    return changes
+
+
+def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any]) -> dict[str, Any]:
     """The settings of a YAML file, without the name of its recipe; errors name the file."""
     try:
-        return read_yaml(recipe, {key: value for key, value in tree.items() if key != "recipe"})
+        return parser.read_yaml({key: value for key, value in tree.items() if key != "recipe"})
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from error
 

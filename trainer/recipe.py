@@ -92,7 +92,7 @@ class Model:
         raise NotImplementedError(f"{type(self).__name__} must define build() -> nn.Module")
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """Yield one :class:`Loss` per name in ``loss_names``; the graph of each is freed before the next is asked for."""
+        """Yield one :class:`Loss` per name in ``loss_names``; each graph is freed before the next is asked for."""
         raise NotImplementedError(f"{type(self).__name__} must define losses(module, batch) -> Iterator[Loss]")
 
     def weigh(self, batch: Any) -> dict[str, float]:
@@ -197,7 +197,8 @@ class Optim:
             require_positive("optim.reference_batch_size", self.reference_batch_size)
         require(
             self.scale_lr == "none" or self.reference_batch_size is not None,
-            f"optim.scale_lr={self.scale_lr} needs optim.reference_batch_size: the batch size that optim.lr was chosen for",
+            f"optim.scale_lr={self.scale_lr} needs optim.reference_batch_size, the batch size that optim.lr was chosen "
+            "for",
         )
 
 

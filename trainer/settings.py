@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from difflib import get_close_matches
+from enum import Enum
+from pathlib import PurePath
 from typing import Any, TypeVar
 
+import yaml
+
 from trainer.recipe import Recipe, RecipeError
-from trainer.values import did_you_mean, from_text, from_yaml, mapping_values, nearest
-from trainer.yaml_text import flatten, format_yaml, nest, parse_yaml, plain
 
 _Node = TypeVar("_Node")
 
@@ -21,108 +24,54 @@ class Setting:
     """One field of a recipe.
 
     Args:
-        key: its dotted name, as in ``memory.precision``.
         hint: its type.
         value: what it is now.
         owner: the dataclass that has the field.
     """
 
-    key: str
     hint: Any
     value: Any
     owner: type
 
 
 def settings_of(node: Any, prefix: str = "") -> dict[str, Setting]:
-    """Every field of a dataclass that can be written down, those of nested dataclasses under ``section.name``.
+    """Every field of a dataclass by its dotted name: its own first, then those of the dataclasses in it.
 
-    Fields that hold anything else (a function, a list of classes) stay what the recipe file says.
+    Fields that YAML cannot hold (a function, a list of classes) stay what the recipe file says.
     """
-    found: dict[str, Setting] = {}
-    for field in dataclasses.fields(node) if _is_section(node) else ():
+    own: dict[str, Setting] = {}
+    nested: dict[str, Setting] = {}
+    for field in dataclasses.fields(node):
         key, value = f"{prefix}{field.name}", getattr(node, field.name)
         if _is_section(value):
-            found |= settings_of(value, f"{key}.")
+            nested |= settings_of(value, f"{key}.")
         elif field.init and _is_plain(value):
-            found[key] = Setting(key, _resolve(type(node), field.type), value, type(node))
-    return found
+            own[key] = Setting(_resolve(type(node), field.type), value, type(node))
+    return own | nested
 
 
-def read_flags(recipe: Recipe, flags: Iterable[tuple[str, str | None]], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``changes`` with those that the command line's ``(name, text)`` pairs ask for on top."""
-    known = settings_of(recipe)
-    changes = dict(changes)
-    for name, text in flags:
-        if name in known:
-            changes[name] = from_text(name, known[name].hint, _given(name, text))
-            continue
-        owner, _, entry = name.rpartition(".")
-        values = mapping_values(known[owner].hint) if owner in known and entry else None
-        if values is None:
-            suggestion = nearest(name, known)
-            hint = did_you_mean(f"--{suggestion}") if suggestion else "; --help lists all flags"
-            raise RecipeError(f"unknown flag --{name}{'' if text is None else f' (value {text!r})'}{hint}")
-        before = changes.get(owner, known[owner].value) or {}
-        changes[owner] = {**before, entry: from_text(name, values, _given(name, text))}
-    return changes
-
-
-def read_yaml(recipe: Recipe, tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """The changes that a YAML file asks for."""
-    known = settings_of(recipe)
-    sections = {key[:at] for key in known for at, letter in enumerate(key) if letter == "."}
+def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
+    """A copy of ``recipe`` with the dotted changes of every level made, later levels winning, and checked anew."""
     changes: dict[str, Any] = {}
-    for key, value in flatten(tree, sections):
-        if key not in known:
-            raise RecipeError(f"unknown key {key}{did_you_mean(nearest(key, known))}")
-        if key in changes:
-            raise RecipeError(f"duplicate key {key}: given both nested and with a dot")
-        changes[key] = from_yaml(key, known[key].hint, value)
-    return changes
+    for asked in levels:
+        changes |= derive_batch({**_batch_of(recipe), **changes}, asked)
+    return _replace(recipe, _nest(changes))
 
 
-def load_yaml_file(path: Path) -> dict[Any, Any]:
-    """The settings in a YAML file, nested as they are written.
+def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """``asked`` and what gives way to it, so that batch_size = micro_batch_size × accumulate × ranks can hold.
 
-    Raises:
-        RecipeError: naming the file, when it is missing, not YAML, or not a mapping.
+    Where all three would be fixed, one that is only set ``before`` (in the recipe file, or in YAML below a flag) is
+    left to be derived: ``accumulate`` if it is not asked for, then ``memory.micro_batch_size``, then ``batch_size``.
+    Asked for all three, nothing gives way, and a contradiction is an error of the run.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RecipeError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from error
-    tree = parse_yaml(text, str(path))
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise RecipeError(f"{path} must hold a mapping of settings, not a {type(tree).__name__}")
-    return tree
-
-
-def change(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """A copy of ``recipe`` with the dotted ``changes`` made and everything checked anew."""
-    return _replace(recipe, nest(derive_batch(recipe, changes)))
-
-
-def derive_batch(recipe: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Let what was asked for (``changes``) win over what only the recipe file says.
-
-    batch_size = micro_batch_size × accumulate × ranks, so an ``accumulate`` that is asked for leaves one of the other
-    two to be derived; unless ``batch_size`` is asked for too: then nothing is touched, and a contradiction is an error.
-
-    - with a number for ``memory.micro_batch_size`` asked for, ``batch_size`` follows from both;
-    - otherwise the recipe's ``batch_size`` stays the setting, and ``memory.micro_batch_size`` follows.
-    """
-    changes = dict(changes)
-    if changes.get("accumulate") is None or "batch_size" in changes or recipe.batch_size is None:
-        return changes
-    if "memory.micro_batch_size" not in changes:
-        changes["memory.micro_batch_size"] = "auto"
-    elif changes["memory.micro_batch_size"] != "auto":
-        changes["batch_size"] = None
-    return changes
+    derived = {"accumulate": None, "memory.micro_batch_size": "auto", "batch_size": None}
+    now = {**before, **asked}
+    all_fixed = all(now[key] != free for key, free in derived.items())
+    giving_way = [key for key in derived if key not in asked]
+    if all_fixed and 0 < len(giving_way) < len(derived):
+        return {**asked, giving_way[0]: derived[giving_way[0]]}
+    return dict(asked)
 
 
 def dump_recipe(recipe: Recipe, source: str | None) -> str:
@@ -130,14 +79,66 @@ def dump_recipe(recipe: Recipe, source: str | None) -> str:
 
     Without a file (``None``) the YAML is a record only: the classes of model and data are not in it.
     """
-    fields = {key: plain(setting.value) for key, setting in settings_of(recipe).items()}
-    return format_yaml({"recipe": source, **nest(fields)})
+    # Not with jsonargparse's dump, which writes the epochs of a schedule as strings: {'0': 8, '4': 2}.
+    tree = {"recipe": source, **_nest({key: setting.value for key, setting in settings_of(recipe).items()})}
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def _given(name: str, text: str | None) -> str:
-    if text is None:
-        raise RecipeError(f"flag --{name} needs a value")
-    return text
+def did_you_mean(name: str, names: Iterable[str], dashes: str = "") -> str:
+    """The end of an error message: the one of ``names`` that was probably meant; its last part alone may match."""
+    wanted = name.replace("-", "_").lower()
+    last = wanted.rpartition(".")[2]
+    by_last = {full.rpartition(".")[2]: full for full in reversed(list(names))}
+    exact = [by_last[last]] if last in by_last else []
+    by_full_name = exact or get_close_matches(wanted, list(by_last.values()), 1)
+    found = by_full_name or [by_last[close] for close in get_close_matches(last, list(by_last), 1)]
+    return f"; did you mean {dashes}{found[0]}?" if found else ""
+
+
+class _Dumper(yaml.SafeDumper):
+    """A safe dumper that also knows what YAML has no word for: enums, paths, NumPy's strings and numbers."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, value: Any) -> yaml.ScalarNode:
+        return self.represent_str(value.name if isinstance(value, Enum) else str(value))
+
+
+for _kind in (str, Enum, PurePath):
+    _Dumper.add_multi_representer(_kind, _Dumper.represent_text)
+_Dumper.add_multi_representer(float, lambda dumper, value: dumper.represent_float(float(value)))
+# Strings such as 1e-4 are numbers to jsonargparse, though not to PyYAML, which would leave them without quotes.
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[\d.]+[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        yaml.dump(value, Dumper=_Dumper)
+    except yaml.representer.RepresenterError:
+        return False
+    return True
+
+
+def _batch_of(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "accumulate": recipe.accumulate,
+        "memory.micro_batch_size": recipe.memory.micro_batch_size,
+        "batch_size": recipe.batch_size,
+    }
+
+
+def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return tree
 
 
 def _replace(node: _Node, changes: Mapping[str, Any]) -> _Node:
@@ -156,14 +157,6 @@ def _replace(node: _Node, changes: Mapping[str, Any]) -> _Node:
 
 def _is_section(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        plain(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _resolve(owner: type, annotation: Any) -> Any:

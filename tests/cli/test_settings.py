@@ -11,7 +11,7 @@ from trainer.cli import run
 from trainer.locate import load_recipe
 from trainer.recipe import Memory, RecipeError
 from trainer.settings import derive_batch, dump_recipe, settings_of
-from trainer.yaml_text import format_yaml, parse_yaml
+
 
 
 def resolved(calls, *argv: object):

@@ -40,7 +40,7 @@ def test_importing_the_settings_imports_nothing_heavy():
 
 
 def test_digits_are_1797_images_in_three_disjoint_parts():
-    data = Digits()
+    data = Digits(val_fraction=0.1)
     data.prepare()
     rows = [data.train.rows, data.val.rows, data.test.rows]
     assert sorted(itertools.chain(*rows)) == list(range(1797))
@@ -60,7 +60,7 @@ def test_digits_are_normalised_grey():
     data.prepare()
     batch = data.train.__getitems__(range(len(data.train)))
     pixels = batch["pixel_values"]
-    assert pixels.shape == (1293, data.channels, 8, 8) == (1293, 1, 8, 8)
+    assert pixels.shape == (1437, data.channels, 8, 8) == (1437, 1, 8, 8)
     assert pixels.dtype == torch.float32
     assert batch["labels"].dtype == torch.int64
     assert abs(pixels.mean()) < 0.02

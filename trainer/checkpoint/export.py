@@ -5,25 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.checkpoint.store import staged_file, write_atomic
-from trainer.recipe import RecipeError, require
+from trainer.recipe import require
+from trainer.weights import read_weights, shortened
 
 if TYPE_CHECKING:
     from trainer.recipe import Model
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
-PICKLED = (".pth", ".pt", ".bin")
 
 
 def save_model(model: Model, module: nn.Module, folder: Path) -> None:
@@ -69,43 +67,9 @@ def load_weights(module: nn.Module, path: Path) -> None:
         if name in found and found[name].shape != tensor.shape
     ]
     faults = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
-    text = "; ".join(f"{fault}: {_shortened(names)}" for fault, names in faults.items() if names)
+    text = "; ".join(f"{fault}: {shortened(names)}" for fault, names in faults.items() if names)
     require(not text, f"{path} does not fit the model, were they made with the same settings? {text}")
     module.load_state_dict(found, strict=False)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a file of weights to the CPU, memory-mapped: ``.safetensors``, or ``.pth``, ``.pt`` or ``.bin``.
-
-    The latter are pickles; they are read with ``weights_only``, so nothing in them is executed.
-
-    Raises:
-        RecipeError: naming the file, when it is missing, corrupt, or holds anything but tensors by name.
-    """
-    require(path.is_file(), f"{path} is not there: give the path of a weight file")
-    if path.suffix == ".safetensors":
-        try:
-            return load_file(path)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise RecipeError(f"{path} is corrupt or not a safetensors file: {error}") from error
-    require(path.suffix in PICKLED, f"{path} is not a weight file: it must end in .safetensors, {', '.join(PICKLED)}")
-    return _read_pickled(path)
-
-
-def _read_pickled(path: Path) -> dict[str, Tensor]:
-    try:
-        # Files from before torch 1.6 are no zip archives and cannot be mapped.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a broken pickle can make the unpickler stumble over anything
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise RecipeError(
-            f"{path} cannot be read safely, it is corrupt or holds more than tensors: "
-            f"save the state dict alone, best with safetensors ({reason})"
-        ) from error
-    require(isinstance(content, Mapping), f"{path} holds a {type(content).__name__}, not a state dict: tensors by name")
-    others = [f"{name} ({type(item).__name__})" for name, item in content.items() if not isinstance(item, Tensor)]
-    require(not others, f"{path} holds more than tensors: {_shortened(others)}. Save the state dict alone")
-    return dict(content)
 
 
 def _unique_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -131,13 +95,10 @@ def _own_memory(tensor: Tensor) -> Tensor:
 def _config(model: Any) -> dict[str, Any]:
     kind = type(model)
     names = [field.name for field in dataclasses.fields(model)] if dataclasses.is_dataclass(model) else []
-    config = {
+    return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "fields": {name: getattr(model, name) for name in names if _is_json(getattr(model, name))},
     }
-    if hasattr(model, "class_names"):
-        config["class_names"] = model.class_names
-    return config
 
 
 def _is_json(value: Any) -> bool:
@@ -146,8 +107,3 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_json(item) for item in value)
     return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _shortened(names: Collection[str]) -> str:
-    first = list(names)[:3]
-    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -97,7 +97,7 @@ class Digits(_Images):
 
     image_size: int = 8
     test_fraction: float = 0.2
-    val_fraction: float = 0.1
+    val_fraction: float = 0.0
     workers: int = 0
 
     _statistics = (0.3053,), (0.3760,)

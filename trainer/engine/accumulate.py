@@ -25,10 +25,10 @@ class AccumulatingOptimizer(Optimizer):
 
     Two ways to be exact:
 
-    * losses are means over micro-batches of equal size: ``step()`` divides by the number of micro-batches in the window,
-      by fewer when a window is flushed early;
-    * losses are *sums*: ``step(weight=n)`` with the number of items of each micro-batch divides by their total, which is
-      also exact when micro-batches differ in size.
+    * losses are means over micro-batches of equal size: ``step()`` divides by the number of micro-batches in the
+      window, by fewer when a window is flushed early;
+    * losses are *sums*: ``step(weight=n)`` with the number of items of each micro-batch divides by their total, which
+      is also exact when micro-batches differ in size.
 
     With ``torch.amp.GradScaler``, call ``scaler.step(optimizer)`` and ``scaler.update()`` once a micro-batch: gradients
     are unscaled as they come, so the scale may change within a window. A window with an overflow is dropped whole.
@@ -45,7 +45,7 @@ class AccumulatingOptimizer(Optimizer):
     def __init__(self, optimizer: Optimizer, steps: int, *, clip_norm: float | None = None) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps} must be at least 1")
-        # No super().__init__(): groups, state and defaults are the wrapped optimizer's own, so that schedulers see them.
+        # No super().__init__(): groups, state and defaults are the wrapped optimizer's own, for schedulers to see.
         self.optimizer = optimizer
         self.steps = steps
         self.clip_norm = clip_norm
@@ -95,7 +95,7 @@ class AccumulatingOptimizer(Optimizer):
         return self.flush() if self.micro_step == self.steps else False
 
     def flush(self) -> bool:
-        """Update the weights with an incomplete window, divided by what it holds. Returns whether there was an update."""
+        """Update with an incomplete window, divided by what it holds. Returns whether the weights were updated."""
         if self.micro_step == 0:
             return False
         overflow = any(bool(flag) for flag in self._overflows)

@@ -9,9 +9,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class BatchNormMomentum:
     """Rescales BatchNorm's momentum so that k micro-steps move the running statistics as far as one step.
 
-    A running mean keeps (1 - m) of its past at every update. Micro-steps update it k times a step; m' = 1 - (1 - m)^(1/k)
-    keeps (1 - m')^k = 1 - m of it per step, as in the whole-batch run. (The statistics used to normalise are still
-    those of a micro-batch: that is what BatchNorm does, and no accumulation can undo it.)
+    A running mean keeps (1 - m) of its past at every update. Micro-steps update it k times a step;
+    m' = 1 - (1 - m)^(1/k) keeps (1 - m')^k = 1 - m of it per step, as in the whole-batch run. (The statistics used to
+    normalise are still those of a micro-batch: that is what BatchNorm does, and no accumulation can undo it.)
     """
 
     def __init__(self, module: nn.Module) -> None:

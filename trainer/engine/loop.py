@@ -89,7 +89,8 @@ class Engine:
         self.stepper.module.train()
         self.events.on_fit_start(counters, total)
         in_a_row = 0
-        for counters.epoch in range(epochs):
+        for epoch in range(epochs):
+            counters.epoch = epoch
             in_a_row = self._epoch(total, eval_every, max_skipped, in_a_row)
             if counters.step >= total:
                 break
@@ -100,9 +101,11 @@ class Engine:
         counters = self.counters
         evaluated_at = -1
         left = total - counters.step
-        for counters.step_in_epoch, window in enumerate(self.windows.epoch(counters.epoch, last_step=left), start=1):
+        counters.step_in_epoch = 0
+        for window in self.windows.epoch(counters.epoch, last_step=left):
             result = self.stepper.step(window)
             counters.step += 1
+            counters.step_in_epoch += 1
             counters.samples += result.samples
             counters.skipped_steps += result.skipped
             in_a_row = in_a_row + 1 if result.skipped else 0
@@ -126,7 +129,7 @@ def _diagnosis(counters: Counters, result: StepResult, in_a_row: int) -> str:
     bad = [f"loss {name!r} is {value}" for name, value in result.losses.items() if not math.isfinite(value)]
     cause = ", ".join(bad) or f"the gradient norm is {result.grad_norm}"
     return (
-        f"step {counters.step} (epoch {counters.epoch}): {cause}, the {in_a_row}th step skipped in a row; the weights are "
-        "those of the last finite step. Lower optim.lr, set optim.clip_norm, use memory.precision bf16-mixed or 32-true, "
-        "or look for bad samples"
+        f"step {counters.step} (epoch {counters.epoch}): {cause}, and {in_a_row} steps in a row were skipped; "
+        "the weights are those of the last finite step. Lower optim.lr, set optim.clip_norm, use memory.precision "
+        "bf16-mixed or 32-true, or look for bad samples"
     )

@@ -27,7 +27,7 @@ def batch_factor(rule: ScaleLR, batch_size: int, reference_batch_size: int | Non
 
 
 def lr_factor(optim: Optim, total_steps: int, batch_size_at: Callable[[int], int]) -> Callable[[int], float]:
-    """The function for ``LambdaLR``: decay, warm-up and batch-size scaling; ``batch_size_at`` maps a step to its batch size."""
+    """For ``LambdaLR``: decay, warm-up and batch-size scaling; ``batch_size_at`` maps a step to its batch size."""
 
     def factor(step: int) -> float:
         scale = batch_factor(optim.scale_lr, batch_size_at(step), optim.reference_batch_size)

@@ -128,13 +128,13 @@ class Stepper(Forward):
         promised, reported = self.model.weigh(batch)[loss.name], float(loss.weight)
         if not math.isclose(promised, reported, rel_tol=1e-6):
             raise RecipeError(
-                f"{type(self.model).__name__}: loss {loss.name!r} reports weight {reported:g} for a micro-batch that weigh() "
-                f"weighed {promised:g}: make losses() and weigh() count the same items"
+                f"{type(self.model).__name__}: loss {loss.name!r} reports weight {reported:g} for a micro-batch that "
+                f"weigh() weighed {promised:g}: make losses() and weigh() count the same items"
             )
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """The generator that dropout on ``device`` draws from: seeding it alone is far cheaper than ``torch.manual_seed``."""
+    """What dropout on ``device`` draws from: seeding it alone is far cheaper than ``torch.manual_seed``."""
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()

@@ -62,8 +62,9 @@ def decide_cut(
     derived = -(-share // micro_batch_size)
     if accumulate not in (None, derived) and -(-share // -(-share // (accumulate or 1))) != derived:
         raise RecipeError(
-            f"batch_size={batch_size} contradicts accumulate={accumulate} with memory.micro_batch_size={micro_batch_size} "
-            f"on {world_size} rank(s), which make {micro_batch_size * (accumulate or 1) * world_size}: leave out one of the three"
+            f"batch_size={batch_size} contradicts accumulate={accumulate} with memory.micro_batch_size="
+            f"{micro_batch_size} on {world_size} rank(s), which make "
+            f"{micro_batch_size * (accumulate or 1) * world_size}: leave out one of the three"
         )
     return Cut(batch_size, min(micro_batch_size, share), derived, micro_batch_tokens)
 
@@ -76,7 +77,7 @@ def padded(length: int) -> int:
 def cut_batch(
     indices: Sequence[int], cut: Cut, world_size: int, lengths: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Cut a batch into micro-batches whose number is a multiple of ``world_size``; rank r gets every world_size-th from r.
+    """Cut a batch into a multiple of ``world_size`` micro-batches; rank r gets every ``world_size``-th from r on.
 
     Micro-batches are as equal in size as can be: the same peak on every rank, and empty ones only when there are more
     ranks than samples. With ``lengths``, samples of like length share a micro-batch, the longest first, so that the
@@ -234,7 +235,7 @@ class Windows:
         pieces = self.pieces(epoch, step)
         own = []
         for piece in pieces[self.rank :: self.world_size]:
-            # A rank with nothing left does a zero-weight micro-step on somebody else's sample, for the collectives' sake.
+            # A rank with nothing left does a zero-weight micro-step on another's sample, for the collectives' sake.
             indices = piece or [max(pieces[0], key=lambda i: -self.lengths[i] if self.lengths else 0)]
             seeds = [derive_seed(self.seed, epoch, index) for index in indices]
             own.append((Request(indices, seeds), not piece))

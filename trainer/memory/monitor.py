@@ -13,7 +13,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Peaks since the start in GB: of tensors and of what the allocator holds (``None`` without a GPU), and of the host."""
+    """Peaks so far in GB: of tensors and of what the allocator holds (``None`` without a GPU), and of the host."""
 
     allocated_gb: float | None
     reserved_gb: float | None

@@ -97,7 +97,7 @@ class TextClassifier(Model):
         return self._cached_tokenizer
 
     def build(self) -> nn.Module:
-        """The module; its forward takes ``input_ids`` and ``attention_mask`` (n, tokens) and returns logits (n, classes)."""
+        """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes)."""
         import torch
         from transformers import AutoModelForSequenceClassification
 
@@ -190,5 +190,6 @@ def _from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> An
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise RecipeError(
-            f"model.{key}={source!r} cannot be loaded: {first_line} Give a local folder as save_pretrained writes it, or a hub id"
+            f"model.{key}={source!r} cannot be loaded: {first_line} Give a local folder as save_pretrained writes it, "
+            "or a hub id"
         ) from error

@@ -130,13 +130,14 @@ class VisionTransformer(Model):
         nearest = max(1, round(size / patch_size)) * patch_size
         require(
             size % patch_size == 0,
-            f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}: use --data.image_size {nearest}",
+            f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}: "
+            f"use --data.image_size {nearest}",
         )
 
     def _read_weights(self) -> dict[str, Tensor]:
         from torchvision import models
 
-        from trainer.models.weights import read_weights
+        from trainer.weights import read_weights
 
         weights = str(self.weights).removeprefix("file://")
         if Path(weights).suffix or "/" in weights:

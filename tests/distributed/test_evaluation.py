@@ -1,0 +1,63 @@
+"""Every sample is evaluated exactly once, on any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import Problem, collate, make_fabric, make_model, make_samples
+
+from trainer.fit import Session, _evaluation
+from trainer.memory.plan import decide_plan
+from trainer.recipe import Data, Memory, Recipe
+
+SIZES = [1, 2, 13, 31]
+
+
+class Samples(list):
+    """A list of samples."""
+
+
+class Own(Data):
+    def __init__(self, size):
+        self.test = Samples(make_samples(Problem("mlp", size, 1, 1)))
+        self.num_classes = 5
+
+    def collate(self, samples):
+        return collate(samples)
+
+
+def evaluate_on(size, world_size):
+    model = make_model("mlp")
+    fabric = make_fabric("64-true", world_size)
+    torch.manual_seed(0)
+    module = fabric.setup_module(model.build().double())
+    recipe = Recipe(model=model, data=Own(size), batch_size=8, memory=Memory(micro_batch_size=2))
+    from trainer.engine.forward import Forward
+
+    forward = Forward(fabric, model, module)
+    forward.module.train()
+    result = _evaluation(Session(recipe, decide_plan(recipe, world_size), fabric), forward, "test")()
+    assert forward.module.training
+    return result.loss, result.accuracy, result.samples, result.confusion.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_agree_with_one_process_on_every_size(world_size, ranks):
+    for size in SIZES:
+        loss, accuracy, samples, confusion = evaluate_on(size, 1)
+        assert samples == size
+        for answer in ranks(world_size).run(evaluate_on, size, world_size):
+            assert answer[0] == pytest.approx(loss, rel=1e-12)
+            assert answer[1:] == (accuracy, samples, confusion)
+
+
+def test_one_process_agrees_with_plain_pytorch():
+    from torch.nn.functional import cross_entropy
+
+    torch.manual_seed(0)
+    module = make_model("mlp").build().double().eval()
+    batch = collate(make_samples(Problem("mlp", 31, 1, 1)))
+    logits = module(batch["pixel_values"].double())
+    loss, accuracy, *_ = evaluate_on(31, 1)
+    assert loss == pytest.approx(cross_entropy(logits, batch["labels"]).item(), rel=1e-12)
+    assert accuracy == pytest.approx((logits.argmax(1) == batch["labels"]).double().mean().item())

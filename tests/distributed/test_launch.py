@@ -1,0 +1,103 @@
+"""The same recipe under every launcher, as a user starts it, and the same result."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+RECIPE = """
+from trainer import Memory, Optim, Recipe, main
+from trainer.data import Digits
+from trainer.models import VisionTransformer
+
+recipe = Recipe(
+    model=VisionTransformer("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, dropout=0.1),
+    data=Digits(),
+    optim=Optim("sgd", lr=0.1, momentum=0.9, clip_norm=1.0),
+    batch_size=50,
+    max_steps=8,
+    memory=Memory(micro_batch_size=5),
+)
+
+if __name__ == "__main__":
+    main(recipe)
+"""
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FABRIC = [sys.executable, "-c", "from lightning.fabric.cli import _main; _main()", "run"]
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "own.py"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def start(command, **environment):
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("LT_", "TORCHELASTIC"))}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=clean | {"OMP_NUM_THREADS": "1"} | environment
+    )
+
+
+def curve(run_dir):
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+@pytest.fixture(scope="module")
+def alone(recipe_file, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "alone"
+    done = start([sys.executable, recipe_file, "--run.dir", str(run_dir)])
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "fabric", "devices"])
+def test_two_ranks_give_the_loss_curve_of_one(launcher, recipe_file, alone, tmp_path):
+    run_dir = tmp_path / "two"
+    flags = ["--run.dir", str(run_dir)]
+    command = {
+        "torchrun": [*TORCHRUN, "-m", "trainer", "fit", recipe_file, *flags],
+        "fabric": [*FABRIC, "--accelerator", "cpu", "--devices", "2", recipe_file, *flags],
+        "devices": [sys.executable, "-m", "trainer", "fit", recipe_file, "--run.devices", "2", *flags],
+    }[launcher]
+    done = start(command)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["world_size"], summary["accumulate"], summary["batch_size"]) == (2, 5, 50)
+    assert curve(run_dir) == pytest.approx(curve(alone), rel=1e-5)  # dropout included
+    single = json.loads((alone / "summary.json").read_text())
+    assert summary["metrics"]["test"]["loss"] == pytest.approx(single["metrics"]["test"]["loss"], rel=1e-5)
+    assert done.stderr.count("plan: ") == 1  # one rank speaks
+
+
+def test_a_world_that_contradicts_the_launcher_is_refused(recipe_file, tmp_path):
+    done = start(
+        [*TORCHRUN, "-m", "trainer", "fit", recipe_file, "--run.devices", "3", "--run.dir", str(tmp_path / "r")]
+    )
+    assert done.returncode != 0
+    assert "run.devices=3 contradicts the launcher: torchrun started 2 process(es)" in done.stderr
+    assert not (tmp_path / "r").exists()
+
+
+def test_single_on_two_ranks_is_refused(recipe_file, tmp_path):
+    flags = ["--run.devices", "2", "--memory.strategy", "single", "--run.dir", str(tmp_path / "r")]
+    done = start([sys.executable, "-m", "trainer", "fit", recipe_file, *flags])
+    assert done.returncode == 2
+    assert "memory.strategy=single cannot use 2 ranks" in done.stderr
+
+
+def test_data_that_fails_on_the_first_rank_ends_all(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(RECIPE.replace("data=Digits()", 'data=ImageFolder("nowhere")').replace("Digits", "ImageFolder"))
+    done = start([*TORCHRUN, "-m", "trainer", "fit", str(path), "--run.dir", str(tmp_path / "r")])
+    assert done.returncode != 0
+    assert "nowhere" in done.stderr
+    assert "first rank of a node" in done.stderr
