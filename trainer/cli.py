@@ -12,7 +12,7 @@ import trainer
 from trainer.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
-    from trainer.flags import Words
+    from trainer.flags import Flags
 
 # What follows the top-level help is imported where it is used, so that `trainer --help` answers at once.
 
@@ -35,12 +35,7 @@ options:
   --version                 show the version
 """
 
-COMMAND_USAGE = {
-    "fit": "RECIPE [flags]",
-    "evaluate": "RUN_DIR [flags]",
-    "predict": "RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...] [flags]",
-}
-
+COMMANDS = {"fit": "RECIPE", "evaluate": "RUN_DIR", "predict": "RUN_DIR"}
 PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
 
 
@@ -82,10 +77,9 @@ def _rank_prefix() -> str:
 
 
 def _dispatch(argv: list[str]) -> None:
-    commands = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}
     first = argv[0] if argv else "--help"
-    if first in commands:
-        commands[first](argv[1:])
+    if first in COMMANDS:
+        _command(first, argv[1:])
     elif first in ("-h", "--help"):
         _print_usage()
     elif first == "--version":
@@ -94,8 +88,8 @@ def _dispatch(argv: list[str]) -> None:
         from trainer.settings import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
-        suggestion = did_you_mean(first.lstrip("-"), commands)
-        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(commands)})")
+        suggestion = did_you_mean(first.lstrip("-"), COMMANDS)
+        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(COMMANDS)})")
 
 
 def _print_usage() -> None:
@@ -111,57 +105,45 @@ def _main(recipe: Recipe) -> None:
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         raise RecipeError("main(recipe) is for recipe files that are run as scripts: call fit(recipe) instead")
-    words = scan(sys.argv[1:])
-    if words.positionals:
-        raise RecipeError(f"unexpected {words.positionals[0]!r}: python {sys.argv[0]} takes flags only")
-    _train(recipe, source_of(script), words, usage=f"python {sys.argv[0]} [flags]")
-
-
-def _fit(argv: list[str]) -> None:
-    from trainer.flags import scan
-    from trainer.locate import load_recipe
-
-    words = scan(argv)
-    if not words.positionals and words.asks_for_help:
-        return _print_usage()
-    reference = _one_positional("fit", words)
-    return _train(*load_recipe(reference), words, usage=f"trainer fit {reference} [flags]")
-
-
-def _train(recipe: Recipe, source: str, words: Words, usage: str) -> None:
-    resolved = _resolve(recipe, source, words, usage)
-    if resolved is not None:
+    positionals, flags = scan(sys.argv[1:])
+    if positionals:
+        raise RecipeError(f"unexpected {positionals[0]!r}: python {sys.argv[0]} takes flags only")
+    source = source_of(script)
+    if resolved := _resolve(recipe, source, flags, usage=f"python {sys.argv[0]} [flags]"):
         from trainer.fit import fit
 
         fit(resolved, source=source)
 
 
-def _evaluate(argv: list[str]) -> None:
+def _command(name: str, argv: list[str]) -> None:
     from trainer.flags import scan
+    from trainer.locate import load_recipe
 
-    words = scan(argv)
-    if not words.positionals and words.asks_for_help:
-        return _print_usage()
-    run_dir = _run_dir("evaluate", words)
-    recipe = _recipe_of(run_dir, words, usage=f"trainer evaluate {run_dir} [flags]")
-    if recipe is not None:
+    lists = PREDICT_FLAGS if name == "predict" else {}
+    positionals, flags = scan(argv, several=lists)
+    if not positionals and ("help", None) in flags:
+        _print_usage()
+        return
+    reference = _one_positional(name, positionals)
+    run_dir = Path(reference)
+    recipe, source = load_recipe(reference if name == "fit" else str(_recipe_of(run_dir)))
+    resolved = _resolve(recipe, source, flags, usage=f"trainer {name} {reference} [flags]", lists=lists)
+    if resolved is None:
+        return
+    if name == "fit":
+        from trainer.fit import fit
+
+        fit(resolved, source=source)
+    elif name == "evaluate":
         from trainer.fit import evaluate
 
-        evaluate(recipe, run_dir)
-    return None
+        evaluate(resolved, run_dir)
+    else:
+        _predict(resolved, run_dir, flags)
 
 
-def _predict(argv: list[str]) -> None:
-    from trainer.flags import scan
-
-    words = scan(argv, several=tuple(PREDICT_FLAGS))
-    if not words.positionals and words.asks_for_help:
-        return _print_usage()
-    run_dir = _run_dir("predict", words)
-    recipe = _recipe_of(run_dir, words, usage=f"trainer predict {COMMAND_USAGE['predict']}", lists=PREDICT_FLAGS)
-    if recipe is None:
-        return None
-    texts, images = words.values("text"), words.values("image")
+def _predict(recipe: Recipe, run_dir: Path, flags: Flags) -> None:
+    texts, images = ([text for name, text in flags if name == wanted and text] for wanted in PREDICT_FLAGS)
     if bool(texts) == bool(images):
         raise RecipeError("predict needs either --text TEXT or --image PATH" + (", not both" if texts else ""))
     for image in images:
@@ -170,17 +152,10 @@ def _predict(argv: list[str]) -> None:
     from trainer.fit import predict
 
     predict(recipe, run_dir, texts=texts, images=images)
-    return None
-
-
-def _recipe_of(run_dir: Path, words: Words, usage: str, lists: Mapping[str, str] | None = None) -> Recipe | None:
-    from trainer.locate import load_recipe
-
-    return _resolve(*load_recipe(str(run_dir / "recipe.yaml")), words, usage, lists)
 
 
 def _resolve(
-    recipe: Recipe, source: str, words: Words, usage: str, lists: Mapping[str, str] | None = None
+    recipe: Recipe, source: str, flags: Flags, usage: str, lists: Mapping[str, str] | None = None
 ) -> Recipe | None:
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
     from trainer.flags import RecipeParser
@@ -188,36 +163,35 @@ def _resolve(
     from trainer.settings import change, dump_recipe
 
     parser = RecipeParser(recipe, usage, lists)
-    if words.asks_for_help:
+    if ("help", None) in flags:
         parser.parser.print_help()
         return None
-    from_yaml = config_changes(parser, source, words.values("config"))
-    resolved = change(recipe, from_yaml, parser.read_flags(words, from_yaml))
-    if "--print_config" in words.switches:
+    in_yaml = config_changes(parser, source, [text for name, text in flags if name == "config" and text])
+    resolved = change(recipe, in_yaml, parser.read_flags(flags, in_yaml))
+    if ("print_config", None) in flags:
         print(dump_recipe(resolved, source), end="")
         return None
     return resolved
 
 
-def _one_positional(command: str, words: Words) -> str:
-    what = COMMAND_USAGE[command].split()[0]
-    if not words.positionals:
+def _one_positional(command: str, positionals: list[str]) -> str:
+    what = COMMANDS[command]
+    if not positionals:
         from trainer.locate import packaged_recipes
 
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if command == "fit" else ""
-        raise RecipeError(f"{command} needs a {what}: trainer {command} {COMMAND_USAGE[command]}{known}")
-    if len(words.positionals) > 1:
-        raise RecipeError(f"unexpected {words.positionals[1]!r}: {command} takes one {what}, then flags")
-    return words.positionals[0]
+        raise RecipeError(f"{command} needs a {what}{known}: see trainer --help")
+    if len(positionals) > 1:
+        raise RecipeError(f"unexpected {positionals[1]!r}: {command} takes one {what}, then flags")
+    return positionals[0]
 
 
-def _run_dir(command: str, words: Words) -> Path:
-    """The run directory, which must hold a recipe and a trained model."""
-    run_dir = Path(_one_positional(command, words))
+def _recipe_of(run_dir: Path) -> Path:
+    """The recipe of a run directory, which must hold a trained model too."""
     if not run_dir.is_dir():
         raise RecipeError(f"run directory {str(run_dir)!r}: no such directory")
     if not (run_dir / "recipe.yaml").is_file():
         raise RecipeError(f"run directory {str(run_dir)!r} has no recipe.yaml: it was not written by trainer fit")
     if not (run_dir / "model").is_dir():
         raise RecipeError(f"run directory {str(run_dir)!r} has no model/: the run did not finish")
-    return run_dir
+    return run_dir / "recipe.yaml"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import types
-from argparse import Action, ArgumentError
+from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -19,60 +18,40 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_lo
 from trainer.recipe import Recipe, RecipeError
 from trainer.settings import did_you_mean, settings_of
 
-SWITCHES = ("-h", "--help", "--print_config")
+SWITCHES = ("help", "print_config")
+
+Flags = list[tuple[str, str | None]]
+"""Names and values of flags, in the order given; the value is ``None`` for a switch."""
 
 
-@dataclass(frozen=True)
-class Words:
-    """A command line taken apart.
-
-    Args:
-        positionals: words that belong to no flag.
-        flags: names and values, in the order given.
-        switches: the flags that take no value.
-    """
-
-    positionals: list[str] = field(default_factory=list)
-    flags: list[tuple[str, str]] = field(default_factory=list)
-    switches: list[str] = field(default_factory=list)
-
-    @property
-    def asks_for_help(self) -> bool:
-        """Whether the help page is wanted instead of a run."""
-        return "-h" in self.switches or "--help" in self.switches
-
-    def values(self, name: str) -> list[str]:
-        """The values of the flag ``name``, which may be given several times."""
-        return [text for flag, text in self.flags if flag == name]
-
-
-def scan(argv: Sequence[str], several: Collection[str] = ()) -> Words:
-    """Take a command line apart: its recipe must be found before a parser can know the recipe's flags.
+def scan(argv: Sequence[str], several: Collection[str] = ()) -> tuple[list[str], Flags]:
+    """Take a command line apart in positional words and flags: the recipe must be found before its flags are known.
 
     Args:
         argv: the words after the command.
-        several: names of the flags that take all words up to the next flag; all others take one.
+        several: names of the flags that take all words up to the next flag; all but switches take one.
     """
-    found, rest = Words(), list(argv)
+    positionals: list[str] = []
+    flags: Flags = []
+    rest = list(argv)
     while rest:
-        word = rest.pop(0)
-        flag, equals, text = word.partition("=")
-        if flag in SWITCHES:
-            found.switches.append(word)
-        elif not word.startswith("--"):
-            found.positionals.append(word)
+        name, equals, text = rest.pop(0).partition("=")
+        if (name == "-h" or name[2:] in SWITCHES) and not equals:
+            flags.append(("help" if name == "-h" else name[2:], None))
+        elif not name.startswith("-"):
+            positionals.append(name + equals + text)
+        elif not name.startswith("--"):
+            raise RecipeError(f"unknown flag {name}: flags start with two dashes")
         elif equals:
-            found.flags.append((flag[2:], text))
+            flags.append((name[2:], text))
         else:
-            count = next((at for at, value in enumerate(rest) if value.startswith("--")), len(rest))
-            count = count if flag[2:] in several else min(count, 1)
-            if not count:
-                raise RecipeError(f"flag {flag} needs a value")
-            found.flags += [(flag[2:], value) for value in rest[:count]]
-            del rest[:count]
-    if unknown := [word for word in found.positionals if word.startswith("-")]:
-        raise RecipeError(f"unknown flag {unknown[0]}: flags start with two dashes")
-    return found
+            count = next((at for at, word in enumerate(rest) if word.startswith("--")), len(rest))
+            values = rest[: count if name[2:] in several else min(count, 1)]
+            if not values:
+                raise RecipeError(f"flag {name} needs a value")
+            flags += [(name[2:], value) for value in values]
+            del rest[: len(values)]
+    return positionals, flags
 
 
 class RecipeParser:
@@ -96,63 +75,66 @@ class RecipeParser:
             allow_abbrev=False,
         )
         for name, text in self.lists.items():
-            self.parser.add_argument(f"--{name}", action="append", metavar=name.upper(), help=text)
-        self.parser.add_argument("--print_config", action="store_true", help="print the resolved recipe and exit")
-        # Not add_class_arguments: it executes the imports that are for type checking only, torch among them.
+            self.parser.add_argument(f"--{name}", action="append", default=SUPPRESS, metavar=name.upper(), help=text)
+        self.parser.add_argument(
+            "--print_config", action="store_true", default=SUPPRESS, help="print the recipe as YAML"
+        )
         groups: dict[str, Any] = {}
+        # Not add_class_arguments: it executes the imports that are for type checking only, torch among them.
         for key, setting in self.settings.items():
             section, _, name = key.rpartition(".")
             if section not in groups:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
                 groups[section] = self.parser.add_argument_group(title)
-            shared = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name)}
+            shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name) or None}
+            add = partial(groups[section].add_argument, f"--{key}", default=setting.value, **shown)
             try:
-                groups[section].add_argument(
-                    f"--{key}", type=_keep_strings(setting.hint), default=setting.value, **shared
-                )
+                add(type=_keep_strings(setting.hint))
             except ValueError:  # a type that jsonargparse does not know: whatever YAML makes of the value
-                groups[section].add_argument(f"--{key}", type=Any, default=setting.value, **shared)
+                add(type=Any)
 
-    def read_yaml(self, tree: Mapping[Any, Any]) -> dict[str, Any]:
+    def read_yaml(self, nested: Mapping[Any, Any]) -> dict[str, Any]:
         """The changes that a YAML file asks for."""
         flat: dict[str, Any] = {}
         sections = {key[:at] for key in self.settings for at, letter in enumerate(key) if letter == "."}
-        for key, value in _flatten(tree, sections):
+        for key, value in _flatten(nested, sections):
             if key not in self.settings:
                 raise RecipeError(f"unknown key {key}{did_you_mean(key, self.settings)}")
             if key in flat:
                 raise RecipeError(f"duplicate key {key}: given both nested and with a dot")
-            flat[key] = _as_list(self.settings[key].hint, value) if isinstance(value, str) else value
-        return self._convert(partial(self.parser.parse_object, flat, defaults=False), flat)
+            flat[key] = value
+        tree = {key: _as_list(self.settings[key].hint, value) for key, value in flat.items()}
+        return self._convert(partial(self.parser.parse_object, tree, defaults=False), flat)
 
-    def read_flags(self, words: Words, below: Mapping[str, Any]) -> dict[str, Any]:
+    def read_flags(self, flags: Flags, below: Mapping[str, Any]) -> dict[str, Any]:
         """The changes that flags ask for, on top of the changes ``below`` that YAML files ask for."""
         before = {key: setting.value for key, setting in self.settings.items()} | dict(below)
-        given: dict[str, str] = {}
-        entries: dict[str, dict[str, Any]] = {}
-        argv = list(words.switches)
-        start = Namespace()
-        for name, text in words.flags:
+        given: dict[str, Any] = {}
+        entries: dict[str, dict[str, str]] = {}
+        argv, start = [], Namespace()
+        for name, text in flags:
             key, entry = self._key_of(name, text)
-            if entry:
-                entries.setdefault(key, {})[entry] = _value(text)
-                continue
-            if name.endswith("+"):  # jsonargparse's flag for appending to a list
-                start[key] = before[key]
-            elif key in self.settings:
-                text = _as_list(self.settings[key].hint, text)
-            given[key] = text
-            argv.append(f"--{name}={text}")
+            if text is None:
+                argv.append(f"--{name}")
+            elif entry:
+                entries.setdefault(key, {})[entry] = text
+            else:
+                given[key] = text
+                if name.endswith("+"):  # jsonargparse's flag for appending to a list
+                    start[key] = before[key]
+                elif key in self.settings:
+                    text = _as_list(self.settings[key].hint, text)
+                argv.append(f"--{name}={text}")
         changes = self._convert(partial(self.parser.parse_args, argv, start, defaults=False), given)
-        for key, items in entries.items():
+        for key, texts in entries.items():
             value = changes.get(key, before[key])
-            tree = {key: {**(value if isinstance(value, dict) else {}), **items}}
+            tree = {key: {**(value if isinstance(value, dict) else {}), **{k: _value(v) for k, v in texts.items()}}}
             changes |= self._convert(partial(self.parser.parse_object, tree, defaults=False), tree)
         return changes
 
-    def _key_of(self, name: str, text: str) -> tuple[str, str]:
+    def _key_of(self, name: str, text: str | None) -> tuple[str, str]:
         """The setting that the flag ``name`` is for, and the entry if it names one of a dict: ``model.config.dim``."""
-        if name in self.settings or name in self.lists:
+        if name in self.settings or name in self.lists or name in SWITCHES:
             return name, ""
         if name[:-1] in self.settings and name.endswith("+") and _accepts(self.settings[name[:-1]].hint, list):
             return name[:-1], ""
@@ -274,20 +256,11 @@ def _describe(hint: Any) -> str:
 
 def _explain(key: str, hint: Any, value: Any) -> str:
     """Why ``value`` was refused, with the choice that is nearest to it."""
-    choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
+    wanted = _describe(hint)
+    choices = findall(r"[\w.-]+", wanted)
     words = [word for word in findall(r"[\w.-]+", str(value)) if word not in choices]
     close = get_close_matches(words[0].lower(), choices, 1) if words else []
-    suggestion = f"; did you mean {close[0]}?" if close else ""
-    if get_origin(hint) is Literal:
-        return f"{key}={value!r} is not one of {', '.join(map(str, get_args(hint)))}{suggestion}"
-    return f"{key}={value!r} is not of type {_describe(hint)}{suggestion}"
-
-
-def _choices(hint: Any) -> list[Any]:
-    """The values of every ``Literal`` in ``hint``."""
-    if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    return [choice for argument in get_args(hint) for choice in _choices(argument)]
+    return f"{key}={value!r} must be {wanted}" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _is_union(hint: Any) -> bool:
@@ -303,14 +276,15 @@ def _accepts(hint: Any, *kinds: type) -> bool:
     return any((get_origin(member) or member) in kinds for member in _members(hint))
 
 
-def _as_list(hint: Any, text: str) -> str:
+def _as_list(hint: Any, value: Any) -> Any:
     """A single word, or several with commas, where only a list can be meant: ``tensorboard`` is ``[tensorboard]``."""
-    only_lists = len(_members(hint)) == 1 and _accepts(hint, list, tuple)
-    return f"[{text}]" if only_lists and text != "null" and not text.startswith(("[", "(")) else text
+    if len(_members(hint)) != 1 or not _accepts(hint, list, tuple) or not isinstance(value, str):
+        return value
+    return value if value == "null" or value.startswith(("[", "(")) else f"[{value}]"
 
 
 def _keep_strings(hint: Any) -> Any:
     """``hint`` with ``dict`` for ``dict[str, Any]``, whose strings jsonargparse would read again: "2" as 2."""
     if _is_union(hint):
-        return Union[tuple(map(_keep_strings, get_args(hint)))]
+        return Union[tuple(map(_keep_strings, get_args(hint)))]  # noqa: UP007
     return dict if hint == dict[str, Any] else hint

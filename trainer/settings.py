@@ -6,11 +6,10 @@ import dataclasses
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -19,15 +18,8 @@ from trainer.recipe import Recipe, RecipeError
 _Node = TypeVar("_Node")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One field of a recipe.
-
-    Args:
-        hint: its type.
-        value: what it is now.
-        owner: the dataclass that has the field.
-    """
+class Setting(NamedTuple):
+    """One field of a recipe: its type, what it is now, and the dataclass that has the field."""
 
     hint: Any
     value: Any
@@ -53,8 +45,9 @@ def settings_of(node: Any, prefix: str = "") -> dict[str, Setting]:
 def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
     """A copy of ``recipe`` with the dotted changes of every level made, later levels winning, and checked anew."""
     changes: dict[str, Any] = {}
+    before = {key: setting.value for key, setting in settings_of(recipe).items()}
     for asked in levels:
-        changes |= derive_batch({**_batch_of(recipe), **changes}, asked)
+        changes |= derive_batch({**before, **changes}, asked)
     return _replace(recipe, _nest(changes))
 
 
@@ -85,14 +78,16 @@ def dump_recipe(recipe: Recipe, source: str | None) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str], dashes: str = "") -> str:
-    """The end of an error message: the one of ``names`` that was probably meant; its last part alone may match."""
-    wanted = name.replace("-", "_").lower()
-    last = wanted.rpartition(".")[2]
-    by_last = {full.rpartition(".")[2]: full for full in reversed(list(names))}
-    exact = [by_last[last]] if last in by_last else []
-    by_full_name = exact or get_close_matches(wanted, list(by_last.values()), 1)
-    found = by_full_name or [by_last[close] for close in get_close_matches(last, list(by_last), 1)]
-    return f"; did you mean {dashes}{found[0]}?" if found else ""
+    """The end of an error message: which of ``names`` was probably meant, in the same section or else in any."""
+    section, dot, last = name.replace("-", "_").lower().rpartition(".")
+    parts = [(full.rpartition(".")[2], full) for full in names]
+    beside = {end: full for end, full in parts if full == section + dot + end}
+    everywhere = dict(reversed(parts))  # of several, the first
+    exact = {last: everywhere[last]} if last in everywhere else {}
+    for candidates, cutoff in ((exact, 1), (beside, 0.6), (everywhere, 0.75)):
+        if close := get_close_matches(last, candidates, 1, cutoff):
+            return f"; did you mean {dashes}{candidates[close[0]]}?"
+    return ""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -120,14 +115,6 @@ def _is_plain(value: Any) -> bool:
     except yaml.representer.RepresenterError:
         return False
     return True
-
-
-def _batch_of(recipe: Recipe) -> dict[str, Any]:
-    return {
-        "accumulate": recipe.accumulate,
-        "memory.micro_batch_size": recipe.memory.micro_batch_size,
-        "batch_size": recipe.batch_size,
-    }
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
