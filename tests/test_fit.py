@@ -13,9 +13,10 @@ import torch
 from trainer import Memory, Optim, Recipe, RecipeError, Run
 from trainer.data import Digits
 from trainer.engine.loop import NonFiniteError
-from trainer.fit import evaluate, fit, padding_shares, predict
+from trainer.fit import evaluate, fit, predict
 from trainer.locate import load_recipe
 from trainer.models import MLP, VisionTransformer
+from trainer.rundir import padding_shares
 
 
 def recipe(run_dir, **changes):

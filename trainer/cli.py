@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trainer
-from trainer.recipe import Recipe, RecipeError
+from trainer.recipe import Recipe, RecipeError, RunError
 
 if TYPE_CHECKING:
     from trainer.flags import Flags
@@ -47,7 +47,8 @@ def entry() -> None:
 def run(argv: Sequence[str]) -> int:
     """Run a command line, without the program's name, and return its exit code.
 
-    A setting that cannot work is one line on stderr and exit code 2; any other exception is passed on.
+    A setting that cannot work is one line on stderr and exit code 2, a run that could not go on one line and exit
+    code 1; any other exception is passed on.
     """
     return _guarded(lambda: _dispatch(list(argv)))
 
@@ -61,10 +62,10 @@ def main(recipe: Recipe) -> None:
 def _guarded(command: Callable[[], None]) -> int:
     try:
         command()
-    except RecipeError as error:
+    except (RecipeError, RunError) as error:
         message = " ".join(line.strip() for line in str(error).splitlines())
         print(f"{_rank_prefix()}trainer: error: {message}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, RecipeError) else 1
     except KeyboardInterrupt:
         return 130
     return 0

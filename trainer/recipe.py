@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +27,10 @@ IGNORED_LABEL = -100
 
 class RecipeError(ValueError):
     """A setting that cannot work. The message names the key, the value and the fix."""
+
+
+class RunError(RuntimeError):
+    """A run that could not go on. The message says where it was and what to do."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -59,16 +63,32 @@ class Loss:
     Args:
         total: sum of the loss over the micro-batch's weighted items (samples or tokens); a scalar tensor.
         weight: how many items that sum runs over; must be what the model's ``weigh`` said for this micro-batch.
+            ``None`` means the number of ``targets`` that are not ``-100``, counted only when somebody asks.
         name: which of the model's ``loss_names`` this is.
         logits: detached predictions, shape ``(items, classes)``, for metrics during evaluation (optional).
         targets: the class of each item, shape ``(items,)``; ``-100`` is ignored (optional).
     """
 
     total: Tensor
-    weight: Tensor | float
+    weight: Tensor | float | None = None
     name: str = "loss"
     logits: Tensor | None = None
     targets: Tensor | None = None
+
+    def counted(self) -> Tensor | float:
+        """The weight, or the number of targets where it was left at ``None``."""
+        if self.weight is not None:
+            return self.weight
+        if self.targets is None:
+            raise RecipeError(f"loss {self.name!r} has neither a weight nor targets to count: give it a weight")
+        return (self.targets != IGNORED_LABEL).count_nonzero()
+
+
+class Request(NamedTuple):
+    """One micro-batch to fetch: its samples, and the seed of each one's augmentation if there is any."""
+
+    indices: list[int]
+    seeds: list[int] | None = None
 
 
 class Model:
@@ -101,7 +121,12 @@ class Model:
         The default counts the entries of ``batch["labels"]`` that are not ``-100``: samples for a classifier, tokens
         for a tagger or a language model.
         """
-        count = float((batch["labels"] != IGNORED_LABEL).sum())
+        labels = batch["labels"]
+        if labels.numel() <= 64:  # a sample each, usually: a list is several times faster than tensor operations
+            ignored = labels.flatten().tolist().count(IGNORED_LABEL)
+        else:
+            ignored = int((labels == IGNORED_LABEL).count_nonzero())
+        count = float(labels.numel() - ignored)
         return dict.fromkeys(self.loss_names, count)
 
     def tokenizer_or_none(self) -> Any:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from problems import Problem, collate, make_fabric, make_model, make_samples
 
-from trainer.fit import Session, _evaluation
 from trainer.memory.plan import decide_plan
 from trainer.recipe import Data, Memory, Recipe
+from trainer.session import Session, evaluation
 
 SIZES = [1, 2, 13, 31]
 
@@ -36,7 +36,7 @@ def evaluate_on(size, world_size):
 
     forward = Forward(fabric, model, module)
     forward.module.train()
-    result = _evaluation(Session(recipe, decide_plan(recipe, world_size), fabric), forward, "test")()
+    result = evaluation(Session(recipe, decide_plan(recipe, world_size), fabric), forward, "test")()
     assert forward.module.training
     return result.loss, result.accuracy, result.samples, result.confusion.tolist()
 

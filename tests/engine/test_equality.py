@@ -97,9 +97,9 @@ def plant_mean_of_means(stepper, windows):
             honest = stepper.precision.backward
             weights = iter([sum(windows.weigh(micro.batch).values()) for micro in window])
 
-            def backward(tensor, module, window=window, weights=weights, honest=honest):
+            def backward(tensor, module, *scale, window=window, weights=weights, honest=honest):
                 share = next(weights) * len(window) / window.weights["loss"]
-                honest(tensor / share, module)
+                honest(tensor / share, module, *scale)
 
             stepper.precision.backward = backward
             yield window

@@ -46,6 +46,8 @@ def load_model(model: Model, folder: Path) -> nn.Module:
     """
     if model.own_format:
         return model.saved_in(folder).build()
+    if getattr(model, "weights", None) is not None:  # pretrained ones would be fetched only to be overwritten
+        model = dataclasses.replace(model, weights=None)  # type: ignore[type-var]
     module = model.build()
     load_weights(module, folder / WEIGHTS)
     return module

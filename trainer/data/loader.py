@@ -5,23 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.common import reason
 from trainer.recipe import RecipeError
-
-
-class Request(NamedTuple):
-    """The samples of one micro-batch, and a seed for each where the split is augmented; any such pair will do."""
-
-    indices: list[int]
-    seeds: list[int] | None = None
-
-
-_Pair = tuple[Sequence[int], Sequence[int] | None]
 
 
 class SampleError(RecipeError):

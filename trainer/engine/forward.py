@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import Precision
 from torch import nn
 
 from trainer.recipe import Loss, Model
@@ -26,11 +27,15 @@ class Forward:
     def __init__(self, fabric: Fabric, model: Model, module: nn.Module) -> None:
         self.model, self.device, self.precision = model, fabric.device, fabric.strategy.precision
         self.module: nn.Module = getattr(module, "_forward_module", module)
+        self.has_context = type(self.precision).forward_context is not Precision.forward_context
         self.to_device = fabric.to_device if self.device.type != "cpu" else _as_it_is
 
     def losses(self, batch: Any) -> Iterator[Loss]:
         """The model's losses, computed under the precision's context and handed out outside of it."""
         losses = self.model.losses(self.module, self.precision.convert_input(self.to_device(batch)))
+        return self._in_context(losses) if self.has_context else losses
+
+    def _in_context(self, losses: Iterator[Loss]) -> Iterator[Loss]:
         while True:
             with self.precision.forward_context():
                 loss = next(losses, None)

@@ -13,9 +13,10 @@ from trainer.engine.events import Counters, Events
 from trainer.engine.forward import Forward
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import MicroBatch, Windows
+from trainer.recipe import RunError
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunError):
     """Too many steps in a row had a non-finite loss or gradient."""
 
 

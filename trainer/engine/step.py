@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -64,19 +65,24 @@ class Stepper(Forward):
         self.world_size = fabric.world_size
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.sync = gradient_sync(self.module, len(model.loss_names))
-        self.batchnorm = BatchNormMomentum(self.module) if correct_batchnorm else None
+        batchnorm = BatchNormMomentum(self.module)
+        self.batchnorm = batchnorm if correct_batchnorm and batchnorm.layers else None
         self.generator = _generator(self.device)
         self.weights_checked = False
 
     def step(self, window: Window) -> StepResult:
         """One exact optimizer step on one batch: ``window`` is this rank's share of it."""
         totals: dict[str, list[Tensor]] = {name: [] for name in window.weights}
+        scales: dict[str, Tensor] = {}
         for micro in window:
             self.prepare(micro.seed, len(window), micro.is_empty, micro.is_last)
             for loss in self.losses(micro.batch):
-                scale = 0.0 if micro.is_empty else self.world_size / (window.weights[loss.name] or 1.0)
-                self.precision.backward(loss.total * scale, self.module)
                 total = loss.total.detach()
+                if loss.name not in scales:
+                    scales[loss.name] = torch.full_like(total, self.world_size / (window.weights[loss.name] or 1.0))
+                scale = scales[loss.name]
+                # Backward from the scale instead of from loss × scale: the same gradient, three operations less.
+                self.precision.backward(loss.total, self.module, torch.zeros_like(scale) if micro.is_empty else scale)
                 totals[loss.name].append(torch.zeros_like(total) if micro.is_empty else total)
                 if not self.weights_checked:
                     self.check_weight(loss, micro.batch)
@@ -95,7 +101,7 @@ class Stepper(Forward):
         """Scale the gradients down to ``clip_norm`` if they exceed it; return the global norm they had."""
         self.precision.unscale_gradients(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
+        norm = total_norm(gradients)
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
         return norm
@@ -118,19 +124,30 @@ class Stepper(Forward):
 
     def read(self, norm: Tensor, totals: list[list[Tensor]]) -> list[float]:
         """The norm and the sums of the losses over all ranks: the one host sync of a step."""
-        sums = torch.stack([torch.stack(parts).sum(dtype=torch.float64) for parts in totals])
         if self.world_size > 1:
+            # In float64: thousands of samples would lose digits in float32.
+            sums = torch.stack([torch.stack(parts).sum(dtype=torch.float64) for parts in totals])
             torch.distributed.all_reduce(sums)
-        return torch.cat([norm.detach().double().reshape(1), sums]).tolist()
+            return torch.cat([norm.detach().double().reshape(1), sums]).tolist()
+        first, *values = torch.stack([norm, *chain.from_iterable(totals)]).tolist()
+        left = iter(values)
+        return [first, *(sum(islice(left, len(parts))) for parts in totals)]
 
     def check_weight(self, loss: Loss, batch: Any) -> None:
         """In the first step: the weight a loss reports must be the one it was divided by."""
-        promised, reported = self.model.weigh(batch)[loss.name], float(loss.weight)
+        promised, reported = self.model.weigh(batch)[loss.name], float(loss.counted())
         if not math.isclose(promised, reported, rel_tol=1e-6):
             raise RecipeError(
                 f"{type(self.model).__name__}: loss {loss.name!r} reports weight {reported:g} for a micro-batch that "
                 f"weigh() weighed {promised:g}: make losses() and weigh() count the same items"
             )
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together: ``get_total_norm``, at half its cost where all are of one device and type."""
+    if len({(gradient.device, gradient.dtype, type(gradient)) for gradient in gradients}) != 1:
+        return nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
 def _generator(device: torch.device) -> torch.Generator:

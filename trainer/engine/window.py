@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from itertools import tee
+from typing import Any
 
 from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
-from trainer.recipe import RecipeError
+from trainer.recipe import RecipeError, Request
 
 PADDING_MULTIPLE = 8
 """Texts are padded to a multiple of this many tokens: tensor cores want it."""
@@ -93,10 +95,16 @@ def cut_batch(
 
 
 def _equal_pieces(indices: list[int], micro_batch_size: int, world_size: int) -> list[list[int]]:
-    count = world_size * -(-len(indices) // (world_size * micro_batch_size))
-    size, longer = divmod(len(indices), count)
-    bounds = [piece * size + min(piece, longer) for piece in range(count + 1)]
-    return [indices[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    bounds = _equal_bounds(len(indices), micro_batch_size, world_size)
+    return [indices[start:end] for start, end in bounds]
+
+
+@lru_cache  # nearly all batches have the same size
+def _equal_bounds(size: int, micro_batch_size: int, world_size: int) -> list[tuple[int, int]]:
+    count = world_size * -(-size // (world_size * micro_batch_size))
+    least, longer = divmod(size, count)
+    bounds = [piece * least + min(piece, longer) for piece in range(count + 1)]
+    return list(zip(bounds, bounds[1:], strict=False))
 
 
 def _pieces_by_tokens(
@@ -131,13 +139,6 @@ def padding_share(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> fl
     tokens = sum(lengths[index] for piece in pieces for index in piece)
     total = sum(len(piece) * padded(max(lengths[index] for index in piece)) for piece in pieces if piece)
     return 1 - tokens / total if total else 0.0
-
-
-class Request(NamedTuple):
-    """One micro-batch to fetch: its samples and the seed of each one's augmentation."""
-
-    indices: list[int]
-    seeds: list[int]
 
 
 @dataclass(slots=True)
@@ -190,6 +191,7 @@ class Windows:
         weigh: the weight of every loss of a micro-batch.
         reduce: sums a list of floats over all ranks.
         lengths: tokens of each sample, when there are such.
+        augmented: whether reading a sample draws random numbers, so that each needs a seed.
     """
 
     size: int
@@ -201,6 +203,10 @@ class Windows:
     world_size: int = 1
     reduce: Callable[[list[float]], list[float]] = list
     lengths: Sequence[int] | None = None
+    augmented: bool = False
+
+    def __post_init__(self) -> None:
+        self.cut = lru_cache(self.cut_at)  # asked for in every step
 
     def steps(self, epoch: int) -> int:
         """Steps in ``epoch``."""
@@ -208,26 +214,23 @@ class Windows:
 
     def pieces(self, epoch: int, step: int) -> list[list[int]]:
         """All micro-batches of a batch, over all ranks."""
-        cut = self.cut_at(epoch)
+        cut = self.cut(epoch)
         batch = batch_indices(self.seed, epoch, step, self.size, cut.batch_size)
         return cut_batch(batch, cut, self.world_size, self.lengths)
 
     def epoch(self, epoch: int, first_step: int = 0, last_step: int | None = None) -> Iterator[Window]:
         """Yield the windows of steps ``first_step`` to ``last_step`` (excluded; default: all that there are)."""
         steps = range(first_step, min(self.steps(epoch), last_step if last_step is not None else self.steps(epoch)))
-        batches = self.fetch(request for step in steps for request, _ in self._own(epoch, step))
-        for step in steps:
-            own = self._own(epoch, step)
+        batch_size = self.cut(epoch).batch_size
+        plans, ahead = tee(self._own(epoch, step) for step in steps)  # workers fetch ahead of the steps
+        batches = self.fetch(request for own in ahead for request, _ in own)
+        for step, own in zip(steps, plans, strict=True):
+            first_seed, last = derive_seed(self.seed, epoch, step) + self.rank, len(own) - 1
             micro_batches = [
-                MicroBatch(
-                    batch=next(batches),
-                    seed=derive_seed(self.seed, epoch, step, number * self.world_size + self.rank),
-                    is_last=number == len(own) - 1,
-                    is_empty=is_empty,
-                )
+                MicroBatch(next(batches), first_seed + number * self.world_size, number == last, is_empty)
                 for number, (_, is_empty) in enumerate(own)
             ]
-            samples = min(self.cut_at(epoch).batch_size, self.size - step * self.cut_at(epoch).batch_size)
+            samples = min(batch_size, self.size - step * batch_size)
             yield Window(micro_batches, self._weights(micro_batches), samples, epoch)
 
     def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
@@ -237,13 +240,14 @@ class Windows:
         for piece in pieces[self.rank :: self.world_size]:
             # A rank with nothing left does a zero-weight micro-step on another's sample, for the collectives' sake.
             indices = piece or [max(pieces[0], key=lambda i: -self.lengths[i] if self.lengths else 0)]
-            seeds = [derive_seed(self.seed, epoch, index) for index in indices]
+            seeds = [derive_seed(self.seed, epoch, index) for index in indices] if self.augmented else None
             own.append((Request(indices, seeds), not piece))
         return own
 
     def _weights(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
-        total: dict[str, float] = {}
-        for micro in micro_batches:
-            for name, weight in self.weigh(micro.batch).items():
-                total[name] = total.get(name, 0.0) + (0.0 if micro.is_empty else weight)
-        return dict(zip(total, self.reduce(list(total.values())), strict=True))
+        weights = [self.weigh(micro.batch) for micro in micro_batches]
+        sums = [
+            sum(weight[name] for weight, micro in zip(weights, micro_batches, strict=True) if not micro.is_empty)
+            for name in weights[0]
+        ]
+        return dict(zip(weights[0], self.reduce(sums), strict=True))

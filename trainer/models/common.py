@@ -19,12 +19,11 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
         labels: int64, shape ``(items,)``.
     """
     import torch
-    from torch.nn.functional import cross_entropy
 
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    total = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-    return Loss(total, (labels != IGNORED_LABEL).sum(), logits=logits.detach(), targets=labels)
+    total = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    return Loss(total, logits=logits.detach(), targets=labels)
 
 
 def find_blocks(module: nn.Module, classes: Sequence[type] = ()) -> list[nn.Module]:

@@ -110,7 +110,7 @@ class _Sums(Metric):
 
     def update(self, index: int, loss: Loss) -> None:
         self.sums[index, 0] += loss.total.detach()
-        self.sums[index, 1] += loss.weight
+        self.sums[index, 1] += loss.counted()
         if self.classes and loss.logits is not None and loss.targets is not None:
             self._count(loss.logits, loss.targets)
 

@@ -1,0 +1,151 @@
+"""The run directory: what a run writes, and what it prints of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.export import save_model
+from trainer.checkpoint.store import staged_folder, write_atomic
+from trainer.engine.events import Counters
+from trainer.engine.loop import count_steps
+from trainer.engine.window import Windows, padding_share
+from trainer.listeners import Stopwatch
+from trainer.memory.monitor import measure
+from trainer.recipe import require
+from trainer.report.loggers import close_loggers, make_loggers
+from trainer.report.metrics import EvaluationResult, classification_report
+from trainer.report.plots import plot_curves
+from trainer.report.summary import Summary, summary_text, versions
+from trainer.session import Session
+from trainer.settings import dump_recipe
+
+
+def choose_run_dir(session: Session, source: str | None) -> Path:
+    """The directory of this run, the same on every rank; one that holds a finished run is refused."""
+    wanted = session.recipe.run.dir
+    name = Path(source).stem if source else "recipe"
+    chosen = wanted or f"runs/{name}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run_dir = Path(session.fabric.broadcast(chosen)).absolute()
+    require(
+        not (run_dir / "recipe.yaml").exists(),
+        f"run.dir={run_dir} already holds a run: choose another directory, or remove it",
+    )
+    session.recipe = session.recipe.replace(run=dataclasses.replace(session.recipe.run, dir=str(run_dir)))
+    session.fabric.barrier()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return run_dir
+
+
+def write_recipe(session: Session, run_dir: Path, source: str | None) -> None:
+    """Write ``recipe.yaml``; without the directory, for a repetition is another run."""
+    recipe = session.recipe
+    repeated = recipe.replace(run=dataclasses.replace(recipe.run, dir=None))
+    write_atomic(run_dir / "recipe.yaml", dump_recipe(repeated, source))
+
+
+def open_loggers(session: Session, run_dir: Path) -> list[Any]:
+    """The loggers that the recipe asks for, on the first rank; none on the others."""
+    if not session.is_first:
+        return []
+    names = session.recipe.model.loss_names
+    extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
+    config = {field.name: getattr(session.recipe, field.name) for field in dataclasses.fields(session.recipe)}
+    return make_loggers(session.recipe.run.logger, run_dir, config, extra)
+
+
+def summarise(
+    session: Session, status: str, counters: Counters, stopwatch: Stopwatch, result: EvaluationResult | None
+) -> Summary:
+    """What ``summary.json`` will hold."""
+    recipe, plan = session.recipe, session.plan
+    memory = measure(session.fabric.device)
+    return Summary(
+        status=status,
+        steps=counters.step,
+        skipped_steps=counters.skipped_steps,
+        world_size=plan.world_size,
+        batch_size=plan.first_cut.batch_size,
+        micro_batch_size=plan.first_cut.micro_batch_size,
+        accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else plan.first_cut.accumulate,
+        metrics={"test": {"accuracy": result.accuracy, "loss": result.loss}} if result else {},
+        memory=dataclasses.asdict(memory),
+        samples_per_second=stopwatch.samples_per_second,
+        seconds=stopwatch.seconds,
+        versions=versions(),
+    )
+
+
+def write_results(
+    session: Session,
+    run_dir: Path,
+    module: nn.Module,
+    summary: Summary,
+    result: EvaluationResult | None,
+    loggers: list[Any],
+) -> None:
+    """Write what there is to write; of a run that failed, its figures and no model."""
+    close_loggers(loggers, summary.status)
+    write_atomic(run_dir / "summary.json", summary.to_json())
+    if summary.status == "finished":
+        with staged_folder(run_dir / "model") as folder:
+            save_model(session.recipe.model, module, folder)
+    if result is not None:
+        write_atomic(run_dir / "classification_report.txt", report_text(result, session.recipe.data) + "\n")
+    if (run_dir / "metrics.csv").exists():
+        plot_curves(run_dir / "metrics.csv", run_dir / "curves.png")
+
+
+def print_results(session: Session, run_dir: Path, summary: Summary, result: EvaluationResult | None) -> None:
+    """Print the report and the summary."""
+    if result is not None:
+        print(report_text(result, session.recipe.data))
+    print(summary_text(summary, run_dir))
+
+
+def report_text(result: EvaluationResult, data: Any) -> str:
+    """The classification report, or the losses of a model that does not classify."""
+    if result.confusion is None:
+        return "\n".join(f"{name} {value:.6f}" for name, value in result.losses.items())
+    return classification_report(result.confusion, getattr(data, "class_names", None))
+
+
+def describe_run(session: Session, module: nn.Module, windows: Windows) -> list[str]:
+    """The plan, the size of the model and the run and, for texts, what cutting by length saves: a line each."""
+    parameters = sum(p.numel() for p in module.parameters())
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    steps = count_steps(windows, session.recipe.epochs, session.recipe.max_steps)
+    frozen = f" ({trained:,} trained)" if trained < parameters else ""
+    name = type(session.recipe.model).__name__
+    lines = [
+        f"plan: {session.plan.describe()} on {_device_name(session.fabric.device)}",
+        f"{name}: {parameters:,} parameters{frozen}; {windows.size:,} samples, {steps:,} steps",
+    ]
+    if windows.lengths is not None:
+        before, after = padding_shares(windows)
+        lines.append(
+            f"padding: {100 * after:.1f} % of the tokens, micro-batches cut by length "
+            f"({100 * before:.1f} % in the order drawn)"
+        )
+    return lines
+
+
+def padding_shares(windows: Windows) -> tuple[float, float]:
+    """The share of padding in the first epoch: with batches cut in the order drawn, and cut by length."""
+    assert windows.lengths is not None
+    unsorted = dataclasses.replace(windows, lengths=None)
+    shares = []
+    for cut in (unsorted, windows):
+        pieces = [piece for step in range(windows.steps(0)) for piece in cut.pieces(0, step)]
+        shares.append(padding_share(pieces, windows.lengths))
+    return shares[0], shares[1]
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
