@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trainer.data import CIFAR10, Digits
-from trainer.data.loader import Loader, Request, SampleError
-from trainer.recipe import Data, RecipeError
+from trainer.data.loader import Loader, SampleError
+from trainer.recipe import Data, RecipeError, Request
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.common import reason
-from trainer.recipe import RecipeError
+from trainer.recipe import RecipeError, Request
 
 
 class SampleError(RecipeError):
@@ -46,7 +46,7 @@ class Loader:
         self.fetch = _Fetch(split, collate)
         self.workers, self.pin_memory, self.prefetch = workers, pin_memory, prefetch
 
-    def __call__(self, requests: Iterable[_Pair]) -> Iterator[Any]:
+    def __call__(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Yield one micro-batch per request.
 
         Raises:
@@ -61,7 +61,7 @@ class Loader:
                 raise SampleError(item.message)
             yield item
 
-    def _dataloader(self, requests: Iterable[_Pair]) -> DataLoader:
+    def _dataloader(self, requests: Iterable[Request]) -> DataLoader:
         if self.workers:  # tokenizers warns once per process about forks after it has used threads
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         return DataLoader(
@@ -84,7 +84,7 @@ class _Fetch:
         self.augmented = bool(getattr(split, "augmented", False))
         self.whole = None if self.augmented else getattr(split, "__getitems__", None)
 
-    def __getitem__(self, request: _Pair) -> Any:
+    def __getitem__(self, request: Request) -> Any:
         indices, seeds = request
         if self.whole is not None:
             batch = self._guard(indices, self.whole, indices)
@@ -136,7 +136,7 @@ class _Guarded:
     def __init__(self, fetch: _Fetch) -> None:
         self.fetch = fetch
 
-    def __getitem__(self, request: _Pair) -> Any:
+    def __getitem__(self, request: Request) -> Any:
         try:
             return self.fetch[request]
         except RecipeError as error:
