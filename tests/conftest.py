@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the network
@@ -35,3 +36,13 @@ def ranks():
 def pytest_sessionfinish() -> None:
     for pool in _POOLS.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def sample_data() -> Path:
+    """The folder of real samples: $TRAINER_TEST_DATA, or shared/data beside the repository."""
+    beside = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("TRAINER_TEST_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip(f"no sample data in {folder}: set TRAINER_TEST_DATA")
+    return folder

@@ -60,6 +60,7 @@ def main(recipe: Recipe) -> None:
 
 
 def _guarded(command: Callable[[], None]) -> int:
+    _hide_foreign_bars()
     try:
         command()
     except (RecipeError, RunError) as error:
@@ -69,6 +70,13 @@ def _guarded(command: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _hide_foreign_bars() -> None:
+    """In a log file, the progress bars of datasets and transformers would be one endless line each."""
+    if not sys.stderr.isatty():
+        for library in ("HF_HUB", "HF_DATASETS"):  # read when the libraries are imported, which is later
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
 def _rank_prefix() -> str:

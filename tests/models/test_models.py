@@ -212,3 +212,17 @@ def test_a_pickled_weight_file_of_a_text_model_is_refused(tmp_path):
     torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(RecipeError, match=r"model\.weights=.* cannot be loaded"):
         model.saved_in(tmp_path).build()
+
+
+@pytest.mark.slow
+def test_weights_by_torchvisions_name(tmp_path, monkeypatch):
+    """As downloaded: a file in torch.hub's folder under the name that torchvision gives it (350 MB)."""
+    source = torchvision.models.vit_b_32()
+    url = torchvision.models.ViT_B_32_Weights.IMAGENET1K_V1.url
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(source.state_dict(), tmp_path / "checkpoints" / url.rsplit("/", 1)[1])
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    module = VisionTransformer("vit_b_32", weights="DEFAULT", num_classes=10, image_size=96).build()
+    assert torch.equal(module.conv_proj.weight, source.conv_proj.weight)
+    assert module.encoder.pos_embedding.shape[1] == 10
+    assert module.heads.head.out_features == 10

@@ -28,11 +28,15 @@ class Plan:
         """The plan in one line, for a person."""
         cut = self.first_cut
         tokens = f" of at most {cut.micro_batch_tokens} tokens" if cut.micro_batch_tokens else ""
-        ranks = f"{self.world_size} rank" + "s" * (self.world_size > 1)
         return (
-            f"batch {cut.batch_size} = {ranks} × {cut.accumulate} micro-batches of {cut.micro_batch_size}{tokens}, "
+            f"batch {cut.batch_size} = {_count(self.world_size, 'rank', 's')} × "
+            f"{_count(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}{tokens}, "
             f"{self.strategy}, {self.precision}"
         )
+
+
+def _count(number: int, noun: str, plural: str) -> str:
+    return f"{number} {noun}{plural if number > 1 else ''}"
 
 
 def decide_plan(recipe: Recipe, world_size: int) -> Plan:

@@ -1,0 +1,53 @@
+"""The code that README and docs show is the code that runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+ROOT = Path(__file__).parents[1]
+
+
+def python_blocks(path):
+    return re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+
+
+def test_the_recipe_in_the_readme_is_the_packaged_one():
+    assert python_blocks("README.md")[0] == (ROOT / "recipes" / "vit_digits.py").read_text()
+
+
+def test_a_model_of_ones_own_runs_as_written(tmp_path):
+    (tmp_path / "spirals.py").write_text(python_blocks("docs/your-own-model.md")[0])
+    command = [sys.executable, "spirals.py", "--run.dir", "out", "--model.width", "32", "--data.size", "450"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "status" in done.stdout
+    accuracy = float(re.search(r"test accuracy +([\d.]+)", done.stdout)[1])
+    assert accuracy > 80
+
+
+def test_the_loop_of_ones_own_runs_as_written():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 3)
+    before = model.weight.clone()
+    loader = [(torch.randn(size, 2), torch.arange(size) % 3) for size in (4, 4, 1)] * 4
+    names = {"torch": torch, "model": model, "loader": loader, "cross_entropy": cross_entropy}
+    inner = {}
+    names["scheduler"] = type("Scheduler", (), {"step": lambda self: inner.update(steps=inner.get("steps", 0) + 1)})()
+    exec(python_blocks("docs/techniques.md")[0], names)
+    assert inner == {"steps": 1}  # 12 micro-batches: a window of 8, and the flushed rest
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), target

@@ -1,0 +1,49 @@
+"""What the launcher's environment says."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer import Memory, Recipe, RecipeError, Run
+from trainer.data import Digits
+from trainer.models import MLP
+from trainer.world import World, adopt_fabric_run, detect_world
+
+
+def recipe(**run):
+    return Recipe(model=MLP(), data=Digits(), batch_size=8, run=Run(accelerator="cpu", **run))
+
+
+def test_plain_python_has_one_process_unless_told_otherwise():
+    assert detect_world(recipe(), {}) == World("plain", "cpu", 1)
+    assert detect_world(recipe(devices=4), {}).size == 4
+
+
+def test_torchrun_and_slurm_say_how_many_there_are():
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
+    assert detect_world(recipe(), torchrun) == World("torchrun", "cpu", 4, 2)
+    assert detect_world(recipe(devices=4), torchrun).size == 8
+    assert detect_world(recipe(), {"SLURM_NTASKS": "6", "SLURM_NNODES": "2"}) == World("slurm", "cpu", 3, 2)
+    with pytest.raises(RecipeError, match=r"run\.devices=2 contradicts the launcher: torchrun started 4"):
+        detect_world(recipe(devices=2), torchrun)
+
+
+def test_the_options_of_fabric_run_are_taken_over_and_its_variables_removed():
+    environment = {"LT_CLI_USED": "1", "LT_DEVICES": "2", "LT_NUM_NODES": "1", "OTHER": "kept"}
+    environment |= {"LT_ACCELERATOR": "gpu", "LT_STRATEGY": "ddp", "LT_PRECISION": "bf16"}
+    adopted = adopt_fabric_run(recipe(), environment)
+    assert environment == {"OTHER": "kept"}
+    assert (adopted.run.accelerator, adopted.memory.strategy, adopted.memory.precision) == ("cuda", "ddp", "bf16-mixed")
+    own = recipe()
+    assert adopt_fabric_run(own, {}) is own
+    with pytest.raises(RecipeError, match=r"memory\.strategy='deepspeed' is not one of"):
+        adopt_fabric_run(recipe(), {"LT_CLI_USED": "1", "LT_STRATEGY": "deepspeed"})
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    wanted = Recipe(model=MLP(), data=Digits(), batch_size=8, run=Run(accelerator="cuda"), memory=Memory())
+    with pytest.raises(RecipeError, match=r"run\.accelerator=cuda, but torch sees no CUDA device"):
+        detect_world(wanted, {})
