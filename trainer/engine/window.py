@@ -225,9 +225,8 @@ class Windows:
         plans, ahead = tee(self._own(epoch, step) for step in steps)  # workers fetch ahead of the steps
         batches = self.fetch(request for own in ahead for request, _ in own)
         for step, own in zip(steps, plans, strict=True):
-            first_seed, last = derive_seed(self.seed, epoch, step) + self.rank, len(own) - 1
             micro_batches = [
-                MicroBatch(next(batches), first_seed + number * self.world_size, number == last, is_empty)
+                MicroBatch(next(batches), self._dropout_seed(epoch, step, number), number == len(own) - 1, is_empty)
                 for number, (_, is_empty) in enumerate(own)
             ]
             samples = min(batch_size, self.size - step * batch_size)
@@ -243,6 +242,9 @@ class Windows:
             seeds = [derive_seed(self.seed, epoch, index) for index in indices] if self.augmented else None
             own.append((Request(indices, seeds), not piece))
         return own
+
+    def _dropout_seed(self, epoch: int, step: int, number: int) -> int:
+        return derive_seed(self.seed, epoch, step, number * self.world_size + self.rank)
 
     def _weights(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
         weights = [self.weigh(micro.batch) for micro in micro_batches]
