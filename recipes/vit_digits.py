@@ -5,9 +5,9 @@ from trainer.data import Digits
 from trainer.models import VisionTransformer
 
 recipe = Recipe(
-    model=VisionTransformer("custom", patch_size=2, layers=4, heads=4, width=64, mlp_width=256, dropout=0.1),
+    model=VisionTransformer("custom", patch_size=4, layers=4, heads=4, width=64, mlp_width=256, dropout=0.2),
     data=Digits(),
-    optim=Optim("adamw", lr=3e-3, weight_decay=0.05, schedule="cosine", warmup_steps=50, clip_norm=1.0),
+    optim=Optim("adamw", lr=1.5e-3, weight_decay=0.05, schedule="cosine", warmup_steps=50, clip_norm=1.0),
     batch_size=64,
     epochs=40,
     memory=Memory(micro_batch_size=16),
