@@ -79,8 +79,9 @@ def _train(
     status = "failed"
     try:
         engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
-        if final := evaluate_test or evaluate_split:
-            result = final()
+        result = engine.last_result
+        if split == "val" and evaluate_test is not None:
+            result = evaluate_test()
             logging.log({f"test_{name}": value for name, value in result.figures().items()}, engine.counters.step)
         status = "finished"
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share
 from trainer.listeners import Stopwatch
 from trainer.memory.monitor import measure
-from trainer.recipe import require
+from trainer.recipe import RecipeError, require
 from trainer.report.loggers import close_loggers, make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.plots import plot_curves
@@ -39,7 +39,11 @@ def choose_run_dir(session: Session, source: str | None) -> Path:
     )
     session.recipe = session.recipe.replace(run=dataclasses.replace(session.recipe.run, dir=str(run_dir)))
     session.fabric.barrier()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"run.dir={run_dir} cannot be made ({error.strerror}): choose another directory") from error
+    require(os.access(run_dir, os.W_OK), f"run.dir={run_dir} is not writable: choose another directory")
     return run_dir
 
 
@@ -66,6 +70,7 @@ def summarise(
     """What ``summary.json`` will hold."""
     recipe, plan = session.recipe, session.plan
     memory = measure(session.fabric.device)
+    final_split = "val" if recipe.data.test is None else "test"
     return Summary(
         status=status,
         steps=counters.step,
@@ -74,7 +79,7 @@ def summarise(
         batch_size=plan.first_cut.batch_size,
         micro_batch_size=plan.first_cut.micro_batch_size,
         accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else plan.first_cut.accumulate,
-        metrics={"test": {"accuracy": result.accuracy, "loss": result.loss}} if result else {},
+        metrics={final_split: {"accuracy": result.accuracy, "loss": result.loss}} if result else {},
         memory=dataclasses.asdict(memory),
         samples_per_second=stopwatch.samples_per_second,
         seconds=stopwatch.seconds,
@@ -92,10 +97,10 @@ def write_results(
 ) -> None:
     """Write what there is to write; of a run that failed, its figures and no model."""
     close_loggers(loggers, summary.status)
-    write_atomic(run_dir / "summary.json", summary.to_json())
     if summary.status == "finished":
         with staged_folder(run_dir / "model") as folder:
             save_model(session.recipe.model, module, folder)
+    write_atomic(run_dir / "summary.json", summary.to_json())  # after the model, which "finished" promises
     if result is not None:
         write_atomic(run_dir / "classification_report.txt", report_text(result, session.recipe.data) + "\n")
     if (run_dir / "metrics.csv").exists():

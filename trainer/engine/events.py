@@ -17,7 +17,9 @@ class Counters:
     step: int = 0
     step_in_epoch: int = 0
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     samples: int = 0
+    evaluated_at: int = 0
 
 
 class Listener:

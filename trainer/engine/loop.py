@@ -12,7 +12,7 @@ import torch
 from trainer.engine.events import Counters, Events
 from trainer.engine.forward import Forward
 from trainer.engine.step import Stepper, StepResult
-from trainer.engine.window import MicroBatch, Windows
+from trainer.engine.window import MicroBatch, Window, Windows
 from trainer.recipe import RunError
 
 
@@ -76,11 +76,12 @@ class Engine:
     ) -> None:
         self.stepper, self.windows, self.evaluation, self.events = stepper, windows, evaluation, events or Events()
         self.counters = Counters()
+        self.last_result: Any = None
 
     def fit(
         self, epochs: int, max_steps: int | None = None, eval_every: int | None = None, max_skipped: int = 20
     ) -> Counters:
-        """Train for ``epochs`` or ``max_steps``, whichever ends first.
+        """Train for ``epochs`` or ``max_steps``, whichever ends first; ``last_result`` is then the last evaluation's.
 
         Raises:
             NonFiniteError: after ``max_skipped`` skipped steps in a row.
@@ -89,48 +90,44 @@ class Engine:
         total = count_steps(self.windows, epochs, max_steps)
         self.stepper.module.train()
         self.events.on_fit_start(counters, total)
-        in_a_row = 0
         for epoch in range(epochs):
-            counters.epoch = epoch
-            in_a_row = self._epoch(total, eval_every, max_skipped, in_a_row)
+            counters.epoch, counters.step_in_epoch = epoch, 0
+            for window in self.windows.epoch(epoch, last_step=total - counters.step):
+                self._step(window, max_skipped)
+                if eval_every and counters.step % eval_every == 0:
+                    self._evaluate()
+            self._evaluate()
             if counters.step >= total:
                 break
         self.events.on_fit_end(counters)
         return counters
 
-    def _epoch(self, total: int, eval_every: int | None, max_skipped: int, in_a_row: int) -> int:
+    def _step(self, window: Window, max_skipped: int) -> None:
+        result = self.stepper.step(window)
         counters = self.counters
-        evaluated_at = -1
-        left = total - counters.step
-        counters.step_in_epoch = 0
-        for window in self.windows.epoch(counters.epoch, last_step=left):
-            result = self.stepper.step(window)
-            counters.step += 1
-            counters.step_in_epoch += 1
-            counters.samples += result.samples
-            counters.skipped_steps += result.skipped
-            in_a_row = in_a_row + 1 if result.skipped else 0
-            self.events.on_step(counters, result)
-            if in_a_row >= max_skipped:
-                raise NonFiniteError(_diagnosis(counters, result, in_a_row))
-            if eval_every and counters.step % eval_every == 0:
-                self._evaluate()
-                evaluated_at = counters.step
-        if evaluated_at != counters.step:
-            self._evaluate()
-        return in_a_row
+        counters.step += 1
+        counters.step_in_epoch += 1
+        counters.samples += result.samples
+        counters.skipped_steps += result.skipped
+        counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if result.skipped else 0
+        self.events.on_step(counters, result)
+        if counters.skipped_in_a_row >= max_skipped:
+            raise NonFiniteError(_diagnosis(counters, result))
 
     def _evaluate(self) -> None:
-        if self.evaluation is not None:
+        """Evaluate, unless that has just been done: ``eval_every`` and the end of an epoch may fall together."""
+        if self.evaluation is not None and self.counters.evaluated_at != self.counters.step:
             self.events.on_evaluation_start(self.counters)
-            self.events.on_evaluation(self.counters, self.evaluation())
+            self.last_result = self.evaluation()
+            self.counters.evaluated_at = self.counters.step
+            self.events.on_evaluation(self.counters, self.last_result)
 
 
-def _diagnosis(counters: Counters, result: StepResult, in_a_row: int) -> str:
+def _diagnosis(counters: Counters, result: StepResult) -> str:
     bad = [f"loss {name!r} is {value}" for name, value in result.losses.items() if not math.isfinite(value)]
     cause = ", ".join(bad) or f"the gradient norm is {result.grad_norm}"
     return (
-        f"step {counters.step} (epoch {counters.epoch}): {cause}, and {in_a_row} steps in a row were skipped; "
-        "the weights are those of the last finite step. Lower optim.lr, set optim.clip_norm, use memory.precision "
-        "bf16-mixed or 32-true, or look for bad samples"
+        f"step {counters.step} (epoch {counters.epoch}): {cause}, and {counters.skipped_in_a_row} steps in a row were "
+        "skipped; the weights are those of the last finite step. Lower optim.lr, set optim.clip_norm, use "
+        "memory.precision bf16-mixed or 32-true, or look for bad samples"
     )
