@@ -91,7 +91,13 @@ def make_model(name: str) -> Model:
             "max_position_embeddings": 64,
         }
         return BigBird("big_bird", tokenizer=tokenizer_folder(), config=config, num_classes=CLASSES, dropout=0.0)
-    return {"tagger": Tagger, "two_losses": TwoLosses}[name]()
+    return {
+        "tagger": Tagger,
+        "two_losses": TwoLosses,
+        "unused": OneHead,
+        "branch": Branch,
+        "undeclared": UndeclaredBranch,
+    }[name]()
 
 
 @dataclasses.dataclass
@@ -137,11 +143,62 @@ class TwoLosses(Model):
         yield Loss((squares * odd).sum(), odd.sum(), name="right")
 
 
+@dataclasses.dataclass
+class OneHead(Model):
+    """One loss, which leaves two of the module's parts without a gradient."""
+
+    def build(self) -> nn.Module:
+        return TwoHeads()
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        yield classification_loss(module(batch["pixel_values"], "left"), batch["labels"])
+
+
+@dataclasses.dataclass
+class Branch(OneHead):
+    """The second head is reached by the micro-batches that have an odd label."""
+
+    conditional = True
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        odd = batch["labels"] % 2 == 1
+        (loss,) = super().losses(module, batch)
+        squares = module(batch["pixel_values"][odd], "right").square().sum() if odd.any() else 0.0
+        yield dataclasses.replace(loss, total=loss.total + squares)
+
+
+class BranchOnly(nn.Module):
+    """Two linear maps of the pixels, of which a batch takes one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(48, CLASSES), nn.Linear(48, CLASSES)
+
+    def forward(self, pixels: Tensor, both: bool) -> Tensor:
+        pixels = pixels.flatten(1)
+        return self.always(pixels) + (self.sometimes(pixels) if both else 0.0)
+
+
+@dataclasses.dataclass
+class UndeclaredBranch(Model):
+    """Takes both maps in the first micro-batches and one later on, without saying so."""
+
+    def __post_init__(self) -> None:
+        self.seen = 0
+
+    def build(self) -> nn.Module:
+        return BranchOnly()
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        self.seen += 1
+        yield classification_loss(module(batch["pixel_values"], self.seen < 3), batch["labels"])
+
+
 def make_samples(problem: Problem) -> list[dict[str, Tensor]]:
     """Random samples: images, or texts of 3 to 40 tokens."""
     generator = torch.Generator().manual_seed(problem.seed + 1)
     labels = torch.randint(CLASSES, (problem.size,), generator=generator)
-    if problem.name in ("vit", "mlp", "two_losses"):
+    if problem.name not in ("distilbert", "bigbird", "tagger"):
         side = 8 if problem.name == "vit" else 4
         images = torch.randn(problem.size, 3, side, side, generator=generator)
         return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels, strict=True)]
@@ -201,6 +258,12 @@ def textbook_loss(name: str, module: nn.Module, batch: dict[str, Tensor]) -> Ten
         return cross_entropy(module(batch["pixel_values"]), labels)
     if name == "tagger":
         return cross_entropy(module(batch["input_ids"]).flatten(0, 1), labels.flatten())
+    if name == "unused":
+        return cross_entropy(module(batch["pixel_values"], "left"), labels)
+    if name == "branch":
+        odd = batch["pixel_values"][labels % 2 == 1]
+        right = module(odd, "right").square().sum() if len(odd) else torch.zeros(())
+        return cross_entropy(module(batch["pixel_values"], "left"), labels) + right / len(labels)
     if name == "two_losses":
         odd = batch["pixel_values"][labels % 2 == 1]
         right = module(odd, "right").square().mean() if len(odd) else torch.zeros(())

@@ -179,9 +179,48 @@ def test_what_the_data_knows_fills_the_model_and_must_agree(tmp_path):
         fit(recipe(tmp_path / "r", model=dataclasses.replace(recipe("x").model, image_size=16)))
 
 
+def test_a_run_can_be_evaluated_from_another_folder(tmp_path, monkeypatch):
+    from trainer.data import TextFiles
+    from trainer.rundir import _with_absolute_paths
+
+    (tmp_path / "t.csv").write_text("text,label")
+    monkeypatch.chdir(tmp_path)
+    kept = _with_absolute_paths(TextFiles("t.csv", test_file="missing.csv", val_fraction=0.1))
+    assert (kept.train_file, kept.test_file, kept.text_column) == (str(tmp_path / "t.csv"), "missing.csv", "text")
+
+
+def test_what_cannot_start_leaves_the_run_directory_free(tmp_path):
+    blocked = Run(dir=str(tmp_path / "r"), progress=False, logger=["wandb"])
+    with pytest.raises(RecipeError, match="needs the package wandb"):
+        fit(recipe(tmp_path / "r", run=blocked))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match=r"run\.dir=.*file/r cannot be made"):
+        fit(recipe(tmp_path / "file" / "r"))
+    assert fit(recipe(tmp_path / "r", max_steps=1)).status == "finished"
+
+
+def test_without_a_test_set_the_figures_are_called_validation(tmp_path):
+    class NoTest(Digits):
+        def prepare(self, tokenizer=None):
+            super().prepare(tokenizer)
+            self.test = None
+
+    summary = fit(recipe(tmp_path / "r", data=NoTest(val_fraction=0.1), max_steps=2))
+    assert list(summary.metrics) == ["val"]
+    assert not any(row["test_loss"] for row in rows(tmp_path / "r"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"accumulate": 40, "memory": Memory()},
+            r"cannot be cut into accumulate=40 micro-batches: those of 2 .* make 32",
+        ),
+        (
+            {"accumulate": {0: 4, 3: 2}, "epochs": 5},
+            r"batch_size=64 contradicts accumulate=2 with memory\.micro_batch_size=16 on 1 rank.*make 32",
+        ),
         ({"accumulate": 8}, r"batch_size=64 contradicts accumulate=8"),
         ({"memory": Memory(strategy="fsdp")}, r"memory\.strategy=fsdp is not built yet"),
     ],

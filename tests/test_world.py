@@ -28,6 +28,16 @@ def test_torchrun_and_slurm_say_how_many_there_are():
         detect_world(recipe(devices=2), torchrun)
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_a_launcher_that_is_not_known_does_not_make_silent_single_runs(name):
+    with pytest.raises(RecipeError, match=f"{name}=2 in the environment .* neither torchrun nor Slurm"):
+        detect_world(recipe(), {name: "2", "RANK": "1"})
+    assert detect_world(recipe(), {name: "1"}).size == 1
+    # A process that Fabric started itself for --run.devices 2:
+    if name == "WORLD_SIZE":
+        assert detect_world(recipe(devices=2), {name: "2", "LOCAL_RANK": "1"}).size == 2
+
+
 def test_the_options_of_fabric_run_are_taken_over_and_its_variables_removed():
     environment = {"LT_CLI_USED": "1", "LT_DEVICES": "2", "LT_NUM_NODES": "1", "OTHER": "kept"}
     environment |= {"LT_ACCELERATOR": "gpu", "LT_STRATEGY": "ddp", "LT_PRECISION": "bf16"}

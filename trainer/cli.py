@@ -35,6 +35,9 @@ options:
   --version                 show the version
 """
 
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
+"""What a collective says when another rank is gone."""
+
 COMMANDS = {"fit": "RECIPE", "evaluate": "RUN_DIR", "predict": "RUN_DIR"}
 PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
 
@@ -69,6 +72,11 @@ def _guarded(command: Callable[[], None]) -> int:
         return 2 if isinstance(error, RecipeError) else 1
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in LOST_PEER):
+            raise
+        print(f"{_rank_prefix()}trainer: error: another rank ended; its message says why", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -152,7 +160,9 @@ def _command(name: str, argv: list[str]) -> None:
 
 
 def _predict(recipe: Recipe, run_dir: Path, flags: Flags) -> None:
-    texts, images = ([text for name, text in flags if name == wanted and text] for wanted in PREDICT_FLAGS)
+    texts, images = ([text for name, text in flags if name == wanted and text is not None] for wanted in PREDICT_FLAGS)
+    if "" in texts:
+        raise RecipeError("--text is empty: give the text to classify")
     if bool(texts) == bool(images):
         raise RecipeError("predict needs either --text TEXT or --image PATH" + (", not both" if texts else ""))
     for image in images:

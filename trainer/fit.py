@@ -19,7 +19,7 @@ from trainer.engine.window import Windows
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.memory.initialize import build_on_device
 from trainer.memory.optimizer import build_optimizer
-from trainer.recipe import Recipe, require
+from trainer.recipe import Model, Recipe, require
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
 from trainer.report.summary import Summary
@@ -34,6 +34,9 @@ from trainer.rundir import (
     write_results,
 )
 from trainer.session import Session, evaluation, open_session, training_windows
+
+PREDICTION_BATCH = 32
+"""Samples that are classified at once: few enough for any machine that can hold the model."""
 
 
 def fit(recipe: Recipe, source: str | None = None) -> Summary:
@@ -126,22 +129,30 @@ def predict(
         not images or hasattr(data, "load_image"), f"--image needs an image model; {type(model).__name__} reads texts"
     )
     module = load_model(model, folder).eval()
-    if texts:
-        batch = dict(data.encode(texts, tokenizer))
-    else:
-        batch = {"pixel_values": torch.stack([data.load_image(image) for image in images or []])}
-    batch["labels"] = torch.zeros(
-        len(texts or images or []), dtype=torch.long
-    )  # no loss is read, but losses() wants some
-    with torch.no_grad():
-        logits = next(model.losses(module, batch)).logits
-    require(logits is not None, f"{type(model).__name__}.losses gives no logits to predict with")
-    probabilities, classes = logits.softmax(-1).max(-1)
-    names = model.class_names or [str(number) for number in range(logits.shape[-1])]
-    found = [(names[number], float(p)) for number, p in zip(classes.tolist(), probabilities, strict=True)]
-    for sample, (name, probability) in zip(texts or images or [], found, strict=True):
-        print(f"{name}\t{probability:.4f}\t{sample}")
+    samples = texts or images or []
+    names = model.class_names or []
+    found = []
+    for start in range(0, len(samples), PREDICTION_BATCH):
+        chunk = samples[start : start + PREDICTION_BATCH]
+        if texts:
+            batch = dict(data.encode(chunk, tokenizer))
+        else:
+            batch = {"pixel_values": torch.stack([data.load_image(image) for image in chunk])}
+        probabilities, classes = _probabilities(model, module, batch, len(chunk)).max(-1)
+        for sample, probability, number in zip(chunk, probabilities.tolist(), classes.tolist(), strict=True):
+            found.append((names[number] if names else str(number), probability))
+            print(f"{found[-1][0]}\t{probability:.4f}\t{sample}")
     return found
+
+
+@torch.no_grad()
+def _probabilities(model: Model, module: nn.Module, batch: dict[str, Any], count: int) -> torch.Tensor:
+    """Of every class, shape ``(count, classes)``."""
+    batch["labels"] = torch.zeros(count, dtype=torch.long)  # no loss is read, but losses() wants some
+    logits = next(model.losses(module, batch)).logits
+    require(logits is not None, f"{type(model).__name__}.losses gives no logits to predict with")
+    assert logits is not None
+    return logits.softmax(-1)
 
 
 def _build(session: Session) -> tuple[nn.Module, Stepper]:

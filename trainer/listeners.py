@@ -19,7 +19,6 @@ class Stopwatch(Listener):
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.evaluation_seconds = 0.0
         self.samples = 0
         self._since = 0.0
 
@@ -33,9 +32,7 @@ class Stopwatch(Listener):
         self._since = now
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
-        now = time.perf_counter()
-        self.evaluation_seconds += now - self._since
-        self._since = now
+        self._since = time.perf_counter()
 
     @property
     def samples_per_second(self) -> float:

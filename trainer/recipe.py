@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -20,6 +21,9 @@ OptimizerName = Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop
 ScaleLR = Literal["none", "linear", "sqrt"]
 Accelerator = Literal["auto", "cpu", "cuda"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
+
+PADDING_MULTIPLE = 8
+"""Texts are padded to a multiple of this many tokens: tensor cores want it."""
 
 IGNORED_LABEL = -100
 """The label that carries no weight: the convention of torch's cross entropy and of transformers."""
@@ -100,6 +104,10 @@ class Model:
 
     loss_names: ClassVar[tuple[str, ...]] = ("loss",)
     """The names of the losses that ``losses`` yields for every micro-batch, in order."""
+
+    conditional: ClassVar[bool] = False
+    """Whether some micro-batches leave some parameters without a gradient (a branch not taken, say). Under DDP
+    gradients are then reduced after the last backward instead of during it: exact, but not overlapped."""
 
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
@@ -184,7 +192,7 @@ class Optim:
         lr: learning rate at the reference batch size.
         weight_decay: decay of matrices; biases and norm weights (tensors of fewer than 2 dimensions) never decay.
         momentum: momentum of sgd and rmsprop.
-        schedule: constant, cosine or linear decay over all steps; the floor 0 is reached with the last step.
+        schedule: constant, cosine or linear decay over all steps, to 0 once the last step is taken.
         warmup_steps: steps over which the learning rate rises linearly from 0.
         clip_norm: largest global gradient norm; null for no clipping.
         scale_lr: scale lr with batch_size / reference_batch_size: none, linear or sqrt.
@@ -206,7 +214,7 @@ class Optim:
         require_choice("optim.name", self.name, OptimizerName)
         require_choice("optim.schedule", self.schedule, Schedule)
         require_choice("optim.scale_lr", self.scale_lr, ScaleLR)
-        require(self.lr > 0, f"optim.lr={self.lr} must be greater than 0")
+        require(0 < self.lr < math.inf, f"optim.lr={self.lr} must be greater than 0, and finite")
         require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay} must not be negative")
         require(0 <= self.momentum < 1, f"optim.momentum={self.momentum} must be in [0, 1)")
         require(

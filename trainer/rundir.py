@@ -28,7 +28,7 @@ from trainer.settings import dump_recipe
 
 
 def choose_run_dir(session: Session, source: str | None) -> Path:
-    """The directory of this run, the same on every rank; one that holds a finished run is refused."""
+    """The directory of this run, the same on every rank; one that holds a run, finished or not, is refused."""
     wanted = session.recipe.run.dir
     name = Path(source).stem if source else "recipe"
     chosen = wanted or f"runs/{name}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -48,10 +48,24 @@ def choose_run_dir(session: Session, source: str | None) -> Path:
 
 
 def write_recipe(session: Session, run_dir: Path, source: str | None) -> None:
-    """Write ``recipe.yaml``; without the directory, for a repetition is another run."""
+    """Write ``recipe.yaml``, so that it can be repeated and evaluated from anywhere.
+
+    Without the run directory, for a repetition is another run, and with paths that do not depend on where it starts.
+    """
     recipe = session.recipe
-    repeated = recipe.replace(run=dataclasses.replace(recipe.run, dir=None))
+    repeated = recipe.replace(
+        run=dataclasses.replace(recipe.run, dir=None),
+        model=_with_absolute_paths(recipe.model),
+        data=_with_absolute_paths(recipe.data),
+    )
     write_atomic(run_dir / "recipe.yaml", dump_recipe(repeated, source))
+
+
+def _with_absolute_paths(part: Any) -> Any:
+    """A model or dataset whose text fields that name an existing file or folder name it from the root."""
+    texts = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.init}
+    paths = {name: text for name, text in texts.items() if isinstance(text, str) and text and Path(text).exists()}
+    return dataclasses.replace(part, **{name: str(Path(text).absolute()) for name, text in paths.items()})
 
 
 def open_loggers(session: Session, run_dir: Path) -> list[Any]:
@@ -132,6 +146,8 @@ def describe_run(session: Session, module: nn.Module, windows: Windows) -> list[
         f"plan: {session.plan.describe()} on {_device_name(session.fabric.device)}",
         f"{name}: {parameters:,} parameters{frozen}; {windows.size:,} samples, {steps:,} steps",
     ]
+    if session.recipe.memory.budget is not None:
+        lines.append(f"memory.budget={session.recipe.memory.budget} is not used yet: there is no planner to keep it")
     if windows.lengths is not None:
         before, after = padding_shares(windows)
         lines.append(

@@ -19,6 +19,7 @@ from trainer.engine.loop import evaluate
 from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch
 from trainer.memory.plan import Plan, cut_at, decide_plan
 from trainer.recipe import Data, Model, Recipe, Request, require
+from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.world import adopt_fabric_run, detect_world, launch, on_first_rank_first
 
@@ -49,6 +50,7 @@ def open_session(recipe: Recipe, saved_in: Path | None = None) -> Iterator[Sessi
         recipe: what to run.
         saved_in: the folder of a trained model to use instead of a new one.
     """
+    require_loggers(recipe.run.logger)
     joined = torch.distributed.is_initialized()
     try:
         yield _open(recipe, saved_in)

@@ -55,10 +55,13 @@ def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
     """``asked`` and what gives way to it, so that batch_size = micro_batch_size × accumulate × ranks can hold.
 
     Where all three would be fixed, one that is only set ``before`` (in the recipe file, or in YAML below a flag) is
-    left to be derived: ``accumulate`` if it is not asked for, then ``memory.micro_batch_size``, then ``batch_size``.
+    left to be derived: ``accumulate`` if it is not asked for, then ``memory.micro_batch_size``, then ``batch_size``;
+    ``batch_size`` first when ``accumulate`` is a schedule.
     Asked for all three, nothing gives way, and a contradiction is an error of the run.
     """
     derived = {"accumulate": None, "memory.micro_batch_size": "auto", "batch_size": None}
+    if isinstance(asked.get("accumulate"), Mapping):  # a schedule is there to change the batch
+        derived = {"batch_size": None, **derived}
     now = {**before, **asked}
     all_fixed = all(now[key] != free for key, free in derived.items())
     giving_way = [key for key in derived if key not in asked]

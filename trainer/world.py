@@ -83,12 +83,26 @@ def detect_world(recipe: Recipe, environment: MutableMapping[str, str] = os.envi
         world = World("slurm", accelerator, int(environment["SLURM_NTASKS"]) // nodes, nodes)
     else:
         world = World("plain", accelerator, _devices_here(accelerator) if wanted == "auto" else wanted)
+        _refuse_unknown_launcher(world, environment)
     require(
         wanted in ("auto", world.devices),
         f"run.devices={wanted} contradicts the launcher: {world.launcher} started {world.devices} process(es) on this "
         "node; leave run.devices out, or start as many",
     )
     return world
+
+
+def _refuse_unknown_launcher(world: World, environment: MutableMapping[str, str]) -> None:
+    """Several processes that do not know of each other would be as many silent single runs."""
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        started = int(environment.get(name, "1"))
+        # Fabric tells the processes that it starts itself their WORLD_SIZE, too: that of run.devices.
+        joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.size
+        require(
+            started == 1 or joined,
+            f"{name}={started} in the environment says that a launcher started {started} processes, but it is neither "
+            "torchrun nor Slurm: start the run with torchrun, fabric run, srun or --run.devices, or unset the variable",
+        )
 
 
 def launch(recipe: Recipe, world: World) -> Fabric:

@@ -160,7 +160,7 @@ def test_a_packaged_recipe_keeps_its_name_by_path_too():
         ("", 64, None, 16),
         ("--batch_size 32", 32, None, 16),
         ("--accumulate 4", 64, 4, "auto"),  # the recipe's micro-batch gives way
-        ("--accumulate {0: 8, 4: 2}", 64, {0: 8, 4: 2}, "auto"),
+        ("--accumulate {0: 8, 4: 2}", None, {0: 8, 4: 2}, 16),
         ("--accumulate null", 64, None, 16),
         ("--accumulate 4 --memory.micro_batch_size 8", None, 4, 8),  # the recipe's batch gives way
         ("--accumulate 4 --memory.micro_batch_size auto", 64, 4, "auto"),

@@ -174,15 +174,12 @@ def test_a_corrupt_image_is_named_before_training(folder):
         ImageFolder(str(folder)).prepare()
 
 
-def test_a_truncated_jpeg_is_named_when_it_is_read(folder):
+def test_a_truncated_jpeg_is_named_before_training(folder):
     path = folder / "train" / "cat" / "zz.jpg"
     Image.open(next((folder / "train" / "cat").iterdir())).save(path)
     path.write_bytes(path.read_bytes()[:-200])
-    data = ImageFolder(str(folder))
-    data.prepare()  # its header is sound
-    index = next(i for i in range(len(data.train)) if data.train.describe(i) == str(path))
-    with pytest.raises(RecipeError, match=f"{path} cannot be read as an image"):
-        data.train[index]
+    with pytest.raises(RecipeError, match=f"1 of [0-9]+ images cannot be read: {path}"):
+        ImageFolder(str(folder)).prepare()
 
 
 def test_classes_that_differ_are_named(folder):

@@ -55,7 +55,7 @@ def test_every_cut_on_several_ranks_equals_the_plain_loop(name, batch, world_siz
 
 problems = st.builds(
     Problem,
-    name=st.sampled_from([*MODELS, "tagger", "two_losses"]),
+    name=st.sampled_from([*MODELS, "tagger", "two_losses", "unused", "branch"]),
     size=st.integers(1, 30),
     batch_size=st.integers(1, 17),
     micro_batch_size=st.integers(1, 18),
@@ -128,19 +128,24 @@ def count_syncs(stepper, windows, sync_always=False):
         return allreduce_hook(state, bucket)
 
     stepper.module.register_comm_hook(None, hook)
-    honest = stepper.sync.before
 
     def before(is_last):
         counts.append(0)
-        honest(True if sync_always else is_last)
+        stepper.sync.sync.before(True if sync_always else is_last)
 
     stepper.sync.before = before
     return counts
 
 
 def syncs_only_at_the_end(counts: list[int], micro_steps: int) -> bool:
-    """Whether reductions happen in every last micro-step of a window, and in no other."""
-    return all((count > 0) == ((number + 1) % micro_steps == 0) for number, count in enumerate(counts))
+    """Whether reductions happen in every last micro-step of a window, and in no other.
+
+    In the first step not even there: it is reduced afterwards, to see whether all parameters are reached.
+    """
+    first, later = counts[:micro_steps], counts[micro_steps:]
+    return sum(first) == 0 and all(
+        (count > 0) == ((number + 1) % micro_steps == 0) for number, count in enumerate(later)
+    )
 
 
 def test_gradients_are_synchronised_on_the_last_micro_step_only(ranks):
@@ -148,6 +153,13 @@ def test_gradients_are_synchronised_on_the_last_micro_step_only(ranks):
     for answer in ranks(2).run(engine_run, problem, 2, count_syncs):
         assert len(answer["observed"]) == 3 * 4
         assert syncs_only_at_the_end(answer["observed"], micro_steps=4)
+
+
+def test_a_branch_that_is_not_declared_stops_the_run_before_a_wrong_update(ranks):
+    # The first step takes the branch on both ranks, the third does not; DDP would notice a step too late.
+    problem = Problem("undeclared", 24, 8, 4, steps=12)
+    with pytest.raises(AssertionError, match="set `conditional = True` in the model's class"):
+        ranks(2).run(engine_run, problem, 2)
 
 
 def test_a_planted_sync_on_every_micro_step_is_found(ranks):

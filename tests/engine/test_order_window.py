@@ -92,7 +92,6 @@ def test_a_schedule_holds_from_the_epoch_it_names():
         (None, 8, 2, 3, (48, 8, 2)),
         (64, 16, 4, 1, (64, 16, 4)),
         (10, 3, 4, 1, (10, 3, 4)),
-        (10, None, 8, 1, (10, 2, 5)),
     ],
 )
 def test_what_is_left_open_is_derived(batch, micro, accumulate, ranks, expected):

@@ -10,7 +10,7 @@ import torch
 from problems import Problem, TwoLosses, engine_run, errors, make_fabric, make_model, plain_run
 from torch import nn
 
-from trainer.engine.batchnorm import BatchNormMomentum
+from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.events import Counters, Events, Listener
 from trainer.engine.loop import Engine, NonFiniteError
 from trainer.engine.schedule import lr_factor
@@ -221,7 +221,7 @@ def test_dropout_depends_on_the_micro_batch_and_not_on_what_ran_before():
 
 def test_batchnorm_forgets_as_much_in_k_micro_steps_as_in_one_step():
     layer = nn.BatchNorm1d(3, momentum=0.1)
-    corrected = BatchNormMomentum(layer)
+    corrected = BatchNormStatistics(layer)
     batch = torch.randn(64, 3)
     whole = nn.BatchNorm1d(3, momentum=0.1)
     whole(batch)
@@ -234,6 +234,66 @@ def test_batchnorm_forgets_as_much_in_k_micro_steps_as_in_one_step():
     corrected.set(4, is_empty=True)
     layer(batch)
     assert torch.equal(layer.running_mean, before)
+
+
+@dataclasses.dataclass
+class Normalised(Linear):
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+
+
+def test_a_skipped_step_leaves_no_trace_in_batchnorm():
+    fabric = make_fabric("32-true", 1)
+    module = Normalised().build()
+    stepper = Stepper(fabric, Normalised(), fabric.setup_module(module), torch.optim.SGD(module.parameters(), lr=0.1))
+    engine, _ = linear_engine([1.0, 2.0])
+    good, bad = (torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [math.nan]]))
+
+    def step(values):
+        windows = dataclasses.replace(engine.windows, fetch=lambda rs: ({"x": values} for _ in rs))
+        return stepper.step(next(windows.epoch(0))).skipped
+
+    stepper.module.train()
+    assert not step(good)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert step(bad)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["loss", "other"], r"losses\(\) yields 'other', loss_names are loss and weigh\(\) weighs loss"),
+        ([], r"yielded 'loss' 0 times in 2 micro-batches"),
+        (["loss", "loss"], r"yielded 'loss' 4 times in 2 micro-batches"),
+    ],
+)
+def test_losses_must_be_the_declared_ones(names, message):
+    class Own(Linear):
+        def losses(self, module, batch):
+            for name in names:
+                (loss,) = super().losses(module, batch)
+                yield dataclasses.replace(loss, name=name)
+
+    engine, _ = linear_engine([1.0, 2.0])
+    engine.stepper.model = Own()
+    with pytest.raises(RecipeError, match=message):
+        engine.fit(epochs=1)
+
+
+def test_a_batch_without_labels_is_skipped_and_the_reason_is_said():
+    class Weightless(Linear):
+        def weigh(self, batch):
+            return {"loss": 0.0}
+
+        def losses(self, module, batch):
+            yield Loss((module(batch["x"]) * 0).sum(), 0.0)
+
+    engine, _ = linear_engine([1.0, 2.0])
+    engine.stepper.model = Weightless()
+    engine.windows.weigh = Weightless().weigh
+    with pytest.raises(NonFiniteError, match=r"nothing in the batch has a weight"):
+        engine.fit(epochs=5, max_skipped=3)
 
 
 def test_schedules_start_warm_and_end_at_zero_with_the_last_step():

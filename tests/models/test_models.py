@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchvision
 from problems import make_model, tokenizer_folder
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
 from trainer.models.bigbird import use_fused_attention
@@ -93,6 +93,7 @@ def test_vit_refusals_at_build(changes, message):
         (lambda: VisionTransformer("custom", width=8), r"needs model\.patch_size, model\.layers"),
         (lambda: VisionTransformer("vit_b_16", layers=3), r"model\.layers is fixed by model\.name=vit_b_16"),
         (lambda: small_vit(heads=3), r"model\.width=16 must be a multiple of model\.heads=3"),
+        (lambda: small_vit(heads=0), r"model\.heads=0 must be an integer of at least 1"),
         (lambda: small_vit(dropout=1.0), r"model\.dropout=1\.0"),
         (lambda: MLP([0]), r"model\.hidden=\[0\]"),
         (lambda: TextClassifier(dropout=-1.0), r"model\.dropout=-1\.0"),
@@ -210,6 +211,24 @@ def test_a_pickled_weight_file_of_a_text_model_is_refused(tmp_path):
     model.save(module, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(RecipeError, match=r"model\.weights=.* cannot be loaded"):
+        model.saved_in(tmp_path).build()
+
+
+def test_a_corrupt_or_foreign_text_model_is_refused(tmp_path):
+    model = make_model("distilbert")
+    model.save(model.build(), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    state = load_file(weights)
+    body = next(name for name in state if "attention.q_lin.weight" in name)
+    save_file({**state, body: torch.zeros(3, 3)}, weights, metadata={"format": "pt"})
+    with pytest.raises(
+        RecipeError, match=r"are not those of this distilbert: .*q_lin\.weight are missing or of another"
+    ):
+        model.saved_in(tmp_path).build()
+    save_file({**state, "classifier.bias": torch.zeros(3)}, weights, metadata={"format": "pt"})
+    assert model.saved_in(tmp_path).build().classifier.out_features == 5  # a head may be new
+    weights.write_bytes(b"\xff" * 2000)
     with pytest.raises(RecipeError, match=r"model\.weights=.* cannot be loaded"):
         model.saved_in(tmp_path).build()
 

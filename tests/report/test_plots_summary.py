@@ -1,5 +1,6 @@
 import csv
 import json
+from importlib import metadata
 
 import matplotlib.image
 import numpy as np
@@ -9,7 +10,7 @@ import trainer.report.loggers as loggers
 from trainer.recipe import RecipeError
 from trainer.report.loggers import CSVMetrics, make_loggers
 from trainer.report.plots import plot_curves
-from trainer.report.summary import DISTRIBUTIONS, Summary, summary_text, versions
+from trainer.report.summary import Summary, summary_text, versions
 
 # ---------------------------------------------------------------------------------------- metrics.csv
 
@@ -183,7 +184,12 @@ def test_figures_that_are_not_finite_become_null_also_from_numpy():
 
 
 def test_versions_name_every_library_and_null_what_is_missing(monkeypatch):
-    monkeypatch.setitem(DISTRIBUTIONS, "datasets", "no-such-package")
+    def version(name):
+        if name == "datasets":
+            raise metadata.PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr(metadata, "version", version)
     found = versions()
     assert set(found) == {
         "python",

@@ -135,7 +135,7 @@ def read_image(path: str, mode: str) -> Tensor:
 
 
 def verify_images(paths: Sequence[str]) -> None:
-    """Open every file and check its structure (PIL's ``verify``), without decoding the pixels.
+    """Read every file to its end and check its structure, decoding as little as the format allows.
 
     Raises:
         RecipeError: naming the broken files.
@@ -153,7 +153,11 @@ def verify_images(paths: Sequence[str]) -> None:
 def _fault(path: str) -> str | None:
     try:
         with Image.open(path) as image:
-            image.verify()
+            if image.format == "JPEG":  # verify() looks at nothing of it; at an eighth of its size, decoding is cheap
+                image.draft("RGB", (1, 1))
+                image.load()
+            else:
+                image.verify()
     except Exception as error:  # as in read_image
         return f"{path} ({reason(error)})"
     return None

@@ -326,7 +326,9 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
         f"data.root: images in {path} are {images.dtype} {images.shape}, not uint8 (n, height, width, 3)",
     )
     require(
-        len(images) == len(labels) == len(split) and int(labels.max(initial=0)) < len(names),
+        len(images) == len(labels) == len(split)
+        and int(labels.min(initial=0)) >= 0
+        and int(labels.max(initial=0)) < len(names),
         f"data.root: images, labels, split and class_names in {path} do not belong together",
     )
     train, test = ((images[split == part], labels[split == part]) for part in (0, 1))

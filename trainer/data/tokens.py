@@ -12,10 +12,7 @@ from datasets.fingerprint import Hasher
 from torch import Tensor
 
 from trainer.data.rows import Rows
-from trainer.recipe import RecipeError, require
-
-_MULTIPLE = 8
-"""Batches are padded to a multiple of this many tokens, which matrix units ask for."""
+from trainer.recipe import PADDING_MULTIPLE, RecipeError, require
 
 _STORED = ("input_ids", "token_type_ids")
 
@@ -33,7 +30,7 @@ class Padder:
         batch = self.tokenizer.pad(
             {key: columns[key] for key in _STORED if key in columns},
             padding="max_length",
-            max_length=min(-(-longest // _MULTIPLE) * _MULTIPLE, self.max_length),
+            max_length=min(-(-longest // PADDING_MULTIPLE) * PADDING_MULTIPLE, self.max_length),
             return_attention_mask=True,
             return_tensors="pt",
             verbose=False,

@@ -15,10 +15,8 @@ class Counters:
 
     epoch: int = 0
     step: int = 0
-    step_in_epoch: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    samples: int = 0
     evaluated_at: int = 0
 
 
@@ -30,9 +28,6 @@ class Listener:
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
         """After every optimizer step."""
-
-    def on_evaluation_start(self, counters: Counters) -> None:
-        """Before an evaluation."""
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
         """After an evaluation; ``result`` is what the evaluator returned."""
@@ -54,10 +49,6 @@ class Events(Listener):
     def on_step(self, counters: Counters, result: StepResult) -> None:
         for listener in self.listeners:
             listener.on_step(counters, result)
-
-    def on_evaluation_start(self, counters: Counters) -> None:
-        for listener in self.listeners:
-            listener.on_evaluation_start(counters)
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
         for listener in self.listeners:

@@ -91,7 +91,7 @@ class Engine:
         self.stepper.module.train()
         self.events.on_fit_start(counters, total)
         for epoch in range(epochs):
-            counters.epoch, counters.step_in_epoch = epoch, 0
+            counters.epoch = epoch
             for window in self.windows.epoch(epoch, last_step=total - counters.step):
                 self._step(window, max_skipped)
                 if eval_every and counters.step % eval_every == 0:
@@ -106,8 +106,6 @@ class Engine:
         result = self.stepper.step(window)
         counters = self.counters
         counters.step += 1
-        counters.step_in_epoch += 1
-        counters.samples += result.samples
         counters.skipped_steps += result.skipped
         counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if result.skipped else 0
         self.events.on_step(counters, result)
@@ -117,7 +115,6 @@ class Engine:
     def _evaluate(self) -> None:
         """Evaluate, unless that has just been done: ``eval_every`` and the end of an epoch may fall together."""
         if self.evaluation is not None and self.counters.evaluated_at != self.counters.step:
-            self.events.on_evaluation_start(self.counters)
             self.last_result = self.evaluation()
             self.counters.evaluated_at = self.counters.step
             self.events.on_evaluation(self.counters, self.last_result)
@@ -125,6 +122,8 @@ class Engine:
 
 def _diagnosis(counters: Counters, result: StepResult) -> str:
     bad = [f"loss {name!r} is {value}" for name, value in result.losses.items() if not math.isfinite(value)]
+    if not bad and math.isfinite(result.grad_norm):
+        bad = ["nothing in the batch has a weight (no label besides -100)"]
     cause = ", ".join(bad) or f"the gradient norm is {result.grad_norm}"
     return (
         f"step {counters.step} (epoch {counters.epoch}): {cause}, and {counters.skipped_in_a_row} steps in a row were "

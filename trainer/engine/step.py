@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.engine.batchnorm import BatchNormMomentum
+from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.forward import Forward
 from trainer.engine.sync import gradient_sync
 from trainer.engine.window import Window
@@ -46,7 +46,7 @@ class Stepper(Forward):
         optimizer: a torch optimizer over the module's parameters.
         scheduler: stepped once an optimizer step, never on a skipped one.
         clip_norm: largest global gradient norm.
-        correct_batchnorm: see :class:`BatchNormMomentum`.
+        correct_batchnorm: see :class:`BatchNormStatistics`.
     """
 
     def __init__(
@@ -64,19 +64,23 @@ class Stepper(Forward):
         self.optimizer, self.scheduler, self.clip_norm = optimizer, scheduler, clip_norm
         self.world_size = fabric.world_size
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.sync = gradient_sync(self.module, len(model.loss_names))
-        batchnorm = BatchNormMomentum(self.module)
-        self.batchnorm = batchnorm if correct_batchnorm and batchnorm.layers else None
+        self.sync = gradient_sync(self.module, model)
+        batchnorm = BatchNormStatistics(self.module, correct_batchnorm)
+        self.batchnorm = batchnorm if batchnorm.layers else None
         self.generator = _generator(self.device)
-        self.weights_checked = False
+        self.checked = False
 
     def step(self, window: Window) -> StepResult:
         """One exact optimizer step on one batch: ``window`` is this rank's share of it."""
+        if self.batchnorm:
+            self.batchnorm.remember()
         totals: dict[str, list[Tensor]] = {name: [] for name in window.weights}
         scales: dict[str, Tensor] = {}
         for micro in window:
             self.prepare(micro.seed, len(window), micro.is_empty, micro.is_last)
             for loss in self.losses(micro.batch):
+                if not self.checked:
+                    self.check_loss(loss, micro.batch)
                 total = loss.total.detach()
                 if loss.name not in scales:
                     scales[loss.name] = torch.full_like(total, self.world_size / (window.weights[loss.name] or 1.0))
@@ -84,8 +88,8 @@ class Stepper(Forward):
                 # Backward from the scale instead of from loss × scale: the same gradient, three operations less.
                 self.precision.backward(loss.total, self.module, torch.zeros_like(scale) if micro.is_empty else scale)
                 totals[loss.name].append(torch.zeros_like(total) if micro.is_empty else total)
-                if not self.weights_checked:
-                    self.check_weight(loss, micro.batch)
+        if not self.checked:
+            self.check_names(totals, len(window))
         self.sync.after()
         norm = self.clip_gradients()
         return self.update(norm, totals, window)
@@ -116,10 +120,13 @@ class Stepper(Forward):
             self.precision.optimizer_step(self.optimizer)
             if self.scheduler is not None:
                 self.scheduler.step()
-        elif scaler := getattr(self.precision, "scaler", None):
-            scaler.update()
+        else:
+            if scaler := getattr(self.precision, "scaler", None):
+                scaler.update()
+            if self.batchnorm:
+                self.batchnorm.restore()
         self.optimizer.zero_grad(set_to_none=True)
-        self.weights_checked = True
+        self.checked = True
         return StepResult(sum(losses.values()), losses, norm_value, lr, window.samples, skipped)
 
     def read(self, norm: Tensor, totals: list[list[Tensor]]) -> list[float]:
@@ -133,14 +140,29 @@ class Stepper(Forward):
         left = iter(values)
         return [first, *(sum(islice(left, len(parts))) for parts in totals)]
 
-    def check_weight(self, loss: Loss, batch: Any) -> None:
-        """In the first step: the weight a loss reports must be the one it was divided by."""
-        promised, reported = self.model.weigh(batch)[loss.name], float(loss.counted())
-        if not math.isclose(promised, reported, rel_tol=1e-6):
+    def check_loss(self, loss: Loss, batch: Any) -> None:
+        """In the first step: a loss must have a declared name and report the weight that it is divided by."""
+        kind, promised = type(self.model).__name__, self.model.weigh(batch)
+        if loss.name not in promised or loss.name not in self.model.loss_names:
             raise RecipeError(
-                f"{type(self.model).__name__}: loss {loss.name!r} reports weight {reported:g} for a micro-batch that "
-                f"weigh() weighed {promised:g}: make losses() and weigh() count the same items"
+                f"{kind}: losses() yields {loss.name!r}, loss_names are {', '.join(self.model.loss_names)} and weigh() "
+                f"weighs {', '.join(promised)}: use the same names in all three"
             )
+        reported = float(loss.counted())
+        if not math.isclose(promised[loss.name], reported, rel_tol=1e-6):
+            raise RecipeError(
+                f"{kind}: loss {loss.name!r} reports weight {reported:g} for a micro-batch that weigh() weighed "
+                f"{promised[loss.name]:g}: make losses() and weigh() count the same items"
+            )
+
+    def check_names(self, totals: dict[str, list[Tensor]], micro_steps: int) -> None:
+        """In the first step: every declared loss must come once a micro-batch."""
+        for name, parts in totals.items():
+            if len(parts) != micro_steps:
+                raise RecipeError(
+                    f"{type(self.model).__name__}: losses() yielded {name!r} {len(parts)} times in {micro_steps} "
+                    "micro-batches: yield every one of loss_names once for each"
+                )
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:

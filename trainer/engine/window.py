@@ -12,10 +12,7 @@ from itertools import tee
 from typing import Any
 
 from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
-from trainer.recipe import RecipeError, Request
-
-PADDING_MULTIPLE = 8
-"""Texts are padded to a multiple of this many tokens: tensor cores want it."""
+from trainer.recipe import PADDING_MULTIPLE, RecipeError, Request
 
 
 @dataclass(frozen=True)
@@ -59,14 +56,21 @@ def decide_cut(
             raise RecipeError("batch_size is missing: give it, or give accumulate and memory.micro_batch_size")
         return Cut(micro_batch_size * accumulate * world_size, micro_batch_size, accumulate, micro_batch_tokens)
     share = -(-batch_size // world_size)
+    given = micro_batch_size is not None
     if micro_batch_size is None:
         micro_batch_size = -(-share // (accumulate or 1))
     derived = -(-share // micro_batch_size)
-    if accumulate not in (None, derived) and -(-share // -(-share // (accumulate or 1))) != derived:
+    if accumulate is not None and accumulate != derived:
+        if given:
+            raise RecipeError(
+                f"batch_size={batch_size} contradicts accumulate={accumulate} with memory.micro_batch_size="
+                f"{micro_batch_size} on {world_size} rank(s), which make {micro_batch_size * accumulate * world_size}: "
+                "leave out one of the three"
+            )
         raise RecipeError(
-            f"batch_size={batch_size} contradicts accumulate={accumulate} with memory.micro_batch_size="
-            f"{micro_batch_size} on {world_size} rank(s), which make "
-            f"{micro_batch_size * (accumulate or 1) * world_size}: leave out one of the three"
+            f"batch_size={batch_size} on {world_size} rank(s) cannot be cut into accumulate={accumulate} "
+            f"micro-batches: those of {micro_batch_size} samples make {derived}; use accumulate {derived}, or set "
+            "memory.micro_batch_size instead"
         )
     return Cut(batch_size, min(micro_batch_size, share), derived, micro_batch_tokens)
 

@@ -45,9 +45,11 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     Raises:
         RecipeError: when the wishes contradict each other or cannot work together.
     """
-    return Plan(
-        decide_strategy(recipe.memory, world_size), recipe.memory.precision, world_size, cut_at(recipe, world_size, 0)
-    )
+    if isinstance(recipe.accumulate, dict):
+        for epoch in recipe.accumulate:
+            cut_at(recipe, world_size, epoch)  # what contradicts itself in a later epoch is refused now
+    strategy = decide_strategy(recipe.memory, world_size)
+    return Plan(strategy, recipe.memory.precision, world_size, cut_at(recipe, world_size, 0))
 
 
 def decide_strategy(memory: Memory, world_size: int) -> Strategy:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.models.common import classification_loss, require_filled, train_last_blocks
+from trainer.models.common import classification_loss, find_blocks, require_filled, train_last_blocks
 from trainer.recipe import Loss, Model, RecipeError, require
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class TextClassifier(Model):
         if self.weights is None:
             module = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
         else:
-            module = _from_hub(
+            module, found = _from_hub(
                 "weights",
                 self.weights,
                 AutoModelForSequenceClassification.from_pretrained,
@@ -117,10 +117,35 @@ class TextClassifier(Model):
                 revision=self.revision,
                 use_safetensors=True,  # never a pickle
                 ignore_mismatched_sizes=True,  # a head for another number of classes is replaced
-            ).to(torch.get_default_device())
+                output_loading_info=True,
+            )
+            self._require_body(module, found)
+            module = module.to(torch.get_default_device())
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module
+
+    def _require_body(self, module: nn.Module, found: dict[str, Any]) -> None:
+        """Only the head may be new; transformers would fill anything else with random numbers as well."""
+        from trainer.weights import shortened
+
+        blocks = find_blocks(module, self.blocks)
+        last = list(blocks[-1].parameters())[-1] if blocks else None
+        body = []
+        for name, parameter in module.named_parameters():
+            body.append(name)
+            if parameter is last:
+                break
+        wrong = {
+            key if isinstance(key, str) else key[0]
+            for kind in ("missing_keys", "mismatched_keys")
+            for key in found[kind]
+        }
+        if lost := sorted(wrong & set(body)):
+            raise RecipeError(
+                f"model.weights={self.weights!r} are not those of this {module.config.model_type}: "  # type: ignore[union-attr]
+                f"{shortened(lost)} are missing or of another shape"
+            )
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy from the logits; the batch is a tokenizer's output plus ``labels`` (n,)."""
@@ -183,11 +208,13 @@ def _is_model_type(name: str) -> bool:
 
 def _from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a loader of transformers; what goes wrong becomes one line that names the key."""
+    from safetensors import SafetensorError
+
     if source.startswith(("file://", "/", "./", "../")) and not _is_local(source):
         raise RecipeError(f"model.{key}={source} is not a folder")
     try:
         return load(*args, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise RecipeError(
             f"model.{key}={source!r} cannot be loaded: {first_line} Give a local folder as save_pretrained writes it, "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.models.common import classification_loss, require_filled, train_last_blocks
-from trainer.recipe import Loss, Model, RecipeError, require, require_choice
+from trainer.recipe import Loss, Model, RecipeError, require, require_choice, require_positive
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,6 +62,8 @@ class VisionTransformer(Model):
         if self.name == "custom":
             missing = [f"model.{key}" for key in SHAPE_FIELDS if key not in given]
             require(not missing, f"model.name=custom needs {', '.join(missing)}")
+            for key in SHAPE_FIELDS:
+                require_positive(f"model.{key}", getattr(self, key))
             require(
                 self._shape()["width"] % self._shape()["heads"] == 0,
                 f"model.width={self.width} must be a multiple of model.heads={self.heads}",

@@ -39,6 +39,16 @@ def make_loggers(
     return [CSVMetrics(run_dir / "metrics.csv", extra_columns), *others]
 
 
+def require_loggers(names: Sequence[str]) -> None:
+    """Refuse loggers whose package is missing, before anything is started.
+
+    Raises:
+        RecipeError: naming the package.
+    """
+    if "wandb" in names and find_spec("wandb") is None:
+        raise RecipeError("run.logger=wandb needs the package wandb: pip install 'exactbatch-trainer[wandb]'")
+
+
 def close_loggers(loggers: Sequence[Logger], status: str) -> None:
     """Write what is left. ``status`` is how the run ended: finished, failed or interrupted."""
     for logger in loggers:
@@ -144,8 +154,7 @@ def _tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Logger:
 
 
 def _wandb(run_dir: Path, config: Mapping[str, Any]) -> Logger:
-    if find_spec("wandb") is None:
-        raise RecipeError("run.logger=wandb needs the package wandb: pip install 'exactbatch-trainer[wandb]'")
+    require_loggers(["wandb"])
     from lightning.pytorch.loggers import WandbLogger
 
     return WandbLogger(project="trainer", name=run_dir.name, save_dir=run_dir, config=dict(config))

@@ -11,11 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Named by distribution: the package on PyPI that is called trainer is another one.
-DISTRIBUTIONS = {
-    "trainer": "exactbatch-trainer",
-    **{name: name for name in ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")},
-}
+DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +20,8 @@ class Summary:
 
     Args:
         status: how the run ended, such as finished or failed.
-        steps: optimizer steps done, without the skipped ones.
-        skipped_steps: steps skipped because of a non-finite loss or gradient.
+        steps: steps taken: batches used up.
+        skipped_steps: those that moved no weight, because loss or gradient was not finite or nothing had weight.
         world_size: ranks.
         batch_size: samples per step over all ranks.
         micro_batch_size: samples that go through forward and backward at once.
@@ -59,7 +55,10 @@ class Summary:
 
 def versions() -> dict[str, str | None]:
     """Version of Python and of every library that a result depends on; ``None`` for one that is not installed."""
-    return {"python": platform.python_version()} | {name: _version(it) for name, it in DISTRIBUTIONS.items()}
+    from trainer import __version__  # a checkout that is not installed has a version, too
+
+    found = {name: _version(name) for name in DISTRIBUTIONS}
+    return {"python": platform.python_version(), "trainer": __version__} | found
 
 
 def summary_text(summary: Summary, run_dir: Path) -> str:
