@@ -9,7 +9,7 @@ recipe = Recipe(
     data=Digits(),
     optim=Optim("adamw", lr=1.5e-3, weight_decay=0.05, schedule="cosine", warmup_steps=50, clip_norm=1.0),
     batch_size=64,
-    epochs=40,
+    epochs=60,
     memory=Memory(micro_batch_size=16),
 )
 

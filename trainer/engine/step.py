@@ -64,6 +64,7 @@ class Stepper(Forward):
         self.optimizer, self.scheduler, self.clip_norm = optimizer, scheduler, clip_norm
         self.world_size = fabric.world_size
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.alike = len({(p.device, p.dtype, type(p)) for p in self.parameters}) == 1
         self.sync = gradient_sync(self.module, model)
         batchnorm = BatchNormStatistics(self.module, correct_batchnorm)
         self.batchnorm = batchnorm if batchnorm.layers else None
@@ -76,8 +77,9 @@ class Stepper(Forward):
             self.batchnorm.remember()
         totals: dict[str, list[Tensor]] = {name: [] for name in window.weights}
         scales: dict[str, Tensor] = {}
+        micro_steps = len(window)
         for micro in window:
-            self.prepare(micro.seed, len(window), micro.is_empty, micro.is_last)
+            self.prepare(micro.seed, micro_steps, micro.is_empty, micro.is_last)
             for loss in self.losses(micro.batch):
                 if not self.checked:
                     self.check_loss(loss, micro.batch)
@@ -89,7 +91,7 @@ class Stepper(Forward):
                 self.precision.backward(loss.total, self.module, torch.zeros_like(scale) if micro.is_empty else scale)
                 totals[loss.name].append(torch.zeros_like(total) if micro.is_empty else total)
         if not self.checked:
-            self.check_names(totals, len(window))
+            self.check_names(totals, micro_steps)
         self.sync.after()
         norm = self.clip_gradients()
         return self.update(norm, totals, window)
@@ -105,7 +107,7 @@ class Stepper(Forward):
         """Scale the gradients down to ``clip_norm`` if they exceed it; return the global norm they had."""
         self.precision.unscale_gradients(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = total_norm(gradients)
+        norm = total_norm(gradients, self.alike)
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
         return norm
@@ -165,9 +167,9 @@ class Stepper(Forward):
                 )
 
 
-def total_norm(gradients: list[Tensor]) -> Tensor:
+def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:
     """The norm of all gradients together: ``get_total_norm``, at half its cost where all are of one device and type."""
-    if len({(gradient.device, gradient.dtype, type(gradient)) for gradient in gradients}) != 1:
+    if not alike or not gradients:
         return nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
