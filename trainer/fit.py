@@ -60,21 +60,28 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         module, stepper = _build(session)
         windows = training_windows(session)
         _schedule(session, stepper, windows)
+        loggers = open_loggers(session, run_dir)
         if session.is_first:
             write_recipe(session, run_dir, source)
             for line in describe_run(session, module, windows):
                 progress.message(line)
-        return _train(session, run_dir, module, stepper, windows, progress)
+        return _train(session, run_dir, module, stepper, windows, progress, loggers)
 
 
 def _train(
-    session: Session, run_dir: Path, module: nn.Module, stepper: Stepper, windows: Windows, progress: Progress
+    session: Session,
+    run_dir: Path,
+    module: nn.Module,
+    stepper: Stepper,
+    windows: Windows,
+    progress: Progress,
+    loggers: list[Any],
 ) -> Summary:
     """Train and evaluate, and write the results however that ends."""
     recipe, fabric = session.recipe, session.fabric
     split = "val" if recipe.data.val is not None else "test"
     evaluate_split, evaluate_test = evaluation(session, stepper, split), evaluation(session, stepper, "test")
-    stopwatch, loggers = Stopwatch(), open_loggers(session, run_dir)
+    stopwatch = Stopwatch()
     logging = LoggingListener(loggers, stopwatch, split)
     events = Events([stopwatch, ProgressListener(progress, stopwatch, fabric.device, split), logging])
     engine = Engine(stepper, windows, evaluate_split, events)

@@ -11,6 +11,7 @@ from problems import Problem, TwoLosses, engine_run, errors, make_fabric, make_m
 from torch import nn
 
 from trainer.engine.batchnorm import BatchNormStatistics
+from trainer.engine.check import LossCheck
 from trainer.engine.events import Counters, Events, Listener
 from trainer.engine.loop import Engine, NonFiniteError
 from trainer.engine.schedule import lr_factor
@@ -277,6 +278,7 @@ def test_losses_must_be_the_declared_ones(names, message):
 
     engine, _ = linear_engine([1.0, 2.0])
     engine.stepper.model = Own()
+    engine.stepper.check = LossCheck(Own())
     with pytest.raises(RecipeError, match=message):
         engine.fit(epochs=1)
 
@@ -291,6 +293,7 @@ def test_a_batch_without_labels_is_skipped_and_the_reason_is_said():
 
     engine, _ = linear_engine([1.0, 2.0])
     engine.stepper.model = Weightless()
+    engine.stepper.check = LossCheck(Weightless())
     engine.windows.weigh = Weightless().weigh
     with pytest.raises(NonFiniteError, match=r"nothing in the batch has a weight"):
         engine.fit(epochs=5, max_skipped=3)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -14,10 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.engine.batchnorm import BatchNormStatistics
+from trainer.engine.check import LossCheck
 from trainer.engine.forward import Forward
 from trainer.engine.sync import gradient_sync
-from trainer.engine.window import Window
-from trainer.recipe import Loss, Model, RecipeError
+from trainer.engine.totals import LossTotals
+from trainer.engine.window import MicroBatch, Window
+from trainer.recipe import Model
 
 
 @dataclass(slots=True)
@@ -69,39 +69,33 @@ class Stepper(Forward):
         batchnorm = BatchNormStatistics(self.module, correct_batchnorm)
         self.batchnorm = batchnorm if batchnorm.layers else None
         self.generator = _generator(self.device)
-        self.checked = False
+        self.check: LossCheck | None = LossCheck(model)
 
     def step(self, window: Window) -> StepResult:
         """One exact optimizer step on one batch: ``window`` is this rank's share of it."""
+        totals = LossTotals(window, self.world_size)
         if self.batchnorm:
             self.batchnorm.remember()
-        totals: dict[str, list[Tensor]] = {name: [] for name in window.weights}
-        scales: dict[str, Tensor] = {}
-        micro_steps = len(window)
         for micro in window:
-            self.prepare(micro.seed, micro_steps, micro.is_empty, micro.is_last)
+            self.prepare(micro, len(window))
             for loss in self.losses(micro.batch):
-                if not self.checked:
-                    self.check_loss(loss, micro.batch)
-                total = loss.total.detach()
-                if loss.name not in scales:
-                    scales[loss.name] = torch.full_like(total, self.world_size / (window.weights[loss.name] or 1.0))
-                scale = scales[loss.name]
-                # Backward from the scale instead of from loss × scale: the same gradient, three operations less.
-                self.precision.backward(loss.total, self.module, torch.zeros_like(scale) if micro.is_empty else scale)
-                totals[loss.name].append(torch.zeros_like(total) if micro.is_empty else total)
-        if not self.checked:
-            self.check_names(totals, micro_steps)
+                if self.check:
+                    self.check.see(loss, micro.batch)
+                self.precision.backward(loss.total, self.module, totals.scale(loss, micro.is_empty))
+                totals.add(loss, micro.is_empty)
+        if self.check:
+            self.check.end(len(window))
+            self.check = None
         self.sync.after()
         norm = self.clip_gradients()
         return self.update(norm, totals, window)
 
-    def prepare(self, seed: int, micro_steps: int, is_empty: bool, is_last: bool) -> None:
+    def prepare(self, micro: MicroBatch, micro_steps: int) -> None:
         """Bring everything that a micro-step depends on into the state that it asks for."""
-        self.generator.manual_seed(seed)
-        self.sync.before(is_last)
+        self.generator.manual_seed(micro.seed)
+        self.sync.before(micro.is_last)
         if self.batchnorm:
-            self.batchnorm.set(micro_steps, is_empty)
+            self.batchnorm.set(micro_steps, micro.is_empty)
 
     def clip_gradients(self) -> Tensor:
         """Scale the gradients down to ``clip_norm`` if they exceed it; return the global norm they had."""
@@ -112,59 +106,27 @@ class Stepper(Forward):
             nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
         return norm
 
-    def update(self, norm: Tensor, totals: dict[str, list[Tensor]], window: Window) -> StepResult:
+    def update(self, norm: Tensor, totals: LossTotals, window: Window) -> StepResult:
         """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch."""
-        norm_value, *sums = self.read(norm, list(totals.values()))
-        losses = {name: total / (window.weights[name] or 1.0) for name, total in zip(totals, sums, strict=True)}
-        skipped = not all(map(math.isfinite, (norm_value, *sums))) or not any(window.weights.values())
+        grad_norm, losses = totals.read(norm)
+        skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not any(window.weights.values())
         lr = self.optimizer.param_groups[0]["lr"]
-        if not skipped:
+        if skipped:
+            self.skip()
+        else:
             self.precision.optimizer_step(self.optimizer)
             if self.scheduler is not None:
                 self.scheduler.step()
-        else:
-            if scaler := getattr(self.precision, "scaler", None):
-                scaler.update()
-            if self.batchnorm:
-                self.batchnorm.restore()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.checked = True
-        return StepResult(sum(losses.values()), losses, norm_value, lr, window.samples, skipped)
+        for parameter in self.parameters:  # what optimizer.zero_grad does, without its bookkeeping
+            parameter.grad = None
+        return StepResult(sum(losses.values()), losses, grad_norm, lr, window.samples, skipped)
 
-    def read(self, norm: Tensor, totals: list[list[Tensor]]) -> list[float]:
-        """The norm and the sums of the losses over all ranks: the one host sync of a step."""
-        if self.world_size > 1:
-            # In float64: thousands of samples would lose digits in float32.
-            sums = torch.stack([torch.stack(parts).sum(dtype=torch.float64) for parts in totals])
-            torch.distributed.all_reduce(sums)
-            return torch.cat([norm.detach().double().reshape(1), sums]).tolist()
-        first, *values = torch.stack([norm, *chain.from_iterable(totals)]).tolist()
-        left = iter(values)
-        return [first, *(sum(islice(left, len(parts))) for parts in totals)]
-
-    def check_loss(self, loss: Loss, batch: Any) -> None:
-        """In the first step: a loss must have a declared name and report the weight that it is divided by."""
-        kind, promised = type(self.model).__name__, self.model.weigh(batch)
-        if loss.name not in promised or loss.name not in self.model.loss_names:
-            raise RecipeError(
-                f"{kind}: losses() yields {loss.name!r}, loss_names are {', '.join(self.model.loss_names)} and weigh() "
-                f"weighs {', '.join(promised)}: use the same names in all three"
-            )
-        reported = float(loss.counted())
-        if not math.isclose(promised[loss.name], reported, rel_tol=1e-6):
-            raise RecipeError(
-                f"{kind}: loss {loss.name!r} reports weight {reported:g} for a micro-batch that weigh() weighed "
-                f"{promised[loss.name]:g}: make losses() and weigh() count the same items"
-            )
-
-    def check_names(self, totals: dict[str, list[Tensor]], micro_steps: int) -> None:
-        """In the first step: every declared loss must come once a micro-batch."""
-        for name, parts in totals.items():
-            if len(parts) != micro_steps:
-                raise RecipeError(
-                    f"{type(self.model).__name__}: losses() yielded {name!r} {len(parts)} times in {micro_steps} "
-                    "micro-batches: yield every one of loss_names once for each"
-                )
+    def skip(self) -> None:
+        """Leave everything as it was before the step, but for the loss scale of fp16, which must adapt."""
+        if scaler := getattr(self.precision, "scaler", None):
+            scaler.update()
+        if self.batchnorm:
+            self.batchnorm.restore()
 
 
 def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:

@@ -156,5 +156,11 @@ def _tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Logger:
 def _wandb(run_dir: Path, config: Mapping[str, Any]) -> Logger:
     require_loggers(["wandb"])
     from lightning.pytorch.loggers import WandbLogger
+    from wandb.errors import Error
 
-    return WandbLogger(project="trainer", name=run_dir.name, save_dir=run_dir, config=dict(config))
+    try:
+        logger = WandbLogger(project="trainer", name=run_dir.name, save_dir=run_dir, config=dict(config))
+        _ = logger.experiment  # logs in
+    except Error as error:
+        raise RecipeError(f"run.logger=wandb: {error} (or set WANDB_MODE=offline)") from error
+    return logger
