@@ -49,6 +49,7 @@ from transformers import (
 )
 from transformers import Trainer as TransformersTrainer
 
+from trainer.contract import IGNORED_LABEL, Data, Loss, Model
 from trainer.data.loader import Loader
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
@@ -56,7 +57,7 @@ from trainer.engine.window import Windows
 from trainer.memory.initialize import build_on_device
 from trainer.memory.optimizer import build_optimizer
 from trainer.memory.plan import cut_at
-from trainer.recipe import IGNORED_LABEL, Data, Loss, Memory, Model, Optim, Recipe, Run
+from trainer.recipe import Memory, Optim, Recipe, Run
 from trainer.world import detect_world, launch
 
 VOCABULARY = 97

@@ -35,12 +35,13 @@ from torch.optim import SGD, Optimizer
 from transformers import PrinterCallback, TrainingArguments
 from transformers import Trainer as TransformersTrainer
 
+from trainer.contract import Data
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
 from trainer.engine.window import MicroBatch, Window, Windows
 from trainer.memory.plan import cut_at
 from trainer.models import MLP
-from trainer.recipe import Data, Memory, Recipe
+from trainer.recipe import Memory, Recipe
 
 ACCUMULATE = 4
 MICRO_BATCH_SIZE = 8

@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.recipe import Data, Loss, Memory, Model, Optim, Recipe, RecipeError, Run
+from trainer.contract import Data, Loss, Model
+from trainer.errors import RecipeError
+from trainer.recipe import Memory, Optim, Recipe, Run
 
 if TYPE_CHECKING:
     from trainer.cli import main

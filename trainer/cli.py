@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trainer
-from trainer.recipe import Recipe, RecipeError, RunError
+from trainer.errors import RecipeError, RunError
+from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
     from trainer.flags import Flags

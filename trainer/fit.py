@@ -10,16 +10,18 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import load_model
+from trainer.contract import Model
 from trainer.engine.events import Events
 from trainer.engine.forward import Forward
 from trainer.engine.loop import Engine, count_steps, epoch_at
 from trainer.engine.schedule import lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
+from trainer.errors import require
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.memory.initialize import build_on_device
 from trainer.memory.optimizer import build_optimizer
-from trainer.recipe import Model, Recipe, require
+from trainer.recipe import Recipe
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
 from trainer.report.summary import Summary

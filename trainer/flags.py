@@ -15,7 +15,8 @@ import yaml
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
-from trainer.recipe import Recipe, RecipeError
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe
 from trainer.settings import did_you_mean, settings_of
 
 SWITCHES = ("help", "print_config")

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from trainer.recipe import Recipe, RecipeError
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe
 from trainer.settings import change, did_you_mean
 
 if TYPE_CHECKING:

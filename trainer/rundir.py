@@ -16,9 +16,9 @@ from trainer.checkpoint.store import staged_folder, write_atomic
 from trainer.engine.events import Counters
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share
+from trainer.errors import RecipeError, require
 from trainer.listeners import Stopwatch
 from trainer.memory.monitor import measure
-from trainer.recipe import RecipeError, require
 from trainer.report.loggers import close_loggers, make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.plots import plot_curves

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
+from trainer.contract import Data, Model, Request
 from trainer.data.loader import Loader
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch
+from trainer.errors import require
 from trainer.memory.plan import Plan, cut_at, decide_plan
-from trainer.recipe import Data, Model, Recipe, Request, require
+from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.world import adopt_fabric_run, detect_world, launch, on_first_rank_first

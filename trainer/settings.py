@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from trainer.recipe import Recipe, RecipeError
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe
 
 _Node = TypeVar("_Node")
 

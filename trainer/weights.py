@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer.recipe import RecipeError, require
+from trainer.errors import RecipeError, require
 
 PICKLED = (".pth", ".pt", ".bin")
 

@@ -11,8 +11,9 @@ from typing import Any
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
+from trainer.errors import RecipeError, require
 from trainer.memory.precision import precision_plugin
-from trainer.recipe import Recipe, RecipeError, require
+from trainer.recipe import Recipe
 
 # The names that `fabric run --precision` also takes, and ours for them.
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}

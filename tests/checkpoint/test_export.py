@@ -11,7 +11,8 @@ from torch import nn
 from trainer.checkpoint import store
 from trainer.checkpoint.export import load_model, load_weights, save_model
 from trainer.checkpoint.store import staged_folder, write_atomic
-from trainer.recipe import Model, RecipeError
+from trainer.contract import Model
+from trainer.errors import RecipeError
 from trainer.weights import read_weights
 
 

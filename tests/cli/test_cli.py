@@ -9,8 +9,8 @@ import pytest
 
 import trainer
 from trainer.cli import run
+from trainer.errors import RecipeError
 from trainer.locate import packaged_recipes
-from trainer.recipe import RecipeError
 
 ROOT = Path(trainer.__file__).parent.parent
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.cli import run
+from trainer.errors import RecipeError
 from trainer.locate import load_recipe
-from trainer.recipe import Memory, RecipeError
+from trainer.recipe import Memory
 from trainer.settings import change, derive_batch, dump_recipe, settings_of
 
 

@@ -12,7 +12,7 @@ import torchvision
 from PIL import Image
 
 from trainer.data import CIFAR10, Digits, FashionMNIST, ImageFolder
-from trainer.recipe import RecipeError
+from trainer.errors import RecipeError
 
 
 @pytest.fixture

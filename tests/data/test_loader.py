@@ -5,9 +5,10 @@ import pickle
 import pytest
 import torch
 
+from trainer.contract import Data, Request
 from trainer.data import CIFAR10, Digits
 from trainer.data.loader import Loader, SampleError
-from trainer.recipe import Data, RecipeError, Request
+from trainer.errors import RecipeError
 
 
 @pytest.fixture(scope="module")

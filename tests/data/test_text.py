@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.data import IMDb, TextFiles, tokens
-from trainer.recipe import RecipeError
+from trainer.errors import RecipeError
 
 TWO_ROWS = [["text", "label"], ["good", "0"], ["bad", "1"]]
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from problems import Problem, collate, make_fabric, make_model, make_samples
 
+from trainer.contract import Data
 from trainer.memory.plan import decide_plan
-from trainer.recipe import Data, Memory, Recipe
+from trainer.recipe import Memory, Recipe
 from trainer.session import Session, evaluation
 
 SIZES = [1, 2, 13, 31]

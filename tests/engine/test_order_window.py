@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.engine.order import batch_indices, derive_seed, permutation, steps_in_epoch
 from trainer.engine.window import Cut, Windows, at_epoch, cut_batch, decide_cut, padded, padding_share
-from trainer.recipe import RecipeError
+from trainer.errors import RecipeError
 
 
 @given(st.integers(0, 2**62), st.integers(0, 50), st.integers(1, 200), st.integers(1, 40))

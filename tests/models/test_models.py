@@ -12,10 +12,10 @@ import torchvision
 from problems import make_model, tokenizer_folder
 from safetensors.torch import load_file, save_file
 
+from trainer.errors import RecipeError
 from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
 from trainer.models.bigbird import use_fused_attention
 from trainer.models.common import find_blocks
-from trainer.recipe import RecipeError
 
 SMALL = {"patch_size": 4, "layers": 3, "heads": 2, "width": 16, "mlp_width": 32}
 

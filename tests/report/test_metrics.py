@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trainer.recipe import Loss
+from trainer.contract import Loss
 from trainer.report.metrics import ClassificationMetrics, classification_report
 
 CLASSES = 5

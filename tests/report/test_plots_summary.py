@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import trainer.report.loggers as loggers
-from trainer.recipe import RecipeError
+from trainer.errors import RecipeError
 from trainer.report.loggers import CSVMetrics, make_loggers
 from trainer.report.plots import plot_curves
 from trainer.report.summary import Summary, summary_text, versions

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.checkpoint.store import staged_file, write_atomic
-from trainer.recipe import require
+from trainer.errors import require
 from trainer.weights import read_weights, shortened
 
 if TYPE_CHECKING:
-    from trainer.recipe import Model
+    from trainer.contract import Model
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as F
 from tqdm import tqdm
 
 from trainer.data.common import reason
-from trainer.recipe import RecipeError
+from trainer.errors import RecipeError
 
 
 class Pixels:

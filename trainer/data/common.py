@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from trainer.recipe import RecipeError, require
+from trainer.errors import RecipeError, require
 
 _SPLIT_SEED = 0
 """Splits do not follow the run's seed: runs with different seeds are measured on the same samples."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from trainer.contract import Data
 from trainer.data.common import hold_out, local_path, reason, require_fraction
-from trainer.recipe import Data, RecipeError, require, require_choice, require_positive
+from trainer.errors import RecipeError, require, require_choice, require_positive
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from trainer.contract import Request
 from trainer.data.common import reason
-from trainer.recipe import RecipeError, Request
+from trainer.errors import RecipeError
 
 
 class SampleError(RecipeError):
@@ -26,7 +27,7 @@ class Loader:
     ``random`` or NumPy, are not seeded.)
 
     Args:
-        split: a map-style dataset, as :class:`trainer.recipe.Data` describes it. Where ``__getitems__`` returns a list,
+        split: a map-style dataset, as :class:`trainer.contract.Data` describes it. Where ``__getitems__`` returns a list,
             it is taken for samples, torch's convention, and anything else for a collated batch.
         collate: makes a micro-batch of a list of samples.
         workers: processes that load ahead; 0 loads in this process, when a micro-batch is asked for.

@@ -13,7 +13,7 @@ import datasets
 import pandas
 
 from trainer.data.common import reason
-from trainer.recipe import RecipeError, require
+from trainer.errors import RecipeError, require
 
 _BUILDERS = {".csv": "csv", ".parquet": "parquet", ".jsonl": "json"}
 _COUNTING = {

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainer.contract import Data
 from trainer.data.common import hold_out, local_path, require_fraction
-from trainer.recipe import Data, RecipeError, require, require_positive
+from trainer.errors import RecipeError, require, require_positive
 
 if TYPE_CHECKING:
     from torch import Tensor

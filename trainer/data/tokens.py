@@ -11,8 +11,9 @@ import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
+from trainer.contract import PADDING_MULTIPLE
 from trainer.data.rows import Rows
-from trainer.recipe import PADDING_MULTIPLE, RecipeError, require
+from trainer.errors import RecipeError, require
 
 _STORED = ("input_ids", "token_type_ids")
 

@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from typing import Any
 
-from trainer.recipe import Loss, Model, RecipeError
+from trainer.contract import Loss, Model
+from trainer.errors import RecipeError
 
 
 class LossCheck:

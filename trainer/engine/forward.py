@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import Precision
 from torch import nn
 
-from trainer.recipe import Loss, Model
+from trainer.contract import Loss, Model
 
 
 class Forward:

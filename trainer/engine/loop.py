@@ -13,7 +13,7 @@ from trainer.engine.events import Counters, Events
 from trainer.engine.forward import Forward
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import MicroBatch, Window, Windows
-from trainer.recipe import RunError
+from trainer.errors import RunError
 
 
 class NonFiniteError(RunError):

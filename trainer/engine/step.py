@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.check import LossCheck
 from trainer.engine.forward import Forward
 from trainer.engine.sync import gradient_sync
 from trainer.engine.totals import LossTotals
 from trainer.engine.window import MicroBatch, Window
-from trainer.recipe import Model
 
 
 @dataclass(slots=True)

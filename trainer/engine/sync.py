@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.recipe import Model, RunError
+from trainer.contract import Model
+from trainer.errors import RunError
 
 
 class GradientSync:

@@ -7,8 +7,8 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
+from trainer.contract import Loss
 from trainer.engine.window import Window
-from trainer.recipe import Loss
 
 
 class LossTotals:

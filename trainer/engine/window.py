@@ -11,8 +11,9 @@ from functools import lru_cache
 from itertools import tee
 from typing import Any
 
+from trainer.contract import PADDING_MULTIPLE, Request
 from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
-from trainer.recipe import PADDING_MULTIPLE, RecipeError, Request
+from trainer.errors import RecipeError
 
 
 @dataclass(frozen=True)

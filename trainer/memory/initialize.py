@@ -6,7 +6,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
-from trainer.recipe import Model
+from trainer.contract import Model
 
 
 def build_on_device(fabric: Fabric, model: Model, seed: int) -> nn.Module:

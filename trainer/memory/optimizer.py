@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.recipe import Optim, Precision, RecipeError
+from trainer.errors import RecipeError
+from trainer.recipe import Optim, Precision
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,

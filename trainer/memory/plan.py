@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer.engine.window import Cut, at_epoch, decide_cut
-from trainer.recipe import Memory, Precision, Recipe, RecipeError, Strategy
+from trainer.errors import RecipeError
+from trainer.recipe import Memory, Precision, Recipe, Strategy
 
 
 @dataclass(frozen=True)

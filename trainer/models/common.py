@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.recipe import IGNORED_LABEL, Loss, RecipeError
+from trainer.contract import IGNORED_LABEL, Loss
+from trainer.errors import RecipeError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trainer.contract import Loss, Model
+from trainer.errors import require
 from trainer.models.common import classification_loss, require_filled
-from trainer.recipe import Loss, Model, require
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.contract import Loss, Model
+from trainer.errors import RecipeError, require
 from trainer.models.common import classification_loss, find_blocks, require_filled, train_last_blocks
-from trainer.recipe import Loss, Model, RecipeError, require
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainer.contract import Loss, Model
+from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.models.common import classification_loss, require_filled, train_last_blocks
-from trainer.recipe import Loss, Model, RecipeError, require, require_choice, require_positive
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

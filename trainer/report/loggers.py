@@ -13,7 +13,7 @@ from typing import Any
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from trainer.recipe import RecipeError
+from trainer.errors import RecipeError
 
 TRAINING_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "samples_per_second")
 EVALUATION_COLUMNS = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainer.recipe import IGNORED_LABEL, Loss
+from trainer.contract import IGNORED_LABEL, Loss
 
 
 @dataclass(frozen=True)
