@@ -223,7 +223,6 @@ def test_without_a_test_set_the_figures_are_called_validation(tmp_path):
             r"batch_size=64 contradicts accumulate=2 with memory\.micro_batch_size=16 on 1 rank.*make 32",
         ),
         ({"accumulate": 8}, r"batch_size=64 contradicts accumulate=8"),
-        ({"memory": Memory(strategy="fsdp")}, r"memory\.strategy=fsdp is not built yet"),
     ],
 )
 def test_plans_that_cannot_work_are_refused(changes, message, tmp_path):

@@ -15,7 +15,11 @@ from trainer.errors import require, require_choice, require_positive
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Schedule = Literal["constant", "cosine", "linear"]
-OptimizerName = Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop"]
+OptimizerName = Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion"]
+CPUOffload = Literal["none", "optimizer", "parameters"]
+Init = Literal["device", "meta"]
+Compile = Literal["none", "blocks", "model"]
+StateBits = Literal[32, 8, 4]
 ScaleLR = Literal["none", "linear", "sqrt"]
 Accelerator = Literal["auto", "cpu", "cuda"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
@@ -26,7 +30,7 @@ class Optim:
     """How the weights are updated.
 
     Args:
-        name: the optimizer: adamw, adam, sgd, adafactor, adagrad or rmsprop (torch.optim's).
+        name: the optimizer: adamw, adam, sgd, adafactor, adagrad or rmsprop (torch.optim's), or lion (timm's).
         lr: learning rate at the reference batch size.
         weight_decay: decay of matrices; biases and norm weights (tensors of fewer than 2 dimensions) never decay.
         momentum: momentum of sgd and rmsprop.
@@ -75,15 +79,33 @@ class Optim:
 
 @dataclass(frozen=True)
 class Memory:
-    """The wishes about memory; what is decided from them is the plan.
+    """The wishes about memory; what is decided from them is the plan. See docs/techniques.md for what each costs.
 
     Args:
         budget: memory a device may use, such as 2GB, 1.5GiB or 90%; read by the planner, which is not built yet.
         micro_batch_size: samples that go through forward and backward at once; auto is the largest that the batch,
-            the ranks and accumulate ask for.
+            the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
         micro_batch_tokens: most tokens (padding included) of a micro-batch of text; micro_batch_size still bounds it.
         precision: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true or 16-true.
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
+        replicas: copies of the sharded model under fsdp (hybrid sharding): the ranks of each copy share its shards.
+        reshard_after_forward: under fsdp, free a block's whole weights after its forward and gather them again for
+            its backward; false keeps them: faster, more memory.
+        sync_every_micro_step: under fsdp, reduce gradients to shards after every micro-step instead of after the
+            last: no rank keeps whole gradients, for more communication; null is true where gradients must leave the
+            device (cpu_offload), and false otherwise.
+        activation_checkpointing: none, full (keep the inputs of blocks, compute the rest again in backward),
+            selective (keep the outputs of matrix products and attention, too), or a fraction of the blocks, fully.
+        activation_offload: move large saved activations to host memory until backward needs them.
+        cpu_offload: none; optimizer (gradients, fp32 master weights and optimizer state live in host memory) or
+            parameters (all weights, too; the device holds a block or two at a time, through fsdp).
+        optimizer_state_bits: 32, 8 or 4 bits for the state of adam and adamw; 8 and 4 are lossy.
+        stochastic_rounding: round updates of bfloat16 weights up or down at random, so that small ones are not lost
+            on average; for adam and adamw with precision bf16-true.
+        optimizer_in_backward: update each weight as soon as its gradient is ready, and free the gradient.
+        init: device creates weights on the device in their type; meta allocates nothing until the weights of
+            model.weights are streamed in, each rank reading its slices only.
+        compile: none, blocks or model: compile each block, or the whole model, with torch.compile.
         correct_batchnorm: rescale BatchNorm's momentum to m' = 1 - (1 - m)^(1/k) for k micro-steps a step, because
             running statistics move once a micro-step: uncorrected, they would forget k times faster than in the
             whole-batch run.
@@ -95,17 +117,40 @@ class Memory:
     micro_batch_tokens: int | None = None
     precision: Precision = "32-true"
     strategy: Strategy = "auto"
+    replicas: int = 1
+    reshard_after_forward: bool = True
+    sync_every_micro_step: bool | None = None
+    activation_checkpointing: Literal["none", "selective", "full"] | float = "none"
+    activation_offload: bool = False
+    cpu_offload: CPUOffload = "none"
+    optimizer_state_bits: StateBits = 32
+    stochastic_rounding: bool = False
+    optimizer_in_backward: bool = False
+    init: Init = "device"
+    compile: Compile = "none"
     correct_batchnorm: bool = True
 
     def __post_init__(self) -> None:
         require_choice("memory.precision", self.precision, Precision)
         require_choice("memory.strategy", self.strategy, Strategy)
+        require_choice("memory.cpu_offload", self.cpu_offload, CPUOffload)
+        require_choice("memory.init", self.init, Init)
+        require_choice("memory.compile", self.compile, Compile)
+        require_choice("memory.optimizer_state_bits", self.optimizer_state_bits, StateBits)
+        require_positive("memory.replicas", self.replicas)
         if self.micro_batch_size != "auto":
             require_positive("memory.micro_batch_size", self.micro_batch_size)
         if self.micro_batch_tokens is not None:
             require_positive("memory.micro_batch_tokens", self.micro_batch_tokens)
         if self.budget is not None:
             parse_budget(self.budget)
+        kept = self.activation_checkpointing
+        require(
+            kept in ("none", "selective", "full")
+            or (isinstance(kept, int | float) and not isinstance(kept, bool) and 0 <= kept <= 1),
+            f"memory.activation_checkpointing={kept!r} is neither none, selective, full nor a fraction of the blocks "
+            "between 0 and 1",
+        )
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ def open_session(recipe: Recipe, saved_in: Path | None = None) -> Iterator[Sessi
 def _open(recipe: Recipe, saved_in: Path | None) -> Session:
     recipe = adopt_fabric_run(recipe)
     world = detect_world(recipe)
-    decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
-    fabric = launch(recipe, world)
+    plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
+    fabric = launch(plan, world)
     if saved_in is not None and recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(saved_in))
 

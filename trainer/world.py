@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from trainer.errors import RecipeError, require
+from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
+from trainer.memory.sharding import fabric_strategy
 from trainer.recipe import Recipe
 
 # The names that `fabric run --precision` also takes, and ours for them.
@@ -106,7 +107,7 @@ def _refuse_unknown_launcher(world: World, environment: MutableMapping[str, str]
         )
 
 
-def launch(recipe: Recipe, world: World) -> Fabric:
+def launch(plan: Plan, world: World) -> Fabric:
     """Start Fabric, and with it the other processes where no launcher has.
 
     Raises:
@@ -116,8 +117,8 @@ def launch(recipe: Recipe, world: World) -> Fabric:
         accelerator=world.accelerator,
         devices=world.devices,
         num_nodes=world.nodes,
-        strategy=_strategy(recipe, world),
-        plugins=[precision_plugin(recipe.memory.precision, world.accelerator)],
+        strategy=fabric_strategy(plan, world.accelerator),
+        plugins=[precision_plugin(plan.memory.precision, world.accelerator)],
     )
     fabric.launch()
     require(
@@ -174,9 +175,3 @@ def _devices_here(accelerator: str) -> int:
     import torch
 
     return torch.cuda.device_count() if accelerator == "cuda" else 1
-
-
-def _strategy(recipe: Recipe, world: World) -> Strategy:
-    if world.size == 1 and recipe.memory.strategy != "ddp":
-        return SingleDeviceStrategy(device="cuda:0" if world.accelerator == "cuda" else "cpu")
-    return DDPStrategy(gradient_as_bucket_view=True)  # gradients live in DDP's buckets: one copy, not two

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from trainer.engine.window import Cut, at_epoch, decide_cut
-from trainer.errors import RecipeError
-from trainer.recipe import Memory, Precision, Recipe, Strategy
+from trainer.memory.refusals import require_compatible
+from trainer.recipe import Memory, Recipe, Strategy
 
 
 @dataclass(frozen=True)
@@ -14,26 +15,55 @@ class Plan:
     """What was decided from a recipe's wishes, for a number of ranks.
 
     Args:
-        strategy: single, ddp or fsdp.
-        precision: of weights and arithmetic.
+        memory: the knobs, with nothing left open: strategy is single, ddp or fsdp, sync_every_micro_step true or
+            false.
         world_size: ranks, over all nodes.
         first_cut: how the batches of epoch 0 are cut.
+        lossy: what of it changes the result by more than the order of summation, and is done because the recipe
+            asks for it.
     """
 
-    strategy: Strategy
-    precision: Precision
+    memory: Memory
     world_size: int
     first_cut: Cut
+    lossy: tuple[str, ...] = ()
+
+    @property
+    def strategy(self) -> Strategy:
+        """single, ddp or fsdp."""
+        return self.memory.strategy
 
     def describe(self) -> str:
         """The plan in one line, for a person."""
         cut = self.first_cut
         tokens = f" of at most {cut.micro_batch_tokens} tokens" if cut.micro_batch_tokens else ""
-        return (
+        batch = (
             f"batch {cut.batch_size} = {_count(self.world_size, 'rank', 's')} × "
-            f"{_count(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}{tokens}, "
-            f"{self.strategy}, {self.precision}"
+            f"{_count(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}{tokens}"
         )
+        lossy = f" (lossy: {', '.join(self.lossy)})" if self.lossy else ""
+        return ", ".join([batch, self.strategy, self.memory.precision, *self._techniques()]) + lossy
+
+    def _techniques(self) -> list[str]:
+        """The knobs that are not at their default, in words."""
+        memory, default = self.memory, Memory()
+        kept = memory.activation_checkpointing
+        words = {
+            "replicas": f"{memory.replicas} replicas",
+            "reshard_after_forward": "whole weights kept until backward",
+            "sync_every_micro_step": "sync every micro-step",
+            "activation_checkpointing": f"{kept if isinstance(kept, str) else f'{100 * kept:g} %'} checkpointing",
+            "activation_offload": "activations offloaded",
+            "cpu_offload": f"{memory.cpu_offload} offloaded",
+            "optimizer_state_bits": f"{memory.optimizer_state_bits}-bit optimizer state",
+            "stochastic_rounding": "stochastic rounding",
+            "optimizer_in_backward": "optimizer in backward",
+            "init": f"{memory.init} init",
+            "compile": f"compiled {memory.compile}",
+        }
+        changed = {key: getattr(memory, key) not in (getattr(default, key), False, 0, None) for key in words}
+        changed["reshard_after_forward"] = not memory.reshard_after_forward
+        return [text for key, text in words.items() if changed[key]]
 
 
 def _count(number: int, noun: str, plural: str) -> str:
@@ -46,22 +76,36 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     Raises:
         RecipeError: when the wishes contradict each other or cannot work together.
     """
-    if isinstance(recipe.accumulate, dict):
-        for epoch in recipe.accumulate:
-            cut_at(recipe, world_size, epoch)  # what contradicts itself in a later epoch is refused now
-    strategy = decide_strategy(recipe.memory, world_size)
-    return Plan(strategy, recipe.memory.precision, world_size, cut_at(recipe, world_size, 0))
+    epochs = sorted(recipe.accumulate) if isinstance(recipe.accumulate, dict) else [0]
+    cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # a later one must not contradict itself either
+    require_compatible(recipe, world_size, cuts)
+    memory = recipe.memory
+    strategy = decide_strategy(memory, world_size)
+    every = memory.sync_every_micro_step
+    if every is None:
+        every = strategy == "fsdp" and memory.cpu_offload != "none"  # else whole gradients would stay on the device
+    decided = dataclasses.replace(memory, strategy=strategy, sync_every_micro_step=every)
+    return Plan(decided, world_size, cuts[0], tuple(_lossy(recipe)))
 
 
 def decide_strategy(memory: Memory, world_size: int) -> Strategy:
-    """``auto`` is single on one rank and ddp on several."""
-    if memory.strategy == "fsdp":
-        raise RecipeError("memory.strategy=fsdp is not built yet: use ddp, single or auto")
-    if memory.strategy == "single" and world_size > 1:
-        raise RecipeError(f"memory.strategy=single cannot use {world_size} ranks: use ddp or auto, or run.devices 1")
+    """``auto`` is single on one rank and ddp on several; FSDP streams offloaded parameters, also on one rank."""
+    if memory.cpu_offload == "parameters":
+        return "fsdp"
     if memory.strategy == "auto":
         return "ddp" if world_size > 1 else "single"
     return memory.strategy
+
+
+def _lossy(recipe: Recipe) -> list[str]:
+    memory = recipe.memory
+    found = []
+    masters = memory.cpu_offload == "optimizer"
+    if memory.precision in ("bf16-true", "16-true") and not masters:
+        found.append(f"{memory.precision} weights" + (" rounded at random" if memory.stochastic_rounding else ""))
+    if memory.optimizer_state_bits < 32:
+        found.append(f"{memory.optimizer_state_bits}-bit optimizer state")
+    return found
 
 
 def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:

@@ -1,0 +1,143 @@
+"""Which settings cannot work together, and why: found before any process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.engine.window import Cut
+from trainer.errors import require
+from trainer.recipe import Recipe
+
+ADAM = ("adam", "adamw")
+
+
+def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
+    """Refuse wishes that contradict each other.
+
+    Args:
+        recipe: the wishes.
+        world_size: ranks.
+        cuts: how batches are cut, in every phase of an accumulation schedule.
+
+    Raises:
+        RecipeError: naming the key, the reason and what to change.
+    """
+    _strategy(recipe, world_size)
+    _offload(recipe)
+    _state(recipe)
+    if recipe.memory.optimizer_in_backward:
+        _in_backward(recipe, world_size, cuts)
+
+
+def _strategy(recipe: Recipe, world_size: int) -> None:
+    memory = recipe.memory
+    sharded = memory.strategy == "fsdp" or memory.cpu_offload == "parameters"
+    require(
+        memory.strategy != "single" or world_size == 1,
+        f"memory.strategy=single cannot use {world_size} ranks: use ddp, fsdp or auto, or run.devices 1",
+    )
+    require(
+        sharded or memory.replicas == 1,
+        f"memory.replicas={memory.replicas} are copies of a sharded model: use memory.strategy fsdp, or replicas 1",
+    )
+    require(
+        world_size % memory.replicas == 0,
+        f"memory.replicas={memory.replicas} does not divide {world_size} rank(s): every replica needs as many",
+    )
+    require(
+        sharded or memory.reshard_after_forward,
+        "memory.reshard_after_forward=false is for memory.strategy fsdp: without sharding weights are always whole",
+    )
+    require(
+        sharded or not memory.sync_every_micro_step,
+        "memory.sync_every_micro_step=true is for memory.strategy fsdp: without sharding every rank keeps whole "
+        "gradients either way, so reducing them more than once a step would only cost time",
+    )
+    require(
+        not (sharded and recipe.model.conditional),
+        f"memory.strategy=fsdp cannot train {type(recipe.model).__name__}: some of its micro-batches leave parameters "
+        "without a gradient (conditional), and FSDP's collectives would wait for them; use ddp or single",
+    )
+    require(
+        not (sharded and memory.compile == "model"),
+        "memory.compile=model cannot see through the hooks of FSDP: use memory.compile blocks",
+    )
+
+
+def _offload(recipe: Recipe) -> None:
+    memory = recipe.memory
+    require(
+        memory.cpu_offload != "parameters" or memory.strategy != "ddp",
+        "memory.cpu_offload=parameters streams weights through FSDP, while DDP keeps them whole on every device: use "
+        "memory.strategy fsdp or auto",
+    )
+    sharded = memory.strategy == "fsdp" or memory.cpu_offload == "parameters"
+    require(
+        not (sharded and memory.cpu_offload != "none" and memory.sync_every_micro_step is False),
+        f"memory.sync_every_micro_step=false would keep whole gradients on the device, which memory.cpu_offload="
+        f"{memory.cpu_offload} is there to avoid: leave it at null",
+    )
+    require(
+        not (memory.strategy == "fsdp" and memory.cpu_offload == "optimizer" and recipe.optim.name == "adafactor"),
+        "optim.name=adafactor needs the rows and columns of whole matrices, and memory.cpu_offload=optimizer under "
+        "fsdp updates shards: use memory.strategy ddp, or adamw",
+    )
+
+
+def _state(recipe: Recipe) -> None:
+    memory, optim = recipe.memory, recipe.optim
+    if memory.optimizer_state_bits < 32:
+        key = f"memory.optimizer_state_bits={memory.optimizer_state_bits}"
+        require(optim.name in ADAM, f"{key} is for adam and adamw: optim.name={optim.name} has no such version")
+        require(
+            memory.cpu_offload == "none",
+            f"{key} saves device memory, and memory.cpu_offload={memory.cpu_offload} keeps the state in host memory: "
+            "use one of the two",
+        )
+        require(memory.precision != "64-true", f"{key} makes no sense with memory.precision 64-true: use 32-true")
+    if memory.stochastic_rounding:
+        require(
+            memory.precision == "bf16-true",
+            f"memory.stochastic_rounding rounds bfloat16 weights, and memory.precision={memory.precision} has none: "
+            "use bf16-true, or leave it out",
+        )
+        require(
+            optim.name in ADAM, f"memory.stochastic_rounding is for adam and adamw: optim.name={optim.name} has none"
+        )
+        require(
+            memory.cpu_offload == "none",
+            f"memory.stochastic_rounding is done on the device, and memory.cpu_offload={memory.cpu_offload} updates "
+            "in host memory: use one of the two",
+        )
+
+
+def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
+    memory, optim = recipe.memory, recipe.optim
+    key = "memory.optimizer_in_backward"
+    require(
+        optim.clip_norm is None,
+        f"{key} updates weights before the norm of all gradients is known: leave optim.clip_norm at null",
+    )
+    most = max(cut.accumulate for cut in cuts)
+    require(
+        most == 1 and memory.micro_batch_tokens is None,
+        f"{key} updates weights in every backward, and a batch of {most} micro-batches has several: use accumulate 1"
+        + (" and no memory.micro_batch_tokens" if memory.micro_batch_tokens else ""),
+    )
+    require(
+        len(recipe.model.loss_names) == 1,
+        f"{key} updates weights in every backward, and {type(recipe.model).__name__} has several losses a batch",
+    )
+    require(
+        memory.precision != "16-mixed",
+        f"{key} updates weights before it is known whether fp16 gradients overflowed: use bf16-mixed or 32-true",
+    )
+    require(
+        world_size == 1 or memory.strategy == "fsdp",
+        f"{key} would update weights before DDP has reduced their gradients: use memory.strategy fsdp, or one rank",
+    )
+    require(
+        memory.cpu_offload == "none",
+        f"{key} frees gradients on the device, and memory.cpu_offload={memory.cpu_offload} moves them to host memory: "
+        "use one of the two",
+    )
