@@ -352,9 +352,7 @@ def ours(case: Case, module: nn.Module) -> None:
     own = build_on_device(fabric, recipe.model, recipe.seed)
     own.load_state_dict(module.state_dict())  # built in float64, it drew other random numbers
     wrapped: Any = fabric.setup_module(own)
-    stepper = Stepper(
-        fabric, recipe.model, wrapped, build_optimizer(own, recipe.optim, recipe.memory.precision, fabric.device)
-    )
+    stepper = Stepper(fabric, recipe.model, wrapped, build_optimizer(own, recipe.optim, recipe.memory, fabric.device))
     windows = Windows(
         size=case.samples,
         cut_at=lambda epoch: cut_at(recipe, fabric.world_size, epoch),

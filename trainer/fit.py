@@ -21,6 +21,7 @@ from trainer.errors import require
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.memory.initialize import build_on_device
 from trainer.memory.optimizer import build_optimizer
+from trainer.memory.optimizer_in_backward import AppliedInBackward, OptimizerInBackward
 from trainer.recipe import Recipe
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
@@ -168,7 +169,7 @@ def _build(session: Session) -> tuple[nn.Module, Stepper]:
     """The model on its device, its optimizer, and what takes steps with both."""
     recipe, fabric = session.recipe, session.fabric
     module = build_on_device(fabric, recipe.model, recipe.seed)
-    optimizer = build_optimizer(module, recipe.optim, recipe.memory.precision, fabric.device)
+    optimizer = build_optimizer(module, recipe.optim, recipe.memory, fabric.device)
     stepper = Stepper(
         fabric,
         recipe.model,
@@ -176,6 +177,7 @@ def _build(session: Session) -> tuple[nn.Module, Stepper]:
         optimizer,
         clip_norm=recipe.optim.clip_norm,
         correct_batchnorm=recipe.memory.correct_batchnorm,
+        sync=AppliedInBackward(optimizer) if isinstance(optimizer, OptimizerInBackward) else None,
     )
     return module, stepper
 

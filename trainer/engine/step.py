@@ -15,9 +15,10 @@ from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.check import LossCheck
 from trainer.engine.forward import Forward
-from trainer.engine.sync import gradient_sync
+from trainer.engine.sync import GradientSync, gradient_sync
 from trainer.engine.totals import LossTotals
 from trainer.engine.window import MicroBatch, Window
+from trainer.errors import RunError
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class Stepper(Forward):
         scheduler: stepped once an optimizer step, never on a skipped one.
         clip_norm: largest global gradient norm.
         correct_batchnorm: see :class:`BatchNormStatistics`.
+        sync: how gradients are synchronised; by default as the strategy that wrapped ``module`` needs it.
     """
 
     def __init__(
@@ -59,13 +61,14 @@ class Stepper(Forward):
         *,
         clip_norm: float | None = None,
         correct_batchnorm: bool = True,
+        sync: GradientSync | None = None,
     ) -> None:
         super().__init__(fabric, model, module)
         self.optimizer, self.scheduler, self.clip_norm = optimizer, scheduler, clip_norm
         self.world_size = fabric.world_size
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.alike = len({(p.device, p.dtype, type(p)) for p in self.parameters}) == 1
-        self.sync = gradient_sync(self.module, model)
+        self.sync = sync or gradient_sync(self.module, model)
         batchnorm = BatchNormStatistics(self.module, correct_batchnorm)
         self.batchnorm = batchnorm if batchnorm.layers else None
         self.generator = _generator(self.device)
@@ -99,6 +102,8 @@ class Stepper(Forward):
 
     def clip_gradients(self) -> Tensor:
         """Scale the gradients down to ``clip_norm`` if they exceed it; return the global norm they had."""
+        if self.sync.applied:
+            return self.sync.norm()
         self.precision.unscale_gradients(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = total_norm(gradients, self.alike)
@@ -110,7 +115,9 @@ class Stepper(Forward):
         """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch."""
         grad_norm, losses = totals.read(norm)
         skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not any(window.weights.values())
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = float(self.optimizer.param_groups[0]["lr"])  # torchao's is a tensor on the CPU
+        if skipped and self.sync.applied:
+            raise RunError(_cannot_skip(grad_norm, losses))
         if skipped:
             self.skip()
         else:
@@ -134,6 +141,16 @@ def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:
     if not alike or not gradients:
         return nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+def _cannot_skip(grad_norm: float, losses: dict[str, float]) -> str:
+    bad = [f"loss {name!r} is {value}" for name, value in losses.items() if not math.isfinite(value)]
+    if not bad:
+        bad = ["no sample has a label" if math.isfinite(grad_norm) else f"the gradient norm is {grad_norm}"]
+    return (
+        f"{bad[0]} in a step whose weights were updated during the backward, so it cannot be skipped: lower optim.lr, "
+        "look for bad samples, or set memory.optimizer_in_backward to false"
+    )
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract import Model
@@ -13,11 +13,18 @@ from trainer.errors import RunError
 class GradientSync:
     """One process: nothing to synchronise."""
 
+    applied: bool = False
+    """Whether the weights are updated already when ``norm`` is known, so that the step cannot be skipped."""
+
     def before(self, is_last: bool) -> None:
         """Called before the forward of every micro-step: a wrapper's own state is never trusted."""
 
     def after(self) -> None:
         """Called after the last backward of a window."""
+
+    def norm(self) -> Tensor:
+        """The global norm of the gradients of this step, over all ranks; for gradients that are no longer there."""
+        raise NotImplementedError
 
 
 class OverlappedSync(GradientSync):

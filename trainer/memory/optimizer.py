@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.errors import RecipeError
-from trainer.recipe import Optim, Precision
+from trainer.memory.optimizer_in_backward import OptimizerInBackward
+from trainer.recipe import Memory, Optim
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -22,13 +26,19 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 FUSED = ("adamw", "adam", "sgd", "adagrad")
 
 
-def build_optimizer(module: nn.Module, optim: Optim, precision: Precision, device: torch.device) -> Optimizer:
+def build_optimizer(module: nn.Module, optim: Optim, memory: Memory, device: torch.device) -> Optimizer:
     """The optimizer over the parameters of ``module`` that train.
 
     Matrices decay; biases and norm weights do not, for decay would pull scales to 0 (as in transformers and nanoGPT).
 
+    Args:
+        module: sharded already, where it is to be.
+        optim: which optimizer, and its learning rate and decay.
+        memory: how many bits its state has, how it rounds, and whether it updates during the backward.
+        device: where the parameters are.
+
     Raises:
-        RecipeError: when no parameter trains.
+        RecipeError: when no parameter trains, or the optimizer's package is not installed.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     if not trained:
@@ -37,10 +47,48 @@ def build_optimizer(module: nn.Module, optim: Optim, precision: Precision, devic
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    sharded = any(isinstance(p, DTensor) for p in trained)
+    optimizer = _make(optim, memory, device, sharded)([group for group in groups if group["params"]])
+    return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
+
+
+def _make(optim: Optim, memory: Memory, device: torch.device, sharded: bool) -> Callable[[Any], Optimizer]:
+    """What makes an optimizer of parameter groups."""
     options: dict[str, Any] = {"lr": optim.lr}
+    if memory.optimizer_state_bits < 32 or memory.stochastic_rounding:
+        key = "stochastic_rounding" if memory.stochastic_rounding else "optimizer_state_bits"
+        require_package(f"memory.{key}={getattr(memory, key)}", "torchao", "lean")
+        from trainer.memory.lean_adam import lean_adam
+
+        return lambda groups: lean_adam(groups, optim, memory, device)
+    if optim.name == "lion":
+        require_package("optim.name=lion", "timm", "lean")
+        from timm.optim.lion import Lion
+
+        return lambda groups: Lion(groups, **options)
     if optim.momentum:
         options["momentum"] = optim.momentum
     # Fused kernels want to unscale fp16 gradients themselves, which clipping comes too late for.
-    if optim.name in FUSED and precision != "16-mixed" and not (optim.name == "adagrad" and device.type != "cpu"):
+    if _has_fused_kernel(optim.name, device, sharded) and memory.precision != "16-mixed":
         options["fused"] = True
-    return OPTIMIZERS[optim.name]([group for group in groups if group["params"]], **options)
+    return lambda groups: OPTIMIZERS[optim.name](groups, **options)
+
+
+def _has_fused_kernel(name: str, device: torch.device, sharded: bool) -> bool:
+    if sharded:  # DTensor knows the kernels of these two only
+        return name in ("adamw", "adam")
+    return name in FUSED and not (name == "adagrad" and device.type != "cpu")
+
+
+def require_package(key: str, package: str, extra: str) -> None:
+    """Refuse a setting whose package is not there.
+
+    Raises:
+        RecipeError: naming the setting, the package and how to install it.
+    """
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise RecipeError(
+            f"{key} needs the package {package} ({error}): pip install 'exactbatch-trainer[{extra}]'"
+        ) from error
