@@ -73,6 +73,7 @@ class Stepper(Forward):
         self.batchnorm = batchnorm if batchnorm.layers else None
         self.generator = _generator(self.device)
         self.check: LossCheck | None = LossCheck(model)
+        self.skipped_steps = 0
 
     def step(self, window: Window) -> StepResult:
         """One exact optimizer step on one batch: ``window`` is this rank's share of it."""
@@ -118,6 +119,7 @@ class Stepper(Forward):
         lr = float(self.optimizer.param_groups[0]["lr"])  # torchao's is a tensor on the CPU
         if skipped and self.sync.applied:
             raise RunError(_cannot_skip(grad_norm, losses))
+        self.skipped_steps += skipped
         if skipped:
             self.skip()
         else:
