@@ -34,7 +34,7 @@ def save_model(model: Model, module: nn.Module, folder: Path) -> None:
         model.save(module, folder)
         return
     with staged_file(folder / WEIGHTS) as part:
-        save_file(_unique_tensors(module), part, metadata={"format": "pt"})
+        save_file(_unique_tensors(model.merged_state(module, module.state_dict())), part, metadata={"format": "pt"})
     write_atomic(folder / CONFIG, json.dumps(_config(model), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -46,6 +46,7 @@ def load_model(model: Model, folder: Path) -> nn.Module:
     """
     if model.own_format:
         return model.saved_in(folder).build()
+    model = model.merged()
     if getattr(model, "weights", None) is not None:  # pretrained ones would be fetched only to be overwritten
         model = dataclasses.replace(model, weights=None)  # type: ignore[type-var]
     module = model.build()
@@ -74,10 +75,10 @@ def load_weights(module: nn.Module, path: Path) -> None:
     module.load_state_dict(found, strict=False)
 
 
-def _unique_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The state of ``module`` on the CPU; of tensors that are the same memory only the first."""
+def _unique_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of ``state`` on the CPU; of tensors that are the same memory only the first."""
     unique: dict[tuple, str] = {}
-    for name, tensor in (state := module.state_dict()).items():
+    for name, tensor in state.items():
         unique.setdefault(_identity(tensor), name)
     return {name: _own_memory(state[name]) for name in unique.values()}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require_package
 from trainer.memory.optimizer_in_backward import OptimizerInBackward
 from trainer.recipe import Memory, Optim
 
@@ -78,17 +77,3 @@ def _has_fused_kernel(name: str, device: torch.device, sharded: bool) -> bool:
     if sharded:  # DTensor knows the kernels of these two only
         return name in ("adamw", "adam")
     return name in FUSED and not (name == "adagrad" and device.type != "cpu")
-
-
-def require_package(key: str, package: str, extra: str) -> None:
-    """Refuse a setting whose package is not there.
-
-    Raises:
-        RecipeError: naming the setting, the package and how to install it.
-    """
-    try:
-        import_module(package)
-    except ImportError as error:
-        raise RecipeError(
-            f"{key} needs the package {package} ({error}): pip install 'exactbatch-trainer[{extra}]'"
-        ) from error
