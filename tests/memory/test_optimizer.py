@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import shutil
 import sys
 
 import pytest
 import torch
+from problems import make_fabric
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer import Memory, Optim, Recipe, RecipeError, Run
 from trainer.data import Digits
 from trainer.engine.schedule import lr_factor
 from trainer.fit import evaluate, fit
+from trainer.memory import lean_adam
 from trainer.memory.optimizer import build_optimizer
 from trainer.models import MLP
 
@@ -223,3 +229,57 @@ def test_a_run_with_each_learns_names_what_is_lossy_and_is_evaluated(optim, memo
     assert (f"(lossy: {lossy})" in printed) if lossy else ("lossy" not in printed)
     assert summary.metrics["test"]["accuracy"] > 0.7
     assert math.isclose(evaluate(recipe, tmp_path).accuracy, summary.metrics["test"]["accuracy"], abs_tol=1e-9)
+
+
+def _on_shards(memory, dtype):
+    """The largest difference between weights that are sharded over the ranks and those that are not."""
+    make_fabric("32-true", torch.distributed.get_world_size())  # as a run would: it sets the process group up
+
+    def answer(shard, memory):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).to(dtype)  # 8192 weights, in shards of 4096
+        if shard:
+            for layer in module:
+                fully_shard(layer)
+            fully_shard(module)
+        optimizer = build_optimizer(module, Optim("adamw", lr=1e-2, weight_decay=0.1), memory, CPU)
+        for _ in range(3):
+            module(torch.linspace(-1, 1, 128).reshape(2, 64).to(dtype)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
+
+    whole = answer(False, dataclasses.replace(memory, optimizer_in_backward=False))
+    return max((a - b).abs().max().item() for a, b in zip(answer(True, memory), whole, strict=True))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_lean_state_of_shards_is_that_of_whole_weights(bits, in_backward, ranks):
+    memory = Memory(optimizer_state_bits=bits, optimizer_in_backward=in_backward)
+    assert max(ranks(2).run(_on_shards, memory, torch.float32)) < 1e-6
+
+
+def test_lean_state_and_random_rounding_of_shards(ranks):
+    memory = Memory(optimizer_state_bits=8, stochastic_rounding=True, precision="bf16-true")
+    differences = ranks(2).run(_on_shards, memory, torch.bfloat16)
+    assert max(differences) < 0.01  # three roundings of weights below 1: other random numbers, the same weights
+    assert len(set(differences)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_compiled_update_is_the_eager_one(in_backward, monkeypatch):
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    memory = Memory(optimizer_state_bits=8, optimizer_in_backward=in_backward)
+    optim = Optim("adamw", lr=1e-2, weight_decay=0.1, schedule="cosine")
+    found = []
+    for compiled in (False, True):
+        monkeypatch.setattr(lean_adam, "can_compile", lambda device, compiled=compiled: compiled)
+        module = network()
+        optimizer = build_optimizer(module, optim, memory, CPU)
+        train(module, optimizer, 4, LambdaLR(optimizer, lr_factor(optim, 5, lambda step: 1)))
+        found.append([p.detach() for p in module.parameters()])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)

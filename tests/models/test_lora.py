@@ -22,12 +22,15 @@ from problems import (
     textbook_loss,
     tokenizer_folder,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
 from trainer import RecipeError
 from trainer.checkpoint.export import load_model, save_model
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows, decide_cut
 from trainer.models import LoRA, TextClassifier
+from trainer.models.common import find_blocks
 from trainer.models.lora import merged_state
 
 MODELS = ["vit", "distilbert", "bigbird"]
@@ -174,6 +177,29 @@ def test_a_saved_model_gives_the_outputs_of_the_trained_one(name, tmp_path):
         if ".lora_B." in parameter:
             value.data.zero_()
     assert not torch.allclose(logits(unadapted, bare, inputs), trained, rtol=1e-3)  # the adapters did matter
+
+
+def _merged_from_shards(name):
+    """Logits of a sharded, adapted model after a step, and those of a plain model with its merged weights."""
+    make_fabric("64-true", torch.distributed.get_world_size())
+    model, batch = adapted(name), batch_of(name)
+    module = built(model).train()
+    for block in find_blocks(module, model.blocks):
+        fully_shard(block)
+    fully_shard(module)
+    (loss,) = model.losses(module, batch)
+    loss.total.backward()
+    torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01).step()
+    trained = logits(model, module, batch)
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    plain = make_model(name).build().double()
+    plain.load_state_dict(model.merged_state(module, state))
+    return (logits(make_model(name), plain, batch) - trained).abs().max().item()
+
+
+@pytest.mark.parametrize("name", ["vit", "bigbird"])
+def test_a_sharded_model_is_merged_from_its_whole_state(name, ranks):
+    assert max(ranks(2).run(_merged_from_shards, name)) < 1e-10
 
 
 def test_a_saved_text_model_is_what_transformers_loads(tmp_path):

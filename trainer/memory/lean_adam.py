@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch._dynamo
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchao import optim as torchao
+from torchao.optim.adam import single_param_adam
 
 from trainer.engine.order import derive_seed
 from trainer.recipe import Memory, Optim
@@ -56,12 +59,41 @@ def can_compile(device: torch.device) -> bool:
 def _class(kind: type[Optimizer], compiled: bool) -> Any:
     """``kind``, with its update compiled or not, and with rounding that all ranks draw alike."""
 
+    update = torch.compile(single_param_adam, fullgraph=True, dynamic=False) if compiled else single_param_adam
+
     class LeanAdam(kind):  # type: ignore[misc, valid-type]
-        def step(self, closure: Any = None) -> Any:
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            """torchao's step, but for this: it compiles only where that pays, and sees shards as plain tensors."""
             if self.bf16_stochastic_round:
                 self._seed()
-            with nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
-                return super().step(closure)
+            with torch._dynamo.utils.disable_cache_limit():  # a compiled update for every shape of weights
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self._update(parameter, group)
+
+        def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = self._new_buffer(parameter, True)
+                state["exp_avg_sq"] = self._new_buffer(parameter, False)
+            state["step"] += 1
+            update(
+                _local(parameter.detach()),
+                _local(parameter.grad),
+                state["step"],
+                _local(state["exp_avg"]),
+                _local(state["exp_avg_sq"]),
+                None,
+                group["lr"],
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
+                self.is_adamw,
+                self.bf16_stochastic_round and parameter.dtype is torch.bfloat16,
+            )
 
         def _seed(self) -> None:
             """Replicas that rounded a weight differently would drift apart: draw from the numbers of step and weight.
@@ -74,3 +106,8 @@ def _class(kind: type[Optimizer], compiled: bool) -> Any:
 
     LeanAdam.__name__ = LeanAdam.__qualname__ = kind.__name__
     return LeanAdam
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's shard. The update is elementwise, and DTensor does not know what becomes of quantised shards."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -27,7 +27,7 @@ class OptimizerInBackward(Optimizer):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.optimizer = optimizer
+        self.optimizer, self.state = optimizer, optimizer.state
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.device = parameters[0].device
         self.shard_groups = next((_shard_groups(p) for p in parameters if isinstance(p, DTensor)), [])
