@@ -54,9 +54,8 @@ from trainer.data.loader import Loader
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
-from trainer.memory.initialize import build_on_device
-from trainer.memory.optimizer import build_optimizer
-from trainer.memory.plan import cut_at
+from trainer.memory.initialize import build_module
+from trainer.memory.plan import cut_at, decide_plan
 from trainer.recipe import Memory, Optim, Recipe, Run
 from trainer.world import detect_world, launch
 
@@ -348,13 +347,14 @@ def ours(case: Case, module: nn.Module) -> None:
         memory=Memory(micro_batch_size=case.micro_batch_size, precision="64-true"),
         run=Run(accelerator="cpu"),
     )
-    fabric = launch(recipe, detect_world(recipe))
-    own = build_on_device(fabric, recipe.model, recipe.seed)
+    world = detect_world(recipe)
+    plan = decide_plan(recipe, world.size)
+    fabric = launch(plan, world)
+    own = build_module(fabric, recipe.model, recipe.seed, plan)
     own.load_state_dict(module.state_dict())  # built in float64, it drew other random numbers
-    wrapped: Any = fabric.setup_module(own)
-    stepper = Stepper(
-        fabric, recipe.model, wrapped, build_optimizer(own, recipe.optim, recipe.memory.precision, fabric.device)
-    )
+    stack = apply_stack(fabric, recipe.model, own, plan)
+    optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+    stepper = Stepper(fabric, recipe.model, stack.wrapped, optimizer, sync=sync)
     windows = Windows(
         size=case.samples,
         cut_at=lambda epoch: cut_at(recipe, fabric.world_size, epoch),

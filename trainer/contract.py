@@ -72,6 +72,9 @@ class Model:
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
+    lossy: Sequence[str] = ()
+    """What of it trains something else than the whole model, in words (LoRA of rank 8, say); the plan names it."""
+
     def prepare(self) -> None:
         """Fetch what ``build`` reads (weights, configuration); called once a node before any rank builds."""
 
@@ -104,6 +107,14 @@ class Model:
     own_format: ClassVar[bool] = False
     """Whether ``save`` and ``saved_in`` keep a trained model in a format of its own (a Hugging Face folder, say);
     by default it is kept as ``model.safetensors`` and ``config.json``."""
+
+    def merged(self) -> Model:
+        """This model as it is saved: without what is only there while it trains, such as adapters."""
+        return self
+
+    def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole tensors ``state`` of the trained ``module``, as they fit what ``merged().build()`` makes."""
+        return dict(state)
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write the trained model to ``folder``, for a model with ``own_format``.

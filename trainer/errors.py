@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, get_args
 
 
@@ -30,3 +31,17 @@ def require_positive(key: str, value: Any) -> None:
         isinstance(value, int) and not isinstance(value, bool) and value >= 1,
         f"{key}={value!r} must be an integer of at least 1",
     )
+
+
+def require_package(key: str, package: str, extra: str) -> None:
+    """Refuse a setting whose package is not there.
+
+    Raises:
+        RecipeError: naming the setting, the package and how to install it.
+    """
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise RecipeError(
+            f"{key} needs the package {package} ({error}): pip install 'exactbatch-trainer[{extra}]'"
+        ) from error

@@ -233,5 +233,10 @@ def _schedule(session: Session, stepper: Stepper, windows: Windows) -> None:
     recipe = session.recipe
     total = count_steps(windows, recipe.epochs, recipe.max_steps)
     epoch_of = epoch_at(windows, recipe.epochs)
-    factor = lr_factor(recipe.optim, total, lambda step: windows.cut_at(epoch_of(step)).batch_size)
+    factor = lr_factor(
+        recipe.optim,
+        total,
+        batch_size_at=lambda step: windows.cut_at(epoch_of(step)).batch_size,
+        skipped_steps=lambda: stepper.skipped_steps,
+    )
     stepper.scheduler = LambdaLR(stepper.optimizer, factor)

@@ -15,6 +15,7 @@ from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.check import LossCheck
 from trainer.engine.events import Counters, Events, Listener
 from trainer.engine.loop import Engine, NonFiniteError
+from trainer.engine.order import batch_indices
 from trainer.engine.schedule import lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.window import Cut, Windows
@@ -309,6 +310,30 @@ def test_schedules_start_warm_and_end_at_zero_with_the_last_step():
         assert factors[3] == 1.0
         assert all(a > b for a, b in zip(factors[3:], factors[4:], strict=False))
         assert factors[10] == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("bad", [[], [3], [0, 1, 6]], ids=["none skipped", "one skipped", "three skipped"])
+def test_sgd_with_cosine_decay_reaches_its_floor_with_the_last_step(bad):
+    """Two micro-batches a step, and steps that are skipped in between: they must not leave the end of the curve off."""
+    recorder, steps = Recorder(), 10
+    values = [1.0 + number / 40 for number in range(2 * steps)]
+    engine, _ = linear_engine(values, batch_size=2, listener=recorder)
+    stepper = engine.stepper
+    order = [step for step in bad for _ in range(2)]
+    for position, sample in enumerate(batch_indices(0, 0, 0, len(values), len(values))):
+        values[sample] = math.nan if position // 2 in order else values[sample]
+    factor = lr_factor(
+        Optim("sgd", lr=0.1, schedule="cosine"), steps, lambda step: 2, skipped_steps=lambda: stepper.skipped_steps
+    )
+    for group in stepper.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = 0.1
+    stepper.scheduler = torch.optim.lr_scheduler.LambdaLR(stepper.optimizer, factor)
+    engine.fit(epochs=1)
+    assert [number for number, result in enumerate(recorder.results) if result.skipped] == bad
+    taken = [result.lr for result in recorder.results if not result.skipped]
+    assert all(a > b for a, b in zip(taken, taken[1:], strict=False))
+    assert taken[-1] < 0.1 * (0.05 if len(bad) < 3 else 0.06)
+    assert stepper.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_the_learning_rate_follows_the_batch_size():

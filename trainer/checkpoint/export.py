@@ -41,7 +41,7 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
         model.save(module, folder, state)
         return
     with staged_file(folder / WEIGHTS) as part:
-        save_file(_unique_tensors(state), part, metadata={"format": "pt"})
+        save_file(_unique_tensors(model.merged_state(module, state)), part, metadata={"format": "pt"})
     write_atomic(folder / CONFIG, json.dumps(_config(model), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -53,6 +53,7 @@ def load_model(model: Model, folder: Path) -> nn.Module:
     """
     if model.own_format:
         return model.saved_in(folder).build()
+    model = model.merged()
     if getattr(model, "weights", None) is not None:  # pretrained ones would be fetched only to be overwritten
         model = dataclasses.replace(model, weights=None)  # type: ignore[type-var]
     module = model.build()

@@ -26,11 +26,25 @@ def batch_factor(rule: ScaleLR, batch_size: int, reference_batch_size: int | Non
     return ratio if rule == "linear" else math.sqrt(ratio)
 
 
-def lr_factor(optim: Optim, total_steps: int, batch_size_at: Callable[[int], int]) -> Callable[[int], float]:
-    """For ``LambdaLR``: decay, warm-up and batch-size scaling; ``batch_size_at`` maps a step to its batch size."""
+def lr_factor(
+    optim: Optim,
+    total_steps: int,
+    batch_size_at: Callable[[int], int],
+    skipped_steps: Callable[[], int] = lambda: 0,
+) -> Callable[[int], float]:
+    """For ``LambdaLR``: decay, warm-up and batch-size scaling.
+
+    Args:
+        optim: says which.
+        total_steps: of the run.
+        batch_size_at: from a step (from 0, skipped ones counted) to its batch size.
+        skipped_steps: how many steps were skipped so far. A schedule does not move with them, so what is left of it is
+            spread over the steps that are left: it reaches its end with the last step all the same.
+    """
 
     def factor(step: int) -> float:
-        scale = batch_factor(optim.scale_lr, batch_size_at(step), optim.reference_batch_size)
-        return scale * decay(optim.schedule, step, total_steps, optim.warmup_steps)
+        skipped = skipped_steps()
+        scale = batch_factor(optim.scale_lr, batch_size_at(step + skipped), optim.reference_batch_size)
+        return scale * decay(optim.schedule, step, total_steps - skipped, optim.warmup_steps)
 
     return factor

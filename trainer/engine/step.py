@@ -72,6 +72,7 @@ class Stepper(Forward):
         self.batchnorm = batchnorm if batchnorm.layers else None
         self.generator = _generator(self.device)
         self.check: LossCheck | None = LossCheck(model)
+        self.skipped_steps = 0
 
     def step(self, window: Window) -> StepResult:
         """One exact optimizer step on one batch: ``window`` is this rank's share of it."""
@@ -101,6 +102,8 @@ class Stepper(Forward):
 
     def clip_gradients(self) -> Tensor:
         """Scale the gradients down to ``clip_norm`` if they exceed it; return the global norm they had."""
+        if self.sync.applied:
+            return self.sync.norm()
         self.precision.unscale_gradients(self.optimizer)
         norm = self.sync.norm().to(self.device)  # offloaded gradients are in host memory
         if self.clip_norm is not None:
@@ -111,9 +114,12 @@ class Stepper(Forward):
         """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch."""
         grad_norm, losses = totals.read(norm)
         skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not any(window.weights.values())
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = float(self.optimizer.param_groups[0]["lr"])  # torchao's is a tensor on the CPU
+        if skipped and self.sync.applied:
+            raise RunError(_cannot_skip(grad_norm, losses))
+        self.skipped_steps += skipped
         if skipped:
-            self.skip(grad_norm)
+            self.skip()
         else:
             self.precision.optimizer_step(self.optimizer)
             if self.scheduler is not None:
@@ -122,21 +128,22 @@ class Stepper(Forward):
             parameter.grad = None
         return StepResult(sum(losses.values()), losses, grad_norm, lr, window.samples, skipped)
 
-    def skip(self, grad_norm: float) -> None:
-        """Leave everything as it was before the step, but for the loss scale of fp16, which must adapt.
-
-        Raises:
-            RunError: when the weights were updated during backward, which cannot be taken back.
-        """
-        if self.sync.applied and not math.isfinite(grad_norm):
-            raise RunError(
-                f"the gradient norm is {grad_norm}, and memory.optimizer_in_backward has updated the weights with it: "
-                "start again without it (such a step is then skipped), or with a lower optim.lr"
-            )
+    def skip(self) -> None:
+        """Leave everything as it was before the step, but for the loss scale of fp16, which must adapt."""
         if scaler := getattr(self.precision, "scaler", None):
             scaler.update()
         if self.batchnorm:
             self.batchnorm.restore()
+
+
+def _cannot_skip(grad_norm: float, losses: dict[str, float]) -> str:
+    bad = [f"loss {name!r} is {value}" for name, value in losses.items() if not math.isfinite(value)]
+    if not bad:
+        bad = ["no sample has a label" if math.isfinite(grad_norm) else f"the gradient norm is {grad_norm}"]
+    return (
+        f"{bad[0]} in a step whose weights were updated during the backward, so it cannot be skipped: lower optim.lr, "
+        "look for bad samples, or set memory.optimizer_in_backward to false"
+    )
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.errors import RecipeError
-from trainer.recipe import Optim, Precision
+from trainer.errors import RecipeError, require_package
+from trainer.memory.optimizer_in_backward import OptimizerInBackward
+from trainer.recipe import Memory, Optim
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -22,19 +23,21 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
 }
 FUSED = ("adamw", "adam", "sgd", "adagrad")
-FUSED_FOR_SHARDS = ("adamw", "adam")
-"""Those whose fused kernels know FSDP's sharded tensors."""
 
 
-def build_optimizer(
-    parameters: Sequence[Tensor], optim: Optim, precision: Precision, device: torch.device
-) -> Optimizer:
-    """The optimizer over the ``parameters`` that train: weights on ``device``, or their masters in host memory.
+def build_optimizer(parameters: Sequence[Tensor], optim: Optim, memory: Memory, device: torch.device) -> Optimizer:
+    """The optimizer over the ``parameters`` that train.
 
     Matrices decay; biases and norm weights do not, for decay would pull scales to 0 (as in transformers and nanoGPT).
 
+    Args:
+        parameters: weights, sharded already where they are to be, or their masters in host memory.
+        optim: which optimizer, and its learning rate and decay.
+        memory: how many bits its state has, how it rounds, and whether it updates during the backward.
+        device: where the parameters are.
+
     Raises:
-        RecipeError: when no parameter trains.
+        RecipeError: when no parameter trains, or the optimizer's package is not installed.
     """
     if not parameters:
         raise RecipeError("every parameter is frozen: raise model.train_last_blocks")
@@ -42,11 +45,34 @@ def build_optimizer(
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    sharded = any(isinstance(p, DTensor) for p in parameters)
+    optimizer = _make(optim, memory, device, sharded)([group for group in groups if group["params"]])
+    return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
+
+
+def _make(optim: Optim, memory: Memory, device: torch.device, sharded: bool) -> Callable[[Any], Optimizer]:
+    """What makes an optimizer of parameter groups."""
     options: dict[str, Any] = {"lr": optim.lr}
+    if memory.optimizer_state_bits < 32 or memory.stochastic_rounding:
+        key = "stochastic_rounding" if memory.stochastic_rounding else "optimizer_state_bits"
+        require_package(f"memory.{key}={getattr(memory, key)}", "torchao", "lean")
+        from trainer.memory.lean_adam import lean_adam
+
+        return lambda groups: lean_adam(groups, optim, memory, device)
+    if optim.name == "lion":
+        require_package("optim.name=lion", "timm", "lean")
+        from timm.optim.lion import Lion
+
+        return lambda groups: Lion(groups, **options)
     if optim.momentum:
         options["momentum"] = optim.momentum
-    fused = FUSED_FOR_SHARDS if isinstance(parameters[0], DTensor) else FUSED
     # Fused kernels want to unscale fp16 gradients themselves, which clipping comes too late for.
-    if optim.name in fused and precision != "16-mixed" and not (optim.name == "adagrad" and device.type != "cpu"):
+    if _has_fused_kernel(optim.name, device, sharded) and memory.precision != "16-mixed":
         options["fused"] = True
-    return OPTIMIZERS[optim.name]([group for group in groups if group["params"]], **options)
+    return lambda groups: OPTIMIZERS[optim.name](groups, **options)
+
+
+def _has_fused_kernel(name: str, device: torch.device, sharded: bool) -> bool:
+    if sharded:  # DTensor knows the kernels of these two only
+        return name in ("adamw", "adam")
+    return name in FUSED and not (name == "adagrad" and device.type != "cpu")

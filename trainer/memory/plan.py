@@ -112,7 +112,7 @@ def _lossy(recipe: Recipe) -> list[str]:
         found.append(f"{memory.precision} weights" + (" rounded at random" if memory.stochastic_rounding else ""))
     if memory.optimizer_state_bits < 32:
         found.append(f"{memory.optimizer_state_bits}-bit optimizer state")
-    return found
+    return [*found, *recipe.model.lossy]
 
 
 def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:

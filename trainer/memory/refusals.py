@@ -59,6 +59,11 @@ def _strategy(recipe: Recipe, world_size: int) -> None:
         "without a gradient (conditional), and FSDP's collectives would wait for them; use ddp or single",
     )
     require(
+        not (sharded and recipe.optim.name == "adafactor"),
+        "optim.name=adafactor needs the rows and columns of whole matrices, and FSDP updates shards: use "
+        "memory.strategy ddp, or adamw",
+    )
+    require(
         not (sharded and memory.compile == "model"),
         "memory.compile=model cannot see through the hooks of FSDP: use memory.compile blocks",
     )
@@ -76,11 +81,6 @@ def _offload(recipe: Recipe) -> None:
         not (sharded and memory.cpu_offload != "none" and memory.sync_every_micro_step is False),
         f"memory.sync_every_micro_step=false would keep whole gradients on the device, which memory.cpu_offload="
         f"{memory.cpu_offload} is there to avoid: leave it at null",
-    )
-    require(
-        not (memory.strategy == "fsdp" and memory.cpu_offload == "optimizer" and recipe.optim.name == "adafactor"),
-        "optim.name=adafactor needs the rows and columns of whole matrices, and memory.cpu_offload=optimizer under "
-        "fsdp updates shards: use memory.strategy ddp, or adamw",
     )
 
 

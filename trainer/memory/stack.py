@@ -19,6 +19,7 @@ from trainer.memory.activation_offload import offload_activations
 from trainer.memory.checkpointing import checkpoint_blocks
 from trainer.memory.compiling import compile_module
 from trainer.memory.optimizer import build_optimizer
+from trainer.memory.optimizer_in_backward import AppliedInBackward, OptimizerInBackward
 from trainer.memory.optimizer_offload import HostGradients, take_home
 from trainer.memory.plan import Plan
 from trainer.memory.sharding import shard
@@ -79,11 +80,13 @@ def build_updates(
     memory = plan.memory
     if stack.masters is not None:
         trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
-        optimizer = build_optimizer(list(trained.values()), optim, memory.precision, torch.device("cpu"))
+        optimizer = build_optimizer(list(trained.values()), optim, memory, torch.device("cpu"))
         return optimizer, HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas)
     parameters = [p for p in stack.module.parameters() if p.requires_grad]
     device = torch.device("cpu") if memory.cpu_offload == "parameters" else fabric.device
-    optimizer = build_optimizer(parameters, optim, memory.precision, device)
+    optimizer = build_optimizer(parameters, optim, memory, device)
+    if isinstance(optimizer, OptimizerInBackward):
+        return optimizer, AppliedInBackward(optimizer)
     forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
     return optimizer, gradient_sync(
         forward_module, model, parameters, every_micro_step=bool(memory.sync_every_micro_step), replicas=memory.replicas

@@ -34,6 +34,7 @@ class BigBird(TextClassifier):
         class_names: null takes the dataset's; saved with the model.
         dropout: sets all dropout rates of the configuration; null leaves them.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
+        lora: train adapters in the blocks, and the head, instead of all weights.
     """
 
     name: str = "big_bird"

@@ -37,13 +37,21 @@ def train_last_blocks(module: nn.Module, count: int, classes: Sequence[type] = (
     blocks = find_blocks(module, classes)
     if not 0 <= count <= len(blocks):
         raise RecipeError(f"model.train_last_blocks={count} must be between 0 and the number of blocks, {len(blocks)}")
+    head = set(head_parameters(module, blocks))
     trained = {p for block in blocks[len(blocks) - count :] for p in block.parameters()}
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter in trained or parameter in head)
+
+
+def head_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that are registered after the first of ``blocks`` and belong to none of them."""
     in_blocks = {p for block in blocks for p in block.parameters()}
-    seen_blocks = False
+    seen_blocks, head = False, []
     for parameter in module.parameters():
         seen_blocks = seen_blocks or parameter in in_blocks
-        follows = seen_blocks and parameter not in in_blocks
-        parameter.requires_grad_(parameter in trained or follows)
+        if seen_blocks and parameter not in in_blocks:
+            head.append(parameter)
+    return head
 
 
 def require_filled(model: str, **fields: object) -> None:

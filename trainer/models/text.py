@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from trainer.blocks import find_blocks
 from trainer.contract import Loss, Model
 from trainer.errors import RecipeError, require
 from trainer.models.common import classification_loss, require_filled, train_last_blocks
+from trainer.models.lora import LoRA, add_adapters, merged_state
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,6 +49,7 @@ class TextClassifier(Model):
         class_names: null takes the dataset's; saved with the model.
         dropout: sets all dropout rates of the configuration; null leaves them.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
+        lora: train adapters in the blocks, and the head, instead of all weights.
     """
 
     name: str = "distilbert"
@@ -59,12 +61,19 @@ class TextClassifier(Model):
     class_names: list[str] | None = None
     dropout: float | None = None
     train_last_blocks: int | None = None
+    lora: LoRA = field(default_factory=LoRA)
 
     own_format = True
 
     def __post_init__(self) -> None:
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
+        self.lora.require_alone(self.train_last_blocks)
         self._cached_tokenizer: Any = None
+
+    @property
+    def lossy(self) -> Sequence[str]:  # type: ignore[override]
+        """That adapters train, if they do."""
+        return self.lora.describe()
 
     def prepare(self) -> None:
         """Fetch configuration, tokenizer and weights into the hub's cache."""
@@ -125,6 +134,7 @@ class TextClassifier(Model):
             module = module.to(torch.get_default_device())
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
+        add_adapters(module, self.lora, self.blocks)
         return module
 
     def _require_body(self, module: nn.Module, found: dict[str, Any]) -> None:
@@ -156,7 +166,7 @@ class TextClassifier(Model):
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``AutoModelForSequenceClassification.from_pretrained`` and ``AutoTokenizer`` load."""
-        module.save_pretrained(folder, state_dict=dict(state))  # type: ignore[operator]
+        module.save_pretrained(folder, state_dict=self.merged_state(module, state))  # type: ignore[operator]
         self.tokenizer_or_none().save_pretrained(folder)
 
     def saved_in(self, folder: Path) -> TextClassifier:
@@ -164,7 +174,11 @@ class TextClassifier(Model):
         from dataclasses import replace
 
         source = str(folder)
-        return replace(self, name=source, weights=source, tokenizer=source, config={}, revision=None)
+        return replace(self, name=source, weights=source, tokenizer=source, config={}, revision=None, lora=LoRA())
+
+    def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``state`` with the adapters merged into the weights."""
+        return merged_state(module, state) if self.lora.rank else dict(state)
 
     def _configuration(self) -> Any:
         from transformers import AutoConfig

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.contract import Loss, Model
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.models.common import classification_loss, require_filled, train_last_blocks
+from trainer.models.lora import LoRA, add_adapters, merged_state
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 Name = Literal["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14", "custom"]
 SHAPE_FIELDS = ("patch_size", "layers", "heads", "width", "mlp_width")
 PRETRAINED_SIZE = 224
+# Not the attention: torchvision keeps it in one packed weight, and peft's adapter for that replaces the parameter in
+# every forward, which neither DDP, FSDP nor an optimizer would follow.
+ADAPTED = ("mlp.0", "mlp.3")
 
 
 @dataclass
@@ -39,6 +43,7 @@ class VisionTransformer(Model):
         dropout: after embeddings, attention and MLP.
         attention_dropout: on the attention weights.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
+        lora: train adapters in the blocks, and the head, instead of all weights.
     """
 
     name: Name = "vit_b_16"
@@ -54,8 +59,10 @@ class VisionTransformer(Model):
     dropout: float = 0.0
     attention_dropout: float = 0.0
     train_last_blocks: int | None = None
+    lora: LoRA = field(default_factory=LoRA)
 
     def __post_init__(self) -> None:
+        self.lora.require_alone(self.train_last_blocks)
         require_choice("model.name", self.name, Name)
         for key in ("dropout", "attention_dropout"):
             require(0 <= getattr(self, key) < 1, f"model.{key}={getattr(self, key)} must be in [0, 1)")
@@ -82,6 +89,11 @@ class VisionTransformer(Model):
 
         return (EncoderBlock,)
 
+    @property
+    def lossy(self) -> Sequence[str]:  # type: ignore[override]
+        """That adapters train, if they do."""
+        return self.lora.describe()
+
     def prepare(self) -> None:
         """Download torchvision's weights, or check that the local file is there."""
         if self.weights is not None:
@@ -95,7 +107,16 @@ class VisionTransformer(Model):
             self._load_pretrained(module, self._read_weights())
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
+        add_adapters(module, self.lora, self.blocks, ADAPTED)
         return module
+
+    def merged(self) -> VisionTransformer:
+        """This model without adapters, as it is saved."""
+        return replace(self, lora=LoRA())
+
+    def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``state`` with the adapters merged into the weights."""
+        return merged_state(module, state) if self.lora.rank else dict(state)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels`` (n,)."""

@@ -1,0 +1,277 @@
+"""Adapters: what trains, that accumulation stays exact with them, and that what is saved needs them no more."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from problems import (
+    LR,
+    Problem,
+    collate,
+    errors,
+    flat,
+    host_sum,
+    make_fabric,
+    make_model,
+    make_samples,
+    plain_indices,
+    take_steps,
+    textbook_loss,
+    tokenizer_folder,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from trainer import RecipeError
+from trainer.blocks import find_blocks
+from trainer.checkpoint.export import load_model, save_model
+from trainer.engine.step import Stepper
+from trainer.engine.window import Windows, decide_cut
+from trainer.models import LoRA, TextClassifier
+from trainer.models.lora import merged_state
+
+MODELS = ["vit", "distilbert", "bigbird"]
+FIRST_TARGETS = {
+    "vit": {"mlp.0", "mlp.3"},
+    "distilbert": {f"attention.{name}" for name in ("q_lin", "k_lin", "v_lin", "out_lin")},
+    "bigbird": {f"attention.{name}" for name in ("self.query", "self.key", "self.value", "output.dense")},
+}
+HEADS = {
+    "vit": {"encoder.ln", "heads.head"},
+    "distilbert": {"pre_classifier", "classifier"},
+    "bigbird": {"classifier.dense", "classifier.out_proj"},
+}
+
+
+def adapted(name, **options):
+    return dataclasses.replace(make_model(name), lora=LoRA(**{"rank": 2, **options}))
+
+
+def built(model, dtype=torch.float64):
+    """A module whose adapters are past their start, at which they do nothing."""
+    torch.manual_seed(0)
+    module = model.build().to(dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, dtype=torch.float64).to(dtype) * 0.05)
+    return module
+
+
+def batch_of(name, count=6):
+    problem = Problem(name, count, count, count)
+    batch = collate(make_samples(problem))
+    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+
+
+def logits(model, module, batch):
+    (loss,) = model.losses(module.eval(), batch)
+    return loss.logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_and_the_head_train_and_nothing_else(name):
+    module = adapted(name).build()
+    trained = {parameter for parameter, p in module.named_parameters() if p.requires_grad}
+    adapters = {parameter for parameter in trained if ".lora_" in parameter}
+    assert {parameter.rsplit(".", 1)[0] for parameter in trained - adapters} == HEADS[name]
+    assert {p.shape[0] for n, p in module.named_parameters() if ".lora_A." in n} == {2}
+    layers = {parameter.split(".lora_")[0] for parameter in adapters}
+    assert len(layers) == 2 * len(FIRST_TARGETS[name])  # of two blocks
+    assert all(any(layer.endswith(f".{target}") for target in FIRST_TARGETS[name]) for layer in layers)
+    assert not any("lora_" in parameter for parameter, _ in make_model(name).build().named_parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_class_stays_and_the_outputs_are_those_of_before_training(name):
+    torch.manual_seed(0)
+    model, plain = adapted(name, dropout=0.3), make_model(name)
+    module = model.build().double()
+    reference = plain.build().double()
+    assert type(module) is type(reference)
+    reference.load_state_dict(merged_state(module, module.state_dict()))
+    assert torch.equal(logits(model, module, batch_of(name)), logits(plain, reference, batch_of(name)))
+
+
+def engine_answer(problem, world_size):
+    """Three SGD steps of our engine on an adapted model, cut in micro-batches."""
+    fabric = make_fabric(problem.precision, world_size)
+    model, samples = adapted(problem.name), make_samples(problem)
+    module = built(model).train()
+    before = flat(module)
+    wrapped = fabric.setup_module(module)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR)
+    stepper = Stepper(fabric, model, wrapped, optimizer)
+    cut = decide_cut(problem.batch_size, problem.micro_batch_size, None, world_size)
+    windows = Windows(
+        size=problem.size,
+        cut_at=lambda epoch: cut,
+        fetch=lambda requests: (collate([samples[index] for index in request.indices]) for request in requests),
+        weigh=model.weigh,
+        seed=problem.seed,
+        rank=fabric.global_rank,
+        world_size=world_size,
+        reduce=list if world_size == 1 else host_sum,
+    )
+    results = take_steps(stepper, windows, problem.steps)
+    return {
+        "before": before,
+        "after": flat(module),
+        "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results],
+    }
+
+
+def plain_answer(problem):
+    """The same by a plain loop over whole batches, on the same adapted module."""
+    module, samples = built(adapted(problem.name)).train(), make_samples(problem)
+    before = flat(module)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=LR)
+    losses, norms = [], []
+    for step in range(problem.steps):
+        batch = collate([samples[index] for index in plain_indices(problem, step)])
+        batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+        loss = textbook_loss(problem.name, module, batch)
+        loss.backward()
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in trained]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"before": before, "after": flat(module), "losses": losses, "norms": norms}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_accumulation_stays_exact(name):
+    problem = Problem(name, 11, 7, 2)
+    found = errors(engine_answer(problem, 1), plain_answer(problem))
+    assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("name", ["vit", "bigbird"])
+def test_accumulation_stays_exact_on_two_ranks(name, ranks):
+    problem = Problem(name, 11, 7, 2)
+    plain = plain_answer(problem)
+    for answer in ranks(2).run(engine_answer, problem, 2):
+        found = errors(answer, plain)
+        assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_model_gives_the_outputs_of_the_trained_one(name, tmp_path):
+    model = adapted(name, alpha=3.0)
+    module = built(model, torch.float32)
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in batch_of(name).items()}
+    trained = logits(model, module, inputs)
+    save_model(model, module, tmp_path)
+    assert torch.equal(logits(model, module, inputs), trained)  # saving leaves it as it was
+    loaded = load_model(model, tmp_path)
+    names = {parameter for parameter, _ in loaded.named_parameters()}
+    assert names == {parameter for parameter, _ in make_model(name).build().named_parameters()}
+    torch.testing.assert_close(logits(model, loaded, inputs), trained, rtol=1e-5, atol=1e-6)
+    unadapted = dataclasses.replace(model, lora=LoRA())
+    bare = built(model, torch.float32)
+    for parameter, value in bare.named_parameters():
+        if ".lora_B." in parameter:
+            value.data.zero_()
+    assert not torch.allclose(logits(unadapted, bare, inputs), trained, rtol=1e-3)  # the adapters did matter
+
+
+def _merged_from_shards(name):
+    """Logits of a sharded, adapted model after a step, and those of a plain model with its merged weights."""
+    make_fabric("64-true", torch.distributed.get_world_size())
+    model, batch = adapted(name), batch_of(name)
+    module = built(model).train()
+    for block in find_blocks(module, model.blocks):
+        fully_shard(block)
+    fully_shard(module)
+    (loss,) = model.losses(module, batch)
+    loss.total.backward()
+    torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01).step()
+    trained = logits(model, module, batch)
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    plain = make_model(name).build().double()
+    plain.load_state_dict(model.merged_state(module, state))
+    return (logits(make_model(name), plain, batch) - trained).abs().max().item()
+
+
+@pytest.mark.parametrize("name", ["vit", "bigbird"])
+def test_a_sharded_model_is_merged_from_its_whole_state(name, ranks):
+    assert max(ranks(2).run(_merged_from_shards, name)) < 1e-10
+
+
+def test_a_saved_text_model_is_what_transformers_loads(tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    model = adapted("distilbert", targets=["q_lin", "ffn.lin1"])
+    module = built(model, torch.float32).eval()
+    model.save(module, tmp_path, module.state_dict())
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    inputs = {key: value for key, value in batch_of("distilbert").items() if key != "labels"}
+    torch.testing.assert_close(theirs(**inputs).logits, module(**inputs).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_transposed_layers_are_merged_transposed(tmp_path):
+    config = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64}
+    model = TextClassifier("gpt2", tokenizer=tokenizer_folder(), config=config, num_classes=5, dropout=0.0)
+    model = dataclasses.replace(model, lora=LoRA(rank=2, targets=["c_attn", "mlp.c_fc"]))
+    module = built(model, torch.float32)
+    inputs = batch_of("distilbert")
+    trained = logits(model, module, inputs)
+    save_model(model, module, tmp_path)
+    torch.testing.assert_close(logits(model, model.saved_in(tmp_path).build(), inputs), trained, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_have_the_type_and_device_of_their_weights(name):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert {p.dtype for p in adapted(name).build().parameters()} == {torch.bfloat16}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert all(p.is_meta for p in adapted(name).build().parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "message"),
+    [
+        ("vit", ["out_proj"], r"'out_proj' is the end of no linear layer.*choose from mlp\.0, mlp\.3$"),
+        ("vit", ["self_attention"], r"choose from mlp\.0, mlp\.3$"),
+        ("distilbert", ["q_lin", "query"], r"'query' is .*choose from attention\.q_lin, .*, ffn\.lin1, ffn\.lin2$"),
+        ("distilbert", ["lin"], r"'lin' is the end of no linear layer"),
+    ],
+)
+def test_a_target_that_matches_nothing_is_refused_with_the_candidates(name, targets, message):
+    with pytest.raises(RecipeError, match=message):
+        adapted(name, targets=targets).build()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": -1}, r"model\.lora\.rank=-1 must be an integer of at least 0"),
+        ({"rank": 2, "alpha": 0.0}, r"model\.lora\.alpha=0\.0 must be greater than 0"),
+        ({"rank": 2, "dropout": 1.0}, r"model\.lora\.dropout=1\.0 must be in"),
+        ({"rank": 2, "targets": []}, r"model\.lora\.targets=\[\] leaves nothing"),
+    ],
+)
+def test_refusals_of_settings(options, message):
+    with pytest.raises(RecipeError, match=message):
+        LoRA(**options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_and_whole_blocks_are_not_both_trained(name):
+    with pytest.raises(RecipeError, match=r"model\.lora\.rank=2 .*model\.train_last_blocks=1 .*use one of the two"):
+        dataclasses.replace(make_model(name), lora=LoRA(rank=2), train_last_blocks=1)
+
+
+def test_without_peft_the_way_to_get_it_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    message = r"model\.lora\.rank=2 needs the package peft .*pip install 'exactbatch-trainer\[lora\]'"
+    with pytest.raises(RecipeError, match=message):
+        adapted("vit").build()
+    make_model("vit").build()  # rank 0 needs no package

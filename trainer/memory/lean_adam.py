@@ -1,0 +1,113 @@
+"""Adam and AdamW of torchao: 8- or 4-bit state, stochastic rounding of bfloat16 weights. Needs torchao."""
+
+from __future__ import annotations
+
+import shutil
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchao import optim as torchao
+from torchao.optim.adam import single_param_adam
+
+from trainer.engine.order import derive_seed
+from trainer.recipe import Memory, Optim
+
+# torchao has no Adam of 32 bits: its AdamW is turned into one.
+KINDS = {
+    ("adamw", 32): torchao._AdamW,
+    ("adam", 32): torchao._AdamW,
+    ("adamw", 8): torchao.AdamW8bit,
+    ("adam", 8): torchao.Adam8bit,
+    ("adamw", 4): torchao.AdamW4bit,
+    ("adam", 4): torchao.Adam4bit,
+}
+
+
+def lean_adam(groups: Any, optim: Optim, memory: Memory, device: torch.device) -> Optimizer:
+    """torchao's ``optim.name`` with ``memory.optimizer_state_bits`` and ``memory.stochastic_rounding``.
+
+    State of 32 bits is in fact in the type of the weights, as torch's own is. Tensors of fewer than 4096 values, or
+    of a number that blocks of 256 (8 bits) or 128 (4 bits) do not divide, keep such state, too. The learning rate of
+    a group is a tensor on the CPU, which schedulers change in place.
+    """
+    optimizer = _class(KINDS[optim.name, memory.optimizer_state_bits], can_compile(device))(
+        groups, lr=optim.lr, bf16_stochastic_round=memory.stochastic_rounding
+    )
+    optimizer.is_adamw = optim.name == "adamw"
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    optimizer.numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    return optimizer
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether the update is worth compiling on ``device``, and can be.
+
+    On a CPU it runs as it is: compiling takes ten seconds a shape of weights and a C++ compiler. On a GPU the compiled
+    update needs no memory for intermediate tensors; Triton builds its launcher with a C compiler.
+    """
+    from torch.utils._triton import has_triton
+
+    return device.type == "cuda" and has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
+
+
+@lru_cache
+def _class(kind: type[Optimizer], compiled: bool) -> Any:
+    """``kind``, with its update compiled or not, and with rounding that all ranks draw alike."""
+
+    update = torch.compile(single_param_adam, fullgraph=True, dynamic=False) if compiled else single_param_adam
+
+    class LeanAdam(kind):  # type: ignore[misc, valid-type]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            """torchao's step, but for this: it compiles only where that pays, and sees shards as plain tensors."""
+            if self.bf16_stochastic_round:
+                self._seed()
+            with torch._dynamo.utils.disable_cache_limit():  # a compiled update for every shape of weights
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self._update(parameter, group)
+
+        def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = self._new_buffer(parameter, True)
+                state["exp_avg_sq"] = self._new_buffer(parameter, False)
+            state["step"] += 1
+            update(
+                _local(parameter.detach()),
+                _local(parameter.grad),
+                state["step"],
+                _local(state["exp_avg"]),
+                _local(state["exp_avg_sq"]),
+                None,
+                group["lr"],
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
+                self.is_adamw,
+                self.bf16_stochastic_round and parameter.dtype is torch.bfloat16,
+            )
+
+        def _seed(self) -> None:
+            """Replicas that rounded a weight differently would drift apart: draw from the numbers of step and weight.
+
+            The engine seeds its own numbers before every micro-step, so none that follow depend on this.
+            """
+            shown = [p for group in self.param_groups for p in group["params"]]  # in backward it is one at a time
+            steps = max((int(self.state[p]["step"]) for p in shown if p in self.state), default=0)
+            torch.manual_seed(derive_seed(steps, self.numbers[shown[0]]))
+
+    LeanAdam.__name__ = LeanAdam.__qualname__ = kind.__name__
+    return LeanAdam
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's shard. The update is elementwise, and DTensor does not know what becomes of quantised shards."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,95 @@
+"""Update each weight as soon as its gradient is ready: no more than a few gradients exist at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainer.engine.sync import GradientSync
+
+
+class OptimizerInBackward(Optimizer):
+    """``optimizer``, taken apart: backward updates one parameter after the other and frees its gradient.
+
+    ``step`` does nothing, for the last backward has done it all; the groups and the state are those of ``optimizer``,
+    so schedulers and checkpoints see no difference. The result is the same, as long as every backward is a step and
+    nothing needs all gradients at once (no accumulation, no clipping, no skipped steps).
+
+    Args:
+        optimizer: any whose update of a parameter reads no other one, over parameters that are sharded already if
+            they are to be; it is used up.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer, self.state = optimizer, optimizer.state
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.device = parameters[0].device
+        self.shard_groups = next((_shard_groups(p) for p in parameters if isinstance(p, DTensor)), [])
+        self.norms: list[Tensor] = []
+        self.shard_norms: list[Tensor] = []
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(partial(self._update, number))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: the weights were updated in the backward."""
+
+    def forget_norms(self) -> None:
+        """Begin to record the gradient norms of another step."""
+        self.norms, self.shard_norms = [], []
+
+    def norm(self) -> Tensor:
+        """The global norm of the gradients since ``forget_norms``: a scalar, the same on all ranks, on the device."""
+        squares = self._square_sum(self.shard_norms)
+        for group in self.shard_groups:
+            torch.distributed.all_reduce(squares, group=group)
+        return (squares + self._square_sum(self.norms)).sqrt()
+
+    def _update(self, number: int, parameter: Tensor) -> None:
+        """Step ``parameter``, which is of group ``number``, and free its gradient."""
+        if parameter.grad is None:  # FSDP calls the hooks of parameters that got none, too
+            return
+        self._record_norm(parameter.grad)
+        # One optimizer does them all in turn: it is shown this parameter alone, with what the schedule says now.
+        self.optimizer.param_groups = [{**self.param_groups[number], "params": [parameter]}]
+        self.optimizer.state = self.state
+        self.optimizer.step()
+        parameter.grad = None
+
+    def _record_norm(self, gradient: Tensor) -> None:
+        norms = self.shard_norms if isinstance(gradient, DTensor) else self.norms
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if local.is_cuda:  # FSDP may have made it on another stream than this one: its memory must wait for this one
+            local.record_stream(torch.cuda.current_stream(local.device))
+        norms.append(torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32)))
+
+    def _square_sum(self, norms: list[Tensor]) -> Tensor:
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)
+
+
+class AppliedInBackward(GradientSync):
+    """Gradients are gone when their norm is known, and the weights updated: a step cannot be skipped."""
+
+    applied = True
+
+    def __init__(self, optimizer: OptimizerInBackward) -> None:
+        super().__init__([p for group in optimizer.param_groups for p in group["params"]])
+        self.optimizer = optimizer
+
+    def before(self, is_last: bool) -> None:
+        self.optimizer.forget_norms()
+
+    def norm(self) -> Tensor:
+        return self.optimizer.norm()
+
+
+def _shard_groups(parameter: DTensor) -> list[Any]:
+    """The ranks that hold the other shards of ``parameter``; not those with its replicas in hybrid sharding."""
+    mesh = parameter.device_mesh
+    return [mesh.get_group(at) for at, placement in enumerate(parameter.placements) if placement.is_shard()]

@@ -1,0 +1,153 @@
+"""Low-rank adapters (Hu et al. 2021), by peft. Importing this loads neither torch nor peft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.blocks import find_blocks
+from trainer.errors import RecipeError, require, require_package
+from trainer.models.common import head_parameters
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ADAPTER = "default"
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Train low-rank adapters and the head, and freeze the rest; saved models hold the merged weights.
+
+    Args:
+        rank: of the adapters; 0 trains the weights themselves.
+        alpha: an adapter's output is scaled by alpha / rank; null is twice the rank.
+        dropout: on the adapters' inputs.
+        targets: the linear layers of a block that get an adapter, by the ends of their names, such as [q_lin, v_lin];
+            null takes those of the attention (of the MLP in VisionTransformer).
+    """
+
+    rank: int = 0
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
+        require(whole and self.rank >= 0, f"model.lora.rank={self.rank!r} must be an integer of at least 0 (off)")
+        require(self.alpha is None or self.alpha > 0, f"model.lora.alpha={self.alpha} must be greater than 0, or null")
+        require(0 <= self.dropout < 1, f"model.lora.dropout={self.dropout} must be in [0, 1)")
+        require(self.targets != [], "model.lora.targets=[] leaves nothing to adapt: name layers, or leave it at null")
+
+    def require_alone(self, train_last_blocks: int | None) -> None:
+        """Refuse two answers to the question of what trains."""
+        require(
+            not self.rank or train_last_blocks is None,
+            f"model.lora.rank={self.rank} trains adapters in all blocks, and model.train_last_blocks="
+            f"{train_last_blocks} whole blocks and nothing before them: use one of the two",
+        )
+
+    def describe(self) -> tuple[str, ...]:
+        """What it changes, in words: nothing, or one thing."""
+        return (f"LoRA of rank {self.rank}",) if self.rank else ()
+
+
+def add_adapters(
+    module: nn.Module, lora: LoRA, blocks: Sequence[type] = (), defaults: Sequence[str] | None = None
+) -> None:
+    """Give linear layers of the blocks of ``module`` adapters, in place, and freeze all but these and the head.
+
+    The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before.
+
+    Args:
+        module: built, with its weights.
+        lora: does nothing at rank 0.
+        blocks: the classes of the blocks; found by themselves when not given.
+        defaults: ends of the names of the layers to adapt where ``lora.targets`` is ``None``; by default those with
+            attention in their names.
+
+    Raises:
+        RecipeError: when peft is missing, or a target names no linear layer.
+    """
+    if not lora.rank:
+        return
+    require_package(f"model.lora.rank={lora.rank}", "peft", "lora")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    found = find_blocks(module, blocks)
+    targets = _choose(_linear_layers(found), lora.targets or defaults)
+    full_names = {id(layer): name for name, layer in module.named_modules()}
+    head = head_parameters(module, found)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or 2 * lora.rank,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=lora.dropout,
+        target_modules=[full_names[id(layer)] for layer in targets],
+    )
+    inject_adapter_in_model(config, module, ADAPTER)
+    for parameter in head:  # peft froze whatever is not an adapter
+        parameter.requires_grad_(True)
+
+
+def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``state`` with every adapter added to the weight that it adapts, under the names of a module without adapters.
+
+    Args:
+        module: what ``add_adapters`` made, possibly sharded since: only its structure is read.
+        state: its whole tensors, as ``state_dict`` names them; unchanged by this.
+    """
+    base, down = ".base_layer.", f".lora_A.{ADAPTER}.weight"
+    merged = {name.replace(base, "."): tensor for name, tensor in state.items() if ".lora_" not in name}
+    for name in state:
+        if name.endswith(down):
+            layer = name.removesuffix(down)
+            weight = state[f"{layer}{base}weight"]
+            update = _update(module.get_submodule(layer), state[name], state[f"{layer}.lora_B.{ADAPTER}.weight"])
+            merged[f"{layer}.weight"] = (weight + update).to(weight.dtype)  # rounded once
+    return merged
+
+
+def _update(layer: Any, down: Tensor, up: Tensor) -> Tensor:
+    """What an adapter adds to the weight of its layer, in at least fp32."""
+    import torch
+
+    wide = torch.promote_types(up.dtype, torch.float32)
+    product = layer.scaling[ADAPTER] * (up.detach().to(wide) @ down.detach().to(wide))
+    return product.T if layer.fan_in_fan_out else product  # transformers' Conv1D keeps its weights transposed
+
+
+def _linear_layers(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The linear layers of all blocks that are called as such, by their names within a block."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    # nn.MultiheadAttention reads the weights of its linear layer without calling it; an adapter would have no effect.
+    unused = {id(m.out_proj) for block in blocks for m in block.modules() if isinstance(m, nn.MultiheadAttention)}
+    return [
+        (name, layer)
+        for block in blocks
+        for name, layer in block.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and id(layer) not in unused
+    ]
+
+
+def _choose(layers: Sequence[tuple[str, nn.Module]], targets: Sequence[str] | None) -> list[nn.Module]:
+    names = ", ".join(dict.fromkeys(name for name, _ in layers)) or "none"
+    if targets is None:
+        chosen = [layer for name, layer in layers if "attn" in name.lower() or "attention" in name.lower()]
+        if not chosen:
+            raise RecipeError(
+                f"model.lora finds no attention among the linear layers of a block: give model.lora.targets, of {names}"
+            )
+        return chosen
+    for target in targets:
+        if not any(_ends(name, target) for name, _ in layers):
+            raise RecipeError(
+                f"model.lora.targets: {target!r} is the end of no linear layer's name in a block: choose from {names}"
+            )
+    return [layer for name, layer in layers if any(_ends(name, target) for target in targets)]
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
