@@ -19,8 +19,9 @@ from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
 from trainer.errors import require
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
-from trainer.memory.initialize import build_on_device
+from trainer.memory.initialize import build_on_device, build_on_meta, materialise
 from trainer.memory.optimizer import build_optimizer
+from trainer.memory.precision import weights_dtype
 from trainer.recipe import Recipe
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
@@ -167,7 +168,7 @@ def _probabilities(model: Model, module: nn.Module, batch: dict[str, Any], count
 def _build(session: Session) -> tuple[nn.Module, Stepper]:
     """The model on its device, its optimizer, and what takes steps with both."""
     recipe, fabric = session.recipe, session.fabric
-    module = build_on_device(fabric, recipe.model, recipe.seed)
+    module = _initialise(session)
     optimizer = build_optimizer(module, recipe.optim, recipe.memory.precision, fabric.device)
     stepper = Stepper(
         fabric,
@@ -178,6 +179,17 @@ def _build(session: Session) -> tuple[nn.Module, Stepper]:
         correct_batchnorm=recipe.memory.correct_batchnorm,
     )
     return module, stepper
+
+
+def _initialise(session: Session) -> nn.Module:
+    """The module with its initial weights, on its device."""
+    recipe, fabric = session.recipe, session.fabric
+    if recipe.memory.init == "device":
+        return build_on_device(fabric, recipe.model, recipe.seed)
+    dtype = weights_dtype(recipe.memory.precision)
+    module = build_on_meta(recipe.model, recipe.seed, dtype)
+    materialise(module, recipe.model, fabric.device, dtype, recipe.seed)
+    return module
 
 
 def _restore(session: Session, folder: Path) -> Forward:

@@ -15,6 +15,11 @@ from lightning.fabric.plugins.precision import (
 from trainer.recipe import Precision
 
 
+def weights_dtype(precision: Precision) -> torch.dtype | None:
+    """The type of weights under ``precision``; ``None`` where they stay as the model makes them."""
+    return {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision)
+
+
 def precision_plugin(precision: Precision, device_type: str) -> FabricPrecision:
     """The Fabric plugin for ``precision`` on a ``"cpu"`` or ``"cuda"`` device.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainer.engine.window import Cut
 from trainer.errors import require
 from trainer.recipe import Recipe
+from trainer.weights import PICKLED
 
 ADAM = ("adam", "adamw")
 
@@ -25,6 +27,8 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
     _strategy(recipe, world_size)
     _offload(recipe)
     _state(recipe)
+    if recipe.memory.init == "meta":
+        _meta(recipe)
     if recipe.memory.optimizer_in_backward:
         _in_backward(recipe, world_size, cuts)
 
@@ -81,6 +85,26 @@ def _offload(recipe: Recipe) -> None:
         not (memory.strategy == "fsdp" and memory.cpu_offload == "optimizer" and recipe.optim.name == "adafactor"),
         "optim.name=adafactor needs the rows and columns of whole matrices, and memory.cpu_offload=optimizer under "
         "fsdp updates shards: use memory.strategy ddp, or adamw",
+    )
+
+
+def _meta(recipe: Recipe) -> None:
+    model = recipe.model
+    require(
+        model.starts_on_meta(),
+        f"memory.init=meta cannot start {type(model).__name__}: it has no skeleton() and pretrained(); "
+        "use memory.init device",
+    )
+    weights = getattr(model, "weights", "its own")
+    require(
+        weights is not None,
+        "memory.init=meta streams the weights of model.weights in, and there is nothing to stream: model.weights is "
+        "null; give some, or use memory.init device",
+    )
+    require(
+        Path(str(weights)).suffix not in PICKLED,
+        f"memory.init=meta reads slices of safetensors files, and model.weights={weights} is a pickle: convert it with "
+        "safetensors.torch.save_file, or use memory.init device",
     )
 
 
