@@ -265,6 +265,8 @@ def _pieces(
     files: WeightFiles, stored: Stored, name: str, shape: torch.Size, part: Part
 ) -> Iterator[tuple[Any, Tensor]]:
     """The values of ``part``, a few rows at a time: which rows of it, and the tensor."""
+    if not part.local.numel():  # more ranks than rows
+        return
     if stored.transform is not None:
         value = stored.transform(files.read(stored.file, stored.key))
         _require_shape(stored, name, tuple(value.shape), shape)
@@ -276,7 +278,7 @@ def _pieces(
         return
     first, *others = part.slices()
     step = max(1, PIECE // max(1, part.local[:1].numel()))
-    for start in range(first.start, first.stop if part.local.numel() else first.start, step):
+    for start in range(first.start, first.stop, step):
         stop = min(start + step, first.stop)
         yield (
             slice(start - first.start, stop - first.start),
