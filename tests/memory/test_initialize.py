@@ -216,6 +216,14 @@ def test_new_heads_are_drawn_as_transformers_draws_them(tmp_path):
     assert not module.classifier.bias.any()
 
 
+def test_a_new_head_depends_on_the_seed_alone(tmp_path):
+    """Not on the state of the generator, which differs between devices."""
+    model = text(weights=saved_text(tmp_path), num_classes=3)
+    torch.manual_seed(SEED)
+    torch.rand(7)
+    assert_same(model.build().train(), on_meta(model))
+
+
 def test_bigbird_streams_with_its_buffers_its_fused_attention_and_its_frozen_pooler(tmp_path):
     model = make_model("bigbird")
     torch.manual_seed(0)
