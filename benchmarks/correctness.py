@@ -56,6 +56,7 @@ from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import cut_at, decide_plan
+from trainer.memory.stack import apply_stack, build_updates
 from trainer.recipe import Memory, Optim, Recipe, Run
 from trainer.world import detect_world, launch
 

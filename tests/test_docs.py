@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
+
+from trainer.memory.initialize import build_on_meta, materialise
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,6 +34,21 @@ def test_a_model_of_ones_own_runs_as_written(tmp_path):
     assert "status" in done.stdout
     accuracy = float(re.search(r"test accuracy +([\d.]+)", done.stdout)[1])
     assert accuracy > 80
+
+
+def test_the_pretrained_model_of_ones_own_starts_as_written(tmp_path, monkeypatch):
+    (tmp_path / "own_network.py").write_text("\n".join(python_blocks("docs/your-own-model.md")))
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_network")
+    source = own.Network(width=8, num_classes=3).build()
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    model = own.PretrainedNetwork(width=8, num_classes=2, weights=str(tmp_path / "w.safetensors"))
+    torch.manual_seed(1)
+    built, streamed = model.build(), build_on_meta(model, seed=1)
+    materialise(streamed, model, torch.device("cpu"), seed=1)
+    assert torch.equal(built[0].weight, source[0].weight)
+    for name, value in built.state_dict().items():
+        assert torch.equal(value, streamed.state_dict()[name]), name
 
 
 def test_the_loop_of_ones_own_runs_as_written():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Data, Loss, Model
+from trainer.contract import Data, Loss, Model, Pretrained, Stored
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Optim, Recipe, Run
 
@@ -29,9 +29,11 @@ __all__ = [
     "Memory",
     "Model",
     "Optim",
+    "Pretrained",
     "Recipe",
     "RecipeError",
     "Run",
+    "Stored",
     "main",
 ]
 

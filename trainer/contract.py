@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -55,8 +55,45 @@ class Request(NamedTuple):
     seeds: list[int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where the value of a parameter or buffer is kept.
+
+    Args:
+        file: a safetensors file.
+        key: the name of the tensor in it.
+        transform: from the whole tensor as stored to the whole value, where they differ; the tensor is then read whole
+            on every rank, else each rank reads its part.
+    """
+
+    file: Path
+    key: str
+    transform: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """Where the values of a module come from.
+
+    Args:
+        stored: the file and key of each parameter and persistent buffer, by its name in the module. Of tied parameters
+            one name is enough. A buffer that is left out keeps the value that ``skeleton`` gave it.
+        new: names of the parameters that no file has, such as a head for other classes.
+        initialise: draws the values of new parameters. It is called with a skeleton whose new parameters are real
+            (float32, on the CPU) and whose others are on meta, with torch's generator seeded. The default calls
+            ``reset_parameters()`` of each module that owns a new parameter.
+    """
+
+    stored: Mapping[str, Stored]
+    new: Collection[str] = ()
+    initialise: Callable[[nn.Module], object] | None = None
+
+
 class Model:
     """What is trained. A model of one's own is a dataclass that subclasses this and defines ``build`` and ``losses``.
+
+    To start on meta as well (``memory.init=meta``), it defines ``skeleton`` and ``pretrained``; ``build`` is then made
+    of the two.
 
     Fields that the dataset knows better (``num_classes``, ``image_size``, ``class_names``) may be left at ``None``:
     they are filled from the dataset's attributes of the same names before ``build`` is called.
@@ -79,8 +116,31 @@ class Model:
         """Fetch what ``build`` reads (weights, configuration); called once a node before any rank builds."""
 
     def build(self) -> nn.Module:
-        """Create the module on the current default device and in the current default dtype."""
-        raise NotImplementedError(f"{type(self).__name__} must define build() -> nn.Module")
+        """Create the module on the current default device and in the current default dtype.
+
+        For a model with ``skeleton`` and ``pretrained`` this is the one filled from the other.
+        """
+        if not self.starts_on_meta():
+            raise NotImplementedError(f"{type(self).__name__} must define build() -> nn.Module")
+        from trainer.streaming import build_streamed
+
+        return build_streamed(self)
+
+    def skeleton(self) -> nn.Module:
+        """Create the module as ``build`` does, in the current default dtype, but load no weights.
+
+        It is called where parameters go to meta as soon as they are made, and buffers are real.
+        """
+        raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
+
+    def pretrained(self) -> Pretrained:
+        """Say where each value of the module that ``skeleton`` makes comes from; reads no more than files' headers."""
+        raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
+
+    @classmethod
+    def starts_on_meta(cls) -> bool:
+        """Whether both ``skeleton`` and ``pretrained`` are defined."""
+        return cls.skeleton is not Model.skeleton and cls.pretrained is not Model.pretrained
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Yield one :class:`Loss` per name in ``loss_names``; each graph is freed before the next is asked for."""

@@ -205,7 +205,7 @@ def _build(session: Session) -> tuple[Stack, Stepper]:
     """The model with every memory technique of the plan, and what takes steps with it."""
     recipe, fabric, plan = session.recipe, session.fabric, session.plan
     module = build_module(fabric, recipe.model, recipe.seed, plan)
-    stack = apply_stack(fabric, recipe.model, module, plan)
+    stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
     optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
     stepper = MonitoredStepper(
         session.monitor,

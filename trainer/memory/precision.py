@@ -17,6 +17,17 @@ from lightning.fabric.plugins.precision import (
 from trainer.recipe import Memory
 
 
+def weights_dtype(memory: Memory) -> torch.dtype | None:
+    """The type that weights are created in; ``None`` where they stay as the model makes them, fp32 usually.
+
+    Master weights are fp32 whatever the precision of those on the device.
+    """
+    types = {"64-true": torch.float64}
+    if memory.cpu_offload != "optimizer":
+        types |= {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+    return types.get(memory.precision)
+
+
 def precision_plugin(memory: Memory, device_type: str) -> FabricPrecision:
     """The Fabric plugin for ``memory.precision`` on a ``"cpu"`` or ``"cuda"`` device.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainer.engine.window import Cut
 from trainer.errors import require
 from trainer.recipe import Recipe
+from trainer.weights import PICKLED
 
 ADAM = ("adam", "adamw")
 
@@ -25,6 +27,8 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
     _strategy(recipe, world_size)
     _offload(recipe)
     _state(recipe)
+    if recipe.memory.init == "meta":
+        _meta(recipe)
     if recipe.memory.optimizer_in_backward:
         _in_backward(recipe, world_size, cuts)
 
@@ -81,6 +85,32 @@ def _offload(recipe: Recipe) -> None:
         not (sharded and memory.cpu_offload != "none" and memory.sync_every_micro_step is False),
         f"memory.sync_every_micro_step=false would keep whole gradients on the device, which memory.cpu_offload="
         f"{memory.cpu_offload} is there to avoid: leave it at null",
+    )
+
+
+def _meta(recipe: Recipe) -> None:
+    model = recipe.model
+    require(
+        model.starts_on_meta(),
+        f"memory.init=meta cannot start {type(model).__name__}: it has no skeleton() and pretrained(); "
+        "use memory.init device",
+    )
+    adapters = getattr(model, "lora", None)
+    require(
+        adapters is None or not adapters.rank,
+        "memory.init=meta streams weights by the names that they have without adapters: use memory.init device with "
+        "model.lora",
+    )
+    weights = getattr(model, "weights", "its own")
+    require(
+        weights is not None,
+        "memory.init=meta streams the weights of model.weights in, and there is nothing to stream: model.weights is "
+        "null; give some, or use memory.init device",
+    )
+    require(
+        Path(str(weights)).suffix not in PICKLED,
+        f"memory.init=meta reads slices of safetensors files, and model.weights={weights} is a pickle: convert it with "
+        "safetensors.torch.save_file, or use memory.init device",
     )
 
 

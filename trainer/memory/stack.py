@@ -18,10 +18,12 @@ from trainer.engine.sync import GradientSync, gradient_sync
 from trainer.memory.activation_offload import offload_activations
 from trainer.memory.checkpointing import checkpoint_blocks
 from trainer.memory.compiling import compile_module
+from trainer.memory.initialize import materialise
 from trainer.memory.optimizer import build_optimizer
 from trainer.memory.optimizer_in_backward import AppliedInBackward, OptimizerInBackward
 from trainer.memory.optimizer_offload import HostGradients, take_home
 from trainer.memory.plan import Plan
+from trainer.memory.precision import weights_dtype
 from trainer.memory.sharding import shard
 from trainer.recipe import Optim
 
@@ -41,11 +43,19 @@ class Stack:
     masters: dict[nn.Parameter, Tensor] | None = None
 
 
-def apply_stack(fabric: Fabric, model: Model, module: nn.Module, plan: Plan) -> Stack:
+def apply_stack(fabric: Fabric, model: Model, module: nn.Module, plan: Plan, seed: int = 0) -> Stack:
     """Apply ``plan`` to ``module``: checkpoint and compile blocks, offload activations, shard, offload weights.
 
     Checkpointing comes before sharding, so that FSDP gathers a block once for both of its passes in backward, and
-    compiling before offloading, so that the compiler need not look into the hooks.
+    compiling before offloading, so that the compiler need not look into the hooks. Weights that are on meta are
+    streamed once every rank knows its shards.
+
+    Args:
+        fabric: launched.
+        model: what built ``module``.
+        module: from ``build_module``, or restored.
+        plan: the decided knobs.
+        seed: of the weights that no file has, with ``memory.init`` meta.
 
     Raises:
         RecipeError: when a technique needs blocks and none are found.
@@ -58,8 +68,17 @@ def apply_stack(fabric: Fabric, model: Model, module: nn.Module, plan: Plan) -> 
         offload_activations(module, fabric.device)
     if plan.strategy == "fsdp":
         shard(module, blocks, plan, fabric.device)
+    if memory.init == "meta":
+        materialise(module, model, _home(plan, fabric.device), weights_dtype(memory), seed)
     masters = take_home(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
     return Stack(module, fabric.setup_module(module), masters)
+
+
+def _home(plan: Plan, device: torch.device) -> torch.device:
+    """Where weights live before ``take_home``."""
+    offload = plan.memory.cpu_offload
+    on_host = offload == "parameters" or (offload == "optimizer" and plan.strategy != "fsdp")
+    return torch.device("cpu") if on_host else device
 
 
 def _blocks(model: Model, module: nn.Module, plan: Plan) -> Sequence[nn.Module]:

@@ -44,9 +44,9 @@ class BigBird(TextClassifier):
         super().__post_init__()
         require_choice("model.attention", self.attention, Attention)
 
-    def build(self) -> nn.Module:
+    def _finished(self, module: nn.Module) -> nn.Module:
         """The module, with fused full attention unless told otherwise, and the pooler that no loss reaches frozen."""
-        module = super().build()
+        module = super()._finished(module)
         if self.attention == "full":
             use_fused_attention(module)
         # DDP waits for every parameter that may get a gradient; the classifier reads the first token, not the pooler.

@@ -78,7 +78,7 @@ def add_adapters(
     found = find_blocks(module, blocks)
     targets = _choose(_linear_layers(found), lora.targets or defaults)
     full_names = {id(layer): name for name, layer in module.named_modules()}
-    head = head_parameters(module, found)
+    head = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad]
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or 2 * lora.rank,  # type: ignore[arg-type]  # any number will do

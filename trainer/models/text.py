@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.blocks import find_blocks
-from trainer.contract import Loss, Model
+from trainer.contract import Loss, Model, Pretrained
 from trainer.errors import RecipeError, require
 from trainer.models.common import classification_loss, require_filled, train_last_blocks
 from trainer.models.lora import LoRA, add_adapters, merged_state
@@ -80,17 +80,7 @@ class TextClassifier(Model):
         self.tokenizer_or_none()
         self._configuration()
         if self.weights is not None and not _is_local(self.weights):
-            from huggingface_hub import snapshot_download
-
-            patterns = ["*.json", "*.safetensors", "*.txt", "*.model"]
-            _from_hub(
-                "weights",
-                self.weights,
-                snapshot_download,
-                self.weights,
-                revision=self.revision,
-                allow_patterns=patterns,
-            )
+            self._snapshot()
 
     def tokenizer_or_none(self) -> Any:
         """The tokenizer, loaded once."""
@@ -109,35 +99,108 @@ class TextClassifier(Model):
 
     def build(self) -> nn.Module:
         """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes)."""
+        module = self.skeleton() if self.weights is None else self._from_pretrained(self.weights)
+        add_adapters(module, self.lora, self.blocks)
+        return module
+
+    def _from_pretrained(self, weights: str) -> nn.Module:
         import torch
         from transformers import AutoModelForSequenceClassification
 
         require_filled(type(self).__name__, num_classes=self.num_classes)
-        dtype = torch.get_default_dtype()  # from_config and from_pretrained do not look at it themselves
-        config = self._configuration()
-        if self.weights is None:
-            module = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
-        else:
-            module, found = _from_hub(
+        module, found = _from_hub(
+            "weights",
+            weights,
+            AutoModelForSequenceClassification.from_pretrained,
+            _local(weights),
+            config=self._configuration(),
+            dtype=torch.get_default_dtype(),  # it does not look at it itself
+            revision=self.revision,
+            use_safetensors=True,  # never a pickle
+            ignore_mismatched_sizes=True,  # a head for another number of classes is replaced
+            output_loading_info=True,
+        )
+        wrong = [*found["missing_keys"], *found["mismatched_keys"]]
+        new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
+        self._require_body(module, new)
+        module = module.to(torch.get_default_device())
+        self._draw_head(module, new)
+        return self._finished(module)
+
+    def skeleton(self) -> nn.Module:
+        """The module with random weights, without adapters."""
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        require_filled(type(self).__name__, num_classes=self.num_classes)
+        dtype = torch.get_default_dtype()  # from_config does not look at it itself
+        return self._finished(AutoModelForSequenceClassification.from_config(self._configuration(), dtype=dtype))
+
+    def pretrained(self) -> Pretrained:
+        """The tensors of ``weights`` under the names that transformers loads them to; the head may be new.
+
+        Raises:
+            RecipeError: when the weights are missing, not safetensors, of another model, or must be computed from
+                several tensors.
+        """
+        from trainer.streaming import skeleton_on_meta, stored_in, tied_names
+
+        require(self.weights is not None, "there is nothing to stream: model.weights is null")
+        skeleton = skeleton_on_meta(self)
+        own = skeleton.state_dict()
+        name_of = _renaming(skeleton, own)
+        stored = {}
+        for key, (place, shape) in stored_in(self._folder()).items():
+            name = name_of(key)
+            if name in own and tuple(own[name].shape) == shape:
+                stored[name] = place
+        new = {names[0] for names in tied_names(skeleton) if not stored.keys() & set(names)}
+        self._require_body(skeleton, new)
+        return Pretrained(stored, new, _initialise)
+
+    def _folder(self) -> Path:
+        """Where the files of ``weights`` are: a local folder, or one in the hub's cache, filled by ``prepare``."""
+        source = str(self.weights)
+        if _is_local(source) or source.startswith(("file://", "/", "./", "../")):
+            require(_is_local(source), f"model.weights={source} is not a folder")
+            return Path(_local(source))
+        return self._snapshot()
+
+    def _snapshot(self) -> Path:
+        """The folder of ``weights`` in the hub's cache; what is not there is fetched."""
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model"]
+        return Path(
+            _from_hub(
                 "weights",
+                str(self.weights),
+                snapshot_download,
                 self.weights,
-                AutoModelForSequenceClassification.from_pretrained,
-                _local(self.weights),
-                config=config,
-                dtype=dtype,
                 revision=self.revision,
-                use_safetensors=True,  # never a pickle
-                ignore_mismatched_sizes=True,  # a head for another number of classes is replaced
-                output_loading_info=True,
+                allow_patterns=patterns,
             )
-            self._require_body(module, found)
-            module = module.to(torch.get_default_device())
+        )
+
+    def _finished(self, module: nn.Module) -> nn.Module:
+        """The module with the parameters frozen that do not train."""
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
-        add_adapters(module, self.lora, self.blocks)
         return module
 
-    def _require_body(self, module: nn.Module, found: dict[str, Any]) -> None:
+    def _draw_head(self, module: nn.Module, new: Collection[str]) -> None:
+        """Draw new parameters again, as when the weights are streamed: the way of loading then changes no result."""
+        import torch
+
+        from trainer.streaming import draw_new, skeleton_on_meta
+
+        if not new:
+            return
+        with torch.no_grad():
+            for name, value in draw_new(skeleton_on_meta(self), new, _initialise, torch.initial_seed()).items():
+                module.get_parameter(name).copy_(value)
+
+    def _require_body(self, module: nn.Module, new: Collection[str]) -> None:
         """Only the head may be new; transformers would fill anything else with random numbers as well."""
         from trainer.weights import shortened
 
@@ -148,12 +211,7 @@ class TextClassifier(Model):
             body.append(name)
             if parameter is last:
                 break
-        wrong = {
-            key if isinstance(key, str) else key[0]
-            for kind in ("missing_keys", "mismatched_keys")
-            for key in found[kind]
-        }
-        if lost := sorted(wrong & set(body)):
+        if lost := sorted(set(new) & set(body)):
             raise RecipeError(
                 f"model.weights={self.weights!r} are not those of this {module.config.model_type}: "  # type: ignore[union-attr]
                 f"{shortened(lost)} are missing or of another shape"
@@ -206,6 +264,38 @@ class TextClassifier(Model):
             config.id2label = dict(enumerate(names))
             config.label2id = {name: number for number, name in enumerate(names)}
         return config
+
+
+def _initialise(skeleton: Any) -> None:
+    """Initialise as transformers does; parameters on meta stay there."""
+    for module in skeleton.modules():
+        module._is_hf_initialized = False  # set when the skeleton was made
+    skeleton.initialize_weights()
+
+
+def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
+    """From a key of a file to the name in the module ``own``, as transformers has it: with or without the prefix of
+    the base model, and with the names of old files made new."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    mapping = get_model_conversion_mapping(skeleton)
+    converters: Any = [one for one in mapping if isinstance(one, WeightConverter)]
+    renamings: Any = [one for one in mapping if not isinstance(one, WeightConverter)]
+    prefix = skeleton.base_model_prefix
+
+    def name_of(key: str) -> str:
+        name, converter = rename_source_key(key, renamings, converters, prefix, own)  # type: ignore[arg-type]
+        if name not in own and key in own:
+            return key
+        require(
+            converter is None or name not in own,
+            f"memory.init=meta cannot stream {key}: transformers computes {name} from several tensors of the file; "
+            "use memory.init device",
+        )
+        return name
+
+    return name_of
 
 
 def _local(source: str) -> str:

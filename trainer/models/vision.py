@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.contract import Loss, Model
+from trainer.contract import Loss, Model, Pretrained
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.models.common import classification_loss, require_filled, train_last_blocks
 from trainer.models.lora import LoRA, add_adapters, merged_state
@@ -21,6 +23,7 @@ PRETRAINED_SIZE = 224
 # Not the attention: torchvision keeps it in one packed weight, and peft's adapter for that replaces the parameter in
 # every forward, which neither DDP, FSDP nor an optimizer would follow.
 ADAPTED = ("mlp.0", "mlp.3")
+POSITIONS = "encoder.pos_embedding"
 
 
 @dataclass
@@ -97,17 +100,22 @@ class VisionTransformer(Model):
     def prepare(self) -> None:
         """Download torchvision's weights, or check that the local file is there."""
         if self.weights is not None:
-            self._read_weights()
+            self._read_weights()  # also to find out here whether it can be read
 
     def build(self) -> nn.Module:
         """The module; its forward takes pixels (n, 3, height, width) and returns logits (n, classes)."""
-        require_filled("VisionTransformer", num_classes=self.num_classes, image_size=self.image_size)
-        module = self._random()
+        module = self.skeleton()
         if self.weights is not None:
             self._load_pretrained(module, self._read_weights())
+        add_adapters(module, self.lora, self.blocks, ADAPTED)
+        return module
+
+    def skeleton(self) -> nn.Module:
+        """The module with random weights, without adapters."""
+        require_filled("VisionTransformer", num_classes=self.num_classes, image_size=self.image_size)
+        module = self._random()
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
-        add_adapters(module, self.lora, self.blocks, ADAPTED)
         return module
 
     def merged(self) -> VisionTransformer:
@@ -117,6 +125,33 @@ class VisionTransformer(Model):
     def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``state`` with the adapters merged into the weights."""
         return merged_state(module, state) if self.lora.rank else dict(state)
+
+    def pretrained(self) -> Pretrained:
+        """The tensors of ``weights`` by name; position embeddings are interpolated, the head may be new.
+
+        Raises:
+            RecipeError: when the weights are missing, not in a safetensors file, or of another model.
+        """
+        from trainer.streaming import skeleton_on_meta, stored_in
+
+        require(self.weights is not None, "there is nothing to stream: model.weights is null")
+        file = self._weights_file()
+        require(
+            file.suffix == ".safetensors",
+            f"model.weights={self.weights} is a pickle, of which no slices can be read: convert it with "
+            "safetensors.torch.save_file, or use memory.init device",
+        )
+        skeleton = skeleton_on_meta(self)
+        shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
+        found = stored_in(file)
+        stored = {key: place for key, (place, _) in found.items()}
+        known = {key: shape for key, (_, shape) in found.items()}
+        if POSITIONS in stored and known[POSITIONS] != shapes[POSITIONS]:
+            patch_size: Any = skeleton.patch_size
+            stored[POSITIONS] = replace(stored[POSITIONS], transform=partial(self._interpolated, patch_size))
+            known[POSITIONS] = shapes[POSITIONS]
+        new = self._new_parameters(shapes, known)
+        return Pretrained({key: stored[key] for key in stored if key not in new}, new, _initialise_head)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels`` (n,)."""
@@ -159,13 +194,18 @@ class VisionTransformer(Model):
         )
 
     def _read_weights(self) -> dict[str, Tensor]:
-        from torchvision import models
-
         from trainer.weights import read_weights
+
+        return read_weights(self._weights_file())
+
+    def _weights_file(self) -> Path:
+        """The local file of ``weights``, or torchvision's in torch.hub's folder, downloaded when it is not there."""
+        import torch
+        from torchvision import models
 
         weights = str(self.weights).removeprefix("file://")
         if Path(weights).suffix or "/" in weights:
-            return read_weights(Path(weights))
+            return Path(weights)
         if self.name == "custom":
             raise RecipeError(
                 f"model.weights={weights} is a torchvision name, which needs model.name of a torchvision size"
@@ -176,32 +216,59 @@ class VisionTransformer(Model):
             raise RecipeError(
                 f"model.weights={weights!r} is neither a file nor one of torchvision's for {self.name}: {names}"
             )
-        try:
-            return dict(known[weights].get_state_dict(progress=False, check_hash=True))
-        except OSError as error:
-            raise RecipeError(
-                f"model.weights={weights}: cannot download {known[weights].url} ({error}): "
-                "download it elsewhere and give the file's path, or use --model.weights null"
-            ) from error
+        url = known[weights].url
+        file = Path(torch.hub.get_dir(), "checkpoints", url.rsplit("/", 1)[1])  # torchvision looks there as well
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            digest = file.stem.rsplit("-", 1)[1]
+            try:
+                torch.hub.download_url_to_file(url, str(file), digest, progress=False)
+            except (OSError, RuntimeError) as error:
+                raise RecipeError(
+                    f"model.weights={weights}: cannot download {url} ({error}): "
+                    "download it elsewhere and give the file's path, or use --model.weights null"
+                ) from error
+        return file
 
-    def _load_pretrained(self, module: nn.Module, state: dict[str, Tensor]) -> None:
+    def _interpolated(self, patch_size: int, positions: Tensor) -> Tensor:
+        """Position embeddings for ``image_size``, shape (1, 1 + patches, width)."""
         from torchvision.models.vision_transformer import interpolate_embeddings
 
-        state = dict(state)
-        own = module.state_dict()
-        patch_size = module.patch_size
-        assert isinstance(patch_size, int)
         assert self.image_size is not None
-        if "encoder.pos_embedding" in state:
-            state = dict(interpolate_embeddings(self.image_size, patch_size, state))
-        for key in [key for key in own if key.startswith("heads.")]:
-            if key not in state or state[key].shape != own[key].shape:
-                state[key] = own[key]
-        wrong = [key for key in own if key not in state or state[key].shape != own[key].shape]
-        wrong += [key for key in state if key not in own]
+        return interpolate_embeddings(self.image_size, patch_size, OrderedDict({POSITIONS: positions}))[POSITIONS]
+
+    def _load_pretrained(self, module: nn.Module, state: dict[str, Tensor]) -> None:
+        own = module.state_dict()
+        patch_size: Any = module.patch_size
+        if POSITIONS in state:
+            state = state | {POSITIONS: self._interpolated(patch_size, state[POSITIONS])}
+        new = self._new_parameters(_shapes(own), _shapes(state))
+        module.load_state_dict(state | {key: own[key] for key in new})  # a new head starts at zero, as it was made
+
+    def _new_parameters(self, own: Mapping[str, tuple], found: Mapping[str, tuple]) -> list[str]:
+        """The parameters of the head that the file has not, or of another shape; anything else must fit.
+
+        Args:
+            own: shapes in the module.
+            found: shapes in the file, of position embeddings after interpolation.
+        """
+        from trainer.weights import shortened
+
+        differ = [key for key in own if found.get(key) != own[key]]
+        new = [key for key in differ if key.startswith("heads.")]
+        wrong = [key for key in differ if key not in new] + [key for key in found if key not in own]
         if wrong:
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise RecipeError(
-                f"model.weights={self.weights} are not those of this {self.name}: {', '.join(wrong[:3])}{more} differ"
+                f"model.weights={self.weights} are not those of this {self.name}: {shortened(wrong)} differ"
             )
-        module.load_state_dict(state)
+        return new
+
+
+def _initialise_head(skeleton: Any) -> None:
+    """As torchvision does: at zero."""
+    for parameter in skeleton.heads.parameters():
+        parameter.zero_()
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple]:
+    return {key: tuple(tensor.shape) for key, tensor in state.items()}

@@ -1,0 +1,260 @@
+"""Weights streamed into FSDP2's shards: each rank reads its slices, and all of them are the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from live_bytes import LiveBytes
+from problems import Problem, collate, make_samples, tokenizer_folder
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer import Memory, Model, Optim, Pretrained, Recipe, Run
+from trainer.blocks import find_blocks
+from trainer.data import Digits
+from trainer.fit import fit
+from trainer.memory.initialize import build_on_device, build_on_meta, materialise
+from trainer.memory.precision import precision_plugin, weights_dtype
+from trainer.models import TextClassifier, VisionTransformer
+from trainer.streaming import WeightFiles, stored_in
+
+SEED = 4
+SAVED_CLASSES, CLASSES = 7, 5
+
+
+def make(kind, weights=None, classes=CLASSES):
+    if kind == "vit":
+        shape = {"patch_size": 4, "layers": 3, "heads": 2, "width": 66, "mlp_width": 131}  # no multiples of the ranks
+        size = 16 if weights is None else 24
+        return VisionTransformer("custom", num_classes=classes, image_size=size, weights=weights, **shape)
+    config = {"n_layers": 3, "dim": 66, "hidden_dim": 131, "n_heads": 2, "max_position_embeddings": 64}
+    return TextClassifier(
+        "distilbert",
+        config=config,
+        tokenizer=tokenizer_folder(),
+        num_classes=classes,
+        weights=weights,
+        dropout=0.0,
+        train_last_blocks=2,
+    )
+
+
+def save(kind, folder):
+    """Weights with another head, and of another image size; where they are."""
+    torch.manual_seed(0)
+    model = make(kind, classes=SAVED_CLASSES)
+    if kind == "text":
+        model.save(module := model.build(), folder, module.state_dict())
+        return str(folder)
+    save_file(model.build().state_dict(), folder / "w.safetensors")
+    return str(folder / "w.safetensors")
+
+
+def batch_for(kind):
+    problem = Problem("vit" if kind == "vit" else "distilbert", 4, 4, 4)
+    batch = collate(make_samples(problem))
+    if kind == "vit":
+        batch["pixel_values"] = torch.nn.functional.interpolate(batch["pixel_values"], 24)
+    return batch
+
+
+class Reads:
+    """Sums up what is read from files, by tensor."""
+
+    def __init__(self, patch):
+        self.elements: dict[str, int] = {}
+        read = WeightFiles.read
+
+        def spy(files, file, key, index=()):
+            value = read(files, file, key, index)
+            self.elements[key] = self.elements.get(key, 0) + value.numel()
+            return value
+
+        patch.setattr(WeightFiles, "read", spy)
+
+
+def shard(module, mesh):
+    for block in find_blocks(module):
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    assert all(isinstance(p, DTensor) and p.is_meta for p in module.parameters())
+
+
+def stream(model, kind, precision, mesh):
+    """The sharded module, what this rank read, and the most bytes that lived meanwhile."""
+    dtype = weights_dtype(Memory(precision=precision))
+    module = build_on_meta(model, SEED, dtype)
+    shard(module, mesh)
+    with pytest.MonkeyPatch.context() as patch, LiveBytes() as live:
+        reads = Reads(patch)
+        materialise(module, model, torch.device("cpu"), dtype, SEED)
+    return module, reads.elements, live.peak
+
+
+def check_sharded(kind, weights, precision, replicas):
+    ranks = torch.distributed.get_world_size()
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=names) if replicas > 1 else None
+    model = make(kind, weights)
+    sharded, elements, peak = stream(model, kind, precision, mesh)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[precision_plugin(Memory(precision=precision), "cpu")])
+    whole = build_on_device(fabric, model, SEED)
+    local = {name: p.to_local() for name, p in sharded.named_parameters()}
+    assert_equal(sharded, whole)
+    check_trains(model, sharded, whole, batch_for(kind), precision)
+    # What differs between ranks comes last: one that fails before a collective would leave the other waiting in it.
+    check_reads(local, elements, model)
+    head = sum(4 * p.numel() for name, p in whole.named_parameters() if "head." in name or "classifier" in name)
+    largest = max(4 * p.numel() for p in whole.parameters())
+    own = sum(tensor.nbytes for tensor in local.values())
+    assert peak <= 1.1 * own + head + largest, (peak, own, head, largest)
+    return elements
+
+
+def assert_equal(sharded, whole):
+    ours, theirs = dict(sharded.named_parameters()), dict(whole.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, parameter in ours.items():
+        assert torch.equal(parameter.full_tensor(), theirs[name]), name
+        assert parameter.requires_grad == theirs[name].requires_grad, name
+        assert parameter.dtype == theirs[name].dtype, name
+    for (name, ours), (_, theirs) in zip(sharded.named_buffers(), whole.named_buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def check_reads(local, elements, model):
+    """Of every tensor exactly the own rows; all of one that is interpolated, if any row of it is this rank's."""
+    pretrained, found = model.pretrained(), stored_in(model.weights)
+    expected = {}
+    for name, place in pretrained.stored.items():
+        size = local[name].numel()
+        if size:
+            expected[place.key] = torch.Size(found[place.key][1]).numel() if place.transform else size
+    assert elements == expected
+    assert len(pretrained.new) > 0
+
+
+def check_trains(model, sharded, whole, batch, precision):
+    """The same logits bit for bit; after a step of each, the same but for the order of sums."""
+    dtype = weights_dtype(Memory(precision=precision)) or torch.float32
+    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (sharded, whole)]
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    for step in range(2):
+        losses = [next(model.losses(module, batch)) for module in (sharded, whole)]
+        ours, theirs = (loss.logits for loss in losses)
+        torch.testing.assert_close(ours, theirs, **({"rtol": 0, "atol": 0} if step == 0 else tolerance))
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["vit", "text"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_each_rank_reads_its_slices_and_together_they_are_the_model(ranks, tmp_path, kind, precision):
+    weights = save(kind, tmp_path)
+    results = ranks(2).run(check_sharded, kind, weights, precision, 1)
+    new = ("heads.", "classifier.")
+    for key, (_, shape) in stored_in(weights).items():
+        total = sum(elements.get(key, 0) for elements in results)
+        assert total == (0 if key.startswith(new) else torch.Size(shape).numel()), key
+    whole = sum(sum(elements.values()) for elements in results)
+    assert all(sum(elements.values()) < 0.6 * whole for elements in results)
+
+
+def test_replicas_without_shards_each_read_everything_once(ranks, tmp_path):
+    weights = save("text", tmp_path)
+    first, second = ranks(2).run(check_sharded, "text", weights, "32-true", 2)
+    assert first == second
+
+
+@pytest.mark.slow
+def test_replicas_of_a_sharded_model_each_read_it_once(ranks, tmp_path):
+    weights = save("text", tmp_path)
+    results = ranks(4).run(check_sharded, "text", weights, "32-true", 2)
+    for first, second in ((0, 2), (1, 3)):
+        assert results[first] == results[second]
+    for key in results[0]:
+        total = sum(elements.get(key, 0) for elements in results)
+        assert total == 2 * torch.Size(stored_in(weights)[key][1]).numel()
+
+
+class TiedNetwork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(11, 3), nn.Linear(3, 11, bias=False)
+        self.output.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("positions", torch.arange(7))
+
+    def forward(self, ids):
+        return self.output(self.embedding(ids) * self.scale)
+
+
+@dataclass
+class Tied(Model):
+    file: str = ""
+
+    def skeleton(self):
+        return TiedNetwork()
+
+    def pretrained(self):
+        return Pretrained({key: place for key, (place, _) in stored_in(self.file).items()})
+
+
+def check_tied(file):
+    model = Tied(file)
+    module = build_on_meta(model, SEED)
+    fully_shard(module)
+    materialise(module, model, torch.device("cpu"))
+    assert module.output.weight is module.embedding.weight
+    assert len(list(module.parameters())) == 2
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    module(torch.arange(11)).square().sum().backward()
+    optimizer.step()
+    assert module.output.weight is module.embedding.weight
+    return module.embedding.weight.full_tensor().detach(), module.positions
+
+
+def test_tied_parameters_stay_tied_in_shards_and_in_training(ranks, tmp_path):
+    network = TiedNetwork()
+    state = {"output.weight": network.output.weight.detach(), "scale": torch.full((1,), 2.0)}
+    save_file(state, tmp_path / "w.safetensors")
+    (weight, positions), _ = ranks(2).run(check_tied, str(tmp_path / "w.safetensors"))
+    network.scale.data.fill_(2.0)
+    network(torch.arange(11)).square().sum().backward()
+    torch.testing.assert_close(weight, network.embedding.weight - network.embedding.weight.grad)
+    assert positions.tolist() == list(range(7))
+
+
+def train(weights, run_dir, init):
+    recipe = Recipe(
+        model=VisionTransformer(
+            "custom", weights=weights, patch_size=4, layers=2, heads=2, width=16, mlp_width=32, dropout=0.1
+        ),
+        data=Digits(),
+        optim=Optim("adamw", lr=1e-2),
+        batch_size=32,
+        max_steps=3,
+        memory=Memory(micro_batch_size=8, init=init),
+        run=Run(dir=run_dir, devices=2, accelerator="cpu", progress=False),
+    )
+    return fit(recipe).metrics
+
+
+def test_a_ddp_run_from_meta_is_the_run_from_the_device(ranks, tmp_path):
+    model = VisionTransformer(
+        "custom", num_classes=3, image_size=8, patch_size=4, layers=2, heads=2, width=16, mlp_width=32
+    )
+    save_file(model.build().state_dict(), tmp_path / "w.safetensors")
+    runs = [
+        ranks(2).run(train, str(tmp_path / "w.safetensors"), str(tmp_path / init), init) for init in ("device", "meta")
+    ]
+    assert runs[0] == runs[1]

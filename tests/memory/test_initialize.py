@@ -1,0 +1,483 @@
+"""How weights come to be: on the device, or streamed into a module that was made on meta."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from live_bytes import LiveBytes, weight_bytes
+from problems import make_model, make_samples, tokenizer_folder
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from trainer import Memory, Model, Pretrained, Recipe, RecipeError, Run, Stored
+from trainer.data import Digits
+from trainer.fit import fit
+from trainer.memory.initialize import build_on_device, build_on_meta, materialise
+from trainer.memory.plan import decide_plan
+from trainer.memory.precision import precision_plugin, weights_dtype
+from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
+from trainer.streaming import PIECE, WeightFiles, skeleton_on_meta, stored_in
+
+CPU = torch.device("cpu")
+SEED = 3
+
+
+def vit(**changes):
+    values = {"patch_size": 4, "layers": 4, "heads": 4, "width": 64, "mlp_width": 256, "num_classes": 5}
+    return VisionTransformer("custom", **(values | {"image_size": 16} | changes))
+
+
+def text(**changes):
+    config = {"n_layers": 4, "dim": 64, "hidden_dim": 256, "n_heads": 4, "max_position_embeddings": 64}
+    values = {"name": "distilbert", "tokenizer": tokenizer_folder(), "config": config, "num_classes": 5}
+    return TextClassifier(**(values | changes))
+
+
+def fabric(precision):
+    return Fabric(accelerator="cpu", devices=1, plugins=[precision_plugin(Memory(precision=precision), "cpu")])
+
+
+def on_device(model, precision="32-true", seed=SEED):
+    return build_on_device(fabric(precision), model, seed)
+
+
+def on_meta(model, precision="32-true", seed=SEED):
+    dtype = weights_dtype(Memory(precision=precision))
+    module = build_on_meta(model, seed, dtype)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert not any(buffer.is_meta for buffer in module.buffers())
+    materialise(module, model, CPU, dtype, seed)
+    return module
+
+
+def tensors(module):
+    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+
+
+def assert_same(first, second):
+    """Everything: names, values bit for bit, types, what trains, and the mode."""
+    a, b = tensors(first), tensors(second)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert a[name].requires_grad == b[name].requires_grad, name
+        assert torch.equal(a[name], b[name]), name
+    assert first.training
+    assert second.training
+
+
+def saved_vit(folder: Path, **changes) -> str:
+    torch.manual_seed(11)
+    module = vit(**changes).build()
+    nn.init.normal_(module.heads.head.weight)
+    save_file(module.state_dict(), folder / "w.safetensors")
+    return str(folder / "w.safetensors")
+
+
+def saved_text(folder: Path, **changes) -> str:
+    torch.manual_seed(12)
+    model = text(**changes)
+    model.save(module := model.build(), folder, module.state_dict())
+    return str(folder)
+
+
+def in_shards(folder: Path) -> None:
+    """Cut the model.safetensors of ``folder`` in two, with an index."""
+    state = load_file(folder / "model.safetensors")
+    names, places = sorted(state), {}
+    for number, chosen in enumerate((names[::2], names[1::2])):
+        file = f"model-0000{number + 1}-of-00002.safetensors"
+        save_file({name: state[name].clone() for name in chosen}, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(chosen, file)
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# --------------------------------------------------------------------------------------------- on the device
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("weights", [None, "safetensors", "pth"])
+def test_a_vit_takes_no_more_than_its_weights_to_build(tmp_path, precision, weights):
+    large = {"width": 256, "mlp_width": 1024}
+    if weights is not None:
+        weights = saved_vit(tmp_path, **large)
+    if weights is not None and weights.endswith("pth"):
+        torch.save(load_file(weights), weights)
+    assert_lean(vit(weights=weights, **large), precision)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_a_text_model_takes_no_more_than_its_weights_to_build(tmp_path, monkeypatch, precision, pretrained):
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # what is loaded in other threads could not be counted
+    config = {"n_layers": 2, "dim": 256, "hidden_dim": 1024, "n_heads": 4, "vocab_size": 8000}
+    weights = saved_text(tmp_path, config=config) if pretrained else None
+    assert_lean(text(config=config, weights=weights), precision)
+
+
+def assert_lean(model, precision):
+    own = fabric(precision)
+    model.prepare()
+    with LiveBytes() as live:
+        module = build_on_device(own, model, SEED)
+    weights = weight_bytes(module)
+    assert weights > 4e6
+    assert live.peak <= 1.1 * weights
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    assert dtypes == {weights_dtype(Memory(precision=precision)) or torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("kind", ["vit", "text"])
+def test_streaming_takes_no_more_than_the_weights(tmp_path, precision, kind):
+    large = {"n_layers": 2, "dim": 256, "hidden_dim": 1024, "n_heads": 4, "vocab_size": 8000}
+    if kind == "vit":
+        model = vit(weights=saved_vit(tmp_path, width=256), width=256, num_classes=3)
+    else:
+        model = text(weights=saved_text(tmp_path, config=large), config=large, num_classes=3)
+    module = build_on_meta(model, SEED, weights_dtype(Memory(precision=precision)))
+    with LiveBytes() as live:
+        materialise(module, model, CPU, weights_dtype(Memory(precision=precision)), SEED)
+    head = sum(p.numel() * 4 for name, p in module.named_parameters() if "classifier" in name or "head." in name)
+    largest = max(p.numel() * 4 for p in module.parameters())  # of the second skeleton, before it goes to meta
+    assert live.peak <= 1.02 * weight_bytes(module) + head + largest
+
+
+def test_a_wide_tensor_is_converted_piece_by_piece(tmp_path):
+    """Float32 values for bfloat16 weights: beside the weights there is never more than a piece."""
+    save_file({"weight": torch.randn(5000, 2000), "bias": torch.randn(5000)}, tmp_path / "w.safetensors")
+    model = Linear(2000, 5000, file=str(tmp_path / "w.safetensors"))
+    sizes = []
+    read = WeightFiles.read
+
+    def spy(self, file, key, index=()):
+        value = read(self, file, key, index)
+        sizes.append(value.nbytes)
+        return value
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightFiles, "read", spy)
+        module = on_meta(model, "bf16-true")
+    assert max(sizes) <= 4 * PIECE < 4 * 5000 * 2000
+    assert sum(sizes) == 4 * (5000 * 2000 + 5000)
+    assert torch.equal(module.weight, load_file(tmp_path / "w.safetensors")["weight"].bfloat16())
+
+
+# --------------------------------------------------------------------------------------------- on meta
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("classes", [5, 3])
+@pytest.mark.parametrize("size", [16, 24])
+def test_a_vit_streamed_is_the_vit_built(tmp_path, precision, classes, size):
+    model = vit(weights=saved_vit(tmp_path), num_classes=classes, image_size=size, train_last_blocks=1)
+    module = on_meta(model, precision)
+    assert_same(module, on_device(model, precision))
+    assert bool(module.heads.head.weight.any()) == (classes == 5)  # kept if it fits, else zero as torchvision's
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("classes", [5, 3])
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_text_model_streamed_is_what_transformers_loads(tmp_path, precision, classes, shards):
+    folder = saved_text(tmp_path)
+    if shards:
+        in_shards(tmp_path)
+    model = text(weights=folder, num_classes=classes, train_last_blocks=2)
+    module = on_meta(model, precision)
+    assert_same(module, on_device(model, precision))
+    assert not torch.equal(module.classifier.weight, on_meta(model, precision, seed=SEED + 1).classifier.weight) or (
+        classes == 5
+    )
+
+
+def test_new_heads_are_drawn_as_transformers_draws_them(tmp_path):
+    from transformers import DistilBertModel
+
+    torch.manual_seed(0)
+    body = text().build().distilbert
+    assert isinstance(body, DistilBertModel)
+    body.save_pretrained(tmp_path)  # keys without the prefix, no head at all
+    model = text(weights=str(tmp_path), name=str(tmp_path), config={}, num_classes=400)
+    module = on_meta(model)
+    assert_same(module, on_device(model))
+    assert torch.equal(module.distilbert.embeddings.word_embeddings.weight, body.embeddings.word_embeddings.weight)
+    assert module.pre_classifier.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert module.classifier.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not module.classifier.bias.any()
+
+
+def test_a_new_head_depends_on_the_seed_alone(tmp_path):
+    """Not on the state of the generator, which differs between devices."""
+    model = text(weights=saved_text(tmp_path), num_classes=3)
+    torch.manual_seed(SEED)
+    torch.rand(7)
+    assert_same(model.build().train(), on_meta(model))
+
+
+def test_bigbird_streams_with_its_buffers_its_fused_attention_and_its_frozen_pooler(tmp_path):
+    model = make_model("bigbird")
+    torch.manual_seed(0)
+    model.save(module := model.build(), tmp_path, module.state_dict())
+    model = dataclasses.replace(model, weights=str(tmp_path), num_classes=2)
+    module = on_meta(model)
+    assert_same(module, on_device(model))
+    assert torch.equal(module.bert.embeddings.position_ids, torch.arange(64)[None])
+    assert not any(parameter.requires_grad for parameter in module.bert.pooler.parameters())
+    assert type(module.bert.encoder.layer[0].attention.self).__name__ == "FusedSelfAttention"
+    assert isinstance(model, BigBird)
+
+
+def test_a_streamed_model_computes_what_the_built_one_does(tmp_path):
+    from problems import Problem, collate
+
+    model = text(weights=saved_text(tmp_path))
+    batch = collate(make_samples(Problem("distilbert", 3, 3, 3)))
+    streamed, built = (next(model.losses(one.eval(), batch)).logits for one in (on_meta(model), on_device(model)))
+    assert torch.equal(streamed, built)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda state: state.pop("distilbert.transformer.layer.1.attention.q_lin.weight"), r"are not those of this"),
+        (
+            lambda state: state.update({"distilbert.embeddings.position_embeddings.weight": torch.zeros(3, 3)}),
+            r"are not those of this distilbert: .*position_embeddings\.weight are missing or of another shape",
+        ),
+    ],
+)
+def test_wrong_bodies_are_refused_in_both_ways(tmp_path, wrong, message):
+    folder = saved_text(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    wrong(state)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for start in (on_meta, on_device):
+        with pytest.raises(RecipeError, match=message):
+            start(text(weights=folder))
+
+
+def test_a_vit_of_another_shape_and_a_corrupt_file_are_refused(tmp_path):
+    weights = saved_vit(tmp_path, layers=3)
+    for start in (on_meta, on_device):
+        with pytest.raises(RecipeError, match=r"are not those of this custom: .* and 9 more differ"):
+            start(vit(weights=weights))
+    Path(weights).write_bytes(b"\xff" * 500)
+    with pytest.raises(RecipeError, match=r"w\.safetensors is corrupt or not a safetensors file"):
+        on_meta(vit(weights=weights))
+    with pytest.raises(RecipeError, match=r"nowhere\.safetensors is not there"):
+        on_meta(vit(weights=str(tmp_path / "nowhere.safetensors")))
+
+
+def test_folders_that_cannot_be_streamed_are_refused(tmp_path):
+    folder = saved_text(tmp_path)
+    in_shards(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(RecipeError, match=r"model-00002-of-00002\.safetensors is not there"):
+        on_meta(text(weights=folder))
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(RecipeError, match=r"index\.json is corrupt or not an index"):
+        on_meta(text(weights=folder))
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(RecipeError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
+        on_meta(text(weights=folder))
+
+
+# --------------------------------------------------------------------------------------------- a model of one's own
+
+
+class TiedNetwork(nn.Module):
+    """Tied embeddings, buffers, BatchNorm, a scalar, a head: what real models have."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.output = nn.Linear(4, 10, bias=False)
+        self.output.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(10, classes)
+        self.register_buffer("positions", torch.arange(7))
+        self.register_buffer("hidden", torch.arange(3.0), persistent=False)
+
+
+@dataclass
+class TiedModel(Model):
+    file: str = ""
+    classes: int = 2
+    new: tuple[str, ...] = ("head.weight", "head.bias")
+
+    def skeleton(self) -> nn.Module:
+        return TiedNetwork(self.classes)
+
+    def pretrained(self) -> Pretrained:
+        stored = {key: place for key, (place, _) in stored_in(self.file).items() if key not in self.new}
+        return Pretrained(stored, self.new)
+
+
+@dataclass
+class Linear(Model):
+    inputs: int
+    outputs: int
+    file: str
+
+    def skeleton(self) -> nn.Module:
+        return nn.Linear(self.inputs, self.outputs)
+
+    def pretrained(self) -> Pretrained:
+        return Pretrained({name: Stored(Path(self.file), name) for name in ("weight", "bias")})
+
+
+def saved_network(folder: Path, **changes) -> tuple[str, TiedNetwork]:
+    torch.manual_seed(5)
+    network = TiedNetwork(2)
+    network.norm(torch.randn(8, 4))  # running statistics that are not the initial ones
+    state = {name: value.clone() for name, value in network.state_dict().items() if name != "output.weight"}
+    save_file({**state, **changes}, folder / "own.safetensors")
+    return str(folder / "own.safetensors"), network
+
+
+def test_tied_parameters_buffers_and_scalars_of_a_model_of_ones_own(tmp_path):
+    file, network = saved_network(tmp_path)
+    module = on_meta(TiedModel(file, new=()))
+    assert module.output.weight is module.embedding.weight
+    assert len(list(module.parameters())) == len(list(network.parameters()))
+    for name, value in network.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+    assert torch.equal(module.hidden, torch.arange(3.0))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_build_is_made_of_skeleton_and_pretrained(tmp_path, precision):
+    file, network = saved_network(tmp_path)
+    model = TiedModel(file, classes=6)
+    module = on_meta(model, precision)
+    assert_same(module, on_device(model, precision))
+    assert torch.equal(module.embedding.weight.float(), network.embedding.weight.to(module.scale.dtype).float())
+    bound = 10**-0.5  # of Linear.reset_parameters
+    assert 0.5 * bound < module.head.weight.abs().max() <= bound
+
+
+def test_the_skeleton_keeps_ties_and_real_buffers():
+    skeleton = skeleton_on_meta(TiedModel())
+    assert skeleton.output.weight is skeleton.embedding.weight
+    assert skeleton.embedding.weight.is_meta
+    assert skeleton.positions.tolist() == list(range(7))
+
+
+class MetaBuffer(TiedModel):
+    def skeleton(self) -> nn.Module:
+        module = super().skeleton()
+        module.register_buffer("late", torch.empty(3, device="meta"), persistent=False)
+        return module
+
+
+class NoReset(TiedModel):
+    def pretrained(self) -> Pretrained:
+        found = super().pretrained()
+        return Pretrained({k: v for k, v in found.stored.items() if k != "scale"}, ["scale"])
+
+
+class Forgetful(TiedModel):
+    def pretrained(self) -> Pretrained:
+        return dataclasses.replace(super().pretrained(), initialise=lambda skeleton: skeleton.head.weight.zero_())
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (lambda f: TiedModel(f, classes=6, new=()), {}, r"head\.weight in .* is \(2, 10\), but .* is \(6, 10\)"),
+        (lambda f: TiedModel(f, new=("head.weight",)), {"x": torch.ones(1)}, r"names x, which the module does not"),
+        (lambda f: TiedModel(f), {"output.weight": torch.ones(10, 4)}, r"embedding\.weight and output\.weight are one"),
+        (lambda f: MetaBuffer(f), {}, r"late still on meta"),
+        (lambda f: NoReset(f, new=()), {}, r"the module is new, and TiedNetwork has no reset_parameters"),
+        (lambda f: Forgetful(f), {}, r"head\.bias are new, and pretrained\(\)\.initialise gives them no values"),
+    ],
+)
+def test_what_pretrained_leaves_open_is_refused(tmp_path, model, changes, message):
+    file, _ = saved_network(tmp_path, **changes)
+    module = build_on_meta(model(file), SEED)
+    with pytest.raises(RecipeError, match=message):
+        materialise(module, model(file), CPU)
+
+
+def test_a_parameter_that_nobody_knows_is_refused(tmp_path):
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "w.safetensors")
+
+    @dataclass
+    class NoBias(Linear):
+        def pretrained(self) -> Pretrained:
+            return Pretrained({"weight": Stored(Path(self.file), "weight")})
+
+    model = NoBias(2, 2, str(tmp_path / "w.safetensors"))
+    with pytest.raises(RecipeError, match=r"no value is known for bias"):
+        materialise(build_on_meta(model, SEED), model, CPU)
+    model = Linear(2, 2, str(tmp_path / "w.safetensors"))
+    with pytest.raises(RecipeError, match=r"has no tensor bias"):
+        materialise(build_on_meta(model, SEED), model, CPU)
+
+
+def test_a_model_without_a_skeleton_says_so():
+    with pytest.raises(RecipeError, match=r"MLP cannot start on meta: define skeleton\(\) and pretrained\(\)"):
+        build_on_meta(MLP(image_size=4, channels=3, num_classes=2), SEED)
+    with pytest.raises(NotImplementedError, match=r"Model must define build"):
+        Model().build()
+
+
+# --------------------------------------------------------------------------------------------- in a run
+
+
+def recipe(model, run_dir=None, **memory):
+    return Recipe(
+        model=model,
+        data=Digits(val_fraction=0.1),
+        batch_size=64,
+        max_steps=3,
+        memory=Memory(micro_batch_size=32, **memory),
+        run=Run(dir=str(run_dir), progress=False),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (vit(), r"memory\.init=meta .* there is nothing to stream: model\.weights is null"),
+        (vit(weights="w.pth"), r"model\.weights=w\.pth is a pickle: convert it with safetensors"),
+        (MLP(), r"memory\.init=meta cannot start MLP: it has no skeleton\(\) and pretrained\(\)"),
+    ],
+)
+def test_meta_is_refused_where_it_cannot_work(model, message):
+    with pytest.raises(RecipeError, match=message):
+        decide_plan(recipe(model, init="meta"), 1)
+    decide_plan(recipe(model), 1)
+
+
+def test_torchvisions_own_weights_are_pickles():
+    model = VisionTransformer("vit_b_16", weights="w.pt", num_classes=2, image_size=224)
+    with pytest.raises(RecipeError, match=r"is a pickle, of which no slices can be read"):
+        model.pretrained()
+
+
+def losses(run_dir) -> Iterator[str]:
+    lines = (run_dir / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("loss")
+    return [line.split(",")[column] for line in lines[1:]]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_run_from_meta_is_the_run_from_the_device(tmp_path, precision):
+    weights = saved_vit(tmp_path, image_size=8, num_classes=3)
+    model = vit(weights=weights, image_size=None, num_classes=None)
+    for init in ("device", "meta"):
+        fit(recipe(model, tmp_path / init, init=init, precision=precision))
+    assert losses(tmp_path / "meta") == losses(tmp_path / "device")
+    assert "meta init" in decide_plan(recipe(model, init="meta"), 1).describe()
