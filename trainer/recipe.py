@@ -165,6 +165,7 @@ class Run:
         progress: show a progress bar on a terminal and plain lines elsewhere.
         max_skipped_steps: stop after this many steps in a row with a non-finite loss or gradient; fp16 needs up to 16
             at its start to find the loss scale.
+        evaluate: evaluate after every epoch and at the end; false trains only, to measure memory and speed.
     """
 
     _: KW_ONLY
@@ -174,6 +175,7 @@ class Run:
     logger: list[LoggerName] = field(default_factory=lambda: ["csv"])
     progress: bool = True
     max_skipped_steps: int = 20
+    evaluate: bool = True
 
     def __post_init__(self) -> None:
         require_choice("run.accelerator", self.accelerator, Accelerator)
