@@ -1,9 +1,10 @@
-"""``curves.png``: loss, accuracy and learning rate of a run, drawn from its ``metrics.csv``."""
+"""``curves.png``: loss, accuracy and learning rate of a run, drawn from its ``metrics.csv``; ``ladder.png``: bars."""
 
 from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours: told apart with any colour vision, and in grey.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
@@ -22,19 +24,61 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 def plot_curves(metrics_csv: Path, target: Path) -> None:
     """Draw the curves of ``metrics_csv`` as a PNG of 1200 × 800 pixels; columns that are missing are left out."""
-    # Figure without pyplot: no global state, no window, whatever the caller's own backend is.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     curves = _read(metrics_csv)
-    figure = Figure(figsize=(12, 8), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(8)
     figure.suptitle(metrics_csv.absolute().parent.name, fontsize=15)
     grid = figure.add_gridspec(2, 2, height_ratios=[3, 1])
     loss = figure.add_subplot(grid[0, 0])
     _draw_loss(loss, curves)
     _draw_accuracy(figure.add_subplot(grid[0, 1], sharex=loss), curves)
     _draw_lr(figure.add_subplot(grid[1, :], sharex=loss), curves)
+    _save(figure, target)
+
+
+def plot_ladder(
+    rungs: Sequence[tuple[str, Sequence[float | None], str]], kinds: Sequence[str], title: str, target: Path
+) -> None:
+    """Draw the memory of each rung as bars, 1200 pixels wide.
+
+    Args:
+        rungs: label, peak memory in GB of each kind (``None`` for a rung without), and status of each; those whose
+            label starts with a plus are stacked, and those with a note in brackets give up something besides memory.
+        kinds: what is measured, such as allocated and reserved: the first is drawn solid, in front of the second.
+        title: of the picture.
+        target: the PNG to write.
+    """
+    figure = _figure(1.6 + 0.36 * len(rungs))
+    axes = figure.add_subplot()
+    figure.suptitle(title, fontsize=15)
+    for place, (label, peaks, status) in enumerate(rungs):
+        colour = GREEN if label.startswith("+") else ORANGE if label.endswith(")") else BLUE if place else GREY
+        for kind, peak in reversed(list(enumerate(peaks))):
+            axes.barh(place, peak or 0, color=colour, alpha=0.3 if kind else 1, height=0.7)
+        known = [f"{peak:.2f}" for peak in peaks if peak is not None]
+        text = " / ".join(known) if status == "finished" else " ".join([*known, status])
+        axes.text(max(peak or 0 for peak in peaks), place, f"  {text}", va="center", fontsize=10)
+    axes.set_yticks(range(len(rungs)), [label for label, _, _ in rungs], fontsize=11)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"peak memory: {' / '.join(kinds)} (GB)", fontsize=12)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    _save(figure, target)
+
+
+def _figure(height: float) -> Figure:
+    """A picture of 1200 pixels by 100 times ``height``."""
+    # Figure without pyplot: no global state, no window, whatever the caller's own backend is.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, height), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Figure, target: Path) -> None:
     part = target.with_name(f".{target.name}.part")
     figure.savefig(part, format="png")
     os.replace(part, target)
