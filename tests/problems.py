@@ -22,6 +22,7 @@ from trainer.engine.window import Windows, decide_cut
 from trainer.memory.precision import precision_plugin
 from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
 from trainer.models.common import classification_loss
+from trainer.recipe import Memory
 
 CLASSES = 5
 VOCABULARY = 120
@@ -288,7 +289,7 @@ def make_fabric(precision: str, world_size: int) -> Fabric:
         accelerator="cpu",
         devices=world_size,
         strategy=SingleDeviceStrategy("cpu") if world_size == 1 else DDPStrategy(gradient_as_bucket_view=True),
-        plugins=[precision_plugin(precision, "cpu")],
+        plugins=[precision_plugin(Memory(precision=precision), "cpu")],
     )
     fabric.launch()
     assert fabric.world_size == world_size

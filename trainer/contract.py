@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -105,9 +105,15 @@ class Model:
     """Whether ``save`` and ``saved_in`` keep a trained model in a format of its own (a Hugging Face folder, say);
     by default it is kept as ``model.safetensors`` and ``config.json``."""
 
-    def save(self, module: nn.Module, folder: Path) -> None:
-        """Write the trained ``module`` to ``folder``, for a model with ``own_format``."""
-        raise NotImplementedError(f"{type(self).__name__} has own_format and must define save(module, folder)")
+    def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write the trained model to ``folder``, for a model with ``own_format``.
+
+        Args:
+            module: what ``build`` made; its own weights may be sharded.
+            folder: an empty folder.
+            state: all weights and persistent buffers by name, whole.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has own_format and must define save(module, folder, state)")
 
     def saved_in(self, folder: Path) -> Model:
         """This model with everything that ``build`` reads taken from ``folder``, for a model with ``own_format``."""

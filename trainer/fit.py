@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import load_model
@@ -19,8 +19,8 @@ from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
 from trainer.errors import require
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
-from trainer.memory.initialize import build_on_device
-from trainer.memory.optimizer import build_optimizer
+from trainer.memory.initialize import build_module, home_of_weights
+from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
 from trainer.recipe import Recipe
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
@@ -59,21 +59,21 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
     with open_session(recipe) as session:
         run_dir = choose_run_dir(session, source)
         progress = Progress(recipe.run.progress, session.fabric.global_rank)
-        module, stepper = _build(session)
+        stack, stepper = _build(session)
         windows = training_windows(session)
         _schedule(session, stepper, windows)
         loggers = open_loggers(session, run_dir)
         if session.is_first:
             write_recipe(session, run_dir, source)
-            for line in describe_run(session, module, windows):
+            for line in describe_run(session, stack.module, windows):
                 progress.message(line)
-        return _train(session, run_dir, module, stepper, windows, progress, loggers)
+        return _train(session, run_dir, stack, stepper, windows, progress, loggers)
 
 
 def _train(
     session: Session,
     run_dir: Path,
-    module: nn.Module,
+    stack: Stack,
     stepper: Stepper,
     windows: Windows,
     progress: Progress,
@@ -90,6 +90,7 @@ def _train(
     events = Events([stopwatch, ProgressListener(progress, stopwatch, fabric.device, split), logging])
     engine = Engine(stepper, windows, evaluate_split, events)
     result: EvaluationResult | None = None
+    state: dict[str, Tensor] = {}
     status = "failed"
     try:
         engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
@@ -97,6 +98,7 @@ def _train(
         if split == "val" and evaluate_test is not None:
             result = evaluate_test()
             logging.log({f"test_{name}": value for name, value in result.figures().items()}, engine.counters.step)
+        state = whole_state(stack)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -105,7 +107,7 @@ def _train(
         progress.close()
         summary = summarise(session, status, engine.counters, stopwatch, result)
         if session.is_first:
-            write_results(session, run_dir, module, summary, result, loggers)
+            write_results(session, run_dir, stack.module, state, summary, result, loggers)
     if session.is_first:
         print_results(session, run_dir, summary, result)
     fabric.barrier()
@@ -166,27 +168,30 @@ def _probabilities(model: Model, module: nn.Module, batch: dict[str, Any], count
     return logits.softmax(-1)
 
 
-def _build(session: Session) -> tuple[nn.Module, Stepper]:
-    """The model on its device, its optimizer, and what takes steps with both."""
-    recipe, fabric = session.recipe, session.fabric
-    module = build_on_device(fabric, recipe.model, recipe.seed)
-    optimizer = build_optimizer(module, recipe.optim, recipe.memory.precision, fabric.device)
+def _build(session: Session) -> tuple[Stack, Stepper]:
+    """The model with every memory technique of the plan, and what takes steps with it."""
+    recipe, fabric, plan = session.recipe, session.fabric, session.plan
+    module = build_module(fabric, recipe.model, recipe.seed, plan)
+    stack = apply_stack(fabric, recipe.model, module, plan)
+    optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
     stepper = Stepper(
         fabric,
         recipe.model,
-        fabric.setup_module(module),
+        stack.wrapped,
         optimizer,
+        sync=sync,
         clip_norm=recipe.optim.clip_norm,
         correct_batchnorm=recipe.memory.correct_batchnorm,
     )
-    return module, stepper
+    return stack, stepper
 
 
 def _restore(session: Session, folder: Path) -> Forward:
     """The model with the weights in ``folder``, for evaluation."""
-    with session.fabric.init_module(empty_init=False):
-        module = load_model(session.recipe.model, folder)
-    return Forward(session.fabric, session.recipe.model, session.fabric.setup_module(module))
+    fabric, model, plan = session.fabric, session.recipe.model, session.plan.for_evaluation()
+    with home_of_weights(fabric, plan):
+        module = load_model(model, folder)
+    return Forward(fabric, model, apply_stack(fabric, model, module, plan).wrapped)
 
 
 def _schedule(session: Session, stepper: Stepper, windows: Windows) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.checkpoint.export import save_model
 from trainer.checkpoint.store import staged_folder, write_atomic
@@ -105,6 +106,7 @@ def write_results(
     session: Session,
     run_dir: Path,
     module: nn.Module,
+    state: Mapping[str, Tensor],
     summary: Summary,
     result: EvaluationResult | None,
     loggers: list[Any],
@@ -113,7 +115,7 @@ def write_results(
     close_loggers(loggers, summary.status)
     if summary.status == "finished":
         with staged_folder(run_dir / "model") as folder:
-            save_model(session.recipe.model, module, folder)
+            save_model(session.recipe.model, module, folder, state)
     write_atomic(run_dir / "summary.json", summary.to_json())  # after the model, which "finished" promises
     if result is not None:
         write_atomic(run_dir / "classification_report.txt", report_text(result, session.recipe.data) + "\n")

@@ -118,7 +118,7 @@ def launch(plan: Plan, world: World) -> Fabric:
         devices=world.devices,
         num_nodes=world.nodes,
         strategy=fabric_strategy(plan, world.accelerator),
-        plugins=[precision_plugin(plan.memory.precision, world.accelerator)],
+        plugins=[precision_plugin(plan.memory, world.accelerator)],
     )
     fabric.launch()
     require(

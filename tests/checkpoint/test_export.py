@@ -87,7 +87,7 @@ class OwnFormat(Model):
         nn.init.constant_(module.weight, self.start)
         return module
 
-    def save(self, module, folder):
+    def save(self, module, folder, state):
         (folder / "own.txt").write_text(str(module.weight.item()))
 
     def saved_in(self, folder):

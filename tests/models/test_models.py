@@ -12,10 +12,10 @@ import torchvision
 from problems import make_model, tokenizer_folder
 from safetensors.torch import load_file, save_file
 
+from trainer.blocks import find_blocks
 from trainer.errors import RecipeError
 from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
 from trainer.models.bigbird import use_fused_attention
-from trainer.models.common import find_blocks
 
 SMALL = {"patch_size": 4, "layers": 3, "heads": 2, "width": 16, "mlp_width": 32}
 
@@ -171,7 +171,7 @@ def test_a_saved_text_model_is_what_transformers_loads(name, tmp_path):
 
     model = dataclasses.replace(make_model(name), class_names=["a", "b", "c", "d", "e"])
     module = model.build().eval()
-    model.save(module, tmp_path)
+    model.save(module, tmp_path, module.state_dict())
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     ours = model.saved_in(tmp_path).build().eval()
     inputs = {key: value for key, value in text_batch([7, 19]).items() if key != "labels"}
@@ -208,7 +208,7 @@ def test_text_refusals(changes, message):
 def test_a_pickled_weight_file_of_a_text_model_is_refused(tmp_path):
     model = make_model("distilbert")
     module = model.build()
-    model.save(module, tmp_path)
+    model.save(module, tmp_path, module.state_dict())
     (tmp_path / "model.safetensors").unlink()
     torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(RecipeError, match=r"model\.weights=.* cannot be loaded"):
@@ -217,7 +217,7 @@ def test_a_pickled_weight_file_of_a_text_model_is_refused(tmp_path):
 
 def test_a_corrupt_or_foreign_text_model_is_refused(tmp_path):
     model = make_model("distilbert")
-    model.save(model.build(), tmp_path)
+    model.save(module := model.build(), tmp_path, module.state_dict())
     weights = tmp_path / "model.safetensors"
     state = load_file(weights)
     body = next(name for name in state if "attention.q_lin.weight" in name)

@@ -24,17 +24,24 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
 
-def save_model(model: Model, module: nn.Module, folder: Path) -> None:
-    """Write ``module`` (unwrapped, unsharded) to ``folder`` so that :func:`load_model` restores it.
+def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
+    """Write ``module`` to ``folder`` so that :func:`load_model` restores it.
 
     That is its weights and the fields of ``model``, or what a model with ``own_format`` makes of it. Tied tensors are
     written once, under the first of their names.
+
+    Args:
+        model: what built the module.
+        module: unwrapped; may be sharded if ``state`` is given.
+        folder: where to write.
+        state: all weights and buffers of the module, whole; by default its own.
     """
+    state = module.state_dict() if state is None else state
     if model.own_format:
-        model.save(module, folder)
+        model.save(module, folder, state)
         return
     with staged_file(folder / WEIGHTS) as part:
-        save_file(_unique_tensors(module), part, metadata={"format": "pt"})
+        save_file(_unique_tensors(state), part, metadata={"format": "pt"})
     write_atomic(folder / CONFIG, json.dumps(_config(model), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -74,10 +81,10 @@ def load_weights(module: nn.Module, path: Path) -> None:
     module.load_state_dict(found, strict=False)
 
 
-def _unique_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The state of ``module`` on the CPU; of tensors that are the same memory only the first."""
+def _unique_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU; of those that are the same memory only the first."""
     unique: dict[tuple, str] = {}
-    for name, tensor in (state := module.state_dict()).items():
+    for name, tensor in state.items():
         unique.setdefault(_identity(tensor), name)
     return {name: _own_memory(state[name]) for name in unique.values()}
 

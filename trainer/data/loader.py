@@ -27,8 +27,8 @@ class Loader:
     ``random`` or NumPy, are not seeded.)
 
     Args:
-        split: a map-style dataset, as :class:`trainer.contract.Data` describes it. Where ``__getitems__`` returns a list,
-            it is taken for samples, torch's convention, and anything else for a collated batch.
+        split: a map-style dataset, as :class:`trainer.contract.Data` describes it. Where ``__getitems__`` returns a
+            list, it is taken for samples, torch's convention, and anything else for a collated batch.
         collate: makes a micro-batch of a list of samples.
         workers: processes that load ahead; 0 loads in this process, when a micro-batch is asked for.
         pin_memory: put the tensors in page-locked memory, for asynchronous copies to a GPU.

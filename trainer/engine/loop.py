@@ -12,6 +12,7 @@ import torch
 from trainer.engine.events import Counters, Events
 from trainer.engine.forward import Forward
 from trainer.engine.step import Stepper, StepResult
+from trainer.engine.sync import reshard
 from trainer.engine.window import MicroBatch, Window, Windows
 from trainer.errors import RunError
 
@@ -54,6 +55,7 @@ def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Met
             if not micro.is_empty:
                 metrics.update(loss)
     forward.module.train(training)
+    reshard(forward.module)
     return metrics.compute()
 
 

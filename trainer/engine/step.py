@@ -15,9 +15,10 @@ from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.check import LossCheck
 from trainer.engine.forward import Forward
-from trainer.engine.sync import gradient_sync
+from trainer.engine.sync import GradientSync, gradient_sync
 from trainer.engine.totals import LossTotals
 from trainer.engine.window import MicroBatch, Window
+from trainer.errors import RunError
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class Stepper(Forward):
         module: what ``fabric.setup_module`` returned.
         optimizer: a torch optimizer over the module's parameters.
         scheduler: stepped once an optimizer step, never on a skipped one.
+        sync: how gradients are brought together over the ranks; by default, as the strategy wrapped ``module``.
         clip_norm: largest global gradient norm.
         correct_batchnorm: see :class:`BatchNormStatistics`.
     """
@@ -57,6 +59,7 @@ class Stepper(Forward):
         optimizer: Optimizer,
         scheduler: LRScheduler | None = None,
         *,
+        sync: GradientSync | None = None,
         clip_norm: float | None = None,
         correct_batchnorm: bool = True,
     ) -> None:
@@ -64,8 +67,7 @@ class Stepper(Forward):
         self.optimizer, self.scheduler, self.clip_norm = optimizer, scheduler, clip_norm
         self.world_size = fabric.world_size
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.alike = len({(p.device, p.dtype, type(p)) for p in self.parameters}) == 1
-        self.sync = gradient_sync(self.module, model)
+        self.sync = sync or gradient_sync(self.module, model, self.parameters)
         batchnorm = BatchNormStatistics(self.module, correct_batchnorm)
         self.batchnorm = batchnorm if batchnorm.layers else None
         self.generator = _generator(self.device)
@@ -100,8 +102,7 @@ class Stepper(Forward):
     def clip_gradients(self) -> Tensor:
         """Scale the gradients down to ``clip_norm`` if they exceed it; return the global norm they had."""
         self.precision.unscale_gradients(self.optimizer)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = total_norm(gradients, self.alike)
+        norm = self.sync.norm().to(self.device)  # offloaded gradients are in host memory
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
         return norm
@@ -112,7 +113,7 @@ class Stepper(Forward):
         skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not any(window.weights.values())
         lr = self.optimizer.param_groups[0]["lr"]
         if skipped:
-            self.skip()
+            self.skip(grad_norm)
         else:
             self.precision.optimizer_step(self.optimizer)
             if self.scheduler is not None:
@@ -121,19 +122,21 @@ class Stepper(Forward):
             parameter.grad = None
         return StepResult(sum(losses.values()), losses, grad_norm, lr, window.samples, skipped)
 
-    def skip(self) -> None:
-        """Leave everything as it was before the step, but for the loss scale of fp16, which must adapt."""
+    def skip(self, grad_norm: float) -> None:
+        """Leave everything as it was before the step, but for the loss scale of fp16, which must adapt.
+
+        Raises:
+            RunError: when the weights were updated during backward, which cannot be taken back.
+        """
+        if self.sync.applied and not math.isfinite(grad_norm):
+            raise RunError(
+                f"the gradient norm is {grad_norm}, and memory.optimizer_in_backward has updated the weights with it: "
+                "start again without it (such a step is then skipped), or with a lower optim.lr"
+            )
         if scaler := getattr(self.precision, "scaler", None):
             scaler.update()
         if self.batchnorm:
             self.batchnorm.restore()
-
-
-def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:
-    """The norm of all gradients together: ``get_total_norm``, at half its cost where all are of one device and type."""
-    if not alike or not gradients:
-        return nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
 def _generator(device: torch.device) -> torch.Generator:

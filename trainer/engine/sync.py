@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract import Model
@@ -11,7 +15,18 @@ from trainer.errors import RunError
 
 
 class GradientSync:
-    """One process: nothing to synchronise."""
+    """One process: nothing to synchronise. The base class of all other ways.
+
+    Args:
+        parameters: those that train.
+    """
+
+    applied = False
+    """Whether the weights have been updated already when ``norm`` is known: such a step cannot be skipped."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.alike = len({(p.device, p.dtype, type(p)) for p in self.parameters}) == 1
 
     def before(self, is_last: bool) -> None:
         """Called before the forward of every micro-step: a wrapper's own state is never trusted."""
@@ -19,11 +34,16 @@ class GradientSync:
     def after(self) -> None:
         """Called after the last backward of a window."""
 
+    def norm(self) -> Tensor:
+        """The norm of the gradients of the whole batch: the same on all ranks. A scalar."""
+        return total_norm([p.grad for p in self.parameters if p.grad is not None], self.alike)
+
 
 class OverlappedSync(GradientSync):
     """DDP reduces each bucket while backward goes on, in the micro-step that is told to."""
 
-    def __init__(self, module: DistributedDataParallel) -> None:
+    def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters)
         self.module = module
 
     def before(self, is_last: bool) -> None:
@@ -48,38 +68,33 @@ class SyncAfterwards(GradientSync):
     that leaves parameters out, some would keep the gradient of their own rank.
     """
 
-    def __init__(self, module: DistributedDataParallel) -> None:
+    def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters)
         self.module = module
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.all_reached = False
 
     def before(self, is_last: bool) -> None:
         self.module.require_backward_grad_sync = False
 
     def after(self) -> None:
-        with torch.no_grad():
-            counts = torch.tensor([int(p.grad is not None) for p in self.parameters], device=self.parameters[0].device)
-            torch.distributed.all_reduce(counts)
-            ranks = torch.distributed.get_world_size()
-            reached_by = counts.tolist()
-            self.all_reached = min(reached_by) == ranks
-            # A parameter that no rank reached keeps grad=None, as in one process: the optimizer must not decay it.
-            used = [p for p, count in zip(self.parameters, reached_by, strict=True) if count]
-            for parameter in used:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            gradients = [p.grad for p in used if p.grad is not None]
-            for work in [torch.distributed.all_reduce(gradient, async_op=True) for gradient in gradients]:
-                work.wait()
-            torch._foreach_div_(gradients, ranks)
+        reached_by = ranks_that_reached([p.grad is not None for p in self.parameters], self.parameters[0].device)
+        ranks = torch.distributed.get_world_size()
+        self.all_reached = min(reached_by) == ranks
+        # A parameter that no rank reached keeps grad=None, as in one process: the optimizer must not decay it.
+        used = [p for p, count in zip(self.parameters, reached_by, strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        mean_over_ranks([p.grad for p in used if p.grad is not None])
 
 
 class OverlappedWhereAllAreReached(GradientSync):
     """The first step is reduced afterwards; if it reached every parameter on every rank, the others overlap."""
 
-    def __init__(self, module: DistributedDataParallel) -> None:
+    def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters)
         self.module = module
-        self.sync: GradientSync = SyncAfterwards(module)
+        self.sync: GradientSync = SyncAfterwards(module, parameters)
 
     def before(self, is_last: bool) -> None:
         self.sync.before(is_last)
@@ -87,13 +102,92 @@ class OverlappedWhereAllAreReached(GradientSync):
     def after(self) -> None:
         self.sync.after()
         if isinstance(self.sync, SyncAfterwards) and self.sync.all_reached:
-            self.sync = OverlappedSync(self.module)
+            self.sync = OverlappedSync(self.module, self.parameters)
 
 
-def gradient_sync(module: nn.Module, model: Model) -> GradientSync:
-    """The way to synchronise the gradients of ``module``, as the strategy wrapped it."""
+class ShardedSync(GradientSync):
+    """FSDP reduces each block's gradients to shards while backward goes on.
+
+    Args:
+        module: after ``fully_shard``.
+        parameters: those that train, sharded.
+        every_micro_step: reduce after every micro-step instead of after the last: no rank keeps whole gradients.
+        replicas: how many ranks hold each shard.
+    """
+
+    def __init__(
+        self, module: FSDPModule, parameters: Sequence[Tensor], every_micro_step: bool = False, replicas: int = 1
+    ) -> None:
+        super().__init__(parameters)
+        self.module, self.every_micro_step, self.replicas = module, every_micro_step, replicas
+
+    def before(self, is_last: bool) -> None:
+        self.module.set_requires_gradient_sync(is_last or self.every_micro_step)
+        self.module.set_is_last_backward(is_last or self.every_micro_step)
+
+    def norm(self) -> Tensor:
+        """As for any parameters, from the shards of all ranks."""
+        shards = [p.grad.to_local() for p in self.parameters if isinstance(p.grad, DTensor)]
+        return norm_over_ranks(total_norm(shards, self.alike), self.replicas)
+
+
+@torch.no_grad()
+def ranks_that_reached(reached: Sequence[bool], device: torch.device) -> list[int]:
+    """For each parameter, how many ranks have a gradient for it."""
+    counts = torch.tensor([int(one) for one in reached], device=device)
+    torch.distributed.all_reduce(counts)
+    return counts.tolist()
+
+
+@torch.no_grad()
+def mean_over_ranks(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup | None = None) -> None:
+    """Replace every tensor by its mean over the ranks, in place."""
+    for work in [torch.distributed.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:
+        work.wait()
+    torch._foreach_div_(list(tensors), torch.distributed.get_world_size())
+
+
+@torch.no_grad()
+def norm_over_ranks(local: Tensor, replicas: int = 1, group: torch.distributed.ProcessGroup | None = None) -> Tensor:
+    """The norm of gradients of which every rank holds a shard, from the norms of the shards.
+
+    Args:
+        local: the norm of this rank's shards; a scalar.
+        replicas: how many ranks hold each shard.
+        group: of all ranks; the default one must be able to reduce tensors on the device of ``local``.
+    """
+    square = local.double().square()
+    torch.distributed.all_reduce(square, group=group)
+    return (square / replicas).sqrt().to(local.dtype)
+
+
+def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:
+    """The norm of all gradients together: ``get_total_norm``, at half its cost where all are of one device and type."""
+    if not alike or not gradients:
+        return nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+def reshard(module: nn.Module) -> None:
+    """Free whole weights that an evaluation left behind under FSDP: the optimizer must find shards."""
+    if isinstance(module, FSDPModule):
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def gradient_sync(
+    module: nn.Module,
+    model: Model,
+    parameters: Sequence[Tensor],
+    every_micro_step: bool = False,
+    replicas: int = 1,
+) -> GradientSync:
+    """The way to synchronise the gradients of ``module``, as the strategy wrapped it; the rest is for FSDP alone."""
+    if isinstance(module, FSDPModule):
+        return ShardedSync(module, parameters, every_micro_step, replicas)
     if not isinstance(module, DistributedDataParallel):
-        return GradientSync()
+        return GradientSync(parameters)
     if len(model.loss_names) > 1 or model.conditional:
-        return SyncAfterwards(module)
-    return OverlappedWhereAllAreReached(module)
+        return SyncAfterwards(module, parameters)
+    return OverlappedWhereAllAreReached(module, parameters)

@@ -46,7 +46,7 @@ class LossTotals:
             # In float64: thousands of samples would lose digits in float32.
             sums = torch.stack([torch.stack(parts).sum(dtype=torch.float64) for parts in self.parts.values()])
             torch.distributed.all_reduce(sums)
-            first, *values = torch.cat([norm.detach().double().reshape(1), sums]).tolist()
+            first, *values = torch.cat([norm.detach().to(sums).reshape(1), sums]).tolist()
         else:
             first, *numbers = torch.stack([norm, *chain.from_iterable(self.parts.values())]).tolist()
             left = iter(numbers)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.errors import RecipeError
@@ -22,20 +23,21 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 FUSED = ("adamw", "adam", "sgd", "adagrad")
 
 
-def build_optimizer(module: nn.Module, optim: Optim, precision: Precision, device: torch.device) -> Optimizer:
-    """The optimizer over the parameters of ``module`` that train.
+def build_optimizer(
+    parameters: Sequence[Tensor], optim: Optim, precision: Precision, device: torch.device
+) -> Optimizer:
+    """The optimizer over the ``parameters`` that train: weights on ``device``, or their masters in host memory.
 
     Matrices decay; biases and norm weights do not, for decay would pull scales to 0 (as in transformers and nanoGPT).
 
     Raises:
         RecipeError: when no parameter trains.
     """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
+    if not parameters:
         raise RecipeError("every parameter is frozen: raise model.train_last_blocks")
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     options: dict[str, Any] = {"lr": optim.lr}
     if optim.momentum:

@@ -33,6 +33,13 @@ class Plan:
         """single, ddp or fsdp."""
         return self.memory.strategy
 
+    def for_evaluation(self) -> Plan:
+        """The same weights on the same ranks, without what serves backward and the optimizer."""
+        memory = self.memory
+        streamed = memory.cpu_offload == "parameters"
+        kept = {key: getattr(memory, key) for key in ("strategy", "precision", "replicas", "micro_batch_tokens")}
+        return dataclasses.replace(self, memory=Memory(cpu_offload="parameters" if streamed else "none", **kept))
+
     def describe(self) -> str:
         """The plan in one line, for a person."""
         cut = self.first_cut

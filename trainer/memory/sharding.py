@@ -1,14 +1,130 @@
-"""``memory.strategy``: how the weights are held by the ranks."""
+"""``memory.strategy``: how the ranks hold the weights.
+
+Sharding is FSDP2 (``fully_shard``) on Fabric's ``ModelParallelStrategy``, of which launching and process groups remain.
+What that strategy gets wrong for us is done here or in the engine: it leaves gradient sync off after
+``no_backward_sync(enabled=False)`` (the engine sets it before every backward), takes bf16-mixed for autocast with fp32
+all-gathers (here a ``MixedPrecisionPolicy``), loses real buffers of a module on meta, and sizes its mesh by nodes.
+"""
 
 from __future__ import annotations
 
-from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainer.memory.plan import Plan
+from trainer.recipe import Precision
+
+HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
     """The Fabric strategy of ``plan`` on a ``"cpu"`` or ``"cuda"`` accelerator."""
+    if plan.strategy == "fsdp":
+        return ShardedStrategy(_backend(plan, accelerator))
     if plan.strategy == "single":
         return SingleDeviceStrategy(device="cuda:0" if accelerator == "cuda" else "cpu")
+    if plan.memory.cpu_offload == "optimizer":
+        return ReplicatedStrategy(process_group_backend=_backend(plan, accelerator))
     return DDPStrategy(gradient_as_bucket_view=True)  # gradients live in DDP's buckets: one copy, not two
+
+
+def _backend(plan: Plan, accelerator: str) -> str | None:
+    """Offloaded gradients are reduced in host memory, which NCCL cannot do."""
+    return "cpu:gloo,cuda:nccl" if accelerator == "cuda" and plan.memory.cpu_offload != "none" else None
+
+
+class ReplicatedStrategy(DDPStrategy):
+    """The same weights on every rank, without the buckets of DDP: gradients do not stay on the device (see offload)."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        """Give every rank the first one's weights and buffers."""
+        for tensor in [*module.parameters(), *module.buffers()]:
+            torch.distributed.broadcast(tensor.detach(), 0)
+        return module
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Processes and devices for modules that ``shard`` has sharded."""
+
+    def __init__(self, process_group_backend: str | None = None) -> None:
+        super().__init__(
+            lambda module, mesh: module,
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            process_group_backend=process_group_backend,
+        )
+
+    def setup_environment(self) -> None:
+        """Start the process group; the mesh is made by ``shard``, which knows about replicas."""
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Nothing: ``shard`` has done it all."""
+        return module
+
+
+def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: torch.device) -> None:
+    """Shard ``module`` over all ranks, in place: each of ``blocks`` is gathered as one, and the rest as another.
+
+    Args:
+        module: with its weights whole, on any device or on meta.
+        blocks: its repeated modules.
+        plan: the decided knobs.
+        device: that the ranks compute on.
+    """
+    memory = plan.memory
+    policy = mixed_precision_policy(memory.precision)
+    streamed = memory.cpu_offload == "parameters"
+    options: dict[str, Any] = {
+        "mesh": _mesh(plan, device),
+        "reshard_after_forward": memory.reshard_after_forward,
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if streamed else OffloadPolicy(),
+    }
+    for part in [*blocks, *_large_embeddings(module, blocks)]:
+        fully_shard(part, mp_policy=policy, **options)
+    # Only the root hands its results to a loss, which is computed in fp32.
+    outwards = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, policy.param_dtype and torch.float32)
+    fully_shard(module, mp_policy=outwards, **options)
+    for buffers in (part._buffers for part in module.modules()):
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                buffers[name] = buffer.to(device)
+
+
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Weights gathered and used in half precision, gradients reduced in fp32."""
+    if precision not in HALF:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(HALF[precision], torch.float32)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor that FSDP has sharded; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    replicas = plan.memory.replicas
+    if replicas == 1:
+        return init_device_mesh(device.type, (plan.world_size,), mesh_dim_names=("shard",))
+    shape = (replicas, plan.world_size // replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _large_embeddings(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Embeddings larger than a block, unless their weight is tied: with the root they would be whole all the time."""
+    limit = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
+    names = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.Embedding) and part.weight.numel() > limit and names.count(id(part.weight)) == 1
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trainer.blocks import find_blocks
 from trainer.contract import IGNORED_LABEL, Loss
 from trainer.errors import RecipeError
 
@@ -25,21 +26,6 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
         logits = logits.float()
     total = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return Loss(total, logits=logits.detach(), targets=labels)
-
-
-def find_blocks(module: nn.Module, classes: Sequence[type] = ()) -> list[nn.Module]:
-    """The repeated modules: instances of ``classes``, or the children of the ``ModuleList`` or ``Sequential`` of
-    equal modules that holds the most parameters."""
-    from torch import nn
-
-    if classes:
-        return [m for m in module.modules() if isinstance(m, tuple(classes))]
-    repeated = [
-        list(m)
-        for m in module.modules()
-        if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 0 and len({type(child) for child in m}) == 1
-    ]
-    return max(repeated, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()), default=[])
 
 
 def train_last_blocks(module: nn.Module, count: int, classes: Sequence[type] = ()) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.blocks import find_blocks
 from trainer.contract import Loss, Model
 from trainer.errors import RecipeError, require
-from trainer.models.common import classification_loss, find_blocks, require_filled, train_last_blocks
+from trainer.models.common import classification_loss, require_filled, train_last_blocks
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 # The names under which configurations keep their dropout rates.
 DROPOUT_FIELDS = (
@@ -153,9 +154,9 @@ class TextClassifier(Model):
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         yield classification_loss(module(**inputs).logits, batch["labels"])
 
-    def save(self, module: nn.Module, folder: Path) -> None:
+    def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``AutoModelForSequenceClassification.from_pretrained`` and ``AutoTokenizer`` load."""
-        module.save_pretrained(folder)  # type: ignore[operator]
+        module.save_pretrained(folder, state_dict=dict(state))  # type: ignore[operator]
         self.tokenizer_or_none().save_pretrained(folder)
 
     def saved_in(self, folder: Path) -> TextClassifier:

@@ -1,0 +1,162 @@
+"""``memory.activation_offload``: what forward saves for backward waits in host memory.
+
+Copies run on a stream of their own, beside the computation; backward fetches each tensor one ahead of its use. Torch's
+``save_on_cpu`` does the same without overlap, and for every tensor however small.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from trainer.memory.sharding import local
+
+LEAST_BYTES = 2**20
+"""Smaller tensors stay: moving them takes longer than it frees memory."""
+
+IN_FLIGHT = 2
+"""Tensors on their way to the host at most; a third one waits for the first, so that the peak is always the same."""
+
+
+def offload_activations(module: nn.Module, device: torch.device, least_bytes: int = LEAST_BYTES) -> None:
+    """Make every forward of ``module`` offload what it saves for backward; its parameters stay where they are.
+
+    Args:
+        module: the whole network; with checkpointed blocks, what is saved are their inputs.
+        device: that computes. On a CPU the copies are made all the same, in vain.
+        least_bytes: size from which a tensor is moved.
+    """
+    forward = module.forward
+    sizes = {p.numel() for p in module.parameters()}
+
+    def offloading(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        shelf = Shelf(device, least_bytes, lambda tensor: tensor.numel() in sizes and _is_parameter(tensor, module))
+        with saved_tensors_hooks(shelf.put, shelf.get):
+            return forward(*args, **kwargs)
+
+    module.forward = offloading
+
+
+def _is_parameter(tensor: Tensor, module: nn.Module) -> bool:
+    """Whether ``tensor`` is a weight, or a view of one: FSDP frees those itself, others stay in any case."""
+    pointer = tensor.untyped_storage().data_ptr()
+    return any(local(p).untyped_storage().data_ptr() == pointer for p in module.parameters())
+
+
+class Saved:
+    """One tensor in host memory, which several operations may have saved.
+
+    Args:
+        host: the copy, complete once ``arrived``.
+        position: how many were put on the shelf before it.
+    """
+
+    __slots__ = ("arrived", "fetched", "host", "on_device", "position", "users")
+
+    def __init__(self, host: Tensor, position: int) -> None:
+        self.host, self.position, self.users = host, position, 1
+        self.on_device: Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
+        self.fetched: torch.cuda.Event | None = None
+
+
+class Shelf:
+    """What one forward has saved, in order.
+
+    Args:
+        device: that computes.
+        least_bytes: size from which a tensor is moved.
+        stays: says of a large tensor whether it must stay all the same.
+    """
+
+    def __init__(self, device: torch.device, least_bytes: int, stays: Callable[[Tensor], bool]) -> None:
+        self.device, self.least_bytes, self.stays = device, least_bytes, stays
+        self.stream = _stream(device)
+        self.items: list[Saved] = []
+        self.leaving: deque[tuple[Tensor, Saved]] = deque()
+
+    def put(self, tensor: Tensor) -> Tensor | Saved:
+        """Called by autograd for each tensor that an operation saves."""
+        large = tensor.numel() * tensor.element_size() >= self.least_bytes
+        if tensor.device.type != self.device.type or not large or self.stays(tensor):
+            return tensor
+        # Queries, keys and values save the same input one after the other.
+        for other, saved in self.leaving:
+            if _identity(other) == _identity(tensor):
+                saved.users += 1
+                return saved
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self.stream is not None)
+        saved = Saved(host, len(self.items))
+        self.items.append(saved)
+        self._send(tensor, saved)
+        return saved
+
+    def get(self, ticket: Tensor | Saved) -> Tensor:
+        """Called by autograd when backward needs the tensor."""
+        if isinstance(ticket, Tensor):
+            return ticket
+        self._let_go(0)
+        tensor = self._fetch(ticket)
+        if ticket.fetched is not None:
+            torch.cuda.current_stream(self.device).wait_event(ticket.fetched)
+        ticket.users -= 1
+        if ticket.users <= 0:
+            ticket.on_device = None
+        before = self.items[ticket.position - 1]
+        if self.stream is not None and ticket.position > 0 and before.users > 0:
+            self._fetch(before)  # most probably the next one
+        return tensor
+
+    def _send(self, tensor: Tensor, saved: Saved) -> None:
+        if self.stream is None:
+            saved.host.copy_(tensor)
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                saved.host.copy_(tensor, non_blocking=True)
+                saved.arrived = self.stream.record_event()
+        self.leaving.append((tensor, saved))
+        self._let_go(IN_FLIGHT)
+
+    def _let_go(self, most: int) -> None:
+        """Give up the oldest tensors on the device, but for ``most``: their memory is used again once they arrived."""
+        while len(self.leaving) > most:
+            _, saved = self.leaving.popleft()
+            if saved.arrived is not None:
+                torch.cuda.current_stream(self.device).wait_event(saved.arrived)
+
+    def _fetch(self, saved: Saved) -> Tensor:
+        """Begin to bring a tensor back, unless that has been done; its memory comes from the computing stream."""
+        if saved.on_device is None and self.stream is None:
+            saved.on_device = saved.host.clone()
+        elif saved.on_device is None and self.stream is not None:
+            saved.on_device = torch.empty_like(saved.host, device=self.device)
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                saved.on_device.copy_(saved.host, non_blocking=True)
+                saved.fetched = self.stream.record_event()
+        assert saved.on_device is not None
+        return saved.on_device
+
+
+def _identity(tensor: Tensor) -> tuple:
+    """Equal for two tensors that look at the same memory in the same way, as long as one of them is alive."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)
+    return _STREAMS[device]

@@ -1,0 +1,78 @@
+"""``memory.activation_checkpointing``: keep less of a block's forward, and compute it again in backward.
+
+``torch.utils.checkpoint`` without reentrance. It puts the state of the random generators back before it computes a
+block again, so dropout draws the same masks. Only ``forward`` of a block is replaced: no parameter is renamed, and
+FSDP, whose hooks are around ``forward``, has the weights there for the second pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+
+# By name, as not every version and build of torch has all of them.
+_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+KEPT = {getattr(aten, name).default for name in (*_MATRIX_PRODUCTS, *_ATTENTION) if hasattr(aten, name)}
+"""What ``selective`` does not compute again: the operations that cost the most time for the memory of their output."""
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], wish: str | float) -> None:
+    """Checkpoint ``blocks`` as ``memory.activation_checkpointing`` says.
+
+    Args:
+        blocks: the repeated modules, in order.
+        wish: none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly.
+    """
+    if wish == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if wish == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
+    for block in blocks if isinstance(wish, str) else evenly(blocks, wish):
+        block.forward = _checkpointed(block.forward, options)
+
+
+def evenly(blocks: Sequence[nn.Module], fraction: float) -> list[nn.Module]:
+    """``fraction`` of ``blocks``, rounded to a whole number and spread evenly over them."""
+    count = round(fraction * len(blocks))
+    return [block for at, block in enumerate(blocks) if (at + 1) * count // len(blocks) > at * count // len(blocks)]
+
+
+def keep_expensive(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of ``selective``.
+
+    Attention with dropout is computed again: what is kept draws no random numbers the second time, and every dropout
+    after it in the block would then draw other ones than in the first pass.
+    """
+    keep = operation in KEPT and not _dropout(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _dropout(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    """The dropout rate that an attention operation is called with; 0 for all others."""
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            return args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+    return 0.0
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # evaluation keeps nothing anyway
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return checkpointed

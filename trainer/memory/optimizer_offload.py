@@ -1,0 +1,220 @@
+"""``memory.cpu_offload optimizer``: gradients, fp32 master weights and optimizer state live in host memory.
+
+The device holds the weights that forward and backward use, and nothing else that lasts. Each gradient leaves for an
+fp32 accumulator in host memory the moment it is ready, on a stream of its own, and is freed; the optimizer updates the
+master weights on the host (for AdamW with torch's fused CPU kernel), and the result goes back to the device.
+
+In ``bf16-mixed`` and ``16-mixed`` the weights that autocast would cast before every use (those of linear layers,
+convolutions and attention) are kept in half precision on the device: what autocast makes of the fp32 weights, bit for
+bit, at half the memory. All others stay in fp32.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainer.engine.sync import GradientSync, mean_over_ranks, norm_over_ranks, ranks_that_reached, total_norm
+from trainer.memory.plan import Plan
+from trainer.memory.sharding import HALF, local
+from trainer.recipe import Precision
+
+CHUNK = 2**21
+"""Elements that are accumulated at once: 8 MB of device memory in fp32, large enough for the bus."""
+
+IN_FLIGHT = 2
+"""Gradients on their way to the host at most; a third one waits for the first, so that the peak is always the same."""
+
+BUCKET = 2**23
+"""Elements that are reduced over the ranks at once: 32 MB in fp32."""
+
+CAST_BY_AUTOCAST = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
+
+
+def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Parameter, Tensor]:
+    """Make the master weights, and leave on ``device`` what forward and backward use.
+
+    Args:
+        module: its weights in fp32 (fp64 for ``64-true``): on the host, or sharded by FSDP.
+        plan: the decided knobs.
+        device: that computes.
+
+    Returns:
+        For each parameter that trains, or is not on the device in full precision, its weights: of the same shape (of
+        the local shard under FSDP), in host memory, pinned where there is a GPU.
+    """
+    masters = {}
+    half = _kept_in_half(module, plan.memory.precision)
+    for parameter in module.parameters():
+        weights = local(parameter.detach())
+        if parameter.requires_grad or parameter in half:
+            masters[parameter] = _on_host(weights, device, parameter.requires_grad)
+        if not isinstance(parameter, DTensor):  # FSDP has put its shards on the device, and casts as it gathers
+            dtype = HALF[plan.memory.precision] if parameter in half else weights.dtype
+            parameter.data = weights.to(device, dtype, copy=True)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+    return masters
+
+
+def _on_host(weights: Tensor, device: torch.device, trains: bool) -> Tensor:
+    host = torch.empty(weights.shape, dtype=weights.dtype, device="cpu", pin_memory=device.type == "cuda")
+    return host.copy_(weights).requires_grad_(trains)
+
+
+def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
+    """The parameters that only operations in half precision use: under autocast not all of them."""
+    if precision not in HALF:
+        return set()
+    if precision in ("bf16-true", "16-true"):
+        return set(module.parameters())
+    inside = [part for part in module.modules() if isinstance(part, CAST_BY_AUTOCAST)]
+    used_by = {id(part) for part in inside}
+    others = {p for part in module.modules() if id(part) not in used_by for p in part.parameters(recurse=False)}
+    return {p for part in inside for p in part.parameters(recurse=False)} - others  # not a tied embedding
+
+
+class HostGradients(GradientSync):
+    """Gradients that are accumulated in host memory, and brought together over the ranks from there.
+
+    Args:
+        masters: what ``take_home`` returned, of the parameters that train. They get their gradients after the last
+            backward of a window.
+        device: that computes.
+        optimizer: over the master weights; after each of its steps the new weights go to the device.
+        world_size: ranks.
+        replicas: how many ranks hold each shard, when FSDP has sharded the parameters.
+    """
+
+    def __init__(
+        self,
+        masters: dict[nn.Parameter, Tensor],
+        device: torch.device,
+        optimizer: Optimizer,
+        world_size: int,
+        replicas: int = 1,
+    ) -> None:
+        super().__init__(list(masters.values()))
+        self.masters, self.device, self.world_size, self.replicas = masters, device, world_size, replicas
+        self.sharded = any(isinstance(p, DTensor) for p in masters)
+        self.reduced = world_size > 1 and not self.sharded  # FSDP has reduced what arrives here
+        self.flat, self.homes = _accumulators(masters, device.type == "cuda")
+        self.carrier = Carrier(device, self.flat.dtype) if device.type == "cuda" else None
+        self.arrived: set[nn.Parameter] = set()
+        for parameter in masters:
+            parameter.register_post_accumulate_grad_hook(self._leave)
+        optimizer.register_step_post_hook(self._send_back)
+
+    @torch.no_grad()
+    def _leave(self, parameter: Tensor) -> None:
+        """Called by autograd, or by FSDP, when the gradient of a micro-step is complete."""
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        gradient, parameter.grad = local(parameter.grad), None
+        home, adds = self.homes[parameter], parameter in self.arrived
+        self.arrived.add(parameter)
+        if self.carrier is not None:
+            self.carrier.carry(gradient, home, adds)
+        elif adds:
+            home.add_(gradient)
+        else:
+            home.copy_(gradient)
+
+    @torch.no_grad()
+    def after(self) -> None:
+        """Wait for the last gradient, and take the mean over the ranks."""
+        if self.carrier is not None:
+            self.carrier.wait()
+        reached = [parameter in self.arrived for parameter in self.masters]
+        if self.reduced:
+            counts = ranks_that_reached(reached, self.flat.device)
+            for parameter, here, count in zip(self.masters, reached, counts, strict=True):
+                if count and not here:
+                    self.homes[parameter].zero_()
+            reached = [bool(count) for count in counts]
+            mean_over_ranks(self.flat.split(BUCKET))
+        for (parameter, master), is_reached in zip(self.masters.items(), reached, strict=True):
+            master.grad = self.homes[parameter] if is_reached else None
+        self.arrived.clear()
+
+    def norm(self) -> Tensor:
+        """On the host; from the shards of all ranks under FSDP."""
+        norm = total_norm([master.grad for master in self.parameters if master.grad is not None], self.alike)
+        return norm_over_ranks(norm, self.replicas) if self.sharded else norm
+
+    @torch.no_grad()
+    def _send_back(self, *_: object) -> None:
+        for parameter, master in self.masters.items():
+            target = local(parameter.detach())
+            if self.carrier is None:
+                target.copy_(master)
+            else:
+                self.carrier.bring(master.detach(), target)
+
+
+def _accumulators(masters: dict[nn.Parameter, Tensor], pinned: bool) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+    """Room for all gradients: one flat tensor, and for each parameter its part of it."""
+    sizes = [master.numel() for master in masters.values()]
+    dtype = next(iter(masters.values())).dtype
+    flat = torch.zeros(sum(sizes), dtype=dtype, pin_memory=pinned)
+    parts = flat.split(sizes)
+    return flat, {p: part.view(master.shape) for (p, master), part in zip(masters.items(), parts, strict=True)}
+
+
+class Carrier:
+    """Moves tensors between a GPU and pinned host memory, in chunks, beside the computation.
+
+    Args:
+        device: the GPU.
+        dtype: of the tensors in host memory.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.staging = torch.empty(CHUNK, dtype=dtype, device=device)
+        self.in_flight: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def carry(self, gradient: Tensor, home: Tensor, adds: bool) -> None:
+        """Copy ``gradient`` to ``home``, or add it to what is there; returns at once.
+
+        The sum is made on the device: host memory is read and written over the bus, and no core of the host is busy.
+        """
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            for ours, theirs in _chunks(gradient.reshape(-1), home.view(-1)):
+                staged = self.staging[: len(ours)]
+                if adds:
+                    staged.copy_(theirs, non_blocking=True)
+                    staged.add_(ours)
+                else:
+                    staged.copy_(ours)
+                theirs.copy_(staged, non_blocking=True)
+            self.in_flight.append((gradient, self.stream.record_event()))
+        if len(self.in_flight) > IN_FLIGHT:
+            _, done = self.in_flight.popleft()
+            current.wait_event(done)  # only then may the memory of the oldest gradient be used again
+
+    def bring(self, master: Tensor, target: Tensor) -> None:
+        """Copy ``master`` to the device tensor ``target``; what is computed next waits for it."""
+        for source, part in _chunks(master.view(-1), target.view(-1)):
+            staged = self.staging[: len(source)]
+            staged.copy_(source, non_blocking=True)
+            part.copy_(staged)
+
+    def wait(self) -> None:
+        """Until every gradient has arrived."""
+        self.stream.synchronize()
+        self.in_flight.clear()
+
+
+def _chunks(first: Tensor, second: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    return zip(first.split(CHUNK), second.split(CHUNK), strict=True)

@@ -1,0 +1,105 @@
+"""The memory-saving stack: every technique applied, in the one order in which they go together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainer.blocks import find_blocks, require_blocks
+from trainer.contract import Model
+from trainer.engine.sync import GradientSync, gradient_sync
+from trainer.memory.activation_offload import offload_activations
+from trainer.memory.checkpointing import checkpoint_blocks
+from trainer.memory.compiling import compile_module
+from trainer.memory.optimizer import build_optimizer
+from trainer.memory.optimizer_offload import HostGradients, take_home
+from trainer.memory.plan import Plan
+from trainer.memory.sharding import shard
+from trainer.recipe import Optim
+
+
+@dataclass
+class Stack:
+    """A module with every technique of the plan applied.
+
+    Args:
+        module: as the model built it; its parameters may be sharded now.
+        wrapped: what forward is called on.
+        masters: weights in host memory, when the optimizer is offloaded: see ``take_home``.
+    """
+
+    module: nn.Module
+    wrapped: nn.Module
+    masters: dict[nn.Parameter, Tensor] | None = None
+
+
+def apply_stack(fabric: Fabric, model: Model, module: nn.Module, plan: Plan) -> Stack:
+    """Apply ``plan`` to ``module``: checkpoint and compile blocks, offload activations, shard, offload weights.
+
+    Checkpointing comes before sharding, so that FSDP gathers a block once for both of its passes in backward, and
+    compiling before offloading, so that the compiler need not look into the hooks.
+
+    Raises:
+        RecipeError: when a technique needs blocks and none are found.
+    """
+    memory = plan.memory
+    blocks = _blocks(model, module, plan)
+    checkpoint_blocks(blocks, memory.activation_checkpointing)
+    compile_module(module, blocks, memory.compile)
+    if memory.activation_offload:
+        offload_activations(module, fabric.device)
+    if plan.strategy == "fsdp":
+        shard(module, blocks, plan, fabric.device)
+    masters = take_home(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
+    return Stack(module, fabric.setup_module(module), masters)
+
+
+def _blocks(model: Model, module: nn.Module, plan: Plan) -> Sequence[nn.Module]:
+    memory = plan.memory
+    wishes = {
+        f"memory.strategy={memory.strategy}": plan.strategy == "fsdp",
+        f"memory.activation_checkpointing={memory.activation_checkpointing}": memory.activation_checkpointing != "none",
+        "memory.compile=blocks": memory.compile == "blocks",
+    }
+    asked = [wish for wish, is_on in wishes.items() if is_on]
+    return require_blocks(module, model.blocks, asked[0]) if asked else find_blocks(module, model.blocks)
+
+
+def build_updates(
+    fabric: Fabric, model: Model, stack: Stack, optim: Optim, plan: Plan
+) -> tuple[Optimizer, GradientSync]:
+    """What turns gradients into new weights: the optimizer, and how its gradients come together over the ranks."""
+    memory = plan.memory
+    if stack.masters is not None:
+        trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
+        optimizer = build_optimizer(list(trained.values()), optim, memory.precision, torch.device("cpu"))
+        return optimizer, HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas)
+    parameters = [p for p in stack.module.parameters() if p.requires_grad]
+    device = torch.device("cpu") if memory.cpu_offload == "parameters" else fabric.device
+    optimizer = build_optimizer(parameters, optim, memory.precision, device)
+    forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
+    return optimizer, gradient_sync(
+        forward_module, model, parameters, every_micro_step=bool(memory.sync_every_micro_step), replicas=memory.replicas
+    )
+
+
+def whole_state(stack: Stack) -> dict[str, Tensor]:
+    """Every weight and persistent buffer by name, in full precision where there is one, for saving.
+
+    Called on all ranks. Under FSDP the first rank gets whole tensors in host memory, one gathered after the other, and
+    the others an empty dict.
+    """
+    if any(isinstance(p, DTensor) for p in stack.module.parameters()):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return dict(get_model_state_dict(stack.module, options=options))  # type: ignore[arg-type]
+    state = stack.module.state_dict()
+    masters = stack.masters or {}
+    in_full = {n: masters[p] for n, p in stack.module.named_parameters(remove_duplicate=False) if p in masters}
+    return state | {name: master.detach() for name, master in in_full.items()}
