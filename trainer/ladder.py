@@ -224,7 +224,7 @@ class Report:
         """Write what there is and draw it."""
         self._write()
         if self.rows:
-            from trainer.report.plots import plot_ladder
+            from trainer.report.bars import plot_ladder
 
             kinds = ["allocated", "reserved"] if self.cuda else ["resident"]
             bars = [

@@ -19,7 +19,7 @@ from trainer.cli import run
 from trainer.errors import RecipeError
 from trainer.ladder import FLAGS, baseline, choose, ladder, rungs_of
 from trainer.locate import load_recipe
-from trainer.report.plots import plot_ladder
+from trainer.report.bars import plot_ladder
 from trainer.trial import run_trial
 
 RECIPE = """
@@ -95,7 +95,8 @@ def test_a_rung_that_cannot_be_taken_is_a_row_in_its_own_words(climbed):
     ]
     status = {name: row["status"] for name, row in rows.items()}
     assert status["micro-batch-8"] == "out of memory"
-    assert rows["micro-batch-8"]["reason"] == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert "out of memory" in rows["micro-batch-8"]["reason"]
+    assert "2.00 GiB" in rows["micro-batch-8"]["reason"]
     assert status["micro-batch-2"] == "killed"
     assert rows["micro-batch-2"]["reason"] == "ended by SIGKILL: did host memory run out?"
     assert status["optimizer-in-backward"] == "refused"

@@ -1,10 +1,9 @@
-"""``curves.png``: loss, accuracy and learning rate of a run, drawn from its ``metrics.csv``; ``ladder.png``: bars."""
+"""``curves.png``: loss, accuracy and learning rate of a run, drawn from its ``metrics.csv``."""
 
 from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,7 @@ Curve = tuple[np.ndarray, np.ndarray]
 def plot_curves(metrics_csv: Path, target: Path) -> None:
     """Draw the curves of ``metrics_csv`` as a PNG of 1200 × 800 pixels; columns that are missing are left out."""
     curves = _read(metrics_csv)
-    figure = _figure(8)
-    figure.suptitle(metrics_csv.absolute().parent.name, fontsize=15)
+    figure = _new_figure(metrics_csv.absolute().parent.name, height=8)
     grid = figure.add_gridspec(2, 2, height_ratios=[3, 1])
     loss = figure.add_subplot(grid[0, 0])
     _draw_loss(loss, curves)
@@ -35,46 +33,14 @@ def plot_curves(metrics_csv: Path, target: Path) -> None:
     _save(figure, target)
 
 
-def plot_ladder(
-    rungs: Sequence[tuple[str, Sequence[float | None], str]], kinds: Sequence[str], title: str, target: Path
-) -> None:
-    """Draw the memory of each rung as bars, 1200 pixels wide.
-
-    Args:
-        rungs: label, peak memory in GB of each kind (``None`` for a rung without), and status of each; those whose
-            label starts with a plus are stacked, and those with a note in brackets give up something besides memory.
-        kinds: what is measured, such as allocated and reserved: the first is drawn solid, in front of the second.
-        title: of the picture.
-        target: the PNG to write.
-    """
-    figure = _figure(1.6 + 0.36 * len(rungs))
-    axes = figure.add_subplot()
-    figure.suptitle(title, fontsize=15)
-    for place, (label, peaks, status) in enumerate(rungs):
-        colour = GREEN if label.startswith("+") else ORANGE if label.endswith(")") else BLUE if place else GREY
-        for kind, peak in reversed(list(enumerate(peaks))):
-            axes.barh(place, peak or 0, color=colour, alpha=0.3 if kind else 1, height=0.7)
-        known = [f"{peak:.2f}" for peak in peaks if peak is not None]
-        text = " / ".join(known) if status == "finished" else " ".join([*known, status])
-        axes.text(max(peak or 0 for peak in peaks), place, f"  {text}", va="center", fontsize=10)
-    axes.set_yticks(range(len(rungs)), [label for label, _, _ in rungs], fontsize=11)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set_xlim(left=0)
-    axes.set_xlabel(f"peak memory: {' / '.join(kinds)} (GB)", fontsize=12)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    _save(figure, target)
-
-
-def _figure(height: float) -> Figure:
-    """A picture of 1200 pixels by 100 times ``height``."""
+def _new_figure(title: str, height: float) -> Figure:
     # Figure without pyplot: no global state, no window, whatever the caller's own backend is.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, height), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=15)
     return figure
 
 
