@@ -18,7 +18,7 @@ POOL = 64
 
 @dataclass
 class RandomImages(Data):
-    """Noise with random labels.
+    """Noise, tinted by its label, so that a few steps lower the loss.
 
     Args:
         image_size: height and width in pixels.
@@ -35,13 +35,15 @@ class RandomImages(Data):
         import torch
 
         generator = torch.Generator().manual_seed(0)
-        pixels = torch.randn(min(POOL, self.size), 3, self.image_size, self.image_size, generator=generator)
-        self.train = _Repeated({"pixel_values": pixels}, _labels(self.size, self.num_classes, generator))
+        labels = torch.arange(POOL) % self.num_classes
+        pixels = torch.randn(POOL, 3, self.image_size, self.image_size, generator=generator)
+        pixels += torch.randn(self.num_classes, 3, 1, 1, generator=generator)[labels]
+        self.train = _Repeated({"pixel_values": pixels, "labels": labels}, self.size)
 
 
 @dataclass
 class RandomTexts(Data):
-    """Texts of random tokens, all as long as can be, with random labels.
+    """Texts of random tokens, all as long as can be, the first quarter of which tells the label.
 
     Args:
         tokens: of every text.
@@ -58,33 +60,27 @@ class RandomTexts(Data):
         import torch
 
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(1, len(tokenizer), (min(POOL, self.size), self.tokens), generator=generator)
-        texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        self.train = _Repeated(texts, _labels(self.size, self.num_classes, generator))
+        labels = torch.arange(POOL) % self.num_classes
+        ids = torch.randint(1, len(tokenizer), (POOL, self.tokens), generator=generator)
+        ids[:, : self.tokens // 4] = 2 + labels[:, None]
+        self.train = _Repeated({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}, self.size)
 
 
 class _Repeated:
-    """A map-style dataset: a few samples over and over, each time with a label of its own."""
+    """A map-style dataset of ``size`` samples: the few of ``pool`` over and over."""
 
-    def __init__(self, pool: dict[str, Tensor], labels: Tensor) -> None:
-        self.pool, self.labels = pool, labels
-        self.count = len(next(iter(pool.values())))
+    def __init__(self, pool: dict[str, Tensor], size: int) -> None:
+        self.pool, self.size = pool, size
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return self.size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {key: values[index % self.count] for key, values in self.pool.items()} | {"labels": self.labels[index]}
+        return {key: values[index % POOL] for key, values in self.pool.items()}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        rows = [index % self.count for index in indices]
-        return {key: values[rows] for key, values in self.pool.items()} | {"labels": self.labels[list(indices)]}
-
-
-def _labels(size: int, num_classes: int, generator: Any) -> Tensor:
-    import torch
-
-    return torch.randint(num_classes, (size,), generator=generator)
+        rows = [index % POOL for index in indices]
+        return {key: values[rows] for key, values in self.pool.items()}
 
 
 def make_tokenizer(folder: Path, words: int) -> Path:

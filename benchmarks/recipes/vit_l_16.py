@@ -8,7 +8,7 @@ from trainer.models import VisionTransformer
 recipe = Recipe(
     model=VisionTransformer("vit_l_16"),
     data=RandomImages(),
-    optim=Optim("adamw", lr=1e-4),
+    optim=Optim("adamw", lr=3e-4),
     batch_size=64,
     memory=Memory(micro_batch_size=64),
 )
