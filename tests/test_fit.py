@@ -50,7 +50,15 @@ def finished(tmp_path_factory):
 def test_the_run_directory_holds_what_was_promised(finished):
     run_dir, summary = finished
     names = {path.name for path in run_dir.iterdir()}
-    assert names == {"recipe.yaml", "metrics.csv", "classification_report.txt", "curves.png", "model", "summary.json"}
+    assert names == {
+        "recipe.yaml",
+        "metrics.csv",
+        "classification_report.txt",
+        "curves.png",
+        "memory.png",
+        "model",
+        "summary.json",
+    }
     content = json.loads((run_dir / "summary.json").read_text(), parse_constant=pytest.fail)
     steps = 2 * math.ceil(1293 / 64)
     expected = {
@@ -64,8 +72,12 @@ def test_the_run_directory_holds_what_was_promised(finished):
     }
     assert expected.items() <= content.items()
     assert content["metrics"]["test"].keys() == {"accuracy", "loss"}
-    assert content["memory"].keys() == {"allocated_gb", "reserved_gb", "host_peak_gb"}
-    assert content["memory"]["host_peak_gb"] > 0.1
+    memory = content["memory"]
+    assert {"allocated_gb", "reserved_gb", "host_peak_gb", "host_idle_gb", "phases"} < memory.keys()
+    assert list(memory["phases"]) == ["init", "forward", "backward", "step", "evaluation"]
+    peaks = [figures["host_gb"] for figures in memory["phases"].values()]
+    assert 0.1 < memory["host_idle_gb"] <= min(peaks)
+    assert max(peaks) <= memory["host_peak_gb"]
     assert content["versions"]["torch"] == torch.__version__.split("+")[0]
     assert content["samples_per_second"] == pytest.approx(2 * 1293 / content["seconds"])
     assert summary.metrics["test"]["accuracy"] > 0.15

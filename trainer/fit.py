@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ from trainer.checkpoint.export import load_model
 from trainer.contract import Model
 from trainer.engine.events import Events
 from trainer.engine.forward import Forward
-from trainer.engine.loop import Engine, count_steps, epoch_at
+from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
 from trainer.errors import require
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.memory.initialize import build_module, home_of_weights
+from trainer.memory.monitor import MonitoredStepper
+from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, sample_lengths, shapes_of
+from trainer.memory.snapshot import recorded, snapshot_path
 from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
 from trainer.recipe import Recipe
 from trainer.report.metrics import EvaluationResult
@@ -55,11 +60,15 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
     Raises:
         RecipeError: for whatever in the recipe, the data or the weights makes the run impossible.
         NonFiniteError: when loss or gradient stayed non-finite for ``run.max_skipped_steps`` steps.
+        OutOfMemory: when the device, or the host, has too little memory for it.
     """
-    with open_session(recipe) as session:
+    with open_session(recipe) as session, _out_of_memory_explained(session), ExitStack() as closing:
         run_dir = choose_run_dir(session, source)
+        if recipe.run.snapshot:
+            closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))
         progress = Progress(recipe.run.progress, session.fabric.global_rank)
         stack, stepper = _build(session)
+        session.monitor.enter(None)
         windows = training_windows(session)
         _schedule(session, stepper, windows)
         loggers = open_loggers(session, run_dir)
@@ -68,6 +77,28 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
             for line in describe_run(session, stack.module, windows):
                 progress.message(line)
         return _train(session, run_dir, stack, stepper, windows, progress, loggers)
+
+
+@contextmanager
+def _out_of_memory_explained(session: Session) -> Iterator[None]:
+    """Make of an out of memory a line that says where it was and what to try."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        monitor = session.monitor
+        message = describe_oom(
+            error,
+            monitor.phase,
+            session.fabric.global_rank,
+            session.plan,
+            sample_lengths(monitor.batch),
+            shapes=shapes_of(monitor.batch),
+            recipe=session.recipe,
+            on_gpu=monitor.on_gpu,
+        )
+        raise OutOfMemory(message) from error
 
 
 def _train(
@@ -87,11 +118,12 @@ def _train(
         evaluate_split = evaluate_test = None
     stopwatch = Stopwatch()
     logging = LoggingListener(loggers, stopwatch, split)
-    events = Events([stopwatch, ProgressListener(progress, stopwatch, fabric.device, split), logging])
+    events = Events([stopwatch, ProgressListener(progress, stopwatch, session.monitor, split), logging])
     engine = Engine(stepper, windows, evaluate_split, events)
     result: EvaluationResult | None = None
     state: dict[str, Tensor] = {}
     status = "failed"
+    all_ranks = False  # whether it is certain that every rank ends in this way
     try:
         engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
         result = engine.last_result
@@ -99,13 +131,16 @@ def _train(
             result = evaluate_test()
             logging.log({f"test_{name}": value for name, value in result.figures().items()}, engine.counters.step)
         state = whole_state(stack)
-        status = "finished"
+        status, all_ranks = "finished", True
+    except NonFiniteError:
+        all_ranks = True
+        raise
     except KeyboardInterrupt:
         status = "interrupted"
         raise
     finally:
         progress.close()
-        summary = summarise(session, status, engine.counters, stopwatch, result)
+        summary = summarise(session, status, engine.counters, stopwatch, result, all_ranks)
         if session.is_first:
             write_results(session, run_dir, stack.module, state, summary, result, loggers)
     if session.is_first:
@@ -174,7 +209,8 @@ def _build(session: Session) -> tuple[Stack, Stepper]:
     module = build_module(fabric, recipe.model, recipe.seed, plan)
     stack = apply_stack(fabric, recipe.model, module, plan)
     optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
-    stepper = Stepper(
+    stepper = MonitoredStepper(
+        session.monitor,
         fabric,
         recipe.model,
         stack.wrapped,

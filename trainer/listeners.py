@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch
 from lightning.fabric.loggers import Logger
 
 from trainer.engine.events import Counters, Listener
 from trainer.engine.step import StepResult
-from trainer.memory.monitor import measure
+from trainer.memory.monitor import Monitor
 from trainer.report.progress import Progress
 
 
@@ -43,8 +42,8 @@ class Stopwatch(Listener):
 class ProgressListener(Listener):
     """Shows steps and evaluations to a person."""
 
-    def __init__(self, progress: Progress, stopwatch: Stopwatch, device: torch.device, split: str) -> None:
-        self.progress, self.stopwatch, self.device, self.split = progress, stopwatch, device, split
+    def __init__(self, progress: Progress, stopwatch: Stopwatch, monitor: Monitor, split: str) -> None:
+        self.progress, self.stopwatch, self.monitor, self.split = progress, stopwatch, monitor, split
 
     def on_fit_start(self, counters: Counters, total_steps: int) -> None:
         self.progress.start(total_steps, first_step=counters.step)
@@ -55,10 +54,12 @@ class ProgressListener(Listener):
             loss=result.loss,
             lr=result.lr,
             samples_per_second=self.stopwatch.samples_per_second,
-            memory=measure(self.device).describe(),
+            memory=self.monitor.use().describe(),
             epoch=counters.epoch,
             skipped=counters.skipped_steps,
         )
+        while self.monitor.warnings:
+            self.progress.warning(self.monitor.warnings.pop(0))
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
         self.progress.evaluation(counters.step, self.split, result.figures())

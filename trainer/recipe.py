@@ -165,6 +165,8 @@ class Run:
         progress: show a progress bar on a terminal and plain lines elsewhere.
         max_skipped_steps: stop after this many steps in a row with a non-finite loss or gradient; fp16 needs up to 16
             at its start to find the loss scale.
+        snapshot: record every allocation on the GPU and write memory_snapshot.pickle to the run directory at the end,
+            also on out of memory; to be dropped on pytorch.org/memory_viz.
         evaluate: evaluate after every epoch and at the end; false trains only, to measure memory and speed.
     """
 
@@ -175,6 +177,7 @@ class Run:
     logger: list[LoggerName] = field(default_factory=lambda: ["csv"])
     progress: bool = True
     max_skipped_steps: int = 20
+    snapshot: bool = False
     evaluate: bool = True
 
     def __post_init__(self) -> None:

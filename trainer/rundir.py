@@ -19,10 +19,9 @@ from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share
 from trainer.errors import RecipeError, require
 from trainer.listeners import Stopwatch
-from trainer.memory.monitor import measure
 from trainer.report.loggers import close_loggers, make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
-from trainer.report.plots import plot_curves
+from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.summary import Summary, summary_text, versions
 from trainer.session import Session
 from trainer.settings import dump_recipe
@@ -80,11 +79,15 @@ def open_loggers(session: Session, run_dir: Path) -> list[Any]:
 
 
 def summarise(
-    session: Session, status: str, counters: Counters, stopwatch: Stopwatch, result: EvaluationResult | None
+    session: Session,
+    status: str,
+    counters: Counters,
+    stopwatch: Stopwatch,
+    result: EvaluationResult | None,
+    all_ranks: bool,
 ) -> Summary:
-    """What ``summary.json`` will hold."""
+    """What ``summary.json`` will hold; a collective if ``all_ranks`` of the run are known to come here."""
     recipe, plan = session.recipe, session.plan
-    memory = measure(session.fabric.device)
     final_split = "val" if recipe.data.test is None else "test"
     return Summary(
         status=status,
@@ -95,7 +98,7 @@ def summarise(
         micro_batch_size=plan.first_cut.micro_batch_size,
         accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else plan.first_cut.accumulate,
         metrics={final_split: {"accuracy": result.accuracy, "loss": result.loss}} if result else {},
-        memory=dataclasses.asdict(memory),
+        memory=session.monitor.report(all_ranks),
         samples_per_second=stopwatch.samples_per_second,
         seconds=stopwatch.seconds,
         versions=versions(),
@@ -121,6 +124,7 @@ def write_results(
         write_atomic(run_dir / "classification_report.txt", report_text(result, session.recipe.data) + "\n")
     if (run_dir / "metrics.csv").exists():
         plot_curves(run_dir / "metrics.csv", run_dir / "curves.png")
+    plot_memory(summary.memory, session.monitor.history, run_dir / "memory.png")
 
 
 def print_results(session: Session, run_dir: Path, summary: Summary, result: EvaluationResult | None) -> None:

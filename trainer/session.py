@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch
 from trainer.errors import require
+from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, cut_at, decide_plan
+from trainer.memory.snapshot import require_recordable
 from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
@@ -37,6 +39,12 @@ class Session:
     recipe: Recipe
     plan: Plan
     fabric: Fabric
+    monitor: Monitor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.monitor = Monitor(
+            self.fabric.device
+        )  # from here on: everything is imported, nothing of the model is there
 
     @property
     def is_first(self) -> bool:
@@ -64,6 +72,8 @@ def open_session(recipe: Recipe, saved_in: Path | None = None) -> Iterator[Sessi
 def _open(recipe: Recipe, saved_in: Path | None) -> Session:
     recipe = adopt_fabric_run(recipe)
     world = detect_world(recipe)
+    if saved_in is None:
+        require_recordable(recipe, world.accelerator)
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
     fabric = launch(plan, world)
     if saved_in is not None and recipe.model.own_format:
@@ -163,6 +173,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
             yield MicroBatch(batch, seed=0, is_last=False, is_empty=not piece)
 
     def run() -> EvaluationResult:
-        return evaluate(forward, micro_batches(), metrics)
+        with session.monitor.evaluating():
+            return evaluate(forward, micro_batches(), metrics)
 
     return run

@@ -9,7 +9,7 @@ import pytest
 import trainer.report.loggers as loggers
 from trainer.errors import RecipeError
 from trainer.report.loggers import CSVMetrics, make_loggers
-from trainer.report.plots import plot_curves
+from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.summary import Summary, summary_text, versions
 
 # ---------------------------------------------------------------------------------------- metrics.csv
@@ -127,6 +127,45 @@ def test_missing_columns_and_broken_cells_leave_a_picture(tmp_path, content):
     picture(tmp_path)
 
 
+# ----------------------------------------------------------------------------------------- memory.png
+
+
+def memory_of(on_gpu):
+    """A memory section as the monitor reports it, of a run without an evaluation."""
+    phases = {
+        phase: {"allocated_gb": 1.0 + n if on_gpu else None, "reserved_gb": 2.0 + n if on_gpu else None, "host_gb": 0.9}
+        for n, phase in enumerate(("init", "forward", "backward", "step"))
+    }
+    whole = {"allocated_gb": 4.0, "reserved_gb": 5.0} if on_gpu else {"allocated_gb": None, "reserved_gb": None}
+    missing = {"evaluation": dict.fromkeys(("allocated_gb", "reserved_gb", "host_gb"))}
+    return whole | {"host_peak_gb": 0.95, "host_idle_gb": 0.8, "phases": phases | missing}
+
+
+def memory_picture(tmp_path, memory, history):
+    plot_memory(memory, history, tmp_path / "memory.png")
+    assert not list(tmp_path.glob(".memory*"))
+    pixels = matplotlib.image.imread(tmp_path / "memory.png")
+    assert pixels.shape[:2] == (500, 1200)
+    return pixels
+
+
+def test_peaks_by_phase_and_memory_over_steps_are_drawn(tmp_path):
+    history = [(step, 1.0) for step in range(1, 40)]
+    on_gpu = memory_picture(tmp_path, memory_of(on_gpu=True), history)
+    assert has_colour(on_gpu[:, :600], "#0072B2")
+    assert has_colour(on_gpu[:, :600], "#D55E00")
+    assert has_colour(on_gpu[:, 600:], "#0072B2")
+    assert not has_colour(on_gpu[:, 600:], "#D55E00")
+    on_cpu = memory_picture(tmp_path, memory_of(on_gpu=False), history)
+    assert has_colour(on_cpu[:, :600], "#0072B2")
+    assert not has_colour(on_cpu[:, :600], "#D55E00")
+
+
+def test_a_run_that_died_early_has_a_picture(tmp_path):
+    memory_picture(tmp_path, memory_of(on_gpu=False), [])
+    memory_picture(tmp_path, {}, [])
+
+
 # --------------------------------------------------------------------------------------- summary.json
 
 
@@ -228,3 +267,13 @@ def test_the_text_holds_every_figure_with_its_unit_and_the_files(tmp_path):
     text = summary_text(broken, tmp_path)
     assert "unknown" in text
     assert "1.50 GB allocated, 2.00 GB reserved, 3.00 GB host peak" in text
+    assert "by phase" not in text
+
+
+def test_the_text_has_the_peaks_by_phase_with_unit_and_kind(tmp_path):
+    on_gpu = summary_text(a_summary(memory=memory_of(on_gpu=True)), tmp_path)
+    assert "4.00 GB allocated, 5.00 GB reserved, 0.95 GB host peak, 0.80 GB host idle\n" in on_gpu
+    assert "by phase       init 1.00, forward 2.00, backward 3.00, step 4.00 GB allocated\n" in on_gpu
+    assert "by phase       init 2.00, forward 3.00, backward 4.00, step 5.00 GB reserved\n" in on_gpu
+    on_cpu = summary_text(a_summary(memory=memory_of(on_gpu=False)), tmp_path)
+    assert "by phase       init 0.90, forward 0.90, backward 0.90, step 0.90 GB host\n" in on_cpu

@@ -23,13 +23,12 @@ IN_FLIGHT = 2
 """Tensors on their way to the host at most; a third one waits for the first, so that the peak is always the same."""
 
 
-def offload_activations(module: nn.Module, device: torch.device, least_bytes: int = LEAST_BYTES) -> None:
+def offload_activations(module: nn.Module, device: torch.device) -> None:
     """Make every forward of ``module`` offload what it saves for backward; its parameters stay where they are.
 
     Args:
         module: the whole network; with checkpointed blocks, what is saved are their inputs.
         device: that computes. On a CPU the copies are made all the same, in vain.
-        least_bytes: size from which a tensor is moved.
     """
     forward = module.forward
     sizes = {p.numel() for p in module.parameters()}
@@ -37,7 +36,7 @@ def offload_activations(module: nn.Module, device: torch.device, least_bytes: in
     def offloading(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        shelf = Shelf(device, least_bytes, lambda tensor: tensor.numel() in sizes and _is_parameter(tensor, module))
+        shelf = Shelf(device, LEAST_BYTES, lambda tensor: tensor.numel() in sizes and _is_parameter(tensor, module))
         with saved_tensors_hooks(shelf.put, shelf.get):
             return forward(*args, **kwargs)
 

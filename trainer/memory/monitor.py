@@ -1,14 +1,31 @@
-"""Memory as it is: device peaks from the allocator, the host's from the operating system. GB is 1e9 bytes."""
+"""Memory as it is, phase by phase: device peaks from the allocator, the host's from the operating system.
+
+GB is 1e9 bytes. Nothing here waits for the device.
+"""
 
 from __future__ import annotations
 
-import resource
-import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 
-GB = 1e9
+from trainer.contract import Loss
+from trainer.engine.step import Stepper, StepResult
+from trainer.engine.window import MicroBatch, Window
+from trainer.memory.host import HostMemory, process_peak
+from trainer.memory.leak import LeakCheck
+from trainer.memory.units import GB, MB
+
+Phase = Literal["init", "forward", "backward", "step", "evaluation"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+FIRST_STEPS = 3
+SHARE_OF_TIME = 0.01
+LONGEST_HISTORY = 4096
 
 
 @dataclass(frozen=True)
@@ -26,12 +43,233 @@ class MemoryUse:
         return f"{self.host_peak_gb:.2f} GB host peak"
 
 
-def measure(device: torch.device) -> MemoryUse:
-    """The peaks so far of ``device`` and of this process."""
-    # ru_maxrss is in KiB on Linux and in bytes on macOS
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    if device.type != "cuda":
-        return MemoryUse(None, None, host / GB)
-    return MemoryUse(
-        torch.cuda.max_memory_allocated(device) / GB, torch.cuda.max_memory_reserved(device) / GB, host / GB
-    )
+@dataclass(slots=True)
+class Peaks:
+    """Highest memory in bytes, of three kinds; ``-1`` for one that was not measured."""
+
+    allocated: int = -1
+    reserved: int = -1
+    host: int = -1
+
+    def raise_to(self, other: Peaks) -> None:
+        """Take over what is higher in ``other``."""
+        self.allocated = max(self.allocated, other.allocated)
+        self.reserved = max(self.reserved, other.reserved)
+        self.host = max(self.host, other.host)
+
+
+class Monitor:
+    """Measures peaks by phase. It begins with the phase init, at the level that is called idle.
+
+    Which phase it is, is always known; memory is looked at in the first steps, and then as often as takes
+    ``share_of_time``: on a GPU usually in every step, for a tiny model on a CPU in one of many. What happens between
+    two looks still counts for the peaks of the whole run.
+
+    Args:
+        device: of this rank.
+        share_of_time: most of the run's time that looking may take.
+        host: reads the host's memory.
+    """
+
+    def __init__(
+        self, device: torch.device, share_of_time: float = SHARE_OF_TIME, host: HostMemory | None = None
+    ) -> None:
+        self.device, self.share_of_time, self.host = device, share_of_time, host or HostMemory()
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            torch.cuda.init()
+        self.phase: Phase | None = "init"
+        self.batch: Any = None
+        """What goes through the model at this moment, as it is on the host."""
+        self.step = 0
+        """Steps taken; a resumed run sets it."""
+        self.history: list[tuple[int, float]] = []
+        """Steps, and memory at their ends in GB: allocated on a GPU, resident elsewhere."""
+        self.warnings: list[str] = []
+        """What is to be told to the person; whoever does takes it out."""
+        self.phases = {phase: Peaks() for phase in PHASES}
+        self.whole = Peaks()
+        self._leaks = {"device": LeakCheck("allocated", 10 * MB), "host": LeakCheck("host", 100 * MB, 0.05)}
+        self._looking = True
+        self._begun = self._levels = 0
+        self._every = 1
+        self._spent = self._next_look = 0.0
+        before = self.host.read()
+        self.host_idle = before.resident
+        self.whole.host = before.process_peak
+        self._restart()
+
+    # ------------------------------------------------------------------------------------------------------- phases
+
+    def enter(self, phase: Phase | None) -> None:
+        """``phase`` begins, and the one before it ends; ``None`` is what lies between phases."""
+        if self._looking:
+            self._look()
+        self.phase = phase
+
+    def begin_step(self) -> None:
+        """An optimizer step begins."""
+        self.enter(None)  # ends init, or a step that failed
+        self._begun += 1
+        self._looking = self._begun <= FIRST_STEPS or time.perf_counter() >= self._next_look
+        if self._looking:
+            self._look()
+
+    def end_step(self) -> None:
+        """The step has ended."""
+        self.batch = None
+        self.step += 1
+        self.enter(None)
+        if not self._looking:
+            return
+        self._look_at_level()
+        self._looking = False
+        self._next_look = time.perf_counter() + self._spent / self.share_of_time
+        self._spent = 0.0
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """An evaluation lasts as long as this context; one that fails stays the phase that it failed in."""
+        self._looking = True
+        self.enter("evaluation")
+        yield
+        self.enter(None)
+        self.batch = None
+        self._looking = False
+
+    # ------------------------------------------------------------------------------------------------------ looking
+
+    def _look(self) -> None:
+        """Credit the peaks since the last look to the phase, and begin new ones."""
+        began = time.perf_counter()
+        peaks = self._device_peaks()
+        reading = self.host.read()
+        peaks.host = reading.peak
+        if self.phase is not None:
+            self.phases[self.phase].raise_to(peaks)
+        peaks.host = reading.process_peak
+        self.whole.raise_to(peaks)
+        self._restart()
+        self._spent += time.perf_counter() - began
+
+    def _device_peaks(self) -> Peaks:
+        if not self.on_gpu:
+            return Peaks()
+        # A dictionary straight from the allocator: memory_stats() would take five times as long to flatten it.
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return Peaks(stats["allocated_bytes"]["all"]["peak"], stats["reserved_bytes"]["all"]["peak"])
+
+    def _restart(self) -> None:
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.host.restart_peak()
+
+    def _look_at_level(self) -> None:
+        """Note the memory at the end of a step, and whether it keeps growing."""
+        reading = self.host.read()
+        warnings = [self._leaks["host"].look(self.step, reading.anonymous)]
+        level = reading.resident
+        if self.on_gpu:
+            level = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["current"]
+            warnings.append(self._leaks["device"].look(self.step, level))
+        self.warnings += filter(None, warnings)
+        self._remember(level / GB)
+
+    def _remember(self, gigabytes: float) -> None:
+        """Keep the history short: of a long run, every second, fourth, eighth ... look."""
+        if self._levels % self._every == 0:
+            self.history.append((self.step, gigabytes))
+        self._levels += 1
+        if len(self.history) > LONGEST_HISTORY:
+            self.history = self.history[::2]
+            self._every *= 2
+
+    # ---------------------------------------------------------------------------------------------------- reporting
+
+    def use(self) -> MemoryUse:
+        """The peaks of the run so far, on this rank."""
+        peaks = self._so_far()
+        return MemoryUse(_gb(peaks.allocated), _gb(peaks.reserved), peaks.host / GB)
+
+    def report(self, all_ranks: bool) -> dict[str, Any]:
+        """The memory section of ``summary.json``, in GB.
+
+        Args:
+            all_ranks: whether every rank calls this, and with ``True``: figures are then the largest over the ranks.
+                It is a collective, which a rank that failed alone must not wait in.
+        """
+        if self._looking and self.phase is not None:  # the phase that the run died in
+            self._look()
+        rows = [self._so_far(), *self.phases.values()]
+        values = [self.host_idle, *(value for row in rows for value in (row.allocated, row.reserved, row.host))]
+        joined = all_ranks and torch.distributed.is_initialized()
+        if joined:
+            values = _largest(values, self.device)
+        idle, allocated, reserved, host, *rest = [_gb(value) for value in values]
+        keys = ("allocated_gb", "reserved_gb", "host_gb")
+        by_phase = {
+            phase: dict(zip(keys, rest[3 * row : 3 * row + 3], strict=True)) for row, phase in enumerate(PHASES)
+        }
+        return {
+            "allocated_gb": allocated,
+            "reserved_gb": reserved,
+            "host_peak_gb": host,
+            "host_idle_gb": idle,
+            "phases": by_phase,
+            "host_phase_peaks": self.host.peaks,
+            "ranks_measured": torch.distributed.get_world_size() if joined else 1,
+        }
+
+    def _so_far(self) -> Peaks:
+        peaks = self._device_peaks()
+        peaks.host = process_peak()
+        peaks.raise_to(self.whole)
+        return peaks
+
+
+def _largest(values: list[int], device: torch.device) -> list[int]:
+    """The largest over the ranks, value by value."""
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def _gb(value: int) -> float | None:
+    return value / GB if value >= 0 else None
+
+
+class MonitoredStepper(Stepper):
+    """A stepper that tells a monitor which phase it is in, and does nothing else besides."""
+
+    def __init__(self, monitor: Monitor, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.monitor = monitor
+
+    def step(self, window: Window) -> StepResult:
+        self.monitor.begin_step()
+        result = super().step(window)
+        self.monitor.end_step()
+        return result
+
+    def prepare(self, micro: MicroBatch, micro_steps: int) -> None:
+        super().prepare(micro, micro_steps)
+        self.monitor.enter("forward")
+
+    def losses(self, batch: Any) -> Iterator[Loss]:
+        self.monitor.batch = batch
+        losses = super().losses(batch)
+        return self._announced(losses) if torch.is_grad_enabled() else losses
+
+    def _announced(self, losses: Iterator[Loss]) -> Iterator[Loss]:
+        """Between two losses lies a backward; after the last one it goes on, until gradients are synchronised."""
+        coming = len(self.model.loss_names)
+        for loss in losses:
+            self.monitor.enter("backward")
+            yield loss
+            coming -= 1
+            if coming:
+                self.monitor.enter("forward")
+
+    def clip_gradients(self) -> torch.Tensor:
+        self.monitor.enter("step")
+        return super().clip_gradients()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.errors import RecipeError
@@ -21,6 +22,8 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
 }
 FUSED = ("adamw", "adam", "sgd", "adagrad")
+FUSED_FOR_SHARDS = ("adamw", "adam")
+"""Those whose fused kernels know FSDP's sharded tensors."""
 
 
 def build_optimizer(
@@ -42,7 +45,8 @@ def build_optimizer(
     options: dict[str, Any] = {"lr": optim.lr}
     if optim.momentum:
         options["momentum"] = optim.momentum
+    fused = FUSED_FOR_SHARDS if isinstance(parameters[0], DTensor) else FUSED
     # Fused kernels want to unscale fp16 gradients themselves, which clipping comes too late for.
-    if optim.name in FUSED and precision != "16-mixed" and not (optim.name == "adagrad" and device.type != "cpu"):
+    if optim.name in fused and precision != "16-mixed" and not (optim.name == "adagrad" and device.type != "cpu"):
         options["fused"] = True
     return OPTIMIZERS[optim.name]([group for group in groups if group["params"]], **options)

@@ -1,9 +1,10 @@
-"""``curves.png``: loss, accuracy and learning rate of a run, drawn from its ``metrics.csv``."""
+"""Pictures of a run: ``curves.png``, drawn from its ``metrics.csv``, and ``memory.png``."""
 
 from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,30 @@ def plot_curves(metrics_csv: Path, target: Path) -> None:
     _draw_loss(loss, curves)
     _draw_accuracy(figure.add_subplot(grid[0, 1], sharex=loss), curves)
     _draw_lr(figure.add_subplot(grid[1, :], sharex=loss), curves)
+    _save(figure, target)
+
+
+def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]], target: Path) -> None:
+    """Draw peaks by phase, and memory over steps, as a PNG of 1200 × 500 pixels.
+
+    Args:
+        memory: as in ``summary.json``: figures in GB by phase; allocated and reserved are drawn where there is a GPU,
+            the host's resident memory where there is none.
+        history: steps, and memory at their ends in GB: allocated on a GPU, resident elsewhere.
+        target: the file to write.
+    """
+    figure = _new_figure(target.absolute().parent.name, height=5)
+    peaks, levels = figure.subplots(1, 2)
+    kind = "resident" if memory.get("allocated_gb") is None else "allocated"
+    _draw_phases(peaks, memory)
+    if history:
+        steps, values = np.array(history).T
+        levels.plot(steps, values, color=BLUE, linewidth=2, marker="o", markersize=3, label=f"{kind}, first rank")
+    if kind == "resident" and memory.get("host_idle_gb") is not None:
+        _draw_idle(levels, memory["host_idle_gb"])
+    _finish(levels, "Memory at the end of a step", f"{kind} memory (GB)")
+    for axes in (peaks, levels):
+        axes.set_ylim(0, 1.25 * axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1)  # room for the legend
     _save(figure, target)
 
 
@@ -116,12 +141,35 @@ def _draw_evaluations(axes: Axes, curves: dict[str, Curve], figure: str, form: s
             axes.plot(steps, values, **style)
 
 
-def _finish(axes: Axes, title: str, unit: str, legend: bool = True) -> None:
+def _draw_phases(axes: Axes, memory: Mapping[str, Any]) -> None:
+    """A group of bars for each phase that was measured."""
+    on_gpu = memory.get("allocated_gb") is not None
+    kinds = {"allocated_gb": "allocated", "reserved_gb": "reserved"} if on_gpu else {"host_gb": "resident"}
+    phases = {
+        name: figures for name, figures in memory.get("phases", {}).items() if figures[next(iter(kinds))] is not None
+    }
+    width = 0.8 / len(kinds)
+    for number, ((key, label), colour) in enumerate(zip(kinds.items(), (BLUE, ORANGE), strict=False)):
+        at = np.arange(len(phases)) + (number - (len(kinds) - 1) / 2) * width
+        bars = axes.bar(at, [figures[key] for figures in phases.values()], width, color=colour, label=label)
+        axes.bar_label(bars, fmt="%.2f", fontsize=10)
+    if not on_gpu and memory.get("host_idle_gb") is not None:
+        _draw_idle(axes, memory["host_idle_gb"])
+    axes.set_xticks(range(len(phases)), list(phases))
+    _finish(axes, "Peaks by phase, the largest over ranks", "peak memory (GB)", x_label="phase")
+    axes.set_axisbelow(True)
+
+
+def _draw_idle(axes: Axes, gigabytes: float) -> None:
+    axes.axhline(gigabytes, color=GREY, linestyle="--", linewidth=1.5, label=f"idle, {gigabytes:.2f} GB")
+
+
+def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str = "step") -> None:
     axes.set_title(title, fontsize=13)
-    axes.set_xlabel("step", fontsize=12)
+    axes.set_xlabel(x_label, fontsize=12)
     axes.set_ylabel(unit, fontsize=12)
     axes.grid(alpha=0.3)
-    if not axes.lines:
+    if not axes.lines and not axes.patches:
         axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
     elif legend:
         axes.legend(fontsize=11)

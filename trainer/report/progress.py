@@ -35,6 +35,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shown = enabled and rank == 0
+        self._rank = rank
         self._stream = stream if stream is not None else sys.stderr
         self._terminal = _shows_a_bar(self._stream)
         self._clock = clock
@@ -105,6 +106,15 @@ class Progress:
             tqdm.write(text, file=self._stream)
         else:
             self._print(text)
+
+    def warning(self, text: str) -> None:
+        """Show what must not be missed, above the bar: also where progress is turned off, and on every rank."""
+        prefix = f"[rank {self._rank}] " if self._rank else ""
+        line = f"{prefix}trainer: warning: {text}"
+        if self._bar is not None:
+            tqdm.write(line, file=self._stream)
+        else:
+            self._print(line)
 
     def close(self) -> None:
         """Show the last step and end; may be called twice."""

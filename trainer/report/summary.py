@@ -27,8 +27,10 @@ class Summary:
         micro_batch_size: samples that go through forward and backward at once.
         accumulate: micro-batches per step and rank, or a schedule by epoch.
         metrics: figures by split: ``{"test": {"accuracy": 0 to 1, "loss": ...}}``.
-        memory: peaks in GB (1e9 bytes): ``allocated_gb``, ``reserved_gb``, ``host_peak_gb``; ``None`` where there is
-            no such device.
+        memory: peaks in GB (1e9 bytes), the largest over ``ranks_measured`` ranks: ``allocated_gb``, ``reserved_gb``
+            (``None`` without a GPU), ``host_peak_gb``; ``host_idle_gb``, the host's before the model was there; and
+            ``phases``: ``{"init": {"allocated_gb", "reserved_gb", "host_gb"}, ...}``, ``None`` where not measured.
+            ``host_phase_peaks`` says what ``host_gb`` is: exact, sampled (at the ends of the phase) or whole run.
         samples_per_second: training throughput over all ranks.
         seconds: wall time of training.
         versions: of what the result depends on; see :func:`versions`.
@@ -42,7 +44,7 @@ class Summary:
     micro_batch_size: int
     accumulate: int | Mapping[int, int]
     metrics: Mapping[str, Mapping[str, float | None]]
-    memory: Mapping[str, float | None]
+    memory: Mapping[str, Any]
     samples_per_second: float
     seconds: float
     versions: Mapping[str, str | None]
@@ -78,17 +80,35 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
         ),
         ("speed", f"{_number(summary.samples_per_second, ',.0f')} samples/s, {_number(summary.seconds, ',.1f')} s"),
         ("peak memory", _memory(summary.memory)),
+        *_by_phase(summary.memory),
         ("files", f"{run_dir}: {', '.join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != '.'))}"),
     ]
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
 
-def _memory(memory: Mapping[str, float | None]) -> str:
-    labels = {"allocated_gb": "allocated", "reserved_gb": "reserved", "host_peak_gb": "host peak"}
+def _memory(memory: Mapping[str, Any]) -> str:
+    labels = {
+        "allocated_gb": "allocated",
+        "reserved_gb": "reserved",
+        "host_peak_gb": "host peak",
+        "host_idle_gb": "host idle",
+    }
     # Zero or none: there is no such device.
     known = [f"{memory[key]:.2f} GB {label}" for key, label in labels.items() if memory.get(key)]
     return ", ".join(known) or "unknown"
+
+
+def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A row for each kind of memory that the device has: peaks by phase."""
+    on_gpu = memory.get("reserved_gb")
+    kinds = {"allocated_gb": "allocated", "reserved_gb": "reserved"} if on_gpu else {"host_gb": "host"}
+    rows = []
+    for key, label in kinds.items():
+        known = [(name, figures[key]) for name, figures in memory.get("phases", {}).items() if figures[key] is not None]
+        if known:
+            rows.append(("by phase", ", ".join(f"{name} {value:.2f}" for name, value in known) + f" GB {label}"))
+    return rows
 
 
 def _metric(name: str, value: float | None) -> str:

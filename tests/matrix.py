@@ -1,0 +1,203 @@
+"""The same three AdamW steps, by a plain PyTorch loop and by our engine with any combination of memory techniques."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from problems import Problem as Samples
+from problems import collate, host_sum, make_model, make_samples
+from torch import Tensor, nn
+
+from trainer.contract import Data, Model
+from trainer.engine.order import batch_indices, derive_seed
+from trainer.engine.step import Stepper
+from trainer.engine.window import Windows, cut_batch
+from trainer.memory import activation_offload
+from trainer.memory.initialize import build_module
+from trainer.memory.plan import Plan, cut_at, decide_plan
+from trainer.memory.precision import precision_plugin
+from trainer.memory.sharding import fabric_strategy
+from trainer.memory.stack import apply_stack, build_updates, whole_state
+from trainer.recipe import Memory, Optim, Recipe
+
+STEPS = 3
+ADAMW = Optim("adamw", lr=1e-3, weight_decay=0.1, clip_norm=1.0)
+AUTOCAST = {"bf16-mixed": torch.bfloat16}
+TYPES = {"64-true": torch.float64}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, how; picklable, so that every rank can set it up.
+
+    Args:
+        name: of the model: vit, distilbert or bigbird.
+        memory: the knobs; also decides how the batches are cut.
+        world_size: ranks.
+        dropout: rate of all dropouts.
+        size: training samples; the last batch of an epoch may be smaller.
+        batch_size: samples per step over all ranks.
+    """
+
+    name: str
+    memory: Memory
+    world_size: int = 1
+    dropout: float = 0.0
+    size: int = 19
+    batch_size: int = 8
+    optim: Optim = ADAMW
+
+    @property
+    def model(self) -> Model:
+        """The model, with its dropout."""
+        model = make_model(self.name)
+        return dataclasses.replace(model, dropout=self.dropout)  # type: ignore[type-var]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe that a user would write."""
+        return Recipe(
+            model=self.model, data=Data(), optim=self.optim, batch_size=self.batch_size, epochs=9, memory=self.memory
+        )
+
+    @property
+    def samples(self) -> list[dict[str, Tensor]]:
+        """The training set."""
+        return make_samples(Samples(self.name, self.size, self.batch_size, 1))
+
+
+def perturbed(module: nn.Module) -> nn.Module:
+    """torchvision's head starts at zero, which would hide errors behind it."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(noise.to(parameter.dtype) * 0.05)
+    return module
+
+
+def steps_of(case: Case) -> list[tuple[int, int]]:
+    """Epoch and step within it, of the first steps."""
+    per_epoch = -(-case.size // case.batch_size)
+    return [divmod(step, per_epoch) for step in range(STEPS)]
+
+
+def plain_run(case: Case) -> dict[str, Any]:
+    """The reference: plain PyTorch, one process, no technique; the micro-batches one after the other.
+
+    They are those of the run that it is compared with, and dropout is seeded alike, as masks depend on the cut.
+    """
+    precision = case.memory.precision
+    torch.manual_seed(0)
+    torch.set_default_dtype(TYPES.get(precision, torch.float32))
+    module = perturbed(case.model.build()).train()
+    torch.set_default_dtype(torch.float32)
+    groups = [
+        {"params": [p for p in module.parameters() if p.requires_grad and p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in module.parameters() if p.requires_grad and p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=case.optim.lr)
+    samples, losses = case.samples, []
+    lengths = [len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None
+    for epoch, step in steps_of(case):
+        indices = batch_indices(0, epoch, step, case.size, case.batch_size)
+        pieces = cut_batch(indices, cut_at(case.recipe, case.world_size, epoch), case.world_size, lengths)
+        total = 0.0
+        for number, piece in enumerate(pieces):
+            if not piece:
+                continue
+            torch.manual_seed(derive_seed(0, epoch, step, number))
+            loss = plain_loss(module, collate([samples[index] for index in piece]), precision) / len(indices)
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(module.parameters(), case.optim.clip_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return {"state": module.state_dict(), "losses": losses}
+
+
+def plain_loss(module: nn.Module, batch: dict[str, Tensor], precision: str) -> Tensor:
+    """The summed cross entropy, as a textbook writes it."""
+    labels = batch.pop("labels")
+    dtype = TYPES.get(precision, torch.float32)
+    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    with torch.autocast("cpu", AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST):
+        logits = module(batch["pixel_values"]) if "pixel_values" in batch else module(**batch).logits
+    return nn.functional.cross_entropy(logits.to(dtype), labels, reduction="sum")
+
+
+def stacked_run(case: Case) -> dict[str, Any]:
+    """Our engine's answer; the state is whole on the first rank."""
+    plan = decide_plan(case.recipe, case.world_size)
+    fabric, stepper, windows, stack = set_up(case, plan)
+    losses = []
+    for epoch, step in steps_of(case):
+        (window,) = windows.epoch(epoch, step, step + 1)
+        result = stepper.step(window)
+        assert not result.skipped
+        losses.append(result.loss)
+    assert fabric.world_size == case.world_size
+    return {"state": {name: tensor.cpu() for name, tensor in whole_state(stack).items()}, "losses": losses}
+
+
+def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:
+    """Everything that takes steps."""
+    activation_offload.LEAST_BYTES = 0  # the tensors of these models are small
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=case.world_size,
+        strategy=fabric_strategy(plan, "cpu"),
+        plugins=[precision_plugin(plan.memory, "cpu")],
+    )
+    fabric.launch()
+    recipe, samples = case.recipe, case.samples
+    module = perturbed(build_module(fabric, recipe.model, 0, plan))
+    stack = apply_stack(fabric, recipe.model, module, plan)
+    optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+    stepper = Stepper(fabric, recipe.model, stack.wrapped, optimizer, sync=sync, clip_norm=recipe.optim.clip_norm)
+    windows = Windows(
+        size=case.size,
+        cut_at=partial(cut_at, recipe, case.world_size),
+        fetch=lambda requests: (collate([samples[index] for index in request.indices]) for request in requests),
+        weigh=recipe.model.weigh,
+        seed=0,
+        rank=fabric.global_rank,
+        world_size=case.world_size,
+        reduce=list if case.world_size == 1 else host_sum,
+        lengths=[len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None,
+    )
+    return fabric, stepper, windows, stack
+
+
+def difference(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
+    """Relative errors of the parameters and of the losses."""
+    assert ours["state"].keys() == plain["state"].keys()
+    a, b = (_flat(run["state"]) for run in (ours, plain))
+    losses = [torch.tensor(run["losses"]).double() for run in (ours, plain)]
+    return {
+        "parameters": float((a - b).norm() / b.norm()),
+        "losses": float((losses[0] - losses[1]).norm() / losses[1].norm()),
+    }
+
+
+def _flat(state: dict[str, Tensor]) -> Tensor:
+    """All parameters in one vector, without the biases of attention's keys in fp32 and below.
+
+    Softmax does not see what all keys have in common, so their gradient is rounding noise and nothing else, of which
+    AdamW makes steps of full length. (In fp64 the noise is far below AdamW's epsilon.)
+    """
+    parts = []
+    for name, tensor in sorted(state.items()):
+        flat = tensor.double().flatten()
+        if tensor.dtype == torch.float64 or not name.endswith(("in_proj_bias", "k_lin.bias", "key.bias")):
+            parts.append(flat)
+        elif name.endswith("in_proj_bias"):
+            queries, _, values = flat.chunk(3)
+            parts += [queries, values]
+    return torch.cat(parts)

@@ -1,0 +1,293 @@
+"""Peaks by phase, the level over steps, and leaks: of models that really take memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from problems import make_fabric
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from trainer.contract import Loss, Model
+from trainer.engine.events import Counters
+from trainer.engine.loop import evaluate
+from trainer.engine.step import Stepper, StepResult
+from trainer.engine.window import MicroBatch, Window
+from trainer.listeners import ProgressListener, Stopwatch
+from trainer.memory.host import HostMemory
+from trainer.memory.leak import LeakCheck
+from trainer.memory.monitor import LONGEST_HISTORY, PHASES, Monitor, MonitoredStepper
+from trainer.memory.units import GB, MB
+from trainer.models.common import classification_loss
+from trainer.report.progress import Progress
+
+BALLAST = 200 * 1000 * 1000
+MOST = 0.8 * BALLAST / GB
+"""Of the ballast, what must be seen: other memory may be given back at the same moment."""
+
+pytestmark = pytest.mark.skipif(HostMemory().peaks != "exact", reason="peaks need /proc")
+
+
+def take_memory() -> None:
+    """Have ``BALLAST`` bytes resident, and give them back."""
+    torch.ones(BALLAST, dtype=torch.uint8)
+
+
+class HeavyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        take_memory()
+        return gradient
+
+
+class HeavySGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        take_memory()
+        return super().step(closure)
+
+
+@dataclasses.dataclass
+class Heavy(Model):
+    """A linear classifier that takes much memory in one phase."""
+
+    phase: str = "none"
+
+    def build(self) -> nn.Module:
+        if self.phase == "init":
+            take_memory()
+        return nn.Linear(8, 3)
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        logits = module(batch["x"])
+        if self.phase == ("forward" if torch.is_grad_enabled() else "evaluation"):
+            take_memory()
+        yield classification_loss(HeavyBackward.apply(logits) if self.phase == "backward" else logits, batch["labels"])
+
+
+@dataclasses.dataclass
+class Wide(Model):
+    """A network whose graph of a micro-batch takes some 8 MB; ``kept`` says what outlives the micro-step."""
+
+    kept: str = "nothing"
+
+    def __post_init__(self) -> None:
+        self.list: list[Tensor] = []
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 3))
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        # A loss to watch besides the one that is trained: no backward ever frees its graph.
+        watched = cross_entropy(module(batch["x"].repeat(125, 1)), batch["labels"].repeat(125), reduction="sum")
+        if self.kept == "graph":
+            self.list.append(watched)
+        elif self.kept == "value":
+            self.list.append(watched.detach())
+        yield classification_loss(module(batch["x"]), batch["labels"])
+
+
+def batch(samples: int = 16) -> dict[str, Tensor]:
+    return {"x": torch.ones(samples, 8), "labels": torch.zeros(samples, dtype=torch.long)}
+
+
+def window(micro_steps: int = 2) -> Window:
+    micro = [MicroBatch(batch(), seed=0, is_last=n == micro_steps - 1, is_empty=False) for n in range(micro_steps)]
+    return Window(micro, {"loss": 16.0 * micro_steps}, 16 * micro_steps)
+
+
+def stepper_of(model: Model, monitor: Monitor, optimizer: type = torch.optim.SGD) -> MonitoredStepper:
+    fabric = make_fabric("32-true", 1)
+    module = model.build()
+    monitor.enter(None)
+    return MonitoredStepper(monitor, fabric, model, fabric.setup_module(module), optimizer(module.parameters(), lr=0.1))
+
+
+def always() -> Monitor:
+    """A monitor that looks at every step."""
+    return Monitor(torch.device("cpu"), share_of_time=1e9)
+
+
+class Sum:
+    def reset(self) -> None:
+        self.total = 0.0
+
+    def update(self, loss: Loss) -> None:
+        self.total += float(loss.total)
+
+    def compute(self) -> float:
+        return self.total
+
+
+@pytest.mark.parametrize("heavy", PHASES)
+def test_a_peak_is_credited_to_the_phase_that_it_happened_in(heavy):
+    monitor = always()
+    stepper = stepper_of(Heavy(heavy), monitor, HeavySGD if heavy == "step" else torch.optim.SGD)
+    for _ in range(2):
+        stepper.step(window())
+    with monitor.evaluating():
+        evaluate(stepper, window().micro_batches, Sum())
+    report = monitor.report(all_ranks=False)
+    found = {phase: figures["host_gb"] for phase, figures in report["phases"].items()}
+    others = max(value for phase, value in found.items() if phase != heavy)
+    assert found[heavy] > others + MOST
+    assert report["host_peak_gb"] >= found[heavy]
+    assert report["host_idle_gb"] <= min(found.values())
+    assert (report["allocated_gb"], report["phases"]["init"]["reserved_gb"]) == (None, None)
+    assert (report["host_phase_peaks"], report["ranks_measured"]) == ("exact", 1)
+
+
+def test_a_peak_between_looks_counts_for_the_run_and_for_no_phase():
+    monitor = Monitor(torch.device("cpu"), share_of_time=1e-9)  # after the first steps it never looks again
+    model = Heavy()
+    stepper = stepper_of(model, monitor)
+    for _ in range(4):
+        stepper.step(window())
+    before = monitor.report(all_ranks=False)
+    model.phase = "forward"
+    stepper.step(window())
+    after = monitor.report(all_ranks=False)
+    assert after["phases"] == before["phases"]
+    assert after["phases"]["evaluation"]["host_gb"] is None
+    assert monitor.use().host_peak_gb > after["phases"]["forward"]["host_gb"] + MOST
+    assert after["host_peak_gb"] == monitor.use().host_peak_gb
+    assert len(monitor.history) == 3
+
+
+def test_a_step_is_the_same_with_and_without_a_monitor():
+    torch.manual_seed(0)
+    ours, model = Heavy().build(), Heavy()
+    theirs = nn.Linear(8, 3)
+    theirs.load_state_dict(ours.state_dict())
+    fabric = make_fabric("32-true", 1)
+    results = []
+    for module, make in ((ours, lambda *a: MonitoredStepper(always(), *a)), (theirs, Stepper)):
+        stepper = make(fabric, model, fabric.setup_module(module), torch.optim.SGD(module.parameters(), lr=0.1))
+        results.append([stepper.step(window()) for _ in range(3)])
+    assert results[0] == results[1]
+    assert torch.equal(ours.weight, theirs.weight)
+
+
+def test_the_phase_that_failed_is_known_and_the_next_step_begins_anew():
+    monitor = always()
+    model = Heavy()
+    stepper = stepper_of(model, monitor)
+    stepper.step(window())
+    broken = window()
+    broken.micro_batches[1].batch = {"x": torch.ones(4, 7), "labels": torch.zeros(4, dtype=torch.long)}
+    with pytest.raises(RuntimeError, match="shapes"):
+        stepper.step(broken)
+    assert monitor.phase == "forward"
+    assert monitor.batch["x"].shape == (4, 7)
+    stepper.step(window())
+    assert (monitor.phase, monitor.batch, monitor.step) == (None, None, 2)
+
+
+# ------------------------------------------------------------------------------------------------- host memory
+
+
+def test_a_peak_is_forgotten_when_asked_to():
+    host = HostMemory()
+    host.restart_peak()
+    take_memory()
+    seen = host.read()
+    assert seen.peak >= seen.resident + 0.8 * BALLAST
+    host.restart_peak()
+    assert host.read().peak < seen.peak - 0.8 * BALLAST
+
+
+def test_without_permission_phases_are_sampled_and_it_is_said(tmp_path):
+    host = HostMemory(clear_refs=tmp_path / "no" / "such" / "file")
+    monitor = Monitor(torch.device("cpu"), share_of_time=1e9, host=host)
+    stepper = stepper_of(Heavy("forward"), monitor)
+    stepper.step(window())
+    report = monitor.report(all_ranks=False)
+    assert report["host_phase_peaks"] == "sampled"
+    forward = report["phases"]["forward"]["host_gb"]
+    assert 0 < forward < report["host_peak_gb"] - MOST  # what a sample misses, the peak of the process has
+
+
+def test_without_proc_the_peak_of_the_process_is_all_there_is(tmp_path):
+    host = HostMemory(status=tmp_path / "status")
+    assert host.peaks == "whole run"
+    reading = host.read()
+    assert reading.peak == reading.process_peak == reading.resident > 0
+
+
+# ------------------------------------------------------------------------------------------------------- leaks
+
+
+def test_a_list_of_losses_with_their_graphs_is_found_and_told_once():
+    monitor = always()
+    stepper = stepper_of(Wide("graph"), monitor)
+    for _ in range(25):
+        stepper.step(window())
+    (warning,) = monitor.warnings
+    assert "host memory grows by" in warning
+    assert "a list of losses" in warning
+    each = float(warning.split("grows by ")[1].split(" MB")[0])
+    assert 10 < each < 40  # two micro-steps of some 8 MB: the hidden layer of 2,000 samples
+
+
+@pytest.mark.parametrize("kept", ["value", "nothing"])
+def test_what_keeps_no_graph_is_no_leak(kept):
+    monitor = always()
+    stepper = stepper_of(Wide(kept), monitor)
+    for _ in range(40):
+        stepper.step(window())
+    assert monitor.warnings == []
+
+
+MEGABYTES = [100, 300, 400]
+
+
+@pytest.mark.parametrize(
+    ("levels", "step_of_warning"),
+    [
+        ([*MEGABYTES, *range(402, 500, 2)], 13),  # 2 MB a step: 20 MB more than after the third
+        ([*MEGABYTES, *[400] * 30, *range(402, 500, 2)], 42),  # begins later; one look without growth is let pass
+        ([*MEGABYTES, *[400 + 50 * (n % 2) for n in range(60)]], None),  # up and down
+        ([*MEGABYTES, *[400 + 20 * (n // 5) for n in range(60)]], None),  # now and then
+        ([*MEGABYTES, *[400 + 0.1 * n for n in range(60)]], None),  # too little to mind
+    ],
+)
+def test_growth_must_be_steady_and_large(levels, step_of_warning):
+    check = LeakCheck("allocated", least_bytes=10 * MB)
+    told = [step for step, level in enumerate(levels, start=1) if check.look(step, int(level * MB))]
+    assert told == ([step_of_warning] if step_of_warning else [])
+
+
+def test_the_warning_says_how_much_a_step():
+    check = LeakCheck("allocated", least_bytes=10 * MB)
+    messages = [check.look(step, int((400 + 0.5 * step) * MB)) for step in range(2, 200, 4)]
+    (message,) = filter(None, messages)
+    assert message.startswith("allocated memory grows by 0.50 MB a step: 0.41 GB after step 10, ")
+
+
+def test_a_warning_is_shown_even_without_progress():
+    stream = io.StringIO()
+    monitor = always()
+    listener = ProgressListener(Progress(False, rank=1, stream=stream), Stopwatch(), monitor, "val")
+    monitor.warnings.append("host memory grows")
+    for step in (1, 2):
+        listener.on_step(Counters(step=step), StepResult(0.5, {"loss": 0.5}, 1.0, 0.1, 64, False))
+    assert stream.getvalue() == "[rank 1] trainer: warning: host memory grows\n"
+
+
+def test_a_long_history_is_thinned_evenly():
+    monitor = always()
+    for step in range(1, 3 * LONGEST_HISTORY):
+        monitor.step = step
+        monitor._remember(step / 1000)
+    steps = [step for step, _ in monitor.history]
+    assert LONGEST_HISTORY // 2 <= len(steps) <= LONGEST_HISTORY
+    assert steps[0] == 1
+    assert {b - a for a, b in zip(steps, steps[1:], strict=False)} == {4}

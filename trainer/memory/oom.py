@@ -1,0 +1,194 @@
+"""Out of memory: how it is told from other errors, and what to say and to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainer.errors import RecipeError, RunError
+from trainer.memory.plan import Plan, decide_plan
+from trainer.memory.units import GB
+from trainer.recipe import Recipe
+
+SIGNS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What a RuntimeError says when the host's allocator, the driver or cuBLAS gets no memory."""
+
+GRAPH = ("forward", "backward")
+FORWARDS = (*GRAPH, "evaluation")
+OPTIMIZER = (*FORWARDS, "step")
+ALL = ("init", *OPTIMIZER)
+"""The phases whose peak a knob can lower."""
+
+MOST_LENGTHS = 16
+
+
+class OutOfMemory(RunError):
+    """The run needs more memory than there is. The message says where it was and which knobs may help."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that a device or the host has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    )
+
+
+def describe_oom(
+    error: BaseException,
+    phase: str | None,
+    rank: int,
+    plan: Plan,
+    lengths: Sequence[int] | None = None,
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    recipe: Recipe | None = None,
+    on_gpu: bool = True,
+) -> str:
+    """One line: where memory ran out, on what, under which plan, and what to try next.
+
+    Args:
+        error: what was raised.
+        phase: init, forward, backward, step or evaluation; ``None`` between them.
+        rank: that it happened on.
+        plan: of the run.
+        lengths: tokens of each sample in the micro-batch, for texts.
+        shapes: of the micro-batch's tensors; said where there are no lengths.
+        recipe: the wishes that the plan was decided from; without them no knob is named.
+        on_gpu: whether the device is one: on the CPU, moving things to host memory saves nothing.
+    """
+    parts = [f"out of memory {f'in {phase}' if phase else 'between phases'} on rank {rank}{_wanted(str(error))}"]
+    if lengths:
+        parts.append(f"micro-batch of {len(lengths)} sample{'s' * (len(lengths) > 1)} of {_listed(lengths)} tokens")
+    elif shapes:
+        named = [f"{name} {'×'.join(map(str, dims))}" for name, dims in shapes.items()]
+        parts.append(f"micro-batch of {', '.join(named)}")
+    parts.append(f"plan: {plan.describe()}")
+    if recipe is not None:
+        knobs = next_knobs(plan, recipe, phase, on_gpu)
+        none_left = "no knob is left that could help: use more ranks, a larger device or a smaller model"
+        parts.append(f"try next: {', '.join(knobs)}" if knobs else none_left)
+    return "; ".join(parts)
+
+
+def next_knobs(plan: Plan, recipe: Recipe, phase: str | None = None, on_gpu: bool = True) -> list[str]:
+    """Flags that may help next, each by itself, the cheapest first and the lossy ones last, marked as such.
+
+    Left out are those that are on already, that cannot lower the peak of ``phase`` (``None``: of any), and that would
+    be refused together with the rest of ``recipe``.
+    """
+    lossless, lossy = [], []
+    for knob in _candidates(plan, recipe):
+        if (phase is not None and phase not in knob.phases) or (knob.to_host and not on_gpu):
+            continue
+        decided = _decided(knob, recipe, plan.world_size)
+        if decided is None or (decided.memory == plan.memory and decided.first_cut == plan.first_cut):
+            continue
+        if set(decided.lossy) - set(plan.lossy):
+            lossy.append(f"{knob.flags} (lossy)")
+        else:
+            lossless.append(knob.flags)
+    return lossless + lossy
+
+
+def sample_lengths(batch: Any) -> list[int] | None:
+    """Tokens of each sample of a text micro-batch on the host, padding left out; ``None`` for anything else."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask.sum(-1).tolist() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+
+
+def shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a micro-batch, by key or by number."""
+    if isinstance(batch, torch.Tensor):
+        return {"tensor": tuple(batch.shape)}
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, list | tuple) else ())
+    return {str(key): tuple(value.shape) for key, value in items if isinstance(value, torch.Tensor)}
+
+
+@dataclass(frozen=True)
+class Knob:
+    """Something to try: its flags, what they change, whose peak it lowers, and whether it moves memory to the host."""
+
+    flags: str
+    memory: Mapping[str, Any]
+    phases: Sequence[str]
+    to_host: bool = False
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Knob]:
+    """All knobs that there are, in the order to try them."""
+    memory = recipe.memory
+    yield from _smaller_micro_batches(plan, recipe)
+    if memory.precision in ("32-true", "64-true"):
+        yield _knob("precision", "bf16-mixed", FORWARDS)
+    if memory.activation_checkpointing not in ("full", 1):
+        yield _knob("activation_checkpointing", "full", GRAPH)
+    yield _knob("activation_offload", True, GRAPH, to_host=True)
+    if plan.world_size > 1:
+        yield _knob("strategy", "fsdp", ALL)
+    if memory.cpu_offload == "none":
+        yield _knob("cpu_offload", "optimizer", OPTIMIZER, to_host=True)
+    yield _knob("cpu_offload", "parameters", ALL, to_host=True)
+    if memory.optimizer_state_bits == 32:
+        yield _knob("optimizer_state_bits", 8, OPTIMIZER)
+    elif memory.optimizer_state_bits == 8:
+        yield _knob("optimizer_state_bits", 4, OPTIMIZER)
+    if memory.precision in ("32-true", "64-true", "bf16-mixed"):
+        yield _knob("precision", "bf16-true", ALL)
+    elif memory.precision == "16-mixed":
+        yield _knob("precision", "16-true", ALL)
+
+
+def _knob(key: str, value: Any, phases: Sequence[str], to_host: bool = False) -> Knob:
+    text = str(value).lower() if isinstance(value, bool) else value
+    return Knob(f"--memory.{key} {text}", {key: value}, phases, to_host)
+
+
+def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Iterator[Knob]:
+    """The same batches in smaller pieces; a micro-batch of one sample cannot be cut."""
+    cut, memory = plan.first_cut, recipe.memory
+    if cut.micro_batch_size == 1:
+        return
+    if memory.micro_batch_tokens is not None:
+        yield _knob("micro_batch_tokens", max(1, memory.micro_batch_tokens // 2), FORWARDS)
+        return
+    parts = next(n for n in range(2, cut.micro_batch_size + 1) if cut.micro_batch_size % n == 0)
+    if isinstance(recipe.accumulate, Mapping) and recipe.batch_size is None:  # a batch that changes from epoch to epoch
+        size, schedule = cut.micro_batch_size // parts, {epoch: n * parts for epoch, n in recipe.accumulate.items()}
+        flags = f"--memory.micro_batch_size {size} --accumulate '{schedule}'"
+        yield Knob(flags, {"micro_batch_size": size}, FORWARDS, recipe={"accumulate": schedule})
+        return
+    size = cut.micro_batch_size // 2
+    keeps = f"--batch_size {cut.batch_size} " if recipe.batch_size is None else ""
+    changes = {"batch_size": cut.batch_size, "accumulate": None}  # which gives way to the flags
+    yield Knob(f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, FORWARDS, recipe=changes)
+
+
+def _decided(knob: Knob, recipe: Recipe, world_size: int) -> Plan | None:
+    """The plan with ``knob``; ``None`` when it is refused together with the rest."""
+    try:
+        changed = recipe.replace(memory=dataclasses.replace(recipe.memory, **knob.memory), **knob.recipe)
+        return decide_plan(changed, world_size)
+    except RecipeError:
+        return None
+
+
+def _wanted(message: str) -> str:
+    """What torch says of the allocation that failed, in brackets; the rest of its message is about its own settings."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+ (?:[KMGT]i?B|bytes))", message)
+    total = re.search(r"total capacity of ([\d.]+ [KMGT]iB)", message)
+    if not found:
+        return ""
+    number, unit = found[1].split()
+    wanted = f"{float(number) / GB:.2f} GB" if unit == "bytes" else found[1]
+    return f" ({wanted} more were wanted{f', the device has {total[1]}' if total else ''})"
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    shown = ", ".join(map(str, lengths[:MOST_LENGTHS]))
+    return shown + (f" ... (longest {max(lengths)})" if len(lengths) > MOST_LENGTHS else "")
