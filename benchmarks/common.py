@@ -31,10 +31,11 @@ class Record:
     Args:
         name: of the file, without its ending.
         settings: what was asked for on the command line.
+        folder: where it is written.
     """
 
-    def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        self.path = RESULTS / f"{name}.json"
+    def __init__(self, name: str, settings: dict[str, Any], folder: Path = RESULTS) -> None:
+        self.path = folder / f"{name}.json"
         self.content: dict[str, Any] = {
             "benchmark": name,
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -47,7 +48,7 @@ class Record:
     def write(self, complete: bool = False, **measured: Any) -> None:
         """Add or replace entries and write the file."""
         self.content |= measured | {"complete": complete}
-        self.path.parent.mkdir(exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         aside = self.path.with_suffix(".json.partial")
         aside.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
         aside.replace(self.path)

@@ -128,6 +128,17 @@ def test_predict_reads_an_image_file(finished, tmp_path, capsys):
         predict(saved, run_dir, texts=["zero"])
 
 
+def test_a_run_without_evaluation_trains_the_same(finished, tmp_path):
+    run_dir, _ = finished
+    settings = Run(dir=str(tmp_path / "run"), progress=False, evaluate=False)
+    summary = fit(recipe(tmp_path / "run", epochs=2, eval_every=10, run=settings), "vit_digits")
+    assert losses(tmp_path / "run") == losses(run_dir)
+    assert not any(row["val_loss"] or row["test_loss"] for row in rows(tmp_path / "run"))
+    assert (summary.status, summary.metrics) == ("finished", {})
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert not (tmp_path / "run" / "classification_report.txt").exists()
+
+
 def test_a_run_directory_is_not_overwritten(finished):
     run_dir, _ = finished
     before = (run_dir / "summary.json").read_bytes()

@@ -1,4 +1,4 @@
-"""The command line: ``trainer fit | evaluate | predict``, and ``main`` for recipes that are run by themselves."""
+"""The command line: ``trainer fit | ladder | evaluate | predict``, and ``main`` for recipes run by themselves."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ usage: trainer COMMAND ...
 
 commands:
   fit RECIPE [flags]        train, evaluate and write a run directory
+  ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]
                             classify texts or images with the trained model of a run directory
@@ -39,7 +40,7 @@ options:
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 """What a collective says when another rank is gone."""
 
-COMMANDS = {"fit": "RECIPE", "evaluate": "RUN_DIR", "predict": "RUN_DIR"}
+COMMANDS = {"fit": "RECIPE", "ladder": "RECIPE", "evaluate": "RUN_DIR", "predict": "RUN_DIR"}
 PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
 
 
@@ -137,14 +138,14 @@ def _command(name: str, argv: list[str]) -> None:
     from trainer.flags import scan
     from trainer.locate import load_recipe
 
-    lists = PREDICT_FLAGS if name == "predict" else {}
-    positionals, flags = scan(argv, several=lists)
+    lists = _own_flags(name)
+    positionals, flags = scan(argv, several=PREDICT_FLAGS if name == "predict" else ())
     if not positionals and ("help", None) in flags:
         _print_usage()
         return
     reference = _one_positional(name, positionals)
     run_dir = Path(reference)
-    recipe, source = load_recipe(reference if name == "fit" else str(_recipe_of(run_dir)))
+    recipe, source = load_recipe(reference if COMMANDS[name] == "RECIPE" else str(_recipe_of(run_dir)))
     resolved = _resolve(recipe, source, flags, usage=f"trainer {name} {reference} [flags]", lists=lists)
     if resolved is None:
         return
@@ -152,12 +153,25 @@ def _command(name: str, argv: list[str]) -> None:
         from trainer.fit import fit
 
         fit(resolved, source=source)
+    elif name == "ladder":
+        from trainer.ladder import ladder
+
+        ladder(resolved, reference, flags)
     elif name == "evaluate":
         from trainer.fit import evaluate
 
         evaluate(resolved, run_dir)
     else:
         _predict(resolved, run_dir, flags)
+
+
+def _own_flags(name: str) -> Mapping[str, str]:
+    """The flags of a command besides those of the recipe, with their help."""
+    if name == "ladder":
+        from trainer.ladder import FLAGS
+
+        return FLAGS
+    return PREDICT_FLAGS if name == "predict" else {}
 
 
 def _predict(recipe: Recipe, run_dir: Path, flags: Flags) -> None:
@@ -199,7 +213,7 @@ def _one_positional(command: str, positionals: list[str]) -> str:
     if not positionals:
         from trainer.locate import packaged_recipes
 
-        known = f" (packaged recipes: {', '.join(packaged_recipes())})" if command == "fit" else ""
+        known = f" (packaged recipes: {', '.join(packaged_recipes())})" if what == "RECIPE" else ""
         raise RecipeError(f"{command} needs a {what}{known}: see trainer --help")
     if len(positionals) > 1:
         raise RecipeError(f"unexpected {positionals[1]!r}: {command} takes one {what}, then flags")

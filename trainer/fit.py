@@ -114,6 +114,8 @@ def _train(
     recipe, fabric = session.recipe, session.fabric
     split = "val" if recipe.data.val is not None else "test"
     evaluate_split, evaluate_test = evaluation(session, stepper, split), evaluation(session, stepper, "test")
+    if not recipe.run.evaluate:
+        evaluate_split = evaluate_test = None
     stopwatch = Stopwatch()
     logging = LoggingListener(loggers, stopwatch, split)
     events = Events([stopwatch, ProgressListener(progress, stopwatch, session.monitor, split), logging])

@@ -167,6 +167,7 @@ class Run:
             at its start to find the loss scale.
         snapshot: record every allocation on the GPU and write memory_snapshot.pickle to the run directory at the end,
             also on out of memory; to be dropped on pytorch.org/memory_viz.
+        evaluate: evaluate after every epoch and at the end; false trains only, to measure memory and speed.
     """
 
     _: KW_ONLY
@@ -177,6 +178,7 @@ class Run:
     progress: bool = True
     max_skipped_steps: int = 20
     snapshot: bool = False
+    evaluate: bool = True
 
     def __post_init__(self) -> None:
         require_choice("run.accelerator", self.accelerator, Accelerator)

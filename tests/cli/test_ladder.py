@@ -1,0 +1,247 @@
+"""``trainer ladder``: real runs of a small recipe, some of which refuse, run out of memory or are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+import trainer
+from trainer.cli import run
+from trainer.errors import RecipeError
+from trainer.ladder import FLAGS, baseline, choose, ladder, rungs_of
+from trainer.locate import load_recipe
+from trainer.report.bars import plot_ladder
+from trainer.trial import run_trial
+
+RECIPE = """
+import os, signal
+from dataclasses import dataclass
+
+import torch
+from trainer import Memory, Optim, Recipe
+from trainer.data import Digits
+from trainer.models import MLP
+
+
+@dataclass
+class Fragile(MLP):
+    killed_at: int = 0
+
+    def losses(self, module, batch):
+        if len(batch["labels"]) == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if len(batch["labels"]) == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().losses(module, batch)
+
+
+recipe = Recipe(
+    model=Fragile([16], dropout=0.5), data=Digits(),
+    optim=Optim("adamw", schedule="cosine", warmup_steps=50, clip_norm=1.0),
+    batch_size=32, memory=Memory(micro_batch_size=4, activation_offload=True),
+)
+"""
+CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
+GPU = {"accelerator": "cuda", "devices": 1, "device": "GPU", "device_memory_gb": 80.0}
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "fragile.py"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def climbed(recipe_file, tmp_path_factory):
+    """A ladder with rungs that work, one that is refused, one that runs out of memory and one that is killed."""
+    out = tmp_path_factory.mktemp("out") / "ladder"
+    names = "bf16-mixed,micro-batch-8,micro-batch-2,optimizer-in-backward,ddp-2-ranks"
+    flags = ["--steps", "3", "--rungs", names, "--out", str(out), "--model.killed_at", "2", "--run.accelerator=cpu"]
+    process = subprocess.run(
+        [sys.executable, "-m", "trainer", "ladder", str(recipe_file), *flags],
+        env={**os.environ, "PYTHONPATH": str(Path(trainer.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return out, process
+
+
+def rows_of(out):
+    return {row["name"]: row for row in json.loads((out / "ladder.json").read_text())["rungs"]}
+
+
+def test_a_rung_that_cannot_be_taken_is_a_row_in_its_own_words(climbed):
+    rows = rows_of(climbed[0])
+    assert [*rows] == [
+        "baseline",
+        "micro-batch-8",
+        "micro-batch-2",
+        "bf16-mixed",
+        "optimizer-in-backward",
+        "ddp-2-ranks",
+    ]
+    status = {name: row["status"] for name, row in rows.items()}
+    assert status["micro-batch-8"] == "out of memory"
+    assert "out of memory" in rows["micro-batch-8"]["reason"]
+    assert "2.00 GiB" in rows["micro-batch-8"]["reason"]
+    assert status["micro-batch-2"] == "killed"
+    assert rows["micro-batch-2"]["reason"] == "ended by SIGKILL: did host memory run out?"
+    assert status["optimizer-in-backward"] == "refused"
+    assert rows["optimizer-in-backward"]["reason"].endswith("leave optim.clip_norm at null")
+    assert {name for name, text in status.items() if text == "finished"} == {"baseline", "bf16-mixed", "ddp-2-ranks"}
+
+
+def test_rungs_that_finish_are_measured_and_compared(climbed):
+    rows = rows_of(climbed[0])
+    base = rows["baseline"]
+    assert base["plan"].startswith("batch 32 = 1 rank × 1 micro-batch of 32, single, 32-true")
+    assert rows["ddp-2-ranks"]["plan"].startswith("batch 32 = 2 ranks × 1 micro-batch of 16, ddp, 32-true")
+    for row in (base, rows["ddp-2-ranks"], rows["bf16-mixed"]):
+        assert row["steps"] == len(row["losses"]) == 3
+        assert row["samples_per_second"] > 0
+        assert row["peak_gb"] is not None
+        assert row["memory"]["host_peak_gb"] > 0.1
+    assert base["losses"][0] != base["losses"][2]  # no warm-up: the weights move from the first step on
+    assert base["loss_difference"] is None
+    assert rows["ddp-2-ranks"]["loss_difference"] < 1e-5  # no dropout: another cut is the same run
+    assert 0 < rows["bf16-mixed"]["loss_difference"] < 0.05
+
+
+def test_the_files_say_what_was_measured_where_and_how(climbed):
+    out, process = climbed
+    content = json.loads((out / "ladder.json").read_text())
+    assert content["complete"] is True
+    assert content["settings"]["steps"] == 3
+    assert content["machine"]["accelerator"] == "cpu"
+    assert content["versions"]["torch"]
+    words = shlex.split(rows_of(out)["bf16-mixed"]["command"])
+    assert words[1:4] == ["-m", "trainer", "fit"]
+    assert {"--memory.precision=bf16-mixed", "--model.killed_at=2", "--memory.micro_batch_size=32"} <= set(words)
+    assert "--memory.activation_offload=false" in words  # the baseline takes the recipe's own techniques back
+    assert matplotlib.image.imread(out / "ladder.png").shape[1] == 1200
+    assert not list(out.glob("*/model"))
+    table = [line for line in process.stdout.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 6
+    assert len({len(line.split("|")[1]) for line in table}) == 1
+    assert "refused: memory.optimizer_in_backward" in process.stdout
+    assert "rung 3/6: micro-batch-2" in process.stderr
+
+
+def test_an_interrupted_ladder_keeps_its_rows_and_leaves_no_process(recipe_file, tmp_path):
+    out = tmp_path / "ladder"
+    command = [sys.executable, "-m", "trainer", "ladder", str(recipe_file), "--out", str(out), "--steps", "2"]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(Path(trainer.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(out.glob("02-*.log")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    content = json.loads((out / "ladder.json").read_text())
+    assert content["complete"] is False
+    assert [row["name"] for row in content["rungs"]] == ["baseline"]
+    assert (out / "ladder.png").is_file()
+    assert "stopped after 1 of" in text
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path):
+    trial = run_trial(["vit_digits", "--run.accelerator=cpu"], tmp_path / "run", seconds=0.5)
+    assert (trial.status, trial.reason) == ("too slow", "not finished after 0.5 s")
+    assert trial.losses == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([("steps", "0")], "--steps='0' must be an integer"),
+        ([("memory.precision", "bf16-mixed")], "--memory.precision is what the ladder varies"),
+        ([("run.dir", "x")], "use --out"),
+        ([("max_steps", "3")], "use --steps"),
+        ([("rungs", "fulcheckpointing")], "no rung 'fulcheckpointing' here; did you mean full-checkpointing?"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_before_any_run(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=message.replace("?", r"\?")):
+        ladder(load_recipe("vit_digits")[0], "vit_digits", flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_a_ladder_is_refused(tmp_path, capsys):
+    (tmp_path / "ladder.json").touch()
+    assert run(["ladder", "vit_digits", "--out", str(tmp_path)]) == 2
+    assert "already holds a ladder" in capsys.readouterr().err
+
+
+def test_help_lists_the_ladders_flags_and_the_recipes(capsys):
+    assert run(["ladder", "vit_digits", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"--{name} " in page for name in (*FLAGS, "optim.lr", "run.devices"))
+
+
+def test_rungs_are_those_that_make_sense_here():
+    recipe, _ = load_recipe("vit_digits")
+    names = [rung.name for rung in rungs_of(recipe, baseline(recipe), CPU)]
+    assert names[:4] == ["baseline", "micro-batch-16", "micro-batch-4", "micro-batch-1"]
+    assert {"ddp-2-ranks", "fsdp-2-ranks", "8-bit-state", "sgd"} <= set(names)
+    assert "16-mixed" not in names
+    assert names[-6:] == [
+        "+micro-batch-4",
+        "+bf16-mixed",
+        "+full-checkpointing",
+        "+activation-offload",
+        "+optimizer-offload",
+        "+parameter-offload",
+    ]
+    on_gpu = [rung.name for rung in rungs_of(recipe, baseline(recipe), GPU)]
+    assert "16-mixed" in on_gpu
+    assert not any("ranks" in name for name in on_gpu)
+    sgd, _ = load_recipe("mlp_fashion_mnist")
+    assert not {"sgd", "8-bit-state"} & {rung.name for rung in rungs_of(sgd, baseline(sgd), CPU)}
+
+
+def test_stacked_rungs_hold_all_techniques_before_them():
+    recipe, _ = load_recipe("vit_digits")
+    stacked = [rung.changes for rung in rungs_of(recipe, baseline(recipe), CPU) if rung.name.startswith("+")]
+    for before, after in zip(stacked, stacked[1:], strict=False):
+        assert set(before) <= set(after)
+    assert stacked[-1]["memory.cpu_offload"] == "parameters"
+
+
+def test_the_baseline_is_always_chosen():
+    recipe, _ = load_recipe("vit_digits")
+    rungs = rungs_of(recipe, baseline(recipe), CPU)
+    assert [rung.name for rung in choose(rungs, "bf16-mixed, micro-batch-4")] == [
+        "baseline",
+        "micro-batch-4",
+        "bf16-mixed",
+    ]
+
+
+def test_bars_are_drawn_also_of_rungs_without_figures(tmp_path):
+    rungs = [("baseline", [1.0, 2.0], "finished"), ("sgd (another optimizer)", [None, None], "refused")]
+    plot_ladder(
+        [*rungs, ("+bf16-mixed", [0.5, None], "out of memory")], ["allocated", "reserved"], "t", tmp_path / "l.png"
+    )
+    assert matplotlib.image.imread(tmp_path / "l.png").shape[1] == 1200
+    assert not list(tmp_path.glob(".*"))
