@@ -93,6 +93,7 @@ def summarise(
         status=status,
         steps=counters.step,
         skipped_steps=counters.skipped_steps,
+        recoveries=session.recoveries,
         world_size=plan.world_size,
         batch_size=plan.first_cut.batch_size,
         micro_batch_size=plan.first_cut.micro_batch_size,

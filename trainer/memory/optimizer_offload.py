@@ -110,7 +110,7 @@ class HostGradients(GradientSync):
         self.arrived: set[nn.Parameter] = set()
         for parameter in masters:
             parameter.register_post_accumulate_grad_hook(self._leave)
-        optimizer.register_step_post_hook(self._send_back)
+        optimizer.register_step_post_hook(lambda *_: self.send_back())
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:
@@ -144,13 +144,19 @@ class HostGradients(GradientSync):
             master.grad = self.homes[parameter] if is_reached else None
         self.arrived.clear()
 
+    def abandon(self) -> None:
+        if self.carrier is not None:
+            self.carrier.wait()
+        self.arrived.clear()
+
     def norm(self) -> Tensor:
         """On the host; from the shards of all ranks under FSDP."""
         norm = total_norm([master.grad for master in self.parameters if master.grad is not None], self.alike)
         return norm_over_ranks(norm, self.replicas) if self.sharded else norm
 
     @torch.no_grad()
-    def _send_back(self, *_: object) -> None:
+    def send_back(self) -> None:
+        """Give the device the master weights, in the type that it keeps them in."""
         for parameter, master in self.masters.items():
             target = local(parameter.detach())
             if self.carrier is None:
