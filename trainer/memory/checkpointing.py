@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -95,19 +95,13 @@ def _counting_once(forward: Callable[..., Any], layers: list[_BatchNorm]) -> Cal
         passes += 1
         if passes == 1:
             return forward(*args, **kwargs)
-        before = [(layer, layer.momentum, _count(layer)) for layer in layers]
+        before = [(layer, layer.momentum, layer.num_batches_tracked) for layer in layers]
         for layer in layers:
-            layer.momentum = 0.0
+            layer.momentum, layer.num_batches_tracked = 0.0, None
         try:  # the second pass ends early, by an exception, when backward has what it needs
             return forward(*args, **kwargs)
         finally:
             for layer, momentum, count in before:
-                layer.momentum = momentum
-                if count is not None:
-                    layer.num_batches_tracked = count
+                layer.momentum, layer.num_batches_tracked = momentum, count
 
     return counting
-
-
-def _count(layer: _BatchNorm) -> Tensor | None:
-    return None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone()
