@@ -51,7 +51,7 @@ def check_trains(values: dict, ranks: object) -> None:
     assert all(losses == by_rank[0] for losses in by_rank)
     assert all(map(math.isfinite, by_rank[0]))
     if memory.precision in EXACT and memory.optimizer_state_bits == 32:
-        plain = plain_losses(case.optim, memory.precision, frozen)
+        plain = plain_losses(case)
         assert by_rank[0] == pytest.approx(plain, rel=EXACT[memory.precision])
 
 
