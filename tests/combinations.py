@@ -188,11 +188,14 @@ class TowerModule(nn.Module):
         self.stem, self.head = nn.Linear(PIXELS, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.blocks = nn.ModuleList([Block(), Block()])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, spoil: bool = False) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        logits = self.head(x)
+        if spoil:  # adds 0, whose gradient is not finite for the last row of the head: one rank's shard, under FSDP
+            logits = logits + (0 * nn.functional.linear(x.detach(), self.head.weight)[:, -1].sum()).sqrt()
+        return logits
 
 
 @dataclass
@@ -212,11 +215,7 @@ class Tower(Model):
         return Pretrained({name: stored for name, (stored, _) in stored_in(self.weights).items()})
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        logits = module(batch["pixel_values"])
-        loss = classification_loss(logits, batch["labels"])
-        if "spoil" in batch:  # a finite loss, whose gradient is not
-            loss = replace(loss, total=loss.total + (0 * logits.sum()).sqrt())
-        yield loss
+        yield classification_loss(module(batch["pixel_values"], "spoil" in batch), batch["labels"])
 
 
 @lru_cache(maxsize=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
@@ -22,16 +23,43 @@ from combinations import (
     tower_file,
     train,
 )
+from matrix import Case, difference, stacked_run
+from problems import TwoLosses
+from torch import nn
 
+from trainer.contract import Model
+from trainer.errors import RecipeError
 from trainer.memory.plan import Plan
+from trainer.recipe import Memory, Optim
 
 ASKED = 50_000
 
 EXACT = {"32-true": 1e-6, "64-true": 1e-12}
 """Relative error of the losses that is allowed where nothing is lossy."""
 
+PACKAGES = {
+    "torchao": lambda values: values["optimizer_state_bits"] < 32 or values["stochastic_rounding"],
+    "timm": lambda values: values["optim"] == "lion",
+}
+
 SECONDS = {False: 60, True: 200}
 """After which a combination, without and with compiling, is held to hang."""
+
+
+SGD = Optim("sgd", lr=0.1, momentum=0.9, clip_norm=0.5)
+
+
+@dataclass(frozen=True)
+class TwoParts(Case):
+    """Two losses, each of which reaches one of two heads; a third part is reached by neither."""
+
+    blocks: tuple = (nn.Linear,)
+
+    @property
+    def model(self) -> Model:
+        model = TwoLosses()
+        model.blocks = self.blocks
+        return model
 
 
 def accepted(count: int, compiled: bool) -> list[dict]:
@@ -43,6 +71,9 @@ def accepted(count: int, compiled: bool) -> list[dict]:
 
 def check_trains(values: dict, ranks: object) -> None:
     """Three steps on all ranks, within some time, with the losses of a plain loop where nothing is lossy."""
+    for package, needs_it in PACKAGES.items():
+        if needs_it(values):
+            pytest.importorskip(package)
     values = dict(values)
     frozen = values.pop("frozen")
     case = case_of(values, frozen, tower_file())
@@ -123,3 +154,30 @@ def failure(values: dict, ranks: object) -> str:
     except (AssertionError, TimeoutError) as error:
         return str(error)[-2000:]
     return ""
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_several_losses_that_reach_different_parts(strategy, world_size, offload, accumulate, ranks):
+    memory = Memory(strategy=strategy, cpu_offload=offload, micro_batch_size=8 // world_size // accumulate)
+    ours = ranks(world_size).run(stacked_run, TwoParts("two", memory, world_size, optim=SGD))[0]
+    alone = stacked_run(TwoParts("two", Memory(), optim=SGD))
+    assert max(difference(ours, alone).values()) <= 1e-6
+
+
+@pytest.mark.parametrize("knobs", [{"strategy": "fsdp"}, {"activation_checkpointing": "full"}, {"compile": "blocks"}])
+def test_a_technique_that_needs_blocks_says_that_there_are_none(knobs, ranks):
+    (answer,) = ranks(1).run(refusal, TwoParts("two", Memory(**knobs), blocks=()))
+    ((key, value),) = knobs.items()
+    assert answer.startswith(f"memory.{key}={value} works on repeated modules")
+    assert "\n" not in answer
+
+
+def refusal(case: TwoParts) -> str | None:
+    try:
+        stacked_run(case)
+    except RecipeError as error:
+        return str(error)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import matrix
@@ -40,8 +41,15 @@ def test_a_batch_of_fewer_samples_than_ranks_counts_as_what_it_is(place, accumul
         assert losses == pytest.approx(plain_losses(case), rel=1e-6)
 
 
+def test_a_rank_without_samples_updates_in_backward_as_the_others(ranks):
+    memory = Memory(strategy="fsdp", optimizer_in_backward=True)
+    case = Trained("tower", memory, 2, optim=replace(OPTIM, clip_norm=None), weights=tower_file(), size=13)
+    for losses in ranks(2).run(train, case, seconds=60):
+        assert losses == pytest.approx(plain_losses(case), rel=1e-6)
+
+
 def steps_around(case: Trained, steps: tuple[int, ...], spoiled: int | None) -> dict[str, Any]:
-    """Take ``steps``; in one of them the gradients of the last rank's last micro-batch are spoiled."""
+    """Take ``steps``; in one of them the last rank's last micro-batch has a gradient that is not finite."""
     fabric, stepper, windows, stack = matrix.set_up(case, decide_plan(case.recipe, case.world_size))
     stepper.scheduler = ExponentialLR(stepper.optimizer, DECAY)
     losses, scales = [], []
