@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
@@ -138,9 +138,11 @@ def ask(values: Combination) -> Plan | str:
         return str(error)
 
 
-def covering(candidates: Iterable[Combination], strength: int) -> list[Combination]:
-    """Some of ``candidates`` in which all values of any ``strength`` knobs meet that meet in any candidate."""
-    left = [(values, meetings(values, strength)) for values in candidates]
+def covering(
+    candidates: Iterable[Combination], strength: int, knobs: Collection[str] = (*KNOBS, "frozen")
+) -> list[Combination]:
+    """Some of ``candidates`` in which all values of any ``strength`` of ``knobs`` meet that meet in any candidate."""
+    left = [(each, meetings({key: each[key] for key in knobs if key in each}, strength)) for each in candidates]
     chosen: list[Combination] = []
     seen: set[Any] = set()
     least = max((len(meet) for _, meet in left), default=0)
