@@ -110,4 +110,5 @@ def test_batchnorm_in_every_precision(knobs, precision, ranks):
     case = WithBatchNorm("bn", Memory(precision=precision, **knobs), 2)
     first, second = ranks(2).run(evaluated, case)
     exact = ranks(2).run(evaluated, replace(case, memory=Memory(**knobs)))[0]
-    assert first["loss"] == second["loss"] == pytest.approx(exact["loss"], rel=5e-2)
+    rounding = 0.1 if precision == "bf16-true" else 0.05  # of the weights and of the statistics, too
+    assert first["loss"] == second["loss"] == pytest.approx(exact["loss"], rel=rounding)
