@@ -145,6 +145,8 @@ class Stepper(Forward):
             self.precision.optimizer_step(self.optimizer)
             if self.scheduler is not None:
                 self.scheduler.step()
+        if self.batchnorm and self.world_size > 1:
+            self.batchnorm.share()
         self.steps_taken += 1
         for parameter in self.parameters:  # what optimizer.zero_grad does, without its bookkeeping
             parameter.grad = None

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from trainer.engine.sync import GradientSync, mean_over_ranks, norm_over_ranks, ranks_that_reached, total_norm
@@ -74,7 +75,8 @@ def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
     if precision not in HALF:
         return set()
     if precision in ("bf16-true", "16-true"):
-        return set(module.parameters())
+        statistics = [part for part in module.modules() if isinstance(part, _BatchNorm)]  # which are in fp32
+        return set(module.parameters()) - {p for part in statistics for p in part.parameters()}
     inside = [part for part in module.modules() if isinstance(part, CAST_BY_AUTOCAST)]
     used_by = {id(part) for part in inside}
     others = {p for part in module.modules() if id(part) not in used_by for p in part.parameters(recurse=False)}

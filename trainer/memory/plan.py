@@ -110,6 +110,8 @@ def _lossy(recipe: Recipe) -> list[str]:
     masters = memory.cpu_offload == "optimizer"
     if memory.precision in ("bf16-true", "16-true") and not masters:
         found.append(f"{memory.precision} weights" + (" rounded at random" if memory.stochastic_rounding else ""))
+    if memory.precision == "16-true" and masters:
+        found.append("16-true gradients without a loss scale")
     if memory.optimizer_state_bits < 32:
         found.append(f"{memory.optimizer_state_bits}-bit optimizer state")
     return [*found, *recipe.model.lossy]
