@@ -32,7 +32,9 @@ IN_FLIGHT = 2
 """Gradients on their way to the host at most; a third one waits for the first, so that the peak is always the same."""
 
 BUCKET = 2**23
-"""Elements that are reduced over the ranks at once: 32 MB in fp32."""
+"""Elements that are reduced over the ranks at once: 32 MB in fp32. The reduction takes place once a step, from the
+accumulators: for 47 million parameters on 2 gloo ranks 0.2 s, against 2.0 s for reducing each gradient of each of 4
+micro-steps. 8 MB and 128 MB took as long as 32 MB."""
 
 CAST_BY_AUTOCAST = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
