@@ -188,6 +188,7 @@ class Benchmark:
             "run.accelerator": self.accelerator,
             "run.devices": 1,
             "run.evaluate": "false",
+            "run.recover": "false",
             **(TINY[row.recipe] if self.tiny else {}),
             **row.settings,
         }

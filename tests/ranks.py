@@ -66,7 +66,9 @@ def _serve(connection: Any, rank: int, world_size: int, port: int) -> None:
         MASTER_PORT=str(port),
     )
     import torch
-    import torch.distributed.nn  # imported later, its functions would refer to the group for ever: see trainer.regroup
+
+    # As in a run: what torch imports when there is a group may refer to it for ever (see trainer.regroup).
+    import trainer.fit  # noqa: F401
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hungry import Hungry
+from memory_hog import Hungry
+from ranks import RankPool
 from safetensors.torch import load_file
 
 from trainer import Memory, Optim, Recipe, Run
@@ -46,6 +47,14 @@ def run(hunger: dict, memory: dict, folder: str | None = None, optim: Optim = OP
 def error(a: dict, b: dict) -> float:
     flat = [torch.cat([run["weights"][name].flatten() for name in b["weights"]]) for run in (a, b)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Processes of their own: whatever other tests have left there might refer to the process group."""
+    pool = RankPool(2)
+    yield lambda world_size: pool
+    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +127,15 @@ def test_weights_that_are_updated_in_backward_cannot_be_taken_back(tmp_path):
     memory = {"optimizer_in_backward": True, "micro_batch_size": 24}
     with pytest.raises(OutOfMemory):
         run({"most": 3, "after": 2}, memory, str(tmp_path), Optim("adamw", lr=1e-3))
+
+
+def test_a_run_that_must_not_recover_ends(tmp_path):
+    recipe = Recipe(
+        model=Hungry("custom", **SHAPE, most=3),
+        data=Digits(test_fraction=0.97),
+        batch_size=24,
+        memory=Memory(micro_batch_size=8),
+        run=Run(dir=str(tmp_path / "run"), progress=False, recover=False),
+    )
+    with pytest.raises(OutOfMemory, match=r"try next: --memory\.micro_batch_size 4"):
+        fit(recipe)

@@ -90,7 +90,8 @@ def ladder(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None
     out = _folder(own.get("out"), reference)
     report = Report(out, reference, machine, {"steps": steps, "flags": passed, "rungs": [rung.name for rung in rungs]})
     given = {name for name, _ in flags}
-    fixed = {"max_steps": steps, "epochs": max(recipe.epochs, steps), "run.evaluate": False, "run.logger": ["csv"]}
+    fixed = {"max_steps": steps, "epochs": max(recipe.epochs, steps), "run.logger": ["csv"]}
+    fixed |= {"run.evaluate": False, "run.recover": False}
     steady = {key: value for key, value in STEADY.items() if key not in given}
     before = settings_of(recipe)
     try:

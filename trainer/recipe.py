@@ -168,6 +168,7 @@ class Run:
         snapshot: record every allocation on the GPU and write memory_snapshot.pickle to the run directory at the end,
             also on out of memory; to be dropped on pytorch.org/memory_viz.
         evaluate: evaluate after every epoch and at the end; false trains only, to measure memory and speed.
+        recover: after an out of memory, take the step again in micro-batches of half the size; false ends the run.
     """
 
     _: KW_ONLY
@@ -179,6 +180,7 @@ class Run:
     max_skipped_steps: int = 20
     snapshot: bool = False
     evaluate: bool = True
+    recover: bool = True
 
     def __post_init__(self) -> None:
         require_choice("run.accelerator", self.accelerator, Accelerator)

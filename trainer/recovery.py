@@ -53,12 +53,13 @@ class Recovery:
     ) -> None:
         self.session, self.stack, self.stepper, self.windows = session, stack, stepper, windows
         self.build, self.schedule, self.say = build, schedule, say
+        self.wanted = session.recipe.run.recover
         several = session.fabric.world_size > 1
-        self.regrouping = Regrouping(session.fabric) if several else None
+        self.regrouping = Regrouping(session.fabric) if several and self.wanted else None
 
     def __call__(self, error: Exception) -> bool:
         """Whether the step can be taken again."""
-        if self.stepper.sync.applied:  # some weights are updated already
+        if not self.wanted or self.stepper.sync.applied:  # then some weights are updated already
             return False
         why = self._reason(error)
         if why is None:

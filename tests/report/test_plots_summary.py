@@ -200,6 +200,7 @@ def test_the_keys_are_those_that_others_read():
         "status",
         "steps",
         "skipped_steps",
+        "recoveries",
         "world_size",
         "batch_size",
         "micro_batch_size",
