@@ -35,7 +35,7 @@ print(json.dumps({
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|Cannot allocate memory|can't allocate memory|bad_alloc", re.I
 )
-RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """For runs on a CPU: glibc keeps freed tensors, and resident memory would show the largest of everything so far."""
 OTHER_RANK = "another rank ended"
 GRACE_SECONDS = 10.0
