@@ -70,6 +70,10 @@ class Case:
         """The training set."""
         return make_samples(Samples(self.name, self.size, self.batch_size, 1))
 
+    def prepared(self, module: nn.Module) -> nn.Module:
+        """What to do to a module that was built."""
+        return perturbed(module)
+
 
 def perturbed(module: nn.Module) -> nn.Module:
     """torchvision's head starts at zero, which would hide errors behind it."""
@@ -157,7 +161,7 @@ def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:
     )
     fabric.launch()
     recipe, samples = case.recipe, case.samples
-    module = perturbed(build_module(fabric, recipe.model, 0, plan))
+    module = case.prepared(build_module(fabric, recipe.model, 0, plan))
     stack = apply_stack(fabric, recipe.model, module, plan)
     optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
     stepper = Stepper(fabric, recipe.model, stack.wrapped, optimizer, sync=sync, clip_norm=recipe.optim.clip_norm)

@@ -31,15 +31,15 @@ class RankPool:
             self.connections.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS_PER_CALL) -> list[Any]:
         """Call the module-level ``function`` on every rank; return its results by rank, or raise the first error."""
         for connection in self.connections:
             connection.send((function, args))
         replies = []
         for rank, connection in enumerate(self.connections):
-            if not connection.poll(SECONDS_PER_CALL):
+            if not connection.poll(seconds):
                 self.close()
-                raise TimeoutError(f"rank {rank} did not answer within {SECONDS_PER_CALL} s")
+                raise TimeoutError(f"rank {rank} did not answer within {seconds} s")
             replies.append(connection.recv())
         for rank, (ok, value) in enumerate(replies):
             if not ok:
@@ -66,6 +66,7 @@ def _serve(connection: Any, rank: int, world_size: int, port: int) -> None:
         MASTER_PORT=str(port),
     )
     import torch
+    import torch.distributed.nn  # imported later, its functions would refer to the group for ever: see trainer.regroup
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")

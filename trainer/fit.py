@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import load_model
@@ -18,6 +20,7 @@ from trainer.engine.forward import Forward
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import lr_factor
 from trainer.engine.step import Stepper
+from trainer.engine.sync import GradientSync
 from trainer.engine.window import Windows
 from trainer.errors import require
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
@@ -27,6 +30,7 @@ from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, samp
 from trainer.memory.snapshot import recorded, snapshot_path
 from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
 from trainer.recipe import Recipe
+from trainer.recovery import Recovery
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
 from trainer.report.summary import Summary
@@ -67,7 +71,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         if recipe.run.snapshot:
             closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))
         progress = Progress(recipe.run.progress, session.fabric.global_rank)
-        stack, stepper = _build(session)
+        stack, stepper = _stepper(session, *_build(session))
         session.monitor.enter(None)
         windows = training_windows(session)
         _schedule(session, stepper, windows)
@@ -119,12 +123,16 @@ def _train(
     stopwatch = Stopwatch()
     logging = LoggingListener(loggers, stopwatch, split)
     events = Events([stopwatch, ProgressListener(progress, stopwatch, session.monitor, split), logging])
-    engine = Engine(stepper, windows, evaluate_split, events)
+    again = partial(_schedule, session, stepper, windows)
+    recovery = Recovery(session, stack, stepper, windows, _build, again, progress.message)
+    engine = Engine(stepper, windows, evaluate_split, events, recovery)
     result: EvaluationResult | None = None
     state: dict[str, Tensor] = {}
     status = "failed"
     all_ranks = False  # whether it is certain that every rank ends in this way
     try:
+        if recipe.memory.micro_batch_size == "auto" and not stepper.sync.applied:
+            engine.rehearse(recipe.epochs)
         engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
         result = engine.last_result
         if split == "val" and evaluate_test is not None:
@@ -139,6 +147,7 @@ def _train(
         status = "interrupted"
         raise
     finally:
+        recovery.close()
         progress.close()
         summary = summarise(session, status, engine.counters, stopwatch, result, all_ranks)
         if session.is_first:
@@ -203,15 +212,20 @@ def _probabilities(model: Model, module: nn.Module, batch: dict[str, Any], count
     return logits.softmax(-1)
 
 
-def _build(session: Session) -> tuple[Stack, Stepper]:
-    """The model with every memory technique of the plan, and what takes steps with it."""
+def _build(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
+    """The model with every memory technique of the plan, and what updates it."""
     recipe, fabric, plan = session.recipe, session.fabric, session.plan
     module = build_module(fabric, recipe.model, recipe.seed, plan)
     stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
-    optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+    return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+
+
+def _stepper(session: Session, stack: Stack, optimizer: Optimizer, sync: GradientSync) -> tuple[Stack, Stepper]:
+    """What takes steps. It alone holds the optimizer, so that a recovery can free it."""
+    recipe = session.recipe
     stepper = MonitoredStepper(
         session.monitor,
-        fabric,
+        session.fabric,
         recipe.model,
         stack.wrapped,
         optimizer,

@@ -19,6 +19,7 @@ from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share
 from trainer.errors import RecipeError, require
 from trainer.listeners import Stopwatch
+from trainer.memory.plan import plan_warnings
 from trainer.report.loggers import close_loggers, make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.plots import plot_curves, plot_memory
@@ -93,6 +94,7 @@ def summarise(
         status=status,
         steps=counters.step,
         skipped_steps=counters.skipped_steps,
+        recoveries=session.recoveries,
         world_size=plan.world_size,
         batch_size=plan.first_cut.batch_size,
         micro_batch_size=plan.first_cut.micro_batch_size,
@@ -152,6 +154,8 @@ def describe_run(session: Session, module: nn.Module, windows: Windows) -> list[
         f"plan: {session.plan.describe()} on {_device_name(session.fabric.device)}",
         f"{name}: {parameters:,} parameters{frozen}; {windows.size:,} samples, {steps:,} steps",
     ]
+    on_gpu = session.fabric.device.type == "cuda"
+    lines += [f"warning: {text}" for text in plan_warnings(session.recipe, on_gpu)]
     if session.recipe.memory.budget is not None:
         lines.append(f"memory.budget={session.recipe.memory.budget} is not used yet: there is no planner to keep it")
     if windows.lengths is not None:

@@ -40,11 +40,11 @@ class Session:
     plan: Plan
     fabric: Fabric
     monitor: Monitor = field(init=False)
+    recoveries: int = 0
 
     def __post_init__(self) -> None:
-        self.monitor = Monitor(
-            self.fabric.device
-        )  # from here on: everything is imported, nothing of the model is there
+        # From here on: everything is imported, nothing of the model is there.
+        self.monitor = Monitor(self.fabric.device)
 
     @property
     def is_first(self) -> bool:
@@ -127,13 +127,13 @@ def training_windows(session: Session) -> Windows:
         seed=recipe.seed,
         rank=fabric.global_rank,
         world_size=fabric.world_size,
-        reduce=_host_sum(fabric),
+        reduce=host_sum(fabric),
         lengths=getattr(train, "lengths", None),
         augmented=bool(getattr(train, "augmented", False)),
     )
 
 
-def _host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
+def host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
     """Sums floats over the ranks on the host: through gloo, so that no rank waits for its GPU."""
     if fabric.world_size == 1:
         return list

@@ -13,7 +13,7 @@ from trainer.cli import run
 from trainer.contract import Data
 from trainer.flags import RecipeParser, scan
 from trainer.memory.oom import describe_oom, is_out_of_memory, next_knobs, sample_lengths, shapes_of
-from trainer.memory.plan import decide_plan
+from trainer.memory.plan import decide_plan, plan_warnings
 from trainer.models import MLP
 from trainer.settings import change
 
@@ -256,7 +256,10 @@ def test_a_run_that_dies_of_it_ends_in_one_line_and_says_failed(hungry, tmp_path
         f"trainer: error: out of memory in {phase} on rank 0 (1152921504.61 GB more were wanted); "
     )
     assert "micro-batch of pixel_values " in lines[0]
-    assert "plan: batch 64 = 1 rank × 4 micro-batches of 16, single, 32-true; try next: --memory.micro" in lines[0]
+    if phase == "evaluation":  # which is not taken again: smaller micro-batches are left to the person
+        assert "4 micro-batches of 16, single, 32-true; try next: --memory.micro_batch_size 8" in lines[0]
+    else:  # micro-batches were halved until nothing was left to halve
+        assert "64 micro-batches of 1, single, 32-true; try next: --memory.precision bf16-mixed" in lines[0]
     content = json.loads((run_dir / "summary.json").read_text())
     assert (content["status"], content["steps"]) == ("failed", 6 if phase == "evaluation" else 1)
     assert content["memory"]["phases"]["forward"]["host_gb"] > 0
@@ -275,3 +278,14 @@ def test_a_model_that_cannot_be_built_gets_knobs_for_weights_only(hungry, tmp_pa
 def test_a_snapshot_on_the_cpu_is_refused_with_the_reason(hungry, tmp_path, capsys):
     assert run(["fit", str(hungry), "--run.snapshot", "true", "--run.accelerator", "cpu"]) == 2
     assert "run.snapshot=true records the history of torch's CUDA allocator" in capsys.readouterr().err
+
+
+def test_what_a_person_should_know_is_said_before_training():
+    half = recipe(memory=Memory(precision="bf16-true"))
+    assert "loses updates" in plan_warnings(half, on_gpu=True)[0]
+    for knob in ({"stochastic_rounding": True}, {"cpu_offload": "optimizer"}):
+        safe = Memory(precision="bf16-true", **knob)
+        assert plan_warnings(recipe(memory=safe), on_gpu=True) == []
+    offloaded = recipe(memory=Memory(cpu_offload="parameters"))
+    assert plan_warnings(offloaded, on_gpu=True) == []
+    assert "no memory saved" in plan_warnings(offloaded, on_gpu=False)[0]

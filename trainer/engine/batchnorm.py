@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -38,3 +39,9 @@ class BatchNormStatistics:
         for (layer, _), buffers in zip(self.layers, self.before, strict=True):
             for buffer, value in zip(layer.buffers(), buffers, strict=True):
                 buffer.copy_(value)
+
+    def share(self) -> None:
+        """Give every rank the first one's statistics, as DDP does before a forward: evaluation is the same on all."""
+        buffers = [buffer for layer, _ in self.layers for buffer in layer.buffers()]
+        for buffer in buffers:
+            torch.distributed.broadcast(buffer, 0)

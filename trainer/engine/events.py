@@ -15,6 +15,7 @@ class Counters:
 
     epoch: int = 0
     step: int = 0
+    step_in_epoch: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     evaluated_at: int = 0

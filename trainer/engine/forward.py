@@ -26,9 +26,13 @@ class Forward:
 
     def __init__(self, fabric: Fabric, model: Model, module: nn.Module) -> None:
         self.model, self.device, self.precision = model, fabric.device, fabric.strategy.precision
-        self.module: nn.Module = getattr(module, "_forward_module", module)
+        self.use(module)
         self.has_context = type(self.precision).forward_context is not Precision.forward_context
         self.to_device = fabric.to_device if self.device.type != "cpu" else _as_it_is
+
+    def use(self, module: nn.Module) -> None:
+        """Compute with ``module`` from now on."""
+        self.module: nn.Module = getattr(module, "_forward_module", module)
 
     def losses(self, batch: Any) -> Iterator[Loss]:
         """The model's losses, computed under the precision's context and handed out outside of it."""

@@ -11,6 +11,7 @@ import torch
 
 from trainer.engine.events import Counters, Events
 from trainer.engine.forward import Forward
+from trainer.engine.rehearsal import rehearse
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.sync import reshard
 from trainer.engine.window import MicroBatch, Window, Windows
@@ -67,6 +68,8 @@ class Engine:
         windows: this rank's share of the batches.
         evaluation: runs an evaluation and returns its result; ``None`` for none.
         events: who wants to know.
+        recover: called with an error that a step ended in; ``True`` says that it has been mended, and that the step can
+            be taken again from its start. ``None`` mends nothing.
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class Engine:
         windows: Windows,
         evaluation: Callable[[], Any] | None = None,
         events: Events | None = None,
+        recover: Callable[[Exception], bool] | None = None,
     ) -> None:
         self.stepper, self.windows, self.evaluation, self.events = stepper, windows, evaluation, events or Events()
+        self.recover = recover or (lambda error: False)
         self.counters = Counters()
         self.last_result: Any = None
 
@@ -92,22 +97,48 @@ class Engine:
         total = count_steps(self.windows, epochs, max_steps)
         self.stepper.module.train()
         self.events.on_fit_start(counters, total)
-        for epoch in range(epochs):
+        for epoch in range(counters.epoch, epochs):
             counters.epoch = epoch
-            for window in self.windows.epoch(epoch, last_step=total - counters.step):
-                self._step(window, max_skipped)
-                if eval_every and counters.step % eval_every == 0:
-                    self._evaluate()
+            while not self._rest_of_epoch(total, eval_every, max_skipped):
+                pass
             self._evaluate()
+            counters.step_in_epoch = 0
             if counters.step >= total:
                 break
         self.events.on_fit_end(counters)
         return counters
 
+    def rehearse(self, epochs: int) -> None:
+        """Try the largest micro-batch of ``epochs`` before training, so that memory does not run out hours later."""
+        try:
+            rehearse(self.stepper, self.windows.longest(epochs))
+        except Exception as error:
+            if not self.recover(error):
+                raise
+        else:
+            return
+        self.rehearse(epochs)  # with smaller micro-batches
+
+    def _rest_of_epoch(self, total: int, eval_every: int | None, max_skipped: int) -> bool:
+        """Train to the end of the epoch; ``False`` when a step failed, was mended, and is still to be taken."""
+        counters = self.counters
+        last = counters.step_in_epoch + total - counters.step
+        try:
+            for window in self.windows.epoch(counters.epoch, counters.step_in_epoch, last):
+                self._step(window, max_skipped)
+                if eval_every and counters.step % eval_every == 0:
+                    self._evaluate()
+        except Exception as error:
+            if not self.recover(error):
+                raise
+            return False
+        return True
+
     def _step(self, window: Window, max_skipped: int) -> None:
         result = self.stepper.step(window)
         counters = self.counters
         counters.step += 1
+        counters.step_in_epoch += 1
         counters.skipped_steps += result.skipped
         counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if result.skipped else 0
         self.events.on_step(counters, result)

@@ -64,18 +64,30 @@ class Stepper(Forward):
         correct_batchnorm: bool = True,
     ) -> None:
         super().__init__(fabric, model, module)
-        self.optimizer, self.scheduler, self.clip_norm = optimizer, scheduler, clip_norm
+        self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
         self.world_size = fabric.world_size
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.sync = sync or gradient_sync(self.module, model, self.parameters)
-        batchnorm = BatchNormStatistics(self.module, correct_batchnorm)
-        self.batchnorm = batchnorm if batchnorm.layers else None
         self.generator = _generator(self.device)
         self.check: LossCheck | None = LossCheck(model)
-        self.skipped_steps = 0
+        self.skipped_steps = self.steps_taken = 0
+        self.attach(module, optimizer, sync)
+
+    def attach(self, module: nn.Module, optimizer: Optimizer, sync: GradientSync | None = None) -> None:
+        """Train this module with this optimizer from now on; the arguments are those of the constructor."""
+        self.use(module)
+        self.optimizer = optimizer
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.sync = sync or gradient_sync(self.module, self.model, self.parameters)
+        batchnorm = BatchNormStatistics(self.module, self.correct_batchnorm)
+        self.batchnorm = batchnorm if batchnorm.layers else None
 
     def step(self, window: Window) -> StepResult:
         """One exact optimizer step on one batch: ``window`` is this rank's share of it."""
+        totals = self.accumulate(window)
+        norm = self.clip_gradients()
+        return self.update(norm, totals, window)
+
+    def accumulate(self, window: Window) -> LossTotals:
+        """Forward and backward, micro-batch by micro-batch; the gradients are then those of the whole batch."""
         totals = LossTotals(window, self.world_size)
         if self.batchnorm:
             self.batchnorm.remember()
@@ -90,8 +102,17 @@ class Stepper(Forward):
             self.check.end(len(window))
             self.check = None
         self.sync.after()
-        norm = self.clip_gradients()
-        return self.update(norm, totals, window)
+        return totals
+
+    def abandon(self) -> None:
+        """Leave a step wherever it is, as if it had not begun."""
+        for parameter in (*self.parameters, *self.module.parameters()):
+            parameter.grad = None
+        self.sync.abandon()
+        if self.batchnorm:
+            self.batchnorm.restore()
+        if not self.steps_taken:
+            self.check = LossCheck(self.model)
 
     def prepare(self, micro: MicroBatch, micro_steps: int) -> None:
         """Bring everything that a micro-step depends on into the state that it asks for."""
@@ -124,6 +145,9 @@ class Stepper(Forward):
             self.precision.optimizer_step(self.optimizer)
             if self.scheduler is not None:
                 self.scheduler.step()
+        if self.batchnorm and self.world_size > 1:
+            self.batchnorm.share()
+        self.steps_taken += 1
         for parameter in self.parameters:  # what optimizer.zero_grad does, without its bookkeeping
             parameter.grad = None
         return StepResult(sum(losses.values()), losses, grad_norm, lr, window.samples, skipped)

@@ -34,6 +34,9 @@ class GradientSync:
     def after(self) -> None:
         """Called after the last backward of a window."""
 
+    def abandon(self) -> None:
+        """Forget what a window has left behind so far."""
+
     def norm(self) -> Tensor:
         """The norm of the gradients of the whole batch: the same on all ranks. A scalar."""
         return total_norm([p.grad for p in self.parameters if p.grad is not None], self.alike)

@@ -32,6 +32,14 @@ class Cut:
     accumulate: int
     micro_batch_tokens: int | None = None
 
+    def halved(self, world_size: int) -> Cut | None:
+        """The same batches in micro-batches of half the size; ``None`` when they are of one sample already."""
+        if self.micro_batch_size == 1:
+            return None
+        size = -(-self.micro_batch_size // 2)
+        tokens = self.micro_batch_tokens and -(-self.micro_batch_tokens // 2)
+        return Cut(self.batch_size, size, -(-self.batch_size // (world_size * size)), tokens)
+
 
 def at_epoch(schedule: int | Mapping[int, int] | None, epoch: int) -> int | None:
     """The value of a schedule such as ``{0: 8, 4: 2}`` in ``epoch``: that of the last epoch named so far."""
@@ -211,7 +219,33 @@ class Windows:
     augmented: bool = False
 
     def __post_init__(self) -> None:
-        self.cut = lru_cache(self.cut_at)  # asked for in every step
+        self.cut = lru_cache(self._cut)  # asked for in every step
+        self.halvings = self.current_epoch = 0
+
+    def _cut(self, epoch: int) -> Cut:
+        """How the batches of ``epoch`` are cut, after as many halvings as they allow."""
+        cut = self.cut_at(epoch)
+        for _ in range(self.halvings):
+            cut = cut.halved(self.world_size) or cut
+        return cut
+
+    def halve(self) -> Cut:
+        """Cut batches into micro-batches of half the size from now on; return how those of this epoch are cut."""
+        self.halvings += 1
+        self.cut.cache_clear()
+        return self.cut(self.current_epoch)
+
+    def longest(self, epochs: int) -> Window:
+        """A window of the largest micro-batch that can occur: twice, if gradients of an earlier one are kept then."""
+        cut = max({self.cut(epoch) for epoch in range(epochs)}, key=lambda cut: cut.micro_batch_size)
+        lengths = self.lengths
+        order = sorted(range(self.size), key=lambda i: -lengths[i]) if lengths is not None else range(self.size)
+        indices = cut_batch(order[: cut.micro_batch_size], cut, 1, lengths)[0]
+        seeds = [0] * len(indices) if self.augmented else None
+        count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
+        batches = list(self.fetch(iter([Request(indices, seeds)] * count)))
+        micro_batches = [MicroBatch(batch, 0, number == count - 1, False) for number, batch in enumerate(batches)]
+        return Window(micro_batches, self._weights(micro_batches), len(indices) * count * self.world_size)
 
     def steps(self, epoch: int) -> int:
         """Steps in ``epoch``."""
@@ -225,6 +259,7 @@ class Windows:
 
     def epoch(self, epoch: int, first_step: int = 0, last_step: int | None = None) -> Iterator[Window]:
         """Yield the windows of steps ``first_step`` to ``last_step`` (excluded; default: all that there are)."""
+        self.current_epoch = epoch
         steps = range(first_step, min(self.steps(epoch), last_step if last_step is not None else self.steps(epoch)))
         batch_size = self.cut(epoch).batch_size
         plans, ahead = tee(self._own(epoch, step) for step in steps)  # workers fetch ahead of the steps

@@ -1,18 +1,21 @@
 """``memory.activation_checkpointing``: keep less of a block's forward, and compute it again in backward.
 
 ``torch.utils.checkpoint`` without reentrance. It puts the state of the random generators back before it computes a
-block again, so dropout draws the same masks. Only ``forward`` of a block is replaced: no parameter is renamed, and
-FSDP, whose hooks are around ``forward``, has the weights there for the second pass.
+block again, so dropout draws the same masks; running statistics of BatchNorm move in the first pass only. Only
+``forward`` of a block is replaced: no parameter is renamed, and FSDP, whose hooks are around ``forward``, has the
+weights there for the second pass.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
@@ -41,8 +44,11 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], wish: str | float) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if wish == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # torch 2.15; 2.11 has no choice
+            options["respect_saved_tensors_hooks"] = True  # what is kept may be offloaded, too
     for block in blocks if isinstance(wish, str) else evenly(blocks, wish):
-        block.forward = _checkpointed(block.forward, options)
+        layers = [layer for layer in block.modules() if isinstance(layer, _BatchNorm)]
+        block.forward = _checkpointed(block.forward, layers, options)
 
 
 def evenly(blocks: Sequence[nn.Module], fraction: float) -> list[nn.Module]:
@@ -69,10 +75,33 @@ def _dropout(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> flo
     return 0.0
 
 
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], layers: list[_BatchNorm], options: dict[str, Any]) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # evaluation keeps nothing anyway
             return forward(*args, **kwargs)
+        if layers and not torch.compiler.is_compiling():  # what is compiled has no side effect the second time
+            return checkpoint(_counting_once(forward, layers), *args, **options, **kwargs)
         return checkpoint(forward, *args, **options, **kwargs)
 
     return checkpointed
+
+
+def _counting_once(forward: Callable[..., Any], layers: list[_BatchNorm]) -> Callable[..., Any]:
+    """``forward``, of which only the first call moves the running statistics of ``layers``."""
+    passes = 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        if passes == 1:
+            return forward(*args, **kwargs)
+        before = [(layer, layer.momentum, layer.num_batches_tracked) for layer in layers]
+        for layer in layers:
+            layer.momentum, layer.num_batches_tracked = 0.0, None
+        try:  # the second pass ends early, by an exception, when backward has what it needs
+            return forward(*args, **kwargs)
+        finally:
+            for layer, momentum, count in before:
+                layer.momentum, layer.num_batches_tracked = momentum, count
+
+    return counting

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from trainer.engine.sync import GradientSync, mean_over_ranks, norm_over_ranks, ranks_that_reached, total_norm
@@ -31,7 +32,9 @@ IN_FLIGHT = 2
 """Gradients on their way to the host at most; a third one waits for the first, so that the peak is always the same."""
 
 BUCKET = 2**23
-"""Elements that are reduced over the ranks at once: 32 MB in fp32."""
+"""Elements that are reduced over the ranks at once: 32 MB in fp32. The reduction takes place once a step, from the
+accumulators: for 47 million parameters on 2 gloo ranks 0.2 s, against 2.0 s for reducing each gradient of each of 4
+micro-steps. 8 MB and 128 MB took as long as 32 MB."""
 
 CAST_BY_AUTOCAST = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
@@ -74,7 +77,8 @@ def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
     if precision not in HALF:
         return set()
     if precision in ("bf16-true", "16-true"):
-        return set(module.parameters())
+        statistics = [part for part in module.modules() if isinstance(part, _BatchNorm)]  # which are in fp32
+        return set(module.parameters()) - {p for part in statistics for p in part.parameters()}
     inside = [part for part in module.modules() if isinstance(part, CAST_BY_AUTOCAST)]
     used_by = {id(part) for part in inside}
     others = {p for part in module.modules() if id(part) not in used_by for p in part.parameters(recurse=False)}
@@ -110,7 +114,7 @@ class HostGradients(GradientSync):
         self.arrived: set[nn.Parameter] = set()
         for parameter in masters:
             parameter.register_post_accumulate_grad_hook(self._leave)
-        optimizer.register_step_post_hook(self._send_back)
+        optimizer.register_step_post_hook(lambda *_: self.send_back())
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:
@@ -144,13 +148,19 @@ class HostGradients(GradientSync):
             master.grad = self.homes[parameter] if is_reached else None
         self.arrived.clear()
 
+    def abandon(self) -> None:
+        if self.carrier is not None:
+            self.carrier.wait()
+        self.arrived.clear()
+
     def norm(self) -> Tensor:
         """On the host; from the shards of all ranks under FSDP."""
         norm = total_norm([master.grad for master in self.parameters if master.grad is not None], self.alike)
         return norm_over_ranks(norm, self.replicas) if self.sharded else norm
 
     @torch.no_grad()
-    def _send_back(self, *_: object) -> None:
+    def send_back(self) -> None:
+        """Give the device the master weights, in the type that it keeps them in."""
         for parameter, master in self.masters.items():
             target = local(parameter.detach())
             if self.carrier is None:

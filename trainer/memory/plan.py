@@ -110,9 +110,30 @@ def _lossy(recipe: Recipe) -> list[str]:
     masters = memory.cpu_offload == "optimizer"
     if memory.precision in ("bf16-true", "16-true") and not masters:
         found.append(f"{memory.precision} weights" + (" rounded at random" if memory.stochastic_rounding else ""))
+    if memory.precision == "16-true" and masters:
+        found.append("16-true gradients without a loss scale")
     if memory.optimizer_state_bits < 32:
         found.append(f"{memory.optimizer_state_bits}-bit optimizer state")
     return [*found, *recipe.model.lossy]
+
+
+def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
+    """What a person should know before training with such a plan; a line each."""
+    memory, optim = recipe.memory, recipe.optim
+    found = []
+    loses = memory.precision in ("bf16-true", "16-true") and memory.cpu_offload != "optimizer"
+    if loses and not memory.stochastic_rounding:
+        found.append(
+            f"memory.precision={memory.precision} loses updates that are smaller than the rounding of a weight: at lr "
+            f"1e-5 AdamW loses most of them, and lr is {optim.lr:g}; use memory.stochastic_rounding true, "
+            "memory.cpu_offload optimizer (fp32 master weights) or bf16-mixed"
+        )
+    if not on_gpu and (memory.cpu_offload != "none" or memory.activation_offload):
+        key = "activation_offload" if memory.cpu_offload == "none" else f"cpu_offload={memory.cpu_offload}"
+        found.append(
+            f"memory.{key} moves to host memory, and this run computes there: the result is right, no memory saved"
+        )
+    return found
 
 
 def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:

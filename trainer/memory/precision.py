@@ -13,6 +13,7 @@ from lightning.fabric.plugins.precision import (
 from lightning.fabric.plugins.precision import (
     Precision as FabricPrecision,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from trainer.recipe import Memory
 
@@ -39,7 +40,8 @@ def precision_plugin(memory: Memory, device_type: str) -> FabricPrecision:
     if precision == "32-true" or (sharded and precision == "bf16-mixed"):
         return FabricPrecision()
     if sharded and precision == "16-mixed":
-        return ScaledPrecision(precision, device_type, torch.amp.GradScaler(device_type))
+        # An overflow in one rank's shards must lower the loss scale of all.
+        return ScaledPrecision(precision, device_type, ShardedGradScaler(device_type))
     if shards_are_masters:
         return FabricPrecision()
     if precision == "64-true":

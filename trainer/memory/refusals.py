@@ -11,6 +11,8 @@ from trainer.recipe import Recipe
 from trainer.weights import PICKLED
 
 ADAM = ("adam", "adamw")
+DIVIDE_BY_SQUARES = (*ADAM, "adagrad", "rmsprop")
+"""Optimizers that divide by the root of squared gradients, plus an epsilon of at most 1e-8."""
 
 
 def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
@@ -27,6 +29,7 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
     _strategy(recipe, world_size)
     _offload(recipe)
     _state(recipe)
+    _half(recipe)
     if recipe.memory.init == "meta":
         _meta(recipe)
     if recipe.memory.optimizer_in_backward:
@@ -139,6 +142,16 @@ def _state(recipe: Recipe) -> None:
             f"memory.stochastic_rounding is done on the device, and memory.cpu_offload={memory.cpu_offload} updates "
             "in host memory: use one of the two",
         )
+
+
+def _half(recipe: Recipe) -> None:
+    memory, optim = recipe.memory, recipe.optim
+    require(
+        memory.precision != "16-true" or memory.cpu_offload == "optimizer" or optim.name not in DIVIDE_BY_SQUARES,
+        f"memory.precision=16-true cannot be used with optim.name={optim.name}, which divides by squared gradients "
+        "that fp16 rounds to 0 with its epsilon: use 16-mixed or bf16-true, memory.cpu_offload optimizer (fp32 "
+        "masters), or optim.name sgd",
+    )
 
 
 def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:

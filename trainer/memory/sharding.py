@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.memory.plan import Plan
 from trainer.recipe import Precision
@@ -88,6 +89,10 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: to
         "reshard_after_forward": memory.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if streamed else OffloadPolicy(),
     }
+    if memory.precision in HALF and any(p.dtype == torch.float32 for p in module.parameters()):
+        # BatchNorm takes inputs in half precision, but its weights must be of the type of its running statistics.
+        for layer in [part for part in module.modules() if isinstance(part, _BatchNorm)]:
+            fully_shard(layer, mp_policy=MixedPrecisionPolicy(), **options)
     for part in [*blocks, *_large_embeddings(module, blocks)]:
         fully_shard(part, mp_policy=policy, **options)
     # Only the root hands its results to a loss, which is computed in fp32.

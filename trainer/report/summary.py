@@ -22,6 +22,7 @@ class Summary:
         status: how the run ended, such as finished or failed.
         steps: steps taken: batches used up.
         skipped_steps: those that moved no weight, because loss or gradient was not finite or nothing had weight.
+        recoveries: how often a step ran out of memory and was taken again in smaller micro-batches.
         world_size: ranks.
         batch_size: samples per step over all ranks.
         micro_batch_size: samples that go through forward and backward at once.
@@ -39,6 +40,7 @@ class Summary:
     status: str
     steps: int
     skipped_steps: int
+    recoveries: int = 0
     world_size: int
     batch_size: int
     micro_batch_size: int

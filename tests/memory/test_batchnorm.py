@@ -1,0 +1,114 @@
+"""BatchNorm's running statistics: the same on all ranks, and the same with every technique."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import matrix
+import pytest
+import torch
+from combinations import CLASSES, PIXELS, Trained
+from torch import Tensor, nn
+
+from trainer.contract import Loss, Model
+from trainer.memory.plan import decide_plan
+from trainer.models.common import classification_loss
+from trainer.recipe import Memory, Optim
+
+SGD = Optim("sgd", lr=0.01)  # Adam would move biases before BatchNorm, whose gradients are rounding noise
+OTHERS = [
+    {"strategy": "ddp", "cpu_offload": "optimizer"},
+    {"strategy": "fsdp"},
+    {"strategy": "fsdp", "cpu_offload": "optimizer"},
+    {"strategy": "fsdp", "cpu_offload": "parameters"},
+    {"strategy": "fsdp", "replicas": 2, "activation_checkpointing": "full"},
+    {"strategy": "ddp", "activation_checkpointing": "selective"},
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(PIXELS, PIXELS), nn.BatchNorm1d(PIXELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x)).relu()
+
+
+@dataclass
+class Normalised(Model):
+    """Two blocks with BatchNorm."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(PIXELS, CLASSES))
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        yield classification_loss(module(batch["pixel_values"]), batch["labels"])
+
+
+class Conditional(Normalised):
+    """Reduced after the last backward: DDP broadcasts no buffers then."""
+
+    conditional = True
+
+
+@dataclass(frozen=True)
+class WithBatchNorm(Trained):
+    kind: type[Model] = Normalised
+    optim: Optim = SGD
+
+    @property
+    def model(self) -> Model:
+        return self.kind()
+
+
+def evaluated(case: WithBatchNorm) -> dict[str, Any]:
+    """The running statistics after three steps, and the loss of an evaluation with them; called on every rank."""
+    _, stepper, windows, stack = matrix.set_up(case, decide_plan(case.recipe, case.world_size))
+    for epoch, step in matrix.steps_of(case):
+        (window,) = windows.epoch(epoch, step, step + 1)
+        assert not stepper.step(window).skipped or case.memory.precision == "16-mixed"  # which looks for its loss scale
+    statistics = {name: buffer.clone() for name, buffer in stack.module.named_buffers()}
+    stepper.module.eval()
+    with torch.no_grad():
+        (loss,) = stepper.losses(matrix.collate(case.samples))
+    return {"statistics": statistics, "loss": float(loss.total)}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("knobs", OTHERS, ids=str)
+def test_all_ranks_evaluate_as_under_ddp(knobs, accumulate, ranks):
+    runs = [
+        ranks(2).run(evaluated, WithBatchNorm("bn", Memory(**memory), 2, accumulate=accumulate))
+        for memory in ({"strategy": "ddp"}, knobs)
+    ]
+    expected = runs[0][0]
+    for result in [*runs[0], *runs[1]]:
+        torch.testing.assert_close(result["statistics"], expected["statistics"], rtol=1e-5, atol=1e-6)
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_all_ranks_have_the_statistics_of_the_first_where_ddp_does_not_see_to_it(ranks):
+    first, second = ranks(2).run(evaluated, WithBatchNorm("bn", Memory(strategy="ddp"), 2, kind=Conditional))
+    assert first["loss"] == second["loss"]
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_a_checkpointed_block_counts_a_batch_once(checkpointing):
+    case = WithBatchNorm("bn", Memory())
+    plain = evaluated(case)
+    ours = evaluated(replace(case, memory=Memory(activation_checkpointing=checkpointing)))
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
+    assert plain["statistics"]["0.0.norm.num_batches_tracked"] == matrix.STEPS
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("knobs", [{"strategy": "ddp"}, *OTHERS], ids=str)
+def test_batchnorm_in_every_precision(knobs, precision, ranks):
+    case = WithBatchNorm("bn", Memory(precision=precision, **knobs), 2)
+    first, second = ranks(2).run(evaluated, case)
+    exact = ranks(2).run(evaluated, replace(case, memory=Memory(**knobs)))[0]
+    rounding = 0.1 if precision == "bf16-true" else 0.05  # of the weights and of the statistics, too
+    assert first["loss"] == second["loss"] == pytest.approx(exact["loss"], rel=rounding)

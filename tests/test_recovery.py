@@ -1,0 +1,120 @@
+"""A run that runs out of memory ends with the weights of one that does not."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hungry import Hungry
+from safetensors.torch import load_file
+
+from trainer import Memory, Optim, Recipe, Run
+from trainer.data import Digits
+from trainer.fit import fit
+from trainer.memory.oom import OutOfMemory
+
+SHAPE = {"patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32}
+OPTIM = Optim("adamw", lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=2, clip_norm=1.0)
+
+
+def run(hunger: dict, memory: dict, folder: str | None = None, optim: Optim = OPTIM) -> dict:
+    """Train five steps of 24 samples, over an epoch's end, in float64; what came out is read on the first rank."""
+    folder = Path(folder or tempfile.mkdtemp())
+    recipe = Recipe(
+        model=Hungry("custom", **SHAPE, **hunger),
+        data=Digits(test_fraction=0.97),  # 54 samples to train on
+        optim=optim,
+        batch_size=24,
+        epochs=2,
+        max_steps=5,
+        memory=Memory(**{"micro_batch_size": 8, "precision": "64-true"} | memory),
+        run=Run(dir=str(folder / "run"), progress=False, evaluate=False),
+    )
+    fit(recipe)
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return {}
+    with open(folder / "run" / "metrics.csv", newline="") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    return {"weights": load_file(folder / "run" / "model" / "model.safetensors"), "losses": losses, "summary": summary}
+
+
+def error(a: dict, b: dict) -> float:
+    flat = [torch.cat([run["weights"][name].flatten() for name in b["weights"]]) for run in (a, b)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict:
+    return run({}, {})
+
+
+def require_recovered(disturbed: dict, undisturbed: dict, micro_batch_size: int, recoveries: int) -> None:
+    assert error(disturbed, undisturbed) <= 1e-12
+    assert disturbed["losses"] == pytest.approx(undisturbed["losses"], rel=1e-12)  # five, each step once
+    assert disturbed["summary"]["micro_batch_size"] == micro_batch_size
+    assert disturbed["summary"]["recoveries"] == recoveries
+    assert disturbed["summary"]["steps"] == 5
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "memory",
+    [{}, {"cpu_offload": "optimizer"}, {"cpu_offload": "parameters"}, {"activation_checkpointing": "full"}],
+    ids=str,
+)
+def test_one_rank_takes_the_step_again_in_smaller_micro_batches(phase, memory, undisturbed):
+    disturbed = run({"phase": phase, "most": 3, "after": 4}, memory)
+    require_recovered(disturbed, undisturbed, 2, 2)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "fsdp"},
+        {"strategy": "ddp", "cpu_offload": "optimizer"},
+        {"strategy": "fsdp", "cpu_offload": "parameters"},
+    ],
+    ids=str,
+)
+def test_all_ranks_take_the_step_again_when_one_had_no_memory(phase, memory, undisturbed, ranks, tmp_path):
+    hunger = {"phase": phase, "rank": 1, "most": 3, "after": 4}
+    disturbed = ranks(2).run(run, hunger, memory, str(tmp_path))[0]
+    require_recovered(disturbed, undisturbed, 2, 2)
+
+
+@pytest.mark.parametrize("memory", [{}, {"strategy": "fsdp"}, {"cpu_offload": "optimizer"}], ids=str)
+def test_auto_finds_the_micro_batch_before_the_first_step_and_leaves_no_trace(memory, undisturbed, tmp_path):
+    auto = run({"most": 7}, memory | {"micro_batch_size": "auto"}, str(tmp_path))
+    require_recovered(auto, undisturbed, 6, 2)  # 24, 12, 6
+
+
+def test_auto_finds_it_on_all_ranks(undisturbed, ranks, tmp_path):
+    memory = {"strategy": "ddp", "micro_batch_size": "auto"}
+    auto = ranks(2).run(run, {"most": 7, "rank": 1, "phase": "backward"}, memory, str(tmp_path))[0]
+    require_recovered(auto, undisturbed, 6, 1)
+
+
+def test_auto_with_enough_memory_changes_nothing(undisturbed):
+    auto = run({}, {"micro_batch_size": "auto"})
+    whole = run({}, {"micro_batch_size": 24})
+    assert error(auto, whole) == 0
+    assert auto["losses"] == whole["losses"]
+
+
+def test_a_micro_batch_of_one_sample_cannot_be_cut(tmp_path):
+    with pytest.raises(OutOfMemory, match=r"out of memory in backward on rank 0.*try next: "):
+        run({"most": 0, "phase": "backward"}, {}, str(tmp_path))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+def test_weights_that_are_updated_in_backward_cannot_be_taken_back(tmp_path):
+    memory = {"optimizer_in_backward": True, "micro_batch_size": 24}
+    with pytest.raises(OutOfMemory):
+        run({"most": 3, "after": 2}, memory, str(tmp_path), Optim("adamw", lr=1e-3))

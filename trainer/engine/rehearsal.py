@@ -1,0 +1,42 @@
+"""A step that shows whether there is memory for it, and leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.optim import Optimizer
+
+from trainer.engine.step import Stepper
+from trainer.engine.window import Window
+
+
+def rehearse(stepper: Stepper, window: Window) -> None:
+    """Forward and backward of ``window``, with the optimizer's state in memory as in every step but the first."""
+    with _state_of(stepper.optimizer):
+        stepper.accumulate(window)
+    stepper.abandon()
+
+
+@contextmanager
+def _state_of(optimizer: Optimizer) -> Iterator[None]:
+    """Make the optimizer's state, if there is none yet, by a step of length 0; give it up in the end."""
+    if optimizer.state:
+        yield
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * 0  # of the type that it had: torchao's is a tensor
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        optimizer.state.clear()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

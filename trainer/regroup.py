@@ -1,0 +1,124 @@
+"""Leave a process group in which one rank could not go on, and meet again in a new one, in the same processes.
+
+A gloo group closes its connections when nothing refers to it any more, and has no other way to. Whatever keeps a
+reference (a wrapped module, a device mesh, the default arguments of ``torch.distributed.nn`` if that is first imported
+when the group is there) keeps the other ranks waiting; they are then ended with a message.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+SECONDS_TO_HEAR = 10.0
+"""How long a rank whose collective broke waits to hear that another one called for a new group."""
+
+SECONDS_BETWEEN_LOOKS = 0.5
+
+SECONDS_TO_LEAVE = 120.0
+"""How long a rank that was called may take to come out of its collective before it is ended."""
+
+
+class Regrouping:
+    """Calls all ranks out of whatever they do together.
+
+    A rank that fails inside a collective cannot finish it, and the others would wait for it until the process group's
+    timeout. It says so in the launcher's key-value store, which needs nobody's help, and closes its connections: over
+    gloo the others' collectives then end with an error at once. NCCL does not notice a peer that has gone: on GPUs a
+    thread that watches the store aborts this rank's part when it is called.
+
+    Args:
+        fabric: launched, on several ranks.
+    """
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric = fabric
+        self.store = distributed_c10d._get_default_store()
+        self.own_store = self.store.clone()  # a connection of its own, for the thread
+        self.meetings = 0
+        self.done = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def call(self, why: str) -> None:
+        """Tell all ranks to leave."""
+        self.own_store.set(self._key(), why)
+
+    def called(self) -> str | None:
+        """Why this rank is to leave; ``None`` when nobody says so within seconds, as when a rank has died."""
+        until = time.monotonic() + SECONDS_TO_HEAR
+        while time.monotonic() < until:
+            if self.own_store.check([self._key()]):
+                return self.own_store.get(self._key()).decode()
+            time.sleep(SECONDS_BETWEEN_LOOKS / 5)
+        return None
+
+    def meet(self) -> None:
+        """Leave the group and enter a new one, which begins when all ranks have come."""
+        rank, size = self.fabric.global_rank, self.fabric.world_size
+        strategy = self.fabric.strategy
+        self.meetings += 1
+        _forget_groups_of_meshes()
+        with suppress(Exception):  # it is broken: whatever it says of that
+            dist.destroy_process_group()
+        dist.init_process_group(
+            getattr(strategy, "process_group_backend", None),
+            store=dist.PrefixStore(f"meeting{self.meetings}", self.store),
+            rank=rank,
+            world_size=size,
+            timeout=getattr(strategy, "_timeout", None),
+            device_id=self.fabric.device if self.fabric.device.type == "cuda" else None,
+        )
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.done.set()
+
+    def _key(self) -> str:
+        return f"leave/{self.meetings}"
+
+    def _watch(self) -> None:
+        """Runs in a thread for as long as the process does."""
+        meeting = 0
+        while not self.done.wait(SECONDS_BETWEEN_LOOKS):
+            try:
+                called = meeting <= self.meetings and self.own_store.check([f"leave/{meeting}"])
+            except RuntimeError:  # the launcher, and its store, have ended before this process
+                return
+            if not called:
+                continue
+            if self.fabric.device.type == "cuda":
+                with suppress(Exception):
+                    distributed_c10d._abort_process_group()
+            self._require_leaving(meeting)
+            meeting += 1
+
+    def _require_leaving(self, meeting: int) -> None:
+        """End the process, should it wait in a broken collective for ever: no run may hang."""
+        until = time.monotonic() + SECONDS_TO_LEAVE
+        while self.meetings <= meeting:
+            if time.monotonic() > until:
+                rank = self.fabric.global_rank
+                print(
+                    f"trainer: error: rank {rank} could not leave a collective that another rank has left "
+                    f"({self.own_store.get(f'leave/{meeting}').decode()}): start the run again with a smaller "
+                    "memory.micro_batch_size",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _forget_groups_of_meshes() -> None:
+    """Device meshes live on in the caches of DTensor, and with them the old group and its connections."""
+    for mesh in [one for one in gc.get_objects() if type(one) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()
