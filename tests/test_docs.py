@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import subprocess
@@ -13,7 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
+from trainer.data import ImageFolder, TextFiles
+from trainer.locate import load_recipe
 from trainer.memory.initialize import build_on_meta, materialise
+from trainer.recipe import Memory
+from trainer.settings import settings_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,9 +69,40 @@ def test_the_loop_of_ones_own_runs_as_written():
     assert not torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
-)
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+NAMED = r"(?:--|`|\b(?=memory\.|optim\.|run\.))((?:memory|optim|run|model|data)\.[a-z_]+(?:\.[a-z_]+)?)"
+RECIPES = ("vit_digits", "mlp_fashion_mnist", "distilbert_imdb", "bigbird_imdb")
+
+
+def test_every_setting_that_a_page_names_exists():
+    known = {key for name in RECIPES for key in settings_of(load_recipe(name)[0])}
+    known |= {f"data.{field.name}" for kind in (ImageFolder, TextFiles) for field in dataclasses.fields(kind)}
+    known |= {key.rsplit(".", 1)[0] for key in known}
+    files = {"memory.png", "model.safetensors", "model.safetensors.index", "model.parameters"}  # and what code calls so
+    own_models = {"data.size"}  # of the network in docs/your-own-model.md
+    named = {(page, key) for page in [*PAGES, "CHANGELOG.md", "benchmarks/README.md"] for key in found_in(page)}
+    assert len({key for _, key in named}) > 40
+    assert {(page, key) for page, key in named if key not in known | files | own_models} == set()
+
+
+def found_in(page):
+    return re.findall(NAMED, (ROOT / page).read_text())
+
+
+def test_every_memory_setting_is_on_the_page_of_techniques():
+    ours = {f"memory.{name}" for name in vars(Memory()) if name != "budget"}
+    assert ours - set(found_in("docs/techniques.md")) == set()
+
+
+def test_links_within_the_page_of_techniques_lead_to_its_headings():
+    text = (ROOT / "docs/techniques.md").read_text()
+    headings = {
+        re.sub(r"[^a-z0-9 -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^## (.*)", text, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) - headings == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target

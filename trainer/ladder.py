@@ -18,7 +18,7 @@ from trainer.errors import RecipeError, require
 from trainer.recipe import Memory, Recipe
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean, settings_of
-from trainer.trial import Trial, probe_machine, run_trial
+from trainer.trial import RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
 
 FLAGS = {
     "steps": "steps that every rung takes (default: 5)",
@@ -32,6 +32,8 @@ VARIED = {f"memory.{name}": value for name, value in vars(Memory()).items() if n
 STEADY = {"model.dropout": 0.0, "model.attention_dropout": 0.0, "optim.schedule": "constant", "optim.warmup_steps": 0}
 """Set unless asked for otherwise: another cut draws another dropout, and a first step of hardly any learning rate would
 make any technique look lossless."""
+ON_HOST = "nothing to gain: the host is the device"
+"""What to say of techniques that move memory from the device to the host, where there is no GPU."""
 OWN = {"run.dir": "--out", "max_steps": "--steps"}
 
 
@@ -42,7 +44,7 @@ class Rung:
     Args:
         name: for ``--rungs``; those that stack upon the ones before start with a plus.
         changes: settings that differ from the baseline's.
-        note: what makes it more than another way to compute the same: lossy, or another optimizer.
+        note: what to know when reading its figures: that it is lossy, or another optimizer, or has nothing to gain.
     """
 
     name: str
@@ -88,7 +90,7 @@ def ladder(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None
     base = baseline(recipe)
     rungs = choose(rungs_of(recipe, base, machine), own.get("rungs"))
     out = _folder(own.get("out"), reference)
-    report = Report(out, reference, machine, {"steps": steps, "flags": passed, "rungs": [rung.name for rung in rungs]})
+    report = Report(out, reference, machine, {"steps": steps, "flags": passed}, rungs)
     given = {name for name, _ in flags}
     fixed = {"max_steps": steps, "epochs": max(recipe.epochs, steps), "run.logger": ["csv"]}
     fixed |= {"run.evaluate": False, "run.recover": False}
@@ -99,7 +101,8 @@ def ladder(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None
             report.announce(number, len(rungs), rung)
             wanted = {**fixed, **steady, **base, **rung.changes}
             arguments = [reference, *passed, *_as_flags(wanted, {key: s.value for key, s in before.items()})]
-            trial = run_trial(arguments, out / f"{number:02d}-{rung.name.lstrip('+')}", seconds=60 * minutes)
+            run_dir = out / f"{number:02d}-{rung.name.lstrip('+')}"
+            trial = run_trial(arguments, run_dir, seconds=60 * minutes, environment=report.environment)
             report.add(rung, trial)
         report.complete = True
     finally:
@@ -123,16 +126,16 @@ def rungs_of(recipe: Recipe, base: Mapping[str, Any], machine: Mapping[str, Any]
     """The rungs that make sense for this recipe on this machine: the baseline, one by one, then stacked."""
     share, ranks, cuda = base["memory.micro_batch_size"], base["run.devices"], machine["accelerator"] == "cuda"
     sizes = [size for power in range(1, 6) if (size := -(-share // 4**power)) < -(-share // 4 ** (power - 1))]
-    adam = recipe.optim.name in ("adam", "adamw")
+    adam, on_host = recipe.optim.name in ("adam", "adamw"), "" if cuda else ON_HOST
     found = [Rung("baseline"), *(Rung(f"micro-batch-{size}", {"memory.micro_batch_size": size}) for size in sizes)]
     found += [_rung("bf16-mixed", precision="bf16-mixed")]
     found += [_rung("16-mixed", precision="16-mixed")] if cuda else []
     found += [
         _rung("selective-checkpointing", activation_checkpointing="selective"),
         _rung("full-checkpointing", activation_checkpointing="full"),
-        _rung("activation-offload", activation_offload=True),
-        _rung("optimizer-offload", cpu_offload="optimizer"),
-        _rung("parameter-offload", cpu_offload="parameters"),
+        _rung("activation-offload", on_host, activation_offload=True),
+        _rung("optimizer-offload", on_host, cpu_offload="optimizer"),
+        _rung("parameter-offload", on_host, cpu_offload="parameters"),
         _rung("optimizer-in-backward", optimizer_in_backward=True),
     ]
     found += [_rung("8-bit-state", note="lossy", optimizer_state_bits=8)] if adam else []
@@ -140,7 +143,7 @@ def rungs_of(recipe: Recipe, base: Mapping[str, Any], machine: Mapping[str, Any]
         found.append(Rung("sgd", {"optim.name": "sgd"}, note="another optimizer"))
     found.append(_rung("bf16-true", note="lossy", precision="bf16-true"))
     found += _several_ranks(base, ranks, not cuda or machine["devices"] > 1)
-    return found + _stacked(max(1, share // 16), share)
+    return found + _stacked(max(1, share // 16), share, on_host)
 
 
 def _several_ranks(base: Mapping[str, Any], ranks: int, possible: bool) -> list[Rung]:
@@ -153,7 +156,7 @@ def _several_ranks(base: Mapping[str, Any], ranks: int, possible: bool) -> list[
     return [Rung(f"{name}-{several}-ranks", {**changes, "memory.strategy": name}) for name in names]
 
 
-def _stacked(micro_batch_size: int, share: int) -> list[Rung]:
+def _stacked(micro_batch_size: int, share: int, on_host: str) -> list[Rung]:
     """Each technique on top of all before it; streaming parameters takes the place of offloading the optimizer."""
     steps: list[tuple[str, str, Any]] = [
         ("+bf16-mixed", "precision", "bf16-mixed"),
@@ -168,7 +171,7 @@ def _stacked(micro_batch_size: int, share: int) -> list[Rung]:
     found = []
     for name, key, value in steps:
         changes = {**changes, f"memory.{key}": value}
-        found.append(Rung(name, changes))
+        found.append(Rung(name, changes, on_host if key.endswith("offload") else ""))
     return found
 
 
@@ -196,16 +199,30 @@ class Report:
         reference: names the recipe.
         machine: as :func:`trainer.trial.probe_machine` found it.
         settings: what was asked for.
+        rungs: those to be measured.
     """
 
-    def __init__(self, out: Path, reference: str, machine: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        self.out, self.machine, self.settings, self.reference = out, machine, settings, reference
+    def __init__(
+        self,
+        out: Path,
+        reference: str,
+        machine: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        rungs: Sequence[Rung],
+    ) -> None:
+        self.out, self.machine, self.reference = out, machine, reference
+        self.environment = {
+            **({} if machine["accelerator"] == "cuda" else RETURN_FREED_MEMORY),
+            **{key: os.environ[key] for key in (*RETURN_FREED_MEMORY, "OMP_NUM_THREADS") if key in os.environ},
+        }
+        """Variables that figures depend on; those that the person has set win."""
+        self.settings = {**settings, "rungs": [rung.name for rung in rungs]}
         self.cuda = machine["accelerator"] == "cuda"
         self.rows: list[Row] = []
         self.complete = False
         self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._versions = versions()
-        self._width = max(len(name) for name in settings["rungs"]) + len(" (another optimizer)")
+        self._width = max(len(self._label(rung)) for rung in rungs)
 
     def announce(self, number: int, total: int, rung: Rung) -> None:
         """Say which rung is being measured; on a terminal its row then takes the line's place."""
@@ -241,8 +258,9 @@ class Report:
             "recipe": self.reference,
             "date": self._date,
             "complete": self.complete,
-            "settings": dict(self.settings),
+            "settings": self.settings,
             "machine": {**self.machine, "cores": _cores(), "system": f"{platform.system()} {platform.machine()}"},
+            "environment": self.environment,
             "versions": self._versions,
             "rungs": [row.to_json() for row in self.rows],
         }
@@ -253,13 +271,26 @@ class Report:
             return trial.memory.get("allocated_gb"), trial.memory.get("reserved_gb")
         return (trial.host_gb,)
 
+    def _share(self, trial: Trial) -> float | None:
+        """Of the baseline's memory; of its allocated memory on a GPU."""
+        own, first = self._memory(trial)[0], self._memory(self.rows[0].trial)[0]
+        return own / first if own is not None and first else None
+
     def _label(self, rung: Rung) -> str:
         return f"{rung.name} ({rung.note})" if rung.note else rung.name
 
     def _print_header(self) -> None:
         idle = "over idle" if self.rows[0].trial.memory.get("host_idle_gb") is not None else "in all"
         memory = ["GB allocated", "GB reserved"] if self.cuda else [f"GB {idle}"]
-        header = ["rung", *memory, "samples/s", f"loss, step {self.settings['steps']}", "difference", "status"]
+        header = [
+            "rung",
+            *memory,
+            "of baseline",
+            "samples/s",
+            f"loss, step {self.settings['steps']}",
+            "difference",
+            "status",
+        ]
         print(self._line(header))
         print(self._line(["-" * self._width, *("-" * 11 + ":" for _ in header[1:-1]), "------"]))
 
@@ -268,6 +299,7 @@ class Report:
         return [
             self._label(row.rung),
             *(_figure(value, ".3f") for value in self._memory(trial)),
+            _figure(self._share(trial), ".0%"),
             _figure(trial.samples_per_second, ",.1f"),
             _figure(trial.losses[-1] if trial.losses else None, ".5f"),
             _figure(row.difference, ".1e"),

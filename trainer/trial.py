@@ -19,8 +19,7 @@ from typing import Any
 
 import trainer
 
-# No torch here: on Linux the peak that getrusage tells a process begins with what its parent held when it started it,
-# and a parent that has opened the GPU holds some of its memory.
+# No torch here: a parent that has opened the GPU holds some of its memory.
 
 PROBE = """
 import json, torch
@@ -36,6 +35,8 @@ print(json.dumps({
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|Cannot allocate memory|can't allocate memory|bad_alloc", re.I
 )
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""For runs on a CPU: glibc keeps freed tensors, and resident memory would show the largest of everything so far."""
 OTHER_RANK = "another rank ended"
 GRACE_SECONDS = 10.0
 """How long an interrupted run may take to write its summary."""
@@ -46,9 +47,10 @@ class Trial:
     """What came of a run.
 
     Args:
-        status: finished, refused (the settings cannot work), out of memory, killed, too slow, or failed.
+        status: finished, recovered (it ran out of memory, and finished with smaller micro-batches than it was to have:
+            its figures are of those), refused (the settings cannot work), out of memory, killed, too slow, or failed.
         reason: of a run that did not finish, the first line that says why.
-        command: what was started.
+        command: what was started; ``to_json`` leaves out where Python and the run directory are on this machine.
         seconds: wall time of the process, from start to end.
         plan: the line in which the run said what it decided.
         steps: steps taken.
@@ -92,8 +94,17 @@ class Trial:
             "peak_gb": self.peak_gb,
             "memory": dict(self.memory),
             "seconds": round(self.seconds, 2),
-            "command": shlex.join(self.command),
+            "command": shlex.join(map(_anywhere, self.command)),
         }
+
+
+def _anywhere(word: str) -> str:
+    """A word of a command without the folders of this machine: for the working directory that it was started in."""
+    if word == sys.executable:
+        return "python"
+    if word.startswith("--run.dir="):
+        return f"--run.dir={Path(word).name}"
+    return word.removeprefix(f"{Path.cwd()}{os.sep}")
 
 
 def probe_machine() -> dict[str, Any]:
@@ -135,7 +146,7 @@ def run_trial(
     wall = time.perf_counter() - start
     shutil.rmtree(run_dir / "model", ignore_errors=True)
     text = log.read_text(encoding="utf-8", errors="replace")
-    status, reason = _outcome(code, text, seconds)
+    status, reason = _outcome(code, text, seconds, run_dir)
     return Trial(status, reason, command, wall, _plan(text), **_figures(run_dir))
 
 
@@ -174,9 +185,12 @@ def _end(process: subprocess.Popen) -> None:
         return
 
 
-def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, str | None]:
+def _outcome(code: int | None, text: str, seconds: float | None, run_dir: Path) -> tuple[str, str | None]:
     if code == 0:
-        return "finished", None
+        summary = json.loads((run_dir / "summary.json").read_text())
+        if not summary.get("recoveries"):
+            return "finished", None
+        return "recovered", f"out of memory, then micro-batches of {summary['micro_batch_size']}"
     if code is None:
         return "too slow", f"not finished after {seconds:g} s"
     said = _reason(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shlex
 import signal
 import subprocess
@@ -17,10 +18,10 @@ import pytest
 import trainer
 from trainer.cli import run
 from trainer.errors import RecipeError
-from trainer.ladder import FLAGS, baseline, choose, ladder, rungs_of
+from trainer.ladder import FLAGS, ON_HOST, baseline, choose, ladder, rungs_of
 from trainer.locate import load_recipe
 from trainer.report.bars import plot_ladder
-from trainer.trial import run_trial
+from trainer.trial import RETURN_FREED_MEMORY, run_trial
 
 RECIPE = """
 import os, signal
@@ -35,9 +36,13 @@ from trainer.models import MLP
 @dataclass
 class Fragile(MLP):
     killed_at: int = 0
+    full_at: int = 0
 
     def losses(self, module, batch):
-        if len(batch["labels"]) == 8:
+        if len(batch["labels"]) == self.full_at:  # halved, it fits
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        if len(batch["labels"]) == 8 or getattr(module, "is_full", False):  # and this never will
+            module.is_full = True
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if len(batch["labels"]) == self.killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -51,6 +56,7 @@ recipe = Recipe(
 )
 """
 CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
+VARIABLES = (*RETURN_FREED_MEMORY, "OMP_NUM_THREADS")
 GPU = {"accelerator": "cuda", "devices": 1, "device": "GPU", "device_memory_gb": 80.0}
 
 
@@ -128,7 +134,9 @@ def test_the_files_say_what_was_measured_where_and_how(climbed):
     assert content["machine"]["accelerator"] == "cpu"
     assert content["versions"]["torch"]
     words = shlex.split(rows_of(out)["bf16-mixed"]["command"])
-    assert words[1:4] == ["-m", "trainer", "fit"]
+    assert words[:4] == ["python", "-m", "trainer", "fit"]
+    assert str(out) not in (out / "ladder.json").read_text()
+    assert content["environment"] == {**RETURN_FREED_MEMORY, **{k: os.environ[k] for k in VARIABLES if k in os.environ}}
     assert {"--memory.precision=bf16-mixed", "--model.killed_at=2", "--memory.micro_batch_size=32"} <= set(words)
     assert "--memory.activation_offload=false" in words  # the baseline takes the recipe's own techniques back
     assert matplotlib.image.imread(out / "ladder.png").shape[1] == 1200
@@ -136,6 +144,7 @@ def test_the_files_say_what_was_measured_where_and_how(climbed):
     table = [line for line in process.stdout.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 6
     assert len({len(line.split("|")[1]) for line in table}) == 1
+    assert [line.split("|")[3].strip() for line in (table[0], table[2])] == ["of baseline", "100%"]
     assert "refused: memory.optimizer_in_backward" in process.stdout
     assert "rung 3/6: micro-batch-2" in process.stderr
 
@@ -162,6 +171,12 @@ def test_an_interrupted_ladder_keeps_its_rows_and_leaves_no_process(recipe_file,
     assert [row["name"] for row in content["rungs"]] == ["baseline"]
     assert (out / "ladder.png").is_file()
     assert "stopped after 1 of" in text
+
+
+def test_a_run_that_went_on_with_smaller_micro_batches_says_so(recipe_file, tmp_path):
+    flags = ["--model.full_at=32", "--memory.micro_batch_size=32", "--memory.activation_offload=false", "--max_steps=2"]
+    trial = run_trial([str(recipe_file), *flags, "--run.accelerator=cpu", "--run.evaluate=false"], tmp_path / "run")
+    assert (trial.status, trial.reason) == ("recovered", "out of memory, then micro-batches of 16")
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path):
@@ -218,6 +233,35 @@ def test_rungs_are_those_that_make_sense_here():
     assert not any("ranks" in name for name in on_gpu)
     sgd, _ = load_recipe("mlp_fashion_mnist")
     assert not {"sgd", "8-bit-state"} & {rung.name for rung in rungs_of(sgd, baseline(sgd), CPU)}
+
+
+def test_without_a_gpu_it_is_said_that_offload_has_nothing_to_gain():
+    recipe, _ = load_recipe("vit_digits")
+    for machine, note in ((CPU, ON_HOST), (GPU, "")):
+        notes = {rung.name: rung.note for rung in rungs_of(recipe, baseline(recipe), machine)}
+        assert {text for name, text in notes.items() if name.endswith("offload")} == {note}
+        assert notes["full-checkpointing"] == ""
+
+
+FREE_TENSORS = """
+import torch
+from trainer.memory.host import HostMemory
+for _ in range(2):  # glibc raises its threshold when the first ones are freed
+    tensors = [torch.ones(400_000) for _ in range(200)]
+    kept = tensors.pop()
+    del tensors
+print(HostMemory().read().resident)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the variables are glibc's")
+def test_freed_memory_is_given_back_in_a_trial():
+    without = {key: text for key, text in os.environ.items() if key not in RETURN_FREED_MEMORY}
+    resident = [
+        int(subprocess.run([sys.executable, "-c", FREE_TENSORS], env=env, capture_output=True, check=True).stdout)
+        for env in (without, without | RETURN_FREED_MEMORY)
+    ]
+    assert resident[1] < resident[0] - 0.2e9  # of 0.32
 
 
 def test_stacked_rungs_hold_all_techniques_before_them():

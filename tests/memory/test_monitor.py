@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +21,7 @@ from trainer.engine.loop import evaluate
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import MicroBatch, Window
 from trainer.listeners import ProgressListener, Stopwatch
-from trainer.memory.host import HostMemory
+from trainer.memory.host import HostMemory, process_peak
 from trainer.memory.leak import LeakCheck
 from trainer.memory.monitor import LONGEST_HISTORY, PHASES, Monitor, MonitoredStepper
 from trainer.memory.units import GB, MB
@@ -220,6 +222,13 @@ def test_without_proc_the_peak_of_the_process_is_all_there_is(tmp_path):
     assert host.peaks == "whole run"
     reading = host.read()
     assert reading.peak == reading.process_peak == reading.resident > 0
+
+
+def test_the_peak_of_a_process_does_not_begin_with_that_of_its_parent():
+    parent = process_peak()
+    code = "from trainer.memory.host import process_peak; print(process_peak())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100 * MB < 200 * MB < parent  # the parent has torch, the child has not
 
 
 # ------------------------------------------------------------------------------------------------------- leaks

@@ -43,9 +43,9 @@ class HostMemory:
     def read(self) -> HostReading:
         """Resident memory and its peak, as they are now."""
         if self.peaks == "whole run":
-            peak = process_peak()
+            peak = process_peak(self.status)
             return HostReading(peak, peak, peak, peak)
-        fields = dict(line.split(":", 1) for line in self.status.read_text().splitlines() if ":" in line)
+        fields = _fields(self.status)
         resident, record = _bytes(fields["VmRSS"]), _bytes(fields["VmHWM"])
         anonymous = _bytes(fields["RssAnon"]) if "RssAnon" in fields else resident  # kernels before 4.5
         return HostReading(resident, anonymous, record if self.peaks == "exact" else resident, record)
@@ -59,10 +59,17 @@ class HostMemory:
                 self.peaks = "sampled"
 
 
-def process_peak() -> int:
+def process_peak(status: Path = STATUS) -> int:
     """The peak of this process's resident memory in bytes: since its start, or since the last ``restart_peak``."""
-    # ru_maxrss is in KiB on Linux and in bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:  # not getrusage, if it can be helped: on Linux its peak begins with what the parent held
+        return _bytes(_fields(status)["VmHWM"])
+    except (OSError, KeyError):
+        # ru_maxrss is in KiB on Linux and in bytes on macOS
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _fields(status: Path) -> dict[str, str]:
+    return dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
 
 
 def _bytes(field: str) -> int:
