@@ -47,8 +47,7 @@ class Trial:
     """What came of a run.
 
     Args:
-        status: finished, recovered (it ran out of memory, and finished with smaller micro-batches than it was to have:
-            its figures are of those), refused (the settings cannot work), out of memory, killed, too slow, or failed.
+        status: finished, refused (the settings cannot work), out of memory, killed, too slow, or failed.
         reason: of a run that did not finish, the first line that says why.
         command: what was started; ``to_json`` leaves out where Python and the run directory are on this machine.
         seconds: wall time of the process, from start to end.
@@ -146,7 +145,7 @@ def run_trial(
     wall = time.perf_counter() - start
     shutil.rmtree(run_dir / "model", ignore_errors=True)
     text = log.read_text(encoding="utf-8", errors="replace")
-    status, reason = _outcome(code, text, seconds, run_dir)
+    status, reason = _outcome(code, text, seconds)
     return Trial(status, reason, command, wall, _plan(text), **_figures(run_dir))
 
 
@@ -185,12 +184,9 @@ def _end(process: subprocess.Popen) -> None:
         return
 
 
-def _outcome(code: int | None, text: str, seconds: float | None, run_dir: Path) -> tuple[str, str | None]:
+def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, str | None]:
     if code == 0:
-        summary = json.loads((run_dir / "summary.json").read_text())
-        if not summary.get("recoveries"):
-            return "finished", None
-        return "recovered", f"out of memory, then micro-batches of {summary['micro_batch_size']}"
+        return "finished", None
     if code is None:
         return "too slow", f"not finished after {seconds:g} s"
     said = _reason(text)
