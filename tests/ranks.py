@@ -66,7 +66,10 @@ def _serve(connection: Any, rank: int, world_size: int, port: int) -> None:
         MASTER_PORT=str(port),
     )
     import torch
-    import torch.distributed.nn  # imported later, its functions would refer to the group for ever: see trainer.regroup
+
+    # Imported later, the default arguments of their functions would refer to the group for ever: see trainer.regroup.
+    import torch.distributed.fsdp.sharded_grad_scaler
+    import torch.distributed.nn
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")

@@ -1,8 +1,9 @@
 """Leave a process group in which one rank could not go on, and meet again in a new one, in the same processes.
 
 A gloo group closes its connections when nothing refers to it any more, and has no other way to. Whatever keeps a
-reference (a wrapped module, a device mesh, the default arguments of ``torch.distributed.nn`` if that is first imported
-when the group is there) keeps the other ranks waiting; they are then ended with a message.
+reference (a wrapped module, a device mesh, the default arguments of ``torch.distributed.nn`` and of FSDP's
+``sharded_grad_scaler`` if those are first imported when the group is there) keeps the other ranks waiting; they are
+then ended with a message.
 """
 
 from __future__ import annotations
