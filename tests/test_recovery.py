@@ -6,6 +6,7 @@ import csv
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ SHAPE = {"patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32}
 OPTIM = Optim("adamw", lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=2, clip_norm=1.0)
 
 
-def run(hunger: dict, memory: dict, folder: str | None = None, optim: Optim = OPTIM) -> dict:
+def run(hunger: dict, memory: dict, folder: str | None = None, optim: Optim = OPTIM, **changes: Any) -> dict:
     """Train five steps of 24 samples, over an epoch's end, in float64; what came out is read on the first rank."""
     folder = Path(folder or tempfile.mkdtemp())
     recipe = Recipe(
@@ -34,6 +35,7 @@ def run(hunger: dict, memory: dict, folder: str | None = None, optim: Optim = OP
         max_steps=5,
         memory=Memory(**{"micro_batch_size": 8, "precision": "64-true"} | memory),
         run=Run(dir=str(folder / "run"), progress=False, evaluate=False),
+        **changes,
     )
     fit(recipe)
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
@@ -115,6 +117,13 @@ def test_auto_with_enough_memory_changes_nothing(undisturbed):
     whole = run({}, {"micro_batch_size": 24})
     assert error(auto, whole) == 0
     assert auto["losses"] == whole["losses"]
+
+
+def test_a_later_epoch_of_larger_micro_batches_is_cut_though_the_first_cannot_be(undisturbed, tmp_path):
+    memory, schedule = {"micro_batch_size": "auto"}, {0: 24, 1: 3}
+    disturbed = run({"most": 3}, memory, str(tmp_path), accumulate=schedule)
+    assert error(disturbed, undisturbed) <= 1e-12
+    assert disturbed["summary"]["recoveries"] == 2  # 8, 4, 2
 
 
 def test_a_micro_batch_of_one_sample_cannot_be_cut(tmp_path):

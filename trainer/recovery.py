@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import Windows
+from trainer.errors import RunError
 from trainer.memory.oom import is_out_of_memory
 from trainer.memory.optimizer_offload import HostGradients
 from trainer.memory.stack import Stack
@@ -82,13 +83,13 @@ class Recovery:
     def _reason(self, error: Exception) -> str | None:
         """What happened, if it is an out of memory, here or on another rank, that smaller micro-batches may mend."""
         if is_out_of_memory(error):
-            if self.session.monitor.phase not in GRAPH or self.session.plan.first_cut.micro_batch_size == 1:
+            if self.session.monitor.phase not in GRAPH or not self.windows.can_halve():
                 return None
             why = f"out of memory in {self.session.monitor.phase} on rank {self.session.fabric.global_rank}"
             if self.regrouping is not None:
                 self.regrouping.call(why)
             return why
-        is_broken = self.regrouping is not None and isinstance(error, RuntimeError)
+        is_broken = isinstance(error, RuntimeError) and not isinstance(error, RunError)
         return self.regrouping.called() if is_broken and self.regrouping is not None else None
 
     def _start_again(self) -> None:

@@ -1,8 +1,9 @@
 """Leave a process group in which one rank could not go on, and meet again in a new one, in the same processes.
 
 A gloo group closes its connections when nothing refers to it any more, and has no other way to. Whatever keeps a
-reference (a wrapped module, a device mesh, the default arguments of ``torch.distributed.nn`` if that is first imported
-when the group is there) keeps the other ranks waiting; they are then ended with a message.
+reference (a wrapped module, a device mesh, the default arguments of ``torch.distributed.nn`` and of FSDP's
+``sharded_grad_scaler`` if those are first imported when the group is there) keeps the other ranks waiting; they are
+then ended with a message.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from lightning.fabric import Fabric
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-SECONDS_TO_HEAR = 10.0
-"""How long a rank whose collective broke waits to hear that another one called for a new group."""
+SECONDS_TO_HEAR = 1.0
+"""How long a rank whose collective broke waits to hear that another one called for a new group.
+
+A rank calls before it closes its connections, so this need only cover the store. It must be short: where Fabric has
+started the ranks, it kills the first one up to five seconds after another has failed, summary written or not.
+"""
 
 SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -44,7 +49,10 @@ class Regrouping:
         self.fabric = fabric
         self.store = distributed_c10d._get_default_store()
         self.own_store = self.store.clone()  # a connection of its own, for the thread
+        # A script may train several times over one launcher's store: what one run called, no later one shall hear.
+        self.run = self.own_store.add(f"regroupings/{fabric.global_rank}", 1)
         self.meetings = 0
+        self.lock, self.leaving = threading.Lock(), threading.Event()
         self.done = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -61,11 +69,22 @@ class Regrouping:
             time.sleep(SECONDS_BETWEEN_LOOKS / 5)
         return None
 
+    def require_together(self) -> None:
+        """Refuse to go on once a rank has called: an aborted NCCL collective ends without an error, with any values.
+
+        Raises:
+            RuntimeError: from when the ranks are called until they have met.
+        """
+        if self.leaving.is_set():
+            raise RuntimeError("another rank has left the collectives of this step")
+
     def meet(self) -> None:
         """Leave the group and enter a new one, which begins when all ranks have come."""
         rank, size = self.fabric.global_rank, self.fabric.world_size
         strategy = self.fabric.strategy
-        self.meetings += 1
+        with self.lock:
+            self.meetings += 1
+            self.leaving.clear()
         _forget_groups_of_meshes()
         with suppress(Exception):  # it is broken: whatever it says of that
             dist.destroy_process_group()
@@ -83,33 +102,44 @@ class Regrouping:
         self.done.set()
 
     def _key(self) -> str:
-        return f"leave/{self.meetings}"
+        return self._key_of(self.meetings)
+
+    def _key_of(self, meeting: int) -> str:
+        return f"run{self.run}/leave/{meeting}"
 
     def _watch(self) -> None:
         """Runs in a thread for as long as the process does."""
         meeting = 0
         while not self.done.wait(SECONDS_BETWEEN_LOOKS):
             try:
-                called = meeting <= self.meetings and self.own_store.check([f"leave/{meeting}"])
+                called = meeting <= self.meetings and self.own_store.check([self._key_of(meeting)])
             except RuntimeError:  # the launcher, and its store, have ended before this process
                 return
             if not called:
                 continue
+            self._leave(meeting)
+            self._require_leaving(meeting)
+            meeting += 1
+
+    def _leave(self, meeting: int) -> None:
+        """Cut short what waits for the others, unless this rank has left that group already."""
+        with self.lock:  # else a late look would abort the new group
+            if meeting < self.meetings:
+                return
+            self.leaving.set()
             if self.fabric.device.type == "cuda":
                 with suppress(Exception):
                     distributed_c10d._abort_process_group()
-            self._require_leaving(meeting)
-            meeting += 1
 
     def _require_leaving(self, meeting: int) -> None:
         """End the process, should it wait in a broken collective for ever: no run may hang."""
         until = time.monotonic() + SECONDS_TO_LEAVE
-        while self.meetings <= meeting:
+        while self.meetings <= meeting and not self.done.is_set():
             if time.monotonic() > until:
                 rank = self.fabric.global_rank
                 print(
                     f"trainer: error: rank {rank} could not leave a collective that another rank has left "
-                    f"({self.own_store.get(f'leave/{meeting}').decode()}): start the run again with a smaller "
+                    f"({self.own_store.get(self._key_of(meeting)).decode()}): start the run again with a smaller "
                     "memory.micro_batch_size",
                     file=sys.stderr,
                     flush=True,

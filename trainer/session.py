@@ -150,23 +150,18 @@ def host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
 
 def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
     """A function that evaluates on ``split``, every sample once over all ranks; ``None`` if there is no such split."""
-    data, fabric, cut = session.recipe.data, session.fabric, session.plan.first_cut
+    data, fabric = session.recipe.data, session.fabric
     dataset = getattr(data, split)
     if dataset is None:
         return None
-    larger = Cut(
-        batch_size=len(dataset),
-        micro_batch_size=cut.micro_batch_size * EVALUATION_FACTOR,
-        accumulate=1,
-        micro_batch_tokens=cut.micro_batch_tokens and cut.micro_batch_tokens * EVALUATION_FACTOR,
-    )
-    pieces = cut_batch(range(len(dataset)), larger, fabric.world_size, getattr(dataset, "lengths", None))
-    own = pieces[fabric.global_rank :: fabric.world_size]
     loader = _loader(session, dataset)
     num_classes = getattr(session.recipe.model, "num_classes", None)
     metrics = ClassificationMetrics(num_classes, fabric.device, session.recipe.model.loss_names)
 
     def micro_batches() -> Iterator[MicroBatch]:
+        cut = _evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
+        pieces = cut_batch(range(len(dataset)), cut, fabric.world_size, getattr(dataset, "lengths", None))
+        own = pieces[fabric.global_rank :: fabric.world_size]
         # An empty piece borrows a sample, as in training: every rank makes the same number of forwards.
         batches = loader(Request(piece or pieces[0][-1:]) for piece in own)
         for piece, batch in zip(own, batches, strict=True):
@@ -177,3 +172,12 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
             return evaluate(forward, micro_batches(), metrics)
 
     return run
+
+
+def _evaluation_cut(training: Cut, samples: int) -> Cut:
+    return Cut(
+        batch_size=samples,
+        micro_batch_size=training.micro_batch_size * EVALUATION_FACTOR,
+        accumulate=1,
+        micro_batch_tokens=training.micro_batch_tokens and training.micro_batch_tokens * EVALUATION_FACTOR,
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from problems import Problem, collate, make_fabric, make_model, make_samples
 
 from trainer.contract import Data
+from trainer.engine.forward import Forward
 from trainer.memory.plan import decide_plan
 from trainer.recipe import Memory, Recipe
 from trainer.session import Session, evaluation
@@ -33,8 +36,6 @@ def evaluate_on(size, world_size):
     torch.manual_seed(0)
     module = fabric.setup_module(model.build().double())
     recipe = Recipe(model=model, data=Own(size), batch_size=8, memory=Memory(micro_batch_size=2))
-    from trainer.engine.forward import Forward
-
     forward = Forward(fabric, model, module)
     forward.module.train()
     result = evaluation(Session(recipe, decide_plan(recipe, world_size), fabric), forward, "test")()
@@ -62,3 +63,21 @@ def test_one_process_agrees_with_plain_pytorch():
     loss, accuracy, *_ = evaluate_on(31, 1)
     assert loss == pytest.approx(cross_entropy(logits, batch["labels"]).item(), rel=1e-12)
     assert accuracy == pytest.approx((logits.argmax(1) == batch["labels"]).double().mean().item())
+
+
+def test_evaluation_is_cut_as_training_is_after_a_recovery():
+    model, fabric = make_model("mlp"), make_fabric("64-true", 1)
+    recipe = Recipe(model=model, data=Own(31), batch_size=16, memory=Memory(micro_batch_size=8))
+    session = Session(recipe, decide_plan(recipe, 1), fabric)
+    forward = Forward(fabric, model, fabric.setup_module(model.build().double()))
+    sizes = []
+    losses = forward.losses
+    forward.losses = lambda batch: sizes.append(len(batch["labels"])) or losses(batch)
+    run = evaluation(session, forward, "test")
+    run()
+    assert max(sizes) == 16
+    sizes.clear()
+    session.plan = dataclasses.replace(session.plan, first_cut=session.plan.first_cut.halved(1).halved(1))
+    run()
+    assert max(sizes) == 4
+    assert sum(sizes) == 31

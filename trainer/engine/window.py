@@ -229,6 +229,10 @@ class Windows:
             cut = cut.halved(self.world_size) or cut
         return cut
 
+    def can_halve(self) -> bool:
+        """Whether a micro-batch of this epoch has more than one sample."""
+        return self.cut(self.current_epoch).micro_batch_size > 1
+
     def halve(self) -> Cut:
         """Cut batches into micro-batches of half the size from now on; return how those of this epoch are cut."""
         self.halvings += 1
@@ -237,7 +241,8 @@ class Windows:
 
     def longest(self, epochs: int) -> Window:
         """A window of the largest micro-batch that can occur: twice, if gradients of an earlier one are kept then."""
-        cut = max({self.cut(epoch) for epoch in range(epochs)}, key=lambda cut: cut.micro_batch_size)
+        self.current_epoch = max(range(epochs), key=lambda epoch: self.cut(epoch).micro_batch_size)
+        cut = self.cut(self.current_epoch)
         lengths = self.lengths
         order = sorted(range(self.size), key=lambda i: -lengths[i]) if lengths is not None else range(self.size)
         indices = cut_batch(order[: cut.micro_batch_size], cut, 1, lengths)[0]
