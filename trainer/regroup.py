@@ -45,6 +45,7 @@ class Regrouping:
         self.store = distributed_c10d._get_default_store()
         self.own_store = self.store.clone()  # a connection of its own, for the thread
         self.meetings = 0
+        self.leaving = threading.Lock()
         self.done = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -65,7 +66,9 @@ class Regrouping:
         """Leave the group and enter a new one, which begins when all ranks have come."""
         rank, size = self.fabric.global_rank, self.fabric.world_size
         strategy = self.fabric.strategy
-        self.meetings += 1
+        with self.leaving:  # from here on, the thread must not abort: the next group would be the one that it finds
+            self._abort()
+            self.meetings += 1
         _forget_groups_of_meshes()
         with suppress(Exception):  # it is broken: whatever it says of that
             dist.destroy_process_group()
@@ -95,11 +98,17 @@ class Regrouping:
                 return
             if not called:
                 continue
-            if self.fabric.device.type == "cuda":
-                with suppress(Exception):
-                    distributed_c10d._abort_process_group()
+            with self.leaving:
+                if self.meetings == meeting:
+                    self._abort()
             self._require_leaving(meeting)
             meeting += 1
+
+    def _abort(self) -> None:
+        """End this rank's part in the collectives of a GPU, which leaving would wait for; nothing if that was done."""
+        if self.fabric.device.type == "cuda":
+            with suppress(Exception):
+                distributed_c10d._abort_process_group()
 
     def _require_leaving(self, meeting: int) -> None:
         """End the process, should it wait in a broken collective for ever: no run may hang."""

@@ -109,6 +109,9 @@ class Stepper(Forward):
         for parameter in (*self.parameters, *self.module.parameters()):
             parameter.grad = None
         self.sync.abandon()
+        scaler = getattr(self.precision, "scaler", None)
+        if scaler is not None and scaler._scale is not None:  # else there is nothing that it could have unscaled
+            scaler.update(scaler.get_scale())  # the same scale; forgets that gradients were unscaled
         if self.batchnorm:
             self.batchnorm.restore()
         if not self.steps_taken:
