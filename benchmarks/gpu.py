@@ -78,6 +78,8 @@ STREAMED = {**CHECKPOINTED, "cpu_offload": "parameters"}
 SMALL_BATCH = {"batch_size": 16}
 SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:1", "CUBLASLT_WORKSPACE_SIZE": "4096"}
 """4 MiB each for the scratch memory of matrix products, instead of 32 MiB on a Hopper GPU, which count as allocated."""
+FEW_GAPS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+"""Lets a cap on reserved memory be met: else the gaps in the allocator's segments of 20 MiB count, too."""
 FP32, BF16 = "batch 64, 32-true", "bf16-mixed, uncapped"
 
 
@@ -104,7 +106,7 @@ def capped(gigabytes: float, settings: Mapping[str, Any], steps: int | None = No
         cap_gb=gigabytes,
         reference=BF16,
         steps=steps,
-        environment=SMALL_WORKSPACE,
+        environment=SMALL_WORKSPACE | FEW_GAPS,
     )
 
 
@@ -124,7 +126,7 @@ PARTS: dict[str, list[Row]] = {
         published("the same with SGD", 2.02, SMALL_BATCH | memory(4, "bf16-true") | {"optim.name": "sgd"}),
         ours("exact: batch 64, bf16-mixed, full checkpointing", memory(64, **CHECKPOINTED)),
         ours("exact: + micro-batches of 4", memory(4, **CHECKPOINTED)),
-        ours("exact: + optimizer offload, of 2", memory(2, **OPTIMIZER), 0.70),
+        ours("exact: + optimizer offload, of 1", memory(1, **OPTIMIZER), 0.70),
         ours("exact: + parameters streamed, of 2", memory(2, **STREAMED), 0.25),
     ],
     "caps": [

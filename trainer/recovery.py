@@ -89,7 +89,9 @@ class Recovery:
             if self.regrouping is not None:
                 self.regrouping.call(why)
             return why
-        is_broken = isinstance(error, RuntimeError) and not isinstance(error, RunError)
+        # Once this rank's part is aborted there is no group any more, of which torch says so by a ValueError.
+        is_broken = isinstance(error, RuntimeError) or not torch.distributed.is_initialized()
+        is_broken = is_broken and not isinstance(error, RunError)
         return self.regrouping.called() if is_broken and self.regrouping is not None else None
 
     def _start_again(self) -> None:
@@ -99,6 +101,7 @@ class Recovery:
         assert scheduler is not None
         kept, position = capture(stack.module, stepper.optimizer), scheduler.state_dict()
         self._let_go()
+        self.windows.reduce = list  # keeps a group of the old ranks, and its connections
         if self.regrouping is not None:
             self.regrouping.meet()
         new, optimizer, sync = self.build(session)

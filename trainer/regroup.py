@@ -52,7 +52,7 @@ class Regrouping:
         # A script may train several times over one launcher's store: what one run called, no later one shall hear.
         self.run = self.own_store.add(f"regroupings/{fabric.global_rank}", 1)
         self.meetings = 0
-        self.lock, self.leaving = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
         self.done = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -69,22 +69,13 @@ class Regrouping:
             time.sleep(SECONDS_BETWEEN_LOOKS / 5)
         return None
 
-    def require_together(self) -> None:
-        """Refuse to go on once a rank has called: an aborted NCCL collective ends without an error, with any values.
-
-        Raises:
-            RuntimeError: from when the ranks are called until they have met.
-        """
-        if self.leaving.is_set():
-            raise RuntimeError("another rank has left the collectives of this step")
-
     def meet(self) -> None:
         """Leave the group and enter a new one, which begins when all ranks have come."""
         rank, size = self.fabric.global_rank, self.fabric.world_size
         strategy = self.fabric.strategy
-        with self.lock:
+        with self.lock:  # from here on, the thread must not abort: the next group would be the one that it finds
+            self._abort()
             self.meetings += 1
-            self.leaving.clear()
         _forget_groups_of_meshes()
         with suppress(Exception):  # it is broken: whatever it says of that
             dist.destroy_process_group()
@@ -117,19 +108,17 @@ class Regrouping:
                 return
             if not called:
                 continue
-            self._leave(meeting)
+            with self.lock:
+                if self.meetings == meeting:
+                    self._abort()
             self._require_leaving(meeting)
             meeting += 1
 
-    def _leave(self, meeting: int) -> None:
-        """Cut short what waits for the others, unless this rank has left that group already."""
-        with self.lock:  # else a late look would abort the new group
-            if meeting < self.meetings:
-                return
-            self.leaving.set()
-            if self.fabric.device.type == "cuda":
-                with suppress(Exception):
-                    distributed_c10d._abort_process_group()
+    def _abort(self) -> None:
+        """End this rank's part in the collectives of a GPU, which leaving would wait for; nothing if that was done."""
+        if self.fabric.device.type == "cuda":
+            with suppress(Exception):
+                distributed_c10d._abort_process_group()
 
     def _require_leaving(self, meeting: int) -> None:
         """End the process, should it wait in a broken collective for ever: no run may hang."""

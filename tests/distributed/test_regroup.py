@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from trainer import regroup
+from trainer.contract import Loss
+from trainer.engine.totals import LossTotals
+from trainer.engine.window import Window
 from trainer.regroup import Regrouping
 
 
@@ -41,24 +44,28 @@ def until(condition) -> bool:
     return condition()
 
 
-def test_a_step_that_another_rank_has_left_updates_nothing(regrouping):
-    one = regrouping.make()
-    one.require_together()
-    one.call("out of memory")
-    assert until(one.leaving.is_set)
-    with pytest.raises(RuntimeError, match="another rank has left"):
-        one.require_together()
+def test_a_step_whose_collectives_were_aborted_updates_nothing(monkeypatch):
+    """NCCL ends an aborted collective without an error, and leaves the tensors as they are."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    totals = LossTotals(Window([], {"loss": 4.0}, samples=4), world_size=2)
+    totals.add(Loss(torch.tensor(1.0), 2.0), is_empty=False)
+    with pytest.raises(RuntimeError, match="collectives were aborted"):
+        totals.read(torch.tensor(1.0))
 
 
-def test_a_rank_that_has_met_the_others_is_not_called_out_again_by_a_late_look(regrouping):
+def test_a_rank_that_has_met_the_others_is_not_called_out_again_by_a_late_look(regrouping, monkeypatch):
+    aborted = []
+    monkeypatch.setattr(Regrouping, "_abort", lambda self: aborted.append(self.meetings))
     one = regrouping.make()
-    one.call("out of memory")
     with one.lock:
+        one.call("out of memory")
+        time.sleep(0.1)  # the thread has seen it, and waits for the lock
         one.meetings += 1
-        one.leaving.clear()
-    one._leave(0)
-    one.require_together()
+    time.sleep(0.1)
+    assert aborted == []
     assert one.called() is None
+    one.call("again")
+    assert until(lambda: aborted == [1])
 
 
 def test_a_later_run_over_the_same_store_does_not_hear_what_an_earlier_one_called(regrouping):
@@ -68,14 +75,13 @@ def test_a_later_run_over_the_same_store_does_not_hear_what_an_earlier_one_calle
     first.close()
     second = regrouping.make()
     assert second.called() is None
-    assert not second.leaving.is_set()
 
 
 def test_a_process_whose_training_has_ended_is_not_ended_later(regrouping, monkeypatch):
     monkeypatch.setattr(regroup, "SECONDS_TO_LEAVE", 0.1)
     one = regrouping.make()
     one.call("out of memory")
-    assert until(one.leaving.is_set)
+    assert one.called()
     one.close()
     time.sleep(0.3)
     assert regrouping.ended == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,8 +68,6 @@ class Stepper(Forward):
         self.world_size = fabric.world_size
         self.generator = _generator(self.device)
         self.check: LossCheck | None = LossCheck(model)
-        self.confirm: Callable[[], None] = _nothing
-        """Called before every update, when norm and losses are known; it raises when they are not to be trusted."""
         self.skipped_steps = self.steps_taken = 0
         self.attach(module, optimizer, sync)
 
@@ -112,6 +109,9 @@ class Stepper(Forward):
         for parameter in (*self.parameters, *self.module.parameters()):
             parameter.grad = None
         self.sync.abandon()
+        scaler = getattr(self.precision, "scaler", None)
+        if scaler is not None and scaler._scale is not None:  # else there is nothing that it could have unscaled
+            scaler.update(scaler.get_scale())  # the same scale; forgets that gradients were unscaled
         if self.batchnorm:
             self.batchnorm.restore()
         if not self.steps_taken:
@@ -137,7 +137,6 @@ class Stepper(Forward):
     def update(self, norm: Tensor, totals: LossTotals, window: Window) -> StepResult:
         """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch."""
         grad_norm, losses = totals.read(norm)
-        self.confirm()
         skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not any(window.weights.values())
         lr = float(self.optimizer.param_groups[0]["lr"])  # torchao's is a tensor on the CPU
         if skipped and self.sync.applied:
@@ -162,10 +161,6 @@ class Stepper(Forward):
             scaler.update()
         if self.batchnorm:
             self.batchnorm.restore()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _cannot_skip(grad_norm: float, losses: dict[str, float]) -> str:

@@ -45,8 +45,11 @@ class LossTotals:
         if self.world_size > 1:
             # In float64: thousands of samples would lose digits in float32.
             sums = torch.stack([torch.stack(parts).sum(dtype=torch.float64) for parts in self.parts.values()])
+            sums = torch.cat([sums, sums.new_ones(1)])
             torch.distributed.all_reduce(sums)
-            first, *values = torch.cat([norm.detach().to(sums).reshape(1), sums]).tolist()
+            first, *values, ranks = torch.cat([norm.detach().to(sums).reshape(1), sums]).tolist()
+            if ranks != self.world_size:  # NCCL says nothing of a collective that was aborted while a rank waited
+                raise RuntimeError("the ranks did not all come to the end of the step: its collectives were aborted")
         else:
             first, *numbers = torch.stack([norm, *chain.from_iterable(self.parts.values())]).tolist()
             left = iter(numbers)

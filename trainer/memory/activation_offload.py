@@ -84,7 +84,7 @@ class Shelf:
     def put(self, tensor: Tensor) -> Tensor | Saved:
         """Called by autograd for each tensor that an operation saves."""
         large = tensor.numel() * tensor.element_size() >= self.least_bytes
-        if tensor.device.type != self.device.type or not large or self.stays(tensor):
+        if tensor.device.type != self.device.type or not large or _is_expanded(tensor) or self.stays(tensor):
             return tensor
         # Queries, keys and values save the same input one after the other.
         for other, saved in self.leaving:
@@ -112,6 +112,12 @@ class Shelf:
         if self.stream is not None and ticket.position > 0 and before.users > 0:
             self._fetch(before)  # most probably the next one
         return tensor
+
+    def __del__(self) -> None:
+        # What was fetched and never used is freed now: not before it has arrived, or the copy would write to memory
+        # that computation has been given again.
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def _send(self, tensor: Tensor, saved: Saved) -> None:
         if self.stream is None:
@@ -143,6 +149,11 @@ class Shelf:
                 saved.fetched = self.stream.record_event()
         assert saved.on_device is not None
         return saved.on_device
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether it shows the same memory several times, as an attention mask does to each head: a copy would be whole."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _identity(tensor: Tensor) -> tuple:

@@ -25,8 +25,8 @@ from trainer.memory.plan import Plan
 from trainer.memory.sharding import HALF, local
 from trainer.recipe import Precision
 
-CHUNK = 2**21
-"""Elements that are accumulated at once: 8 MB of device memory in fp32, large enough for the bus."""
+CHUNK = 2**20
+"""Elements that are accumulated at once: 4 MB of device memory in fp32, large enough for the bus."""
 
 IN_FLIGHT = 2
 """Gradients on their way to the host at most; a third one waits for the first, so that the peak is always the same."""
@@ -35,6 +35,10 @@ BUCKET = 2**23
 """Elements that are reduced over the ranks at once: 32 MB in fp32. The reduction takes place once a step, from the
 accumulators: for 47 million parameters on 2 gloo ranks 0.2 s, against 2.0 s for reducing each gradient of each of 4
 micro-steps. 8 MB and 128 MB took as long as 32 MB."""
+
+PIECE = 2**24
+"""Elements of the accumulators that are allocated at once, if no gradient is larger: torch rounds pinned memory up to a
+power of two, so that one piece for all could take twice what it needs."""
 
 CAST_BY_AUTOCAST = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
@@ -59,7 +63,8 @@ def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Pa
             masters[parameter] = _on_host(weights, device, parameter.requires_grad)
         if not isinstance(parameter, DTensor):  # FSDP has put its shards on the device, and casts as it gathers
             dtype = HALF[plan.memory.precision] if parameter in half else weights.dtype
-            parameter.data = weights.to(device, dtype, copy=True)
+            # Contiguous, as the masters are: both are cut into chunks.
+            parameter.data = weights.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
@@ -109,8 +114,8 @@ class HostGradients(GradientSync):
         self.masters, self.device, self.world_size, self.replicas = masters, device, world_size, replicas
         self.sharded = any(isinstance(p, DTensor) for p in masters)
         self.reduced = world_size > 1 and not self.sharded  # FSDP has reduced what arrives here
-        self.flat, self.homes = _accumulators(masters, device.type == "cuda")
-        self.carrier = Carrier(device, self.flat.dtype) if device.type == "cuda" else None
+        self.pieces, self.homes = _accumulators(masters, device.type == "cuda")
+        self.carrier = Carrier(device, self.pieces[0].dtype, replicas > 1) if device.type == "cuda" else None
         self.arrived: set[nn.Parameter] = set()
         for parameter in masters:
             parameter.register_post_accumulate_grad_hook(self._leave)
@@ -138,12 +143,12 @@ class HostGradients(GradientSync):
             self.carrier.wait()
         reached = [parameter in self.arrived for parameter in self.masters]
         if self.reduced:
-            counts = ranks_that_reached(reached, self.flat.device)
+            counts = ranks_that_reached(reached, torch.device("cpu"))
             for parameter, here, count in zip(self.masters, reached, counts, strict=True):
                 if count and not here:
                     self.homes[parameter].zero_()
             reached = [bool(count) for count in counts]
-            mean_over_ranks(self.flat.split(BUCKET))
+            mean_over_ranks([part for piece in self.pieces for part in piece.split(BUCKET)])
         for (parameter, master), is_reached in zip(self.masters.items(), reached, strict=True):
             master.grad = self.homes[parameter] if is_reached else None
         self.arrived.clear()
@@ -169,13 +174,22 @@ class HostGradients(GradientSync):
                 self.carrier.bring(master.detach(), target)
 
 
-def _accumulators(masters: dict[nn.Parameter, Tensor], pinned: bool) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-    """Room for all gradients: one flat tensor, and for each parameter its part of it."""
-    sizes = [master.numel() for master in masters.values()]
-    dtype = next(iter(masters.values())).dtype
-    flat = torch.zeros(sum(sizes), dtype=dtype, pin_memory=pinned)
-    parts = flat.split(sizes)
-    return flat, {p: part.view(master.shape) for (p, master), part in zip(masters.items(), parts, strict=True)}
+def _accumulators(masters: dict[nn.Parameter, Tensor], pinned: bool) -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
+    """Room for all gradients: flat pieces of host memory, and for each parameter its part of one."""
+    groups: list[dict[nn.Parameter, Tensor]] = [{}]
+    for parameter, master in masters.items():
+        if sum(other.numel() for other in groups[-1].values()) + master.numel() > PIECE and groups[-1]:
+            groups.append({})
+        groups[-1][parameter] = master
+    pieces: list[Tensor] = []
+    homes: dict[nn.Parameter, Tensor] = {}
+    for group in groups:
+        sizes = [master.numel() for master in group.values()]
+        dtype = next(iter(group.values())).dtype
+        pieces.append(torch.zeros(sum(sizes), dtype=dtype, pin_memory=pinned))
+        parts = pieces[-1].split(sizes)
+        homes |= {p: part.view(master.shape) for (p, master), part in zip(group.items(), parts, strict=True)}
+    return pieces, homes
 
 
 class Carrier:
@@ -184,10 +198,12 @@ class Carrier:
     Args:
         device: the GPU.
         dtype: of the tensors in host memory.
+        several_streams: whether gradients come from another stream than the one that is current when they are carried:
+            FSDP reduces shards over replicas on one stream, in memory of another one.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, dtype: torch.dtype, several_streams: bool = False) -> None:
+        self.device, self.several_streams = device, several_streams
         self.stream = torch.cuda.Stream(device)
         self.staging = torch.empty(CHUNK, dtype=dtype, device=device)
         self.in_flight: deque[tuple[Tensor, torch.cuda.Event]] = deque()
@@ -211,7 +227,10 @@ class Carrier:
             self.in_flight.append((gradient, self.stream.record_event()))
         if len(self.in_flight) > IN_FLIGHT:
             _, done = self.in_flight.popleft()
-            current.wait_event(done)  # only then may the memory of the oldest gradient be used again
+            if self.several_streams:
+                done.synchronize()
+            else:
+                current.wait_event(done)  # only then may the memory of the oldest gradient be used again
 
     def bring(self, master: Tensor, target: Tensor) -> None:
         """Copy ``master`` to the device tensor ``target``; what is computed next waits for it."""

@@ -36,12 +36,15 @@ def precision_plugin(memory: Memory, device_type: str) -> FabricPrecision:
     Under FSDP it leaves casting to the ``MixedPrecisionPolicy``, which takes the place of autocast.
     """
     precision, sharded = memory.precision, memory.strategy == "fsdp"
+    gradients_on_host = memory.cpu_offload != "none"
     shards_are_masters = sharded and memory.cpu_offload == "optimizer" and precision != "64-true"
     if precision == "32-true" or (sharded and precision == "bf16-mixed"):
         return FabricPrecision()
     if sharded and precision == "16-mixed":
         # An overflow in one rank's shards must lower the loss scale of all.
-        return ScaledPrecision(precision, device_type, ShardedGradScaler(device_type))
+        return ScaledPrecision(
+            precision, device_type, (HostShardedGradScaler if gradients_on_host else ShardedGradScaler)(device_type)
+        )
     if shards_are_masters:
         return FabricPrecision()
     if precision == "64-true":
@@ -49,7 +52,8 @@ def precision_plugin(memory: Memory, device_type: str) -> FabricPrecision:
     if precision in ("bf16-true", "16-true"):
         return HalfPrecision(precision)
     if precision == "16-mixed":
-        return MixedPrecision(precision, device_type, torch.amp.GradScaler(device_type))
+        scaler = (HostGradScaler if gradients_on_host else torch.amp.GradScaler)(device_type)
+        return MixedPrecision(precision, device_type, scaler)
     return MixedPrecision("bf16-mixed", device_type)
 
 
@@ -59,3 +63,23 @@ class ScaledPrecision(MixedPrecision):
     def forward_context(self) -> AbstractContextManager[None]:
         """Nothing: the weights arrive in half precision."""
         return nullcontext()
+
+
+class _ScaleOnHost(torch.amp.GradScaler):
+    """Keeps the loss scale where offloaded gradients are.
+
+    A scale on the GPU would be brought to them by a copy that nothing waits for (``_MultiDeviceReplicator`` copies with
+    ``non_blocking``, into pinned memory): they could be divided by whatever was in that memory before, and the flag of
+    an overflow be overwritten.
+    """
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+
+class HostGradScaler(_ScaleOnHost):
+    """The loss scale of offloaded gradients on one rank, or the same on all."""
+
+
+class HostShardedGradScaler(_ScaleOnHost, ShardedGradScaler):
+    """The loss scale of offloaded gradients that are sharded."""
