@@ -18,7 +18,7 @@ class Plan:
         memory: the knobs, with nothing left open: strategy is single, ddp or fsdp, sync_every_micro_step true or
             false.
         world_size: ranks, over all nodes.
-        first_cut: how the batches of epoch 0 are cut.
+        first_cut: how the batches of epoch 0 are cut; after a recovery, those of the epoch that it was in.
         lossy: what of it changes the result by more than the order of summation, and is done because the recipe
             asks for it.
     """
