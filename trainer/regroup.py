@@ -30,8 +30,7 @@ started the ranks, it kills the first one up to five seconds after another has f
 SECONDS_BETWEEN_LOOKS = 0.5
 
 SECONDS_TO_LEAVE = 300.0
-"""How long a rank that was called may take to come out of its collective, and to copy its state to host memory, before it
-is ended."""
+"""How long a rank that was called may take before it is ended: to come out of its collective and to keep its state."""
 
 
 class Regrouping:
