@@ -54,7 +54,7 @@ def test_bytes_of_a_weight_on_the_device_and_on_the_host_with_the_optimizer_offl
     weights = sum(p.numel() for p in stack.module.parameters())
     held = [
         *stack.masters.values(),
-        stepper.sync.flat,
+        *stepper.sync.homes.values(),
         *(t for s in stepper.optimizer.state.values() for t in (s["exp_avg"], s["exp_avg_sq"])),
     ]
     assert sum(t.nbytes for t in held) == (master + gradient + state) * weights
