@@ -125,7 +125,8 @@ class HostGradients(GradientSync):
     def _leave(self, parameter: Tensor) -> None:
         """Called by autograd, or by FSDP, when the gradient of a micro-step is complete."""
         assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
+        if parameter.grad is None:  # FSDP may call the hooks of parameters that got none, too
+            return
         gradient, parameter.grad = local(parameter.grad), None
         home, adds = self.homes[parameter], parameter in self.arrived
         self.arrived.add(parameter)
