@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -136,6 +137,15 @@ class Model:
     def pretrained(self) -> Pretrained:
         """Say where each value of the module that ``skeleton`` makes comes from; reads no more than files' headers."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
+
+    def unloaded(self) -> Model:
+        """This model with random weights, so that ``build`` reads none: to predict what it needs before it is there.
+
+        The default leaves out a field ``weights``, if there is one.
+        """
+        if getattr(self, "weights", None) is None:
+            return self
+        return dataclasses.replace(self, weights=None)  # type: ignore[type-var]
 
     @classmethod
     def starts_on_meta(cls) -> bool:

@@ -118,16 +118,28 @@ def _loader(session: Session, split: Any) -> Loader:
 def training_windows(session: Session) -> Windows:
     """This rank's share of the training batches."""
     recipe, fabric = session.recipe, session.fabric
+    loader = _loader(session, recipe.data.train)
+    return windows_of(recipe, loader, fabric.global_rank, fabric.world_size, host_sum(fabric))
+
+
+def windows_of(
+    recipe: Recipe,
+    fetch: Loader,
+    rank: int = 0,
+    world_size: int = 1,
+    reduce: Callable[[list[float]], list[float]] = list,
+) -> Windows:
+    """The share of one rank in the training batches of a recipe whose data is prepared; see ``Windows``."""
     train = recipe.data.train
     return Windows(
         size=len(train),
-        cut_at=partial(cut_at, recipe, fabric.world_size),
-        fetch=_loader(session, train),
+        cut_at=partial(cut_at, recipe, world_size),
+        fetch=fetch,
         weigh=recipe.model.weigh,
         seed=recipe.seed,
-        rank=fabric.global_rank,
-        world_size=fabric.world_size,
-        reduce=host_sum(fabric),
+        rank=rank,
+        world_size=world_size,
+        reduce=reduce,
         lengths=getattr(train, "lengths", None),
         augmented=bool(getattr(train, "augmented", False)),
     )
@@ -159,7 +171,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     metrics = ClassificationMetrics(num_classes, fabric.device, session.recipe.model.loss_names)
 
     def micro_batches() -> Iterator[MicroBatch]:
-        cut = _evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
+        cut = evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
         pieces = cut_batch(range(len(dataset)), cut, fabric.world_size, getattr(dataset, "lengths", None))
         own = pieces[fabric.global_rank :: fabric.world_size]
         # An empty piece borrows a sample, as in training: every rank makes the same number of forwards.
@@ -174,7 +186,8 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     return run
 
 
-def _evaluation_cut(training: Cut, samples: int) -> Cut:
+def evaluation_cut(training: Cut, samples: int) -> Cut:
+    """How an evaluation of ``samples`` is cut, for a run whose training is cut like ``training``."""
     return Cut(
         batch_size=samples,
         micro_batch_size=training.micro_batch_size * EVALUATION_FACTOR,

@@ -110,8 +110,13 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 def skeleton_on_meta(model: Model) -> nn.Module:
     """The skeleton of ``model`` with its parameters on meta and its buffers real, on the CPU."""
+    return on_meta(model.skeleton)
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """What ``build`` makes, with its parameters on meta and its buffers real, on the CPU."""
     with init_empty_weights(include_buffers=False), torch.device("cpu"):
-        module = model.skeleton()
+        module = build()
     _tie_again(module)
     return module
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,14 @@ class Stack:
     masters: dict[nn.Parameter, Tensor] | None = None
 
 
-def apply_stack(fabric: Fabric, model: Model, module: nn.Module, plan: Plan, seed: int = 0) -> Stack:
+def apply_stack(
+    fabric: Fabric,
+    model: Model,
+    module: nn.Module,
+    plan: Plan,
+    seed: int = 0,
+    stream: Callable[..., None] = materialise,
+) -> Stack:
     """Apply ``plan`` to ``module``: checkpoint and compile blocks, offload activations, shard, offload weights.
 
     Checkpointing comes before sharding, so that FSDP gathers a block once for both of its passes in backward, and
@@ -56,6 +63,7 @@ def apply_stack(fabric: Fabric, model: Model, module: nn.Module, plan: Plan, see
         module: from ``build_module``, or restored.
         plan: the decided knobs.
         seed: of the weights that no file has, with ``memory.init`` meta.
+        stream: what gives weights on meta their memory and values.
 
     Raises:
         RecipeError: when a technique needs blocks and none are found.
@@ -69,7 +77,7 @@ def apply_stack(fabric: Fabric, model: Model, module: nn.Module, plan: Plan, see
     if plan.strategy == "fsdp":
         shard(module, blocks, plan, fabric.device)
     if memory.init == "meta":
-        materialise(module, model, _home(plan, fabric.device), weights_dtype(memory), seed)
+        stream(module, model, _home(plan, fabric.device), weights_dtype(memory), seed)
     masters = take_home(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
     return Stack(module, fabric.setup_module(module), masters)
 

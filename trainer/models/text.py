@@ -97,6 +97,14 @@ class TextClassifier(Model):
             )
         return self._cached_tokenizer
 
+    def unloaded(self) -> TextClassifier:
+        """This classifier with random weights, and the tokenizer that it has."""
+        import copy
+
+        model = copy.copy(self)  # with the tokenizer that is loaded already
+        model.tokenizer, model.weights = self.tokenizer or self.weights, None
+        return model
+
     def build(self) -> nn.Module:
         """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes)."""
         module = self.skeleton() if self.weights is None else self._from_pretrained(self.weights)

@@ -59,6 +59,8 @@ class Trace:
         marks: ``(index of the next event, phase)`` wherever a phase begins.
         work: what the last traced optimizer step did, for its time.
         host_bytes: the most host memory that tensors held.
+        skipped_micro_steps: how many micro-steps a real step has besides those that were traced; like those in its
+            middle.
         guesses: values of tensors that a branch depended on and that only a real run knows; they were guessed.
         notes: what else a person must know to read the figures, a line each.
     """
@@ -68,5 +70,6 @@ class Trace:
     marks: list[tuple[int, str]] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     host_bytes: int = 0
+    skipped_micro_steps: int = 0
     guesses: int = 0
     notes: list[str] = field(default_factory=list)

@@ -1,0 +1,194 @@
+"""Attention as the target GPU would compute it: which kernel is chosen, and what it needs inside.
+
+``scaled_dot_product_attention`` asks the GPU that is there; here another one, which is not, has to be asked for.
+
+Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and the kernels' host code beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+aten = torch.ops.aten
+
+Kernel = Literal["flash", "efficient", "cudnn", "math"]
+
+
+@dataclass(frozen=True)
+class AttentionRules:
+    """What a GPU and a version of torch allow.
+
+    Args:
+        capability: CUDA compute capability.
+        flash: 1 for the first flash attention (torch before 2.2), 2 since.
+        prefers_cudnn: whether cuDNN's attention comes before flash (torch 2.9 and later, on compute capability 9.0 and
+            10.0).
+    """
+
+    capability: tuple[int, int]
+    flash: int = 2
+    prefers_cudnn: bool = False
+
+    def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> Kernel:
+        """The kernel for these tensors, of shape ``(batch, heads, tokens, size)``."""
+        if query.dim() != 4 or 0 in query.shape[:3]:
+            return "math"
+        if self._cudnn(query, key, value, mask):
+            return "cudnn"
+        if self._flash(query, key, value, mask, grouped):
+            return "flash"
+        return "efficient" if self._efficient(query, key, value) else "math"
+
+    def _cudnn(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        size, value_size = query.size(-1), value.size(-1)
+        return (
+            self.prefers_cudnn
+            and self.capability in ((9, 0), (10, 0))
+            and _is_half(query)
+            and not (mask is not None and mask.requires_grad)
+            and size % 8 == 0
+            and value_size % 8 == 0
+            and max(size, value_size) <= 128
+            and _rows_are_dense(query, key, value)
+        )
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:
+        size = query.size(-1)
+        fits = size == key.size(-1) == value.size(-1) and size <= 256
+        if self.flash == 1:
+            fits = fits and size % 8 == 0 and size <= 128 and not grouped
+        return (
+            _is_half(query)
+            and self.capability >= (8, 0)
+            and mask is None
+            and fits
+            and _rows_are_dense(query, key, value)
+            and (_same_heads(query, key, value) or grouped)
+        )
+
+    def _efficient(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        if self.capability >= (8, 0):
+            align = 8 if _is_half(query) else 4
+        else:
+            align = 8 if _is_half(query) and self.capability >= (7, 0) else 1
+        bfloat = query.dtype == torch.bfloat16 and self.capability < (8, 0)
+        return (
+            query.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            and not bfloat
+            and query.size(-1) == key.size(-1)
+            and query.size(-1) % align == 0
+            and value.size(-1) % align == 0
+            and _rows_are_dense(query, key, value)
+            and _same_heads(query, key, value)
+            and self.capability >= (5, 0)
+        )
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _rows_are_dense(*tensors: Tensor) -> bool:
+    return all(tensor.stride(-1) == 1 for tensor in tensors)
+
+
+def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return query.size(1) == key.size(1) == value.size(1)
+
+
+def attend(rules: AttentionRules) -> Any:
+    """``scaled_dot_product_attention`` by the kernel that ``rules`` choose."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        kernel = rules.choose(query, key, value, attn_mask, enable_gqa)
+        if kernel == "flash":
+            return _flash(rules, query, key, value, dropout_p, is_causal, scale)
+        if kernel == "math":
+            return aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        if kernel == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, trains, dropout_p, is_causal, False, scale=scale
+            )[0]
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, trains, dropout_p, is_causal, scale=scale
+        )[0]
+
+    return attention
+
+
+def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as the kernels take it: added to the scores, rows padded to 16 and cut again, one for every head."""
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
+    if tokens := mask.size(-1) % 16:
+        length = mask.size(-1)
+        mask = functional.pad(mask, (0, 16 - tokens))[..., :length]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+
+
+def _flash(
+    rules: AttentionRules,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    size = query.size(-1)
+    scale = scale if scale is not None else size**-0.5
+    if missing := -size % 8:
+        query, key, value = (functional.pad(tensor, (0, missing)) for tensor in (query, key, value))
+    out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
+    if rules.flash == 1:  # written token by token, so that the caller's .contiguous() makes a copy
+        out = out.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    return out[..., :size] if missing else out
+
+
+def inner_bytes(rules: AttentionRules, name: str, args: tuple) -> tuple[int, ...]:
+    """Sizes of what an attention kernel allocates for itself and frees before it returns.
+
+    Args:
+        rules: of the GPU.
+        name: of the operation, without namespace and overload.
+        args: of the call.
+    """
+    if name == "_scaled_dot_product_flash_attention":
+        return (3 * args[0].numel() * args[0].element_size(),) if rules.flash == 1 else ()
+    if not name.endswith("attention_backward"):
+        return ()
+    query = args[1]
+    batch, heads, tokens, size = query.shape
+    rows = batch * heads
+    if name == "_scaled_dot_product_efficient_attention_backward":
+        scratch = 0 if query.dtype == torch.float32 else rows * _up(tokens, 64) * _up(size, 32) * 4
+        return rows * _up(tokens, 32) * 4, scratch
+    if name == "_scaled_dot_product_flash_attention_backward" and rules.flash == 1:
+        return 3 * query.numel() * query.element_size(), rows * _up(tokens, 128) * size * 4
+    if name in ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"):
+        return rows * _up(tokens, 128) * _up(size, 32) * 4, rows * _up(tokens, 128) * 4
+    return ()
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

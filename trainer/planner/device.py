@@ -1,0 +1,374 @@
+"""A CUDA device that is not there.
+
+Python sees tensors on ``cuda:0``; to C++ they are on meta, so that autograd works on any build of torch, without a GPU,
+a driver, or memory. Whatever asks which device it has before it chooses (autocast, attention, dropout, the optimizers,
+FSDP2) is told what the target GPU would say.
+
+``install`` changes torch for the rest of the process: call it in one that does nothing else, see ``worker``.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+import torch._dynamo.config  # noqa: F401  (must be there before Tensor._make_subclass is changed)
+import torch.distributed.fsdp
+import torch.utils._triton
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import grad_scaler
+from torch.cuda.amp import common as cuda_amp
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer as optimizers
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainer.memory import sharding
+from trainer.planner.attention import AttentionRules, attend
+from trainer.planner.autocast import install_autocast
+from trainer.planner.fake_mode import GPU_DEVICE
+from trainer.planner.gpus import GPU
+from trainer.planner.streams import FakeEvent, FakeStream, OnStream
+
+aten = torch.ops.aten
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+"""Versions of torch whose insides this was written for and tested with."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the run will take place on.
+
+    Args:
+        gpu: the card.
+        torch_version: whose kernels the card will run, ``(major, minor)``: this process's, unless an older published
+            figure is to be replayed. Before 2.2 attention was flash attention 1, before 2.9 matrix products with a
+            bias had a workspace of their own.
+    """
+
+    gpu: GPU
+    torch_version: tuple[int, int] = (0, 0)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """``torch_version``, or that of this process."""
+        return self.torch_version if self.torch_version > (0, 0) else installed_version()
+
+    @property
+    def attention(self) -> AttentionRules:
+        """Which attention kernels it has."""
+        return AttentionRules(
+            capability=self.gpu.capability,
+            flash=1 if self.version < (2, 2) else 2,
+            prefers_cudnn=self.version >= (2, 10),
+        )
+
+    @property
+    def separate_lt_workspace(self) -> bool:
+        """Whether ``addmm`` allocates a workspace of its own instead of sharing cuBLAS's."""
+        return self.version < (2, 9)
+
+
+def installed_version() -> tuple[int, int]:
+    """``(major, minor)`` of torch."""
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
+_library: torch.library.Library | None = None
+_paused = 0
+
+
+def is_paused() -> bool:
+    """Whether what is computed now is only about shapes: DTensor propagates them with whole, unsharded tensors."""
+    return _paused > 0
+
+
+def is_on_gpu(tensor: Any) -> bool:
+    """Whether a tensor is on the GPU that is not there."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def install(target: Target, ranks: int = 1) -> list[str]:
+    """Give this process ``target`` as its CUDA device, once and for all; return warnings for a person.
+
+    Args:
+        target: the card and the version of torch.
+        ranks: how many such cards this machine says that it has.
+    """
+    global _library
+    if _library is not None:
+        raise RuntimeError("a process can have one fake GPU only: use another process")
+    _library = torch.library.Library("aten", "IMPL")
+    _patch_tensors()
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    _patch_cuda(target, ranks)
+    _patch_compile()
+    _patch_amp()
+    _patch_optimizers()
+    _patch_fsdp()
+    with warnings.catch_warnings():  # that kernels are replaced is the purpose
+        warnings.simplefilter("ignore")
+        unknown = install_autocast(_library, is_on_gpu)
+        _library.impl("scaled_dot_product_attention", attend(target.attention), "AutogradCUDA")
+        _library.impl("dropout", _dropout, "AutogradCUDA")
+        _library.impl("to.dtype_layout", _to_dtype_layout, "AutogradCUDA")
+        _library.impl("to.device", _to_device, "AutogradCUDA")
+    return _version_warnings(unknown)
+
+
+def _version_warnings(uncast: list[str]) -> list[str]:
+    version = installed_version()
+    if OLDEST <= version <= NEWEST:
+        return []
+    what = f"; autocast also casts {', '.join(uncast)}, which are left alone here" if uncast else ""
+    return [
+        f"torch {torch.__version__} is not among the versions that predictions were tested with "
+        f"({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}): attention kernels, casts and the buffers of FSDP may "
+        f"differ, and with them the predicted memory{what}"
+    ]
+
+
+def _patch_tensors() -> None:
+    make = torch._C.TensorBase._make_subclass
+
+    def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **options: Any) -> Any:
+        device = options.get("device_for_backend_keys")
+        if device is not None and device.type == "cuda":
+            options["dispatch_device"] = False  # C++ sees meta, with the dispatch keys of CUDA
+        return make(cls, data, requires_grad, **options)
+
+    torch.Tensor._make_subclass = staticmethod(make_subclass)  # type: ignore[assignment]
+    FakeTensor.is_cuda = property(is_on_gpu)  # type: ignore[assignment]
+    FakeTensor.is_cpu = property(lambda tensor: tensor.fake_device.type == "cpu")  # type: ignore[assignment]
+    DTensor.device = property(lambda tensor: tensor._local_tensor.device)  # type: ignore[assignment]
+    DTensor.is_cuda = property(lambda tensor: tensor._local_tensor.is_cuda)  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment, method-assign]
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment, method-assign]
+    torch.Tensor.is_pinned = lambda tensor, device=None: tensor.device.type == "cpu"  # type: ignore[assignment, method-assign]
+
+
+def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``Module._apply`` without exchanging the insides of tensors, which fake ones do not allow.
+
+    As there, the children come first, tied parameters stay tied, and each old tensor is freed before the next is moved.
+    """
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    _apply_to(module, change, made, recurse, _tied(module))
+    return module
+
+
+def _tied(module: nn.Module) -> set[int]:
+    """The parameters that have several names, by their ``id``."""
+    names = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in names.items() if count > 1}
+
+
+def _apply_to(
+    module: nn.Module,
+    change: Callable[[Tensor], Tensor],
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]],
+    recurse: bool,
+    tied: set[int],
+) -> None:
+    for child in module.children() if recurse else ():
+        _apply_to(child, change, made, recurse, tied)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if id(parameter) not in made:
+            with torch.no_grad():
+                changed = change(parameter)
+            if changed is parameter:
+                continue
+            new = changed if isinstance(changed, nn.Parameter) else nn.Parameter(changed, parameter.requires_grad)
+            if id(parameter) in tied:
+                made[id(parameter)] = (parameter, new)
+        else:
+            new = made[id(parameter)][1]
+        module._parameters[name] = new
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = change(buffer)
+
+
+def _patch_cuda(target: Target, ranks: int) -> None:
+    cuda: Any = torch.cuda
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *args, **options: target.gpu.capability >= (8, 0),
+        "device_count": lambda: ranks,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: target.gpu.capability,
+        "get_device_properties": lambda device=None: _Properties(target.gpu),
+        "get_device_name": lambda device=None: target.gpu.title,
+        "set_device": lambda device: None,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "get_rng_state": lambda device=None: torch.empty(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "Stream": FakeStream,
+        "Event": FakeEvent,
+        "stream": OnStream,
+        "current_stream": lambda device=None: FakeStream.current,
+        "default_stream": lambda device=None: FakeStream.default,
+        "default_generators": (torch.Generator(),),
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+
+
+class _Properties:
+    """The few of a card's properties that libraries ask for before they choose."""
+
+    def __init__(self, gpu: GPU) -> None:
+        self.name, self.total_memory = gpu.title, gpu.memory
+        self.major, self.minor = gpu.capability
+
+
+def _patch_compile() -> None:
+    """Compiled updates of optimizers keep no intermediate tensors; compiled models are traced as they are."""
+    torch.compile = lambda function, **options: _about_shapes(function)  # type: ignore[assignment]
+    nn.Module.compile = lambda module, *args, **options: None  # type: ignore[method-assign, assignment]
+    torch.utils._triton.has_triton = lambda: True  # type: ignore[assignment]
+
+
+def _patch_amp() -> None:
+    cuda_amp.amp_definitely_not_available = lambda: False
+    if hasattr(grad_scaler, "amp_definitely_not_available"):
+        grad_scaler.amp_definitely_not_available = cuda_amp.amp_definitely_not_available
+
+
+def _patch_optimizers() -> None:
+    """Optimizers take their ``foreach`` and fused paths on CUDA tensors only, grouped by a device that C++ names."""
+    modules: Any = (optimizers, _foreach_utils)
+    for module in modules:
+        module._foreach_supported_types += [
+            kind for kind in (FakeTensor, DTensor) if kind not in module._foreach_supported_types
+        ]
+    by_device = _foreach_utils._group_tensors_by_device_and_dtype
+
+    def group(*args: Any, **options: Any) -> Any:
+        found = by_device(*args, **options)
+        return {(GPU_DEVICE if device.type == "meta" else device, dtype): v for (device, dtype), v in found.items()}
+
+    for module in (_foreach_utils, optimizers, clip_grad):
+        module._group_tensors_by_device_and_dtype = group
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        if hasattr(torch.optim.Optimizer, name):
+            setattr(torch.optim.Optimizer, name, lambda optimizer: None)
+
+
+def _patch_fsdp() -> None:
+    FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
+    if hasattr(_fsdp_collectives, "record_grad_output_stream"):
+        _fsdp_collectives.record_grad_output_stream = lambda *args: None
+    for module in (_fsdp_init, _fully_shard):
+        if hasattr(module, "_move_states_to_device"):
+            module._move_states_to_device = _move_states  # type: ignore[attr-defined]
+    sharding.init_device_mesh = _for_real(sharding.init_device_mesh)
+    for name in (
+        "_propagate_tensor_meta_non_cached",
+        "propagate_op_sharding_non_cached",
+        "_propagate_tensor_meta",
+        "propagate_tensor_meta",
+        "propagate",
+    ):
+        if hasattr(ShardingPropagator, name):
+            setattr(ShardingPropagator, name, _about_shapes(getattr(ShardingPropagator, name)))
+
+
+def _move_states(parameters: list[nn.Parameter], buffers: list[Tensor], device: torch.device) -> None:
+    """As in FSDP2, and the device that Python sees changes, too."""
+    for tensor in (*parameters, *buffers):
+        if tensor.device not in (device, torch.device("meta")):
+            tensor.data = tensor.to(device)
+            tensor.fake_device = device  # type: ignore[union-attr]
+
+
+def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` on real tensors: it computes which ranks belong together."""
+
+    @wraps(function)
+    def real(*args: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **options)
+
+    return real
+
+
+def _about_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def paused(*args: Any, **options: Any) -> Any:
+        global _paused
+        _paused += 1
+        try:
+            return function(*args, **options)
+        finally:
+            _paused -= 1
+
+    return paused
+
+
+def _dropout(tensor: Tensor, rate: float, train: bool) -> Tensor:
+    """The fused kernel of CUDA, which keeps a mask of one byte an element."""
+    if not train or rate == 0 or tensor.numel() == 0:
+        return tensor
+    if rate == 1:
+        return tensor * torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    return aten.native_dropout(tensor, rate, train)[0]
+
+
+def _to_dtype_layout(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: Any = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """As in C++, but for the device of ``tensor``, of which C++ has another idea."""
+    dtype = dtype or tensor.dtype
+    device = torch.device(device) if device is not None else tensor.device
+    if device.type == "meta":
+        device = tensor.device
+    if device.type == "cuda":
+        device = GPU_DEVICE
+    unchanged = dtype == tensor.dtype and device == tensor.device
+    if unchanged and not copy and memory_format in (None, torch.preserve_format):
+        return tensor
+    return aten._to_copy(tensor, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format)
+
+
+def _to_device(
+    tensor: Tensor,
+    device: Any,
+    dtype: torch.dtype,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    return _to_dtype_layout(
+        tensor, dtype=dtype, device=device, non_blocking=non_blocking, copy=copy, memory_format=memory_format
+    )

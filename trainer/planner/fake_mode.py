@@ -1,0 +1,147 @@
+"""Tensors without memory that Python sees on a GPU, and C++ on meta."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+
+GPU_DEVICE = torch.device("cuda", 0)
+LARGEST_KNOWN = 2**22
+"""Elements up to which the values of whole numbers and truth values are computed for real."""
+
+
+class FakeGPUMode(FakeTensorMode):
+    """A fake tensor mode that knows the values of masks, positions and lengths.
+
+    A model that asks ``if mask.all()`` must take the branch that it takes on a GPU, so tensors of integers and booleans
+    that come from real ones carry their values along. Where a value is not known, it is guessed, and counted.
+
+    Args:
+        ranks: how many there are. Each is taken to hold the same values as this one when they are summed, and every
+            floating-point number that is read (a loss, a norm) is this one: finite, and what a sum of ones comes to.
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.ranks = ranks
+        self.guesses = 0
+        self.known: dict[int, tuple[Any, Tensor]] = {}
+
+    def fake(self, real: Tensor) -> Tensor:
+        """A fake of a real tensor, which is kept as its value if it is of integers or booleans."""
+        fake = self.from_tensor(real)
+        if not real.is_floating_point() and real.numel() <= LARGEST_KNOWN:
+            self._know(fake, real)
+        return fake
+
+    def value(self, fake: Any) -> Tensor | None:
+        """The value of a fake tensor, where it is known."""
+        entry = self.known.get(id(fake))
+        return None if entry is None else entry[1]
+
+    def _know(self, fake: Any, value: Tensor) -> None:
+        def forget(_: Any, key: int = id(fake)) -> None:
+            self.known.pop(key, None)
+
+        self.known[id(fake)] = (weakref.ref(fake, forget), value)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = _on_a_device(kwargs) if kwargs else {}
+        if func is aten._local_scalar_dense.default:
+            return self._scalar(args[0])
+        if func is torch.ops.c10d.allreduce_.default:
+            self._sum_over_ranks(args[0])
+        if func._schema.is_mutable and args:
+            self.known.pop(id(args[0]), None)
+        try:
+            out = super().dispatch(func, types, args, kwargs)
+        except DataDependentOutputException:
+            return self._guess(func)
+        finally:
+            torch._C._set_only_lift_cpu_tensors(True)  # a nested mode's exit drops it, and torch.tensor needs it
+        self._learn(func, args, kwargs, out)
+        return out
+
+    def _scalar(self, tensor: Any) -> Any:
+        value = self.value(tensor)
+        if value is not None:
+            return value.item()
+        if tensor.dtype.is_floating_point:
+            return float(self.ranks)
+        self.guesses += 1
+        return False if tensor.dtype == torch.bool else 0
+
+    def _sum_over_ranks(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            value = self.value(tensor)
+            if value is not None:
+                self._know(tensor, value * self.ranks)
+
+    def _guess(self, func: Any) -> Any:
+        """An answer to a question about values, such as whether two tensors are equal: they are."""
+        if func in (aten.equal.default, aten.allclose.default):
+            self.guesses += 1
+            return True
+        raise DataDependentOutputException(func)
+
+    def _learn(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Keep the values of what an operation returned, if they can be known."""
+        outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        for tensor in outs:
+            if tensor.constant is not None:  # torch's own knowledge, which it would compute with on a real GPU
+                self._know(tensor, tensor.constant)
+                tensor.constant = None
+        unknown = [t for t in outs if not t.is_floating_point() and t.numel() <= LARGEST_KNOWN]
+        if unknown and id(unknown[0]) not in self.known and func is not aten.empty.memory_format:
+            self._compute(func, args, kwargs, outs)
+
+    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any], outs: list[Any]) -> None:
+        """Compute the values of ``outs`` for real, if those of all inputs are known."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return
+        values = _Values(self.value)
+        real_args, real_kwargs = tree_map(values, (tuple(args), dict(kwargs)))
+        if values.unknown:
+            return
+        with no_dispatch():
+            try:
+                results = tree_leaves(func(*real_args, **real_kwargs))
+            except (RuntimeError, TypeError, NotImplementedError):  # not computable on a CPU: simply not known
+                return
+        for tensor, value in zip(outs, results, strict=False):
+            if isinstance(value, Tensor):
+                self._know(tensor, value)
+
+
+class _Values:
+    """Replaces tensors by their values, and devices by the CPU; remembers whether one was not known."""
+
+    def __init__(self, value: Callable[[Any], Tensor | None]) -> None:
+        self.value, self.unknown = value, False
+
+    def __call__(self, item: Any) -> Any:
+        if isinstance(item, FakeTensor):
+            known = self.value(item)
+            self.unknown = self.unknown or known is None
+            return item if known is None else known
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
+
+def _on_a_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """C++ that asks for "where the input is" says meta, and means the GPU; pinned memory needs one that is there."""
+    device = kwargs.get("device")
+    changes: dict[str, Any] = {}
+    if device is not None and torch.device(device).type == "meta":
+        changes["device"] = GPU_DEVICE
+    if kwargs.get("pin_memory"):
+        changes["pin_memory"] = False
+    return {**kwargs, **changes} if changes else kwargs

@@ -1,0 +1,121 @@
+"""Other ranks that are not there: a process group that answers at once, and DDP without its C++ reducer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.fabric.strategies.ddp as fabric_ddp
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+MIB = 2**20
+FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
+"""Bytes after which DDP closes its first bucket of gradients, and every other (its defaults)."""
+BROADCAST_BUFFER = 250 * MIB
+"""Bytes of weights that DDP packs together when it gives every rank those of the first."""
+
+
+@contextmanager
+def fake_ranks(ranks: int, nodes: int = 1) -> Iterator[None]:
+    """Make this process the first of ``ranks``, as torchrun would have started them on ``nodes``; the others are mute.
+
+    Every rank is taken to do what this one does: sums over the ranks are of equal parts.
+    """
+    environment = {
+        "TORCHELASTIC_RUN_ID": "planner",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks // nodes),
+        "GROUP_WORLD_SIZE": str(nodes),
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+    os.environ.update(environment)
+    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    fabric_ddp.DistributedDataParallel = TracedDDP  # type: ignore[misc]
+    yield
+
+
+class TracedDDP(DistributedDataParallel):
+    """DistributedDataParallel as far as memory is concerned: its broadcast, its buckets, and when they are filled.
+
+    Source: torch/csrc/distributed/c10d/reducer.cpp with ``gradient_as_bucket_view``. A gradient is made by autograd,
+    copied to its place in a bucket, and from then on is a view of it. After the first reduced backward the buckets are
+    made anew, in the order in which the gradients came.
+    """
+
+    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+        self.require_backward_grad_sync = True
+        self.buckets: list[Tensor] = []
+        self.places: dict[nn.Parameter, Tensor] = {}
+        self.arrived: list[nn.Parameter] = []
+        self.rebuilt = False
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._broadcast([*module.parameters(), *module.buffers()])
+        self._make_buckets(list(reversed(trained)))
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._reduce)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.require_backward_grad_sync and torch.is_grad_enabled():
+            self._rebuild()
+        return self.module(*inputs, **kwargs)
+
+    def _check_reducer_finalized(self) -> None:
+        """Nothing: every parameter that arrives is reduced at once."""
+
+    def _rebuild(self) -> None:
+        if self.arrived and not self.rebuilt:
+            self.rebuilt = True
+            self.places.clear()
+            self.buckets.clear()  # before the new ones are made, as in C++
+            self._make_buckets(self.arrived)
+
+    @torch.no_grad()
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        """The first rank's weights, packed into buffers of which two are under way at a time."""
+        in_flight: list[Tensor] = []
+        for group in _grouped([tensor.detach() for tensor in tensors], BROADCAST_BUFFER, BROADCAST_BUFFER):
+            in_flight.append(torch.cat([tensor.reshape(-1) for tensor in group]))
+            torch.distributed.broadcast(in_flight[-1], 0)
+            in_flight = in_flight[-2:]
+
+    def _make_buckets(self, parameters: list[nn.Parameter]) -> None:
+        for group in _grouped(parameters, FIRST_BUCKET, BUCKET):
+            sizes = [parameter.numel() for parameter in group]
+            bucket = torch.empty(sum(sizes), dtype=group[0].dtype, device=group[0].device)
+            self.buckets.append(bucket)
+            for parameter, place in zip(group, bucket.split(sizes), strict=True):
+                self.places[parameter] = place.view(parameter.shape)  # type: ignore[index]
+
+    @torch.no_grad()
+    def _reduce(self, parameter: Tensor) -> None:
+        if not self.require_backward_grad_sync:
+            return
+        if not self.rebuilt:
+            self.arrived.append(parameter)  # type: ignore[arg-type]
+        place = self.places[parameter]  # type: ignore[index]
+        if parameter.grad is not None and parameter.grad.untyped_storage()._cdata != place.untyped_storage()._cdata:
+            place.copy_(parameter.grad)
+            parameter.grad = place
+        torch.distributed.all_reduce(place, async_op=True)
+
+
+def _grouped(tensors: list[Any], first: int, others: int) -> Iterator[list[Any]]:
+    """``tensors`` in order, each type by itself, in groups that are closed as soon as they reach the limit."""
+    open_groups: dict[torch.dtype, list[Any]] = {}
+    limits: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        group = open_groups.setdefault(tensor.dtype, [])
+        group.append(tensor)
+        if sum(t.numel() * t.element_size() for t in group) >= limits.setdefault(tensor.dtype, first):
+            limits[tensor.dtype] = others
+            yield open_groups.pop(tensor.dtype)
+    yield from open_groups.values()

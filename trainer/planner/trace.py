@@ -1,0 +1,233 @@
+"""A few steps of our own engine, taken on a GPU that is not there.
+
+Everything that a run does is done here by the same code: launch, build, wrap, rehearse, steps, evaluation, gathering
+the weights to save. Only the weights are never read and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from trainer.contract import Loss, Request
+from trainer.data.loader import Loader
+from trainer.engine.forward import Forward
+from trainer.engine.loop import evaluate
+from trainer.engine.rehearsal import rehearse
+from trainer.engine.step import Stepper
+from trainer.engine.window import MicroBatch, Window, cut_batch
+from trainer.memory.initialize import home_of_weights
+from trainer.memory.monitor import MonitoredStepper
+from trainer.memory.plan import Plan
+from trainer.memory.precision import weights_dtype
+from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
+from trainer.planner.device import Target, install
+from trainer.planner.events import Trace
+from trainer.planner.fake_mode import GPU_DEVICE, FakeGPUMode
+from trainer.planner.ranks import fake_ranks
+from trainer.planner.tracer import Tracer
+from trainer.recipe import Recipe
+from trainer.session import evaluation_cut, windows_of
+from trainer.streaming import allocate, default_dtype, on_meta
+from trainer.world import World, launch
+
+MOST_MICRO_STEPS = 3
+"""Micro-steps of a traced window at most: the first, one in the middle, and the last. The others are like the middle
+one."""
+
+
+@dataclass
+class Samples:
+    """What the traced steps are fed, on the host.
+
+    Args:
+        first: the first batch of the run, cut down to ``MOST_MICRO_STEPS``.
+        longest: a batch of the longest micro-batches that can occur.
+        evaluation: the longest micro-batches of an evaluation; empty without one.
+        skipped: how many micro-steps of the first batch were left out.
+    """
+
+    first: Window
+    longest: Window
+    evaluation: list[MicroBatch]
+    skipped: int
+
+
+def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
+    """The samples that ``plan`` would meet first, and the longest ones, from the recipe's prepared data."""
+    windows = windows_of(
+        recipe,
+        Loader(recipe.data.train, recipe.data.collate),
+        world_size=plan.world_size,
+        reduce=lambda values: [value * plan.world_size for value in values],
+    )
+    first, skipped = _shortened(next(iter(windows.epoch(0, 0, 1))))
+    return Samples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped)
+
+
+def _shortened(window: Window) -> tuple[Window, int]:
+    own = window.micro_batches
+    if len(own) > MOST_MICRO_STEPS:
+        own = [own[0], own[len(own) // 2], own[-1]]
+    return replace(window, micro_batches=own), len(window) - len(own)
+
+
+def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
+    dataset = recipe.data.val if recipe.data.val is not None else recipe.data.test
+    if dataset is None or not recipe.run.evaluate:
+        return []
+    cut = evaluation_cut(plan.first_cut, len(dataset))
+    pieces = cut_batch(range(len(dataset)), cut, plan.world_size, getattr(dataset, "lengths", None))
+    batch = next(iter(Loader(dataset, recipe.data.collate)([Request(pieces[0])])))
+    return [MicroBatch(batch, seed=0, is_last=False, is_empty=False)]
+
+
+def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, nodes: int = 1) -> Trace:
+    """Trace a run of ``recipe`` as ``plan`` says on ``target``, on the first of its ranks.
+
+    This changes torch for the rest of the process: see :func:`trainer.planner.device.install`.
+
+    Args:
+        recipe: whose data is prepared, and whose model is filled from it.
+        plan: the decided knobs and the number of ranks.
+        samples: from ``draw_samples``.
+        target: the GPU.
+        nodes: machines that the ranks are spread over.
+    """
+    ranks = plan.world_size
+    notes = install(target, ranks // nodes)
+    mode, tracer = FakeGPUMode(ranks), Tracer(target)
+    with fake_ranks(ranks, nodes) if ranks > 1 or plan.strategy == "fsdp" else nullcontext():
+        fabric = launch(plan, World("torchrun" if ranks > 1 else "plain", "cuda", ranks // nodes, nodes))
+        module = _empty(recipe, plan)
+        with mode, tracer:
+            _Run(recipe, plan, fabric, mode, tracer).take(module, samples)
+    trace = tracer.trace
+    trace.guesses = mode.guesses
+    trace.notes = notes + _notes(plan)
+    trace.skipped_micro_steps = samples.skipped
+    return trace
+
+
+def _notes(plan: Plan) -> list[str]:
+    if plan.memory.compile == "none":
+        return []
+    return [
+        f"memory.compile={plan.memory.compile} is predicted without compiling: fused kernels keep fewer intermediate "
+        "tensors, so this is an upper bound, but for what the compiler's own buffers take"
+    ]
+
+
+def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
+    """The module without weights: parameters on meta, buffers real."""
+    dtype = weights_dtype(plan.memory) or torch.float32
+    with default_dtype(dtype):
+        return on_meta(recipe.model.unloaded().build).train()
+
+
+class _Run:
+    """What ``fit`` does, in its order, on fake tensors."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, fabric: Fabric, mode: FakeGPUMode, tracer: Tracer) -> None:
+        self.recipe, self.plan, self.fabric, self.mode, self.tracer = recipe, plan, fabric, mode, tracer
+
+    def take(self, module: nn.Module, samples: Samples) -> None:
+        """Build, rehearse, step, evaluate and gather."""
+        self.tracer.enter("init")
+        stack = self._build(module)
+        optimizer, sync = build_updates(self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan)
+        stepper = MonitoredStepper(
+            _Phases(self.tracer, stack, optimizer),  # type: ignore[arg-type]
+            self.fabric,
+            self.recipe.model,
+            stack.wrapped,
+            optimizer,
+            sync=sync,
+            clip_norm=self.recipe.optim.clip_norm,
+            correct_batchnorm=self.recipe.memory.correct_batchnorm,
+        )
+        stepper.to_device = self._to_device
+        stepper.module.train()
+        if self.recipe.memory.micro_batch_size == "auto" and not sync.applied:
+            rehearse(stepper, samples.longest)
+        stepper.step(samples.first)
+        stepper.step(samples.longest)
+        self.tracer.records_work = True
+        stepper.step(samples.first)
+        self.tracer.records_work = False
+        if samples.evaluation:
+            self.tracer.enter("evaluation")
+            evaluate(stepper, samples.evaluation, _Nothing())
+        self.tracer.enter("saving")
+        whole_state(stack)
+
+    def _build(self, module: nn.Module) -> Stack:
+        memory, dtype = self.plan.memory, weights_dtype(self.plan.memory)
+        if memory.init != "meta":
+            with home_of_weights(self.fabric, self.plan):
+                allocate(module, torch.get_default_device(), dtype)
+            self._categorise(module)
+        stack = apply_stack(
+            self.fabric,
+            self.recipe.model,
+            module,
+            self.plan,
+            stream=lambda module, model, device, dtype, seed: allocate(module, device, dtype),
+        )
+        self._categorise(module)
+        return stack
+
+    def _categorise(self, module: nn.Module) -> None:
+        self.tracer.categorise([*module.parameters(), *module.buffers()], "params")
+
+    def _to_device(self, batch: Any) -> Any:
+        def move(item: Any) -> Any:
+            return self.mode.fake(item).to(GPU_DEVICE) if isinstance(item, Tensor) else item
+
+        moved = tree_map(move, batch)
+        tensors: list[Any] = []
+        tree_map(tensors.append, moved)
+        self.tracer.categorise([t for t in tensors if isinstance(t, Tensor)], "batch")
+        return moved
+
+
+class _Phases:
+    """Tells the tracer which phase the stepper is in; it takes the place of the monitor of a real run."""
+
+    batch: Any = None
+
+    def __init__(self, tracer: Tracer, stack: Stack, optimizer: Any) -> None:
+        self.tracer, self.stack, self.optimizer = tracer, stack, optimizer
+
+    def enter(self, phase: str | None) -> None:
+        """A phase begins."""
+        if phase == "step":
+            gradients = [p.grad for p in self.stack.module.parameters() if p.grad is not None]
+            self.tracer.categorise(gradients, "gradients")
+        if phase is not None:
+            self.tracer.enter(phase)
+
+    def begin_step(self) -> None:
+        """An optimizer step begins."""
+        self.tracer.trace.work.clear()
+
+    def end_step(self) -> None:
+        """An optimizer step has ended."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        self.tracer.categorise([value for value in states if isinstance(value, Tensor)], "optimizer")
+
+
+class _Nothing:
+    """Metrics that nobody reads: their memory is a few bytes a class."""
+
+    def update(self, loss: Loss) -> None: ...
+    def compute(self) -> None: ...
+    def reset(self) -> None: ...

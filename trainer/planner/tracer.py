@@ -1,0 +1,249 @@
+"""Watches every operation of a run on fake tensors: what memory it asks for and gives back, and what it costs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from trainer.planner.attention import inner_bytes
+from trainer.planner.device import Target, is_on_gpu, is_paused
+from trainer.planner.events import Category, Event, Kind, Trace, Work
+from trainer.planner.streams import FakeStream
+
+MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
+LT_WORKSPACE = 1 << 20
+"""Bytes that ``addmm`` asked for at each call before torch 2.9 (CUBLASLT_WORKSPACE_SIZE's default)."""
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+"""Operations of c10d and its functional twin, by what they are."""
+
+
+class Storage:
+    """A block of memory that tensors share: its number among the events, its size, and whether it is on the GPU."""
+
+    __slots__ = ("bytes", "id", "on_gpu", "reference")
+
+    def __init__(self, number: int, size: int, on_gpu: bool) -> None:
+        self.id, self.bytes, self.on_gpu = number, size, on_gpu
+        self.reference: Any = None
+
+
+class Tracer(TorchDispatchMode):
+    """Records the events of everything that runs inside of it.
+
+    Args:
+        target: the GPU that the tensors pretend to be on.
+        known: gives the value of a fake tensor, where it is known.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.target, self.trace, self.phase = target, Trace(), "init"
+        self.storages: dict[int, Storage] = {}
+        self.records_work = False
+        self._ids = 0
+        self._host_bytes = 0
+        self._workspaces: set[tuple[bool, int]] = set()
+
+    # ------------------------------------------------------------------------------------------------------- phases
+
+    def enter(self, phase: str) -> None:
+        """What follows is of ``phase``."""
+        if phase != self.phase or not self.trace.marks:
+            self.trace.marks.append((len(self.trace.events), phase))
+        self.phase = phase
+
+    def categorise(self, tensors: Iterable[Any], category: Category) -> None:
+        """Say what the memory of ``tensors`` is for; what has a category keeps it."""
+        for tensor in tensors:
+            for part in plain_tensors(tensor):
+                storage = self.storages.get(id(part.untyped_storage()))
+                if storage is None:
+                    self.watch(part, category)
+                    storage = self.storages.get(id(part.untyped_storage()))
+                if storage is not None and storage.on_gpu and storage.bytes:
+                    self.trace.categories.setdefault(storage.id, category)
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def watch(self, tensor: Any, op: str) -> None:
+        """Notice the storage of ``tensor`` if it is new, or has another size than before."""
+        if not isinstance(tensor, FakeTensor):
+            return
+        untyped = tensor.untyped_storage()
+        size, key = untyped.nbytes(), id(untyped)
+        storage = self.storages.get(key)
+        if storage is None and size:
+            self._new(untyped, key, size, is_on_gpu(tensor), op)
+        elif storage is not None and storage.bytes != size:
+            self._resize(storage, size, op)
+
+    def _new(self, untyped: Any, key: int, size: int, on_gpu: bool, op: str) -> None:
+        storage = Storage(self._allocate(size, op) if on_gpu else 0, size, on_gpu)
+        if not on_gpu:
+            self._on_host(size)
+
+        def gone(_: Any) -> None:
+            lost = self.storages.pop(key, None)
+            if lost is not None:
+                self._resize(lost, 0, "")
+
+        storage.reference = weakref.ref(untyped, gone)
+        self.storages[key] = storage
+
+    def _resize(self, storage: Storage, size: int, op: str) -> None:
+        if not storage.on_gpu:
+            self._on_host(size - storage.bytes)
+        else:
+            category = self.trace.categories.get(storage.id)
+            if storage.bytes:
+                self.trace.events.append(Event(storage.id, 0, "", self.phase))
+            if size:
+                storage.id = self._allocate(size, op)
+                if category is not None:  # FSDP gives gathered weights their memory again and again
+                    self.trace.categories[storage.id] = category
+        storage.bytes = size
+
+    def _allocate(self, size: int, op: str) -> int:
+        self._ids += 1
+        self.trace.events.append(Event(self._ids, size, op, self.phase, FakeStream.current.number))
+        return self._ids
+
+    def _on_host(self, change: int) -> None:
+        self._host_bytes += change
+        self.trace.host_bytes = max(self.trace.host_bytes, self._host_bytes)
+
+    def inside(self, sizes: Iterable[int], op: str) -> None:
+        """What a kernel allocates for itself, and frees before it returns."""
+        for number in [self._allocate(size, f"{op} (inside)") for size in sizes if size > 0]:
+            self.trace.events.append(Event(number, 0, "", self.phase))
+
+    def _workspace(self) -> None:
+        """cuBLAS takes memory once for each thread and stream that multiplies matrices, and keeps it."""
+        key = (in_backward(), FakeStream.current.number)
+        if key not in self._workspaces:
+            self._workspaces.add(key)
+            self._allocate(self.target.gpu.cublas_workspace, "cuBLAS workspace")
+
+    # --------------------------------------------------------------------------------------------------- operations
+
+    def __enter__(self) -> Tracer:
+        self._set_size = set_size = torch.UntypedStorage.resize_
+
+        def resize(untyped: Any, size: int) -> None:  # how FSDP2 frees gathered weights, below any dispatch
+            set_size(untyped, size)
+            storage = self.storages.get(id(untyped))
+            if storage is not None and storage.bytes != untyped.nbytes():
+                self._resize(storage, untyped.nbytes(), "resize_")
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._set_size  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_paused():
+            return func(*args, **kwargs)
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let DTensor become operations on its shards first
+        name = func._overloadpacket.__name__ if isinstance(func, torch._ops.OpOverload) else str(func)
+        multiplies = name in MATRIX_PRODUCTS
+        if multiplies:
+            self._workspace()
+        out = func(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for tensor in results:
+            self.watch(tensor, name)
+        self.inside(inner_bytes(self.target.attention, name, args), name)
+        if name == "addmm" and self.target.separate_lt_workspace:
+            self.inside((LT_WORKSPACE,), name)
+        if self.records_work:
+            self._note_work(func, name, args, kwargs, out, results)
+        return out
+
+    def _note_work(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._note_collective(name, [t for t in tensors if is_on_gpu(t)])
+            return
+        if func.is_view or not any(is_on_gpu(tensor) for tensor in (*tensors, *results)):
+            return
+        kind = _kind(tensors, results)
+        if kind != "compute":
+            moved = min(_bytes(results), _bytes(tensors)) if results else 0
+            self.note(name, kind, 0, moved, results)
+            return
+        packet = getattr(func, "_overloadpacket", None)
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
+        seen = {id(tensor) for tensor in tensors}  # the result of an in-place operation is one of them
+        moved = _bytes(tensors) + _bytes([tensor for tensor in results if id(tensor) not in seen])
+        self.note(name, "compute", flops, moved, results or tensors)
+
+    def _note_collective(self, name: str, tensors: list[Tensor]) -> None:
+        if tensors and name in COLLECTIVES:
+            largest = max(_bytes([tensor]) for tensor in tensors)
+            whole = sum(map(lambda t: _bytes([t]), tensors)) if COLLECTIVES[name] == "all_reduce" else largest
+            self.note(COLLECTIVES[name], "collective", 0, whole, tensors)
+
+    def note(self, op: str, kind: Kind, flops: int, moved: int, tensors: list[Tensor]) -> None:
+        """Remember one operation for the time of the step."""
+        dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+        self.trace.work.append(
+            Work(op, kind, self.phase, FakeStream.current.number, flops, moved, str(dtype).removeprefix("torch."))
+        )
+
+
+def in_backward() -> bool:
+    """Whether autograd runs now: on a GPU it does so in a thread of its own."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def plain_tensors(tensor: Any) -> list[Tensor]:
+    """The tensors with memory that a tensor consists of: a shard, or the parts of a quantised one."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if isinstance(tensor, FakeTensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor] if isinstance(tensor, Tensor) else []
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_tensors(getattr(tensor, name))]
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _kind(tensors: list[Tensor], results: list[Tensor]) -> Kind:
+    """Whether an operation crosses the bus."""
+    sources = {t.device.type for t in tensors if t.dim() or t.numel() > 1}
+    targets = {t.device.type for t in results}
+    if sources == {"cpu"} and targets == {"cuda"}:
+        return "to_device"
+    if targets == {"cpu"} and "cuda" in sources:
+        return "to_host"
+    if "cpu" in sources and targets == {"cuda"}:
+        return "to_device"  # copy_ into memory of the device
+    return "compute"
