@@ -1,8 +1,28 @@
-"""GPUs: what the planner must know of each."""
+"""GPUs: what the planner must know of each, from data sheets, and of the one that this machine has."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
 from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from trainer.errors import RecipeError
+
+ACHIEVED = 0.8
+"""What a large transfer reaches of a link's nominal rate: 25 of 31.5 GB/s on PCIe 4.0 with pinned memory, 230-240
+of 300 GB/s in NCCL's all-reduce over the NVLink of eight A100. The rest is packet headers and flow control."""
+
+PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0
+"""Nominal GB/s of 16 lanes in one direction, after line coding."""
+
+AMD_MI300 = (9, 4)
+"""What torch gives as the capability of gfx942. There is no such CUDA capability."""
+
+MIB = 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -15,9 +35,14 @@ class GPU:
         capability: CUDA compute capability, such as (8, 0).
         memory: bytes that a process finds, as ``torch.cuda.get_device_properties`` gives them.
         bandwidth: of its memory, bytes a second.
-        flops: dense floating-point operations a second by torch's dtype, without sparsity; tf32 where it has it.
-        bus: PCIe, bytes a second in one direction.
-        link: to another GPU of the same machine, bytes a second in one direction; that of the bus where it has none.
+        flops: dense floating-point operations a second by torch's dtype, without sparsity and with sums in fp32; also
+            ``tfloat32`` where it has it. A dtype that is not there has no units of its own.
+        bus: PCIe, bytes a second in one direction, as a large copy from pinned memory reaches them (``ACHIEVED``).
+        link: to another GPU of the same machine, bytes a second in one direction, as a large collective reaches them;
+            that of the bus where it has none.
+        reported: what the driver calls it; empty where the card was not looked up by name.
+        estimated: the figures are not from a data sheet, but derived from what torch says of the card.
+        note: what a person must know before trusting a prediction for it.
     """
 
     name: str
@@ -28,3 +53,237 @@ class GPU:
     flops: dict[str, float]
     bus: float
     link: float
+    reported: str = ""
+    estimated: bool = False
+    note: str = ""
+
+    @property
+    def cublas_workspace(self) -> int:
+        """Bytes of the workspace that torch gives to cuBLAS, unless CUBLAS_WORKSPACE_CONFIG says otherwise.
+
+        As in ``parseChosenWorkspaceSize`` of torch's ``CublasHandlePool.cpp``: 32 MiB on Hopper and on all of
+        Blackwell, GeForce included (torch of before 2026 has 8.1 MiB there), 128 MiB on the MI300X.
+        """
+        if self.capability == AMD_MI300:
+            return 128 * MIB
+        return 32 * MIB if self.capability[0] in (9, 10, 11, 12) else 2 * 4096 * 1024 + 8 * 16 * 1024
+
+    @property
+    def context(self) -> int:
+        """Bytes that CUDA takes beside torch's allocator: context and loaded kernels. A margin, rounded up.
+
+        It grows with the number of multiprocessors; cuBLAS's and cuDNN's kernels come on top, as they are used.
+        """
+        return {7: 400, 8: 500}.get(self.capability[0], 700) * 10**6
+
+
+def gpu_named(name: str) -> GPU:
+    """The GPU that a person means; case, spaces, dashes, ``NVIDIA``, ``GeForce`` and ``RTX`` do not matter.
+
+    Raises:
+        RecipeError: for a name that is not in the table, with the nearest and all others.
+    """
+    meant = {_squash(known): gpu for known, gpu in GPUS.items()}
+    meant |= {alias: GPUS[known] for alias, known in ALIASES.items()}
+    squashed = _squash(name)
+    if squashed in meant:
+        return meant[squashed]
+    near = get_close_matches(squashed, meant, 1)
+    hint = f"; did you mean {meant[near[0]].name}?" if near else "."
+    raise RecipeError(f"--gpu={name} is not in the planner's table{hint} It has: {', '.join(sorted(GPUS))}")
+
+
+def detected_gpu() -> GPU | None:
+    """The GPU that torch sees and uses now, with the memory that it finds; ``None`` where there is none.
+
+    A card that is not in the table (a laptop's, a MIG slice, a newer one) gets estimates from its clocks and units.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    for gpu in GPUS.values():
+        if gpu.reported == properties.name and abs(gpu.memory / properties.total_memory - 1) < 0.05:
+            return dataclasses.replace(gpu, memory=properties.total_memory)
+    return _estimate(properties)
+
+
+def usable_memory(gpu: GPU, ranks: int) -> int:
+    """Bytes that torch's allocator may reserve: without the CUDA context and NCCL's buffers."""
+    return gpu.memory - gpu.context - nccl_bytes(ranks)
+
+
+def nccl_bytes(ranks: int) -> int:
+    """Bytes of NCCL's buffers, beside torch's allocator; 0 for one rank. A margin that was not measured.
+
+    Each channel to each neighbour has about 10 MB of buffers. A ring has two neighbours on up to 32 channels, a tree
+    more with every doubling of the ranks.
+    """
+    return int(250e6 + 100e6 * math.log2(ranks)) if ranks > 1 else 0
+
+
+def _squash(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", name.lower())
+
+
+FLOPS_PER_CLOCK = {
+    6: (256, 256),
+    7: (128, 512),
+    8: (256, 512),
+    9: (256, 4096),
+    10: (256, 8192),
+    12: (256, 512),
+}
+"""Of one multiprocessor, by major capability: in fp32, and in half precision with sums in fp32. Of GeForce where it
+differs from servers' cards, so that a card is rather faster than estimated."""
+
+
+def _estimate(properties: Any) -> GPU:
+    capability = (properties.major, properties.minor)
+    fp32, half = (128, 2048) if capability == (8, 0) else FLOPS_PER_CLOCK.get(properties.major, (256, 512))
+    # Clocks are in kHz. Where torch does not say them, those of a slow card.
+    clock = properties.multi_processor_count * (getattr(properties, "clock_rate", 0) or 1_400_000) * 1e3
+    beats = (getattr(properties, "memory_clock_rate", 0) or 5_000_000) * 2e3  # two a clock
+    width = getattr(properties, "memory_bus_width", 0) or 128
+    double = fp32 / 2 if capability in ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0)) else fp32 / 64
+    bus = (PCIE_4 if capability >= (8, 0) else PCIE_3) * 1e9 * ACHIEVED
+    return GPU(
+        "detected",
+        properties.name,
+        capability,
+        properties.total_memory,
+        beats * width / 8,
+        _flops(capability, clock * double, clock * fp32, clock * half / 2, clock * half),
+        bus,
+        bus,
+        estimated=True,
+        note=f"{properties.name} is not in the planner's table: its speed is estimated from its clocks",
+    )
+
+
+def _flops(capability: tuple[int, int], fp64: float, fp32: float, tf32: float, half: float) -> dict[str, float]:
+    flops = {"float64": fp64, "float32": fp32, "float16": half}
+    return flops | {"tfloat32": tf32, "bfloat16": half} if capability >= (8, 0) else flops
+
+
+def _card(
+    name: str,
+    title: str,
+    reported: str,
+    capability: tuple[int, int],
+    memory: float,
+    bandwidth: float,
+    tflops: tuple[float, float, float, float],
+    bus: float = PCIE_4,
+    link: float | None = None,
+    note: str = "",
+) -> GPU:
+    """From the units of data sheets: GiB, GB/s, TFLOP/s in fp64, fp32, tf32 and half, nominal GB/s."""
+    return GPU(
+        name,
+        title,
+        capability,
+        int(memory * GIB),
+        bandwidth * 1e9,
+        _flops(capability, *(figure * 1e12 for figure in tflops)),
+        bus * 1e9 * ACHIEVED,
+        (bus if link is None else link) * 1e9 * ACHIEVED,
+        reported,
+        note=note,
+    )
+
+
+def _geforce(
+    title: str, capability: tuple[int, int], memory: float, bandwidth: float, tflops: float, bus: float
+) -> GPU:
+    """Since Ampere tensor cores of GeForce do twice the fp32 rate in half precision with sums in fp32, which is half of
+    what is advertised (sums in fp16), and once in tf32."""
+    rates = (tflops / 64, tflops, tflops, 2 * tflops)
+    reported = "NVIDIA GeForce " + re.sub(r" \d+GB$", "", title)
+    return _card(title.lower().replace(" ", "-"), title, reported, capability, memory, bandwidth, rates, bus)
+
+
+# Memory is what torch reports on Linux: the least that was found in published out-of-memory messages. It differs by
+# about 1 % with driver and ECC: 79.14-79.33 GiB on A100, 139.72-139.81 on H200, 23.5-23.7 on RTX 4090. GeForce cards of
+# one generation and size were taken to find the same. fp64 is that of tensor cores where they have it.
+# NVLink bridges between two PCIe cards are not counted: a ring over more than two goes over the bus.
+_AMPERE, _ADA, _BLACKWELL = (8, 6), (8, 9), (12, 0)
+_V100 = (7.8, 15.7, 0, 125)
+_A100 = (19.5, 19.5, 156, 312)
+_HOPPER = (66.9, 66.9, 494.7, 989.4)
+_SERVERS = [
+    _card("t4", "T4", "Tesla T4", (7, 5), 14.56, 320, (0.25, 8.1, 0, 65), PCIE_3),
+    _card("v100-16gb", "V100 16 GB (SXM)", "Tesla V100-SXM2-16GB", (7, 0), 15.77, 900, _V100, PCIE_3, 150),
+    _card("v100-32gb", "V100 32 GB (SXM)", "Tesla V100-SXM2-32GB", (7, 0), 31.73, 900, _V100, PCIE_3, 150),
+    _card("a10", "A10", "NVIDIA A10", _AMPERE, 22.03, 600, (0.49, 31.2, 62.5, 125)),
+    _card("a10g", "A10G", "NVIDIA A10G", _AMPERE, 22.03, 600, (0.55, 35, 35, 70)),
+    _card("l4", "L4", "NVIDIA L4", _ADA, 22.03, 300, (0.47, 30.3, 60, 121)),
+    _card("l40s", "L40S", "NVIDIA L40S", _ADA, 44.34, 864, (1.43, 91.6, 183, 362)),
+    _card("rtx-a6000", "RTX A6000", "NVIDIA RTX A6000", _AMPERE, 47.4, 768, (0.6, 38.7, 77.4, 154.8)),
+    _card("rtx-6000-ada", "RTX 6000 Ada", "NVIDIA RTX 6000 Ada Generation", _ADA, 47.4, 960, (1.4, 91.1, 182.1, 364.2)),
+    _card("a100-40gb", "A100 40 GB (SXM)", "NVIDIA A100-SXM4-40GB", (8, 0), 39.39, 1555, _A100, PCIE_4, 300),
+    _card("a100-80gb", "A100 80 GB (SXM)", "NVIDIA A100-SXM4-80GB", (8, 0), 79.14, 2039, _A100, PCIE_4, 300),
+    _card("a100-80gb-pcie", "A100 80 GB (PCIe)", "NVIDIA A100 80GB PCIe", (8, 0), 79.14, 1935, _A100, PCIE_4),
+    _card("h100-sxm", "H100 (SXM)", "NVIDIA H100 80GB HBM3", (9, 0), 79.1, 3350, _HOPPER, PCIE_5, 450),
+    _card("h100-pcie", "H100 (PCIe)", "NVIDIA H100 PCIe", (9, 0), 79.1, 2000, (51.2, 51.2, 378, 756), PCIE_5),
+    _card("h100-nvl", "H100 NVL", "NVIDIA H100 NVL", (9, 0), 93.02, 3900, (60, 60, 417.5, 835.5), PCIE_5),
+    _card("h200", "H200 (SXM)", "NVIDIA H200", (9, 0), 139.72, 4800, _HOPPER, PCIE_5, 450),
+    # NVLink-C2C joins its host memory: 450 GB/s each way.
+    _card("gh200", "GH200 (96 GB)", "NVIDIA GH200 480GB", (9, 0), 94.5, 4000, _HOPPER, 450, 450),
+    _card("b200", "B200", "NVIDIA B200", (10, 0), 178.35, 7700, (37, 75, 1125, 2250), PCIE_5, 900),
+    _card(
+        "mi300x",
+        "MI300X",
+        "AMD Instinct MI300X",
+        AMD_MI300,
+        191.69,
+        5300,
+        (163.4, 163.4, 653.7, 1307.4),
+        PCIE_5,
+        448,
+        note="the replay assumes the workspaces of CUDA's kernels, and was never compared with a run on ROCm",
+    ),
+]
+_GEFORCE = [
+    _geforce("RTX 3060", _AMPERE, 11.63, 360, 12.7, PCIE_4),
+    _geforce("RTX 3060 Ti", _AMPERE, 7.63, 448, 16.2, PCIE_4),
+    _geforce("RTX 3070", _AMPERE, 7.63, 448, 20.3, PCIE_4),
+    _geforce("RTX 3070 Ti", _AMPERE, 7.63, 608, 21.7, PCIE_4),
+    _geforce("RTX 3080", _AMPERE, 9.63, 760, 29.8, PCIE_4),
+    _geforce("RTX 3080 12GB", _AMPERE, 11.63, 912, 30.6, PCIE_4),
+    _geforce("RTX 3080 Ti", _AMPERE, 11.63, 912, 34.1, PCIE_4),
+    _geforce("RTX 3090", _AMPERE, 23.55, 936, 35.6, PCIE_4),
+    _geforce("RTX 3090 Ti", _AMPERE, 23.55, 1008, 40.0, PCIE_4),
+    _geforce("RTX 4060", _ADA, 7.63, 272, 15.1, PCIE_4 / 2),
+    _geforce("RTX 4060 Ti 8GB", _ADA, 7.63, 288, 22.1, PCIE_4 / 2),
+    _geforce("RTX 4060 Ti 16GB", _ADA, 15.56, 288, 22.1, PCIE_4 / 2),
+    _geforce("RTX 4070", _ADA, 11.57, 504, 29.1, PCIE_4),
+    _geforce("RTX 4070 SUPER", _ADA, 11.57, 504, 35.5, PCIE_4),
+    _geforce("RTX 4070 Ti", _ADA, 11.57, 504, 40.1, PCIE_4),
+    _geforce("RTX 4070 Ti SUPER", _ADA, 15.56, 672, 44.1, PCIE_4),
+    _geforce("RTX 4080", _ADA, 15.56, 717, 48.7, PCIE_4),
+    _geforce("RTX 4080 SUPER", _ADA, 15.56, 736, 52.2, PCIE_4),
+    _geforce("RTX 4090", _ADA, 23.52, 1008, 82.6, PCIE_4),
+    _geforce("RTX 5060", _BLACKWELL, 7.52, 448, 19.2, PCIE_5 / 2),
+    _geforce("RTX 5060 Ti 8GB", _BLACKWELL, 7.52, 448, 23.7, PCIE_5 / 2),
+    _geforce("RTX 5060 Ti 16GB", _BLACKWELL, 15.45, 448, 23.7, PCIE_5 / 2),
+    _geforce("RTX 5070", _BLACKWELL, 11.49, 672, 30.9, PCIE_5),
+    _geforce("RTX 5070 Ti", _BLACKWELL, 15.45, 896, 43.9, PCIE_5),
+    _geforce("RTX 5080", _BLACKWELL, 15.45, 960, 56.3, PCIE_5),
+    _geforce("RTX 5090", _BLACKWELL, 31.36, 1792, 104.8, PCIE_5),
+]
+
+GPUS = {gpu.name: gpu for gpu in [*_SERVERS, *_GEFORCE]}
+"""All GPUs of the table by name."""
+
+ALIASES = {
+    "a100": "a100-80gb",
+    "a100sxm": "a100-80gb",
+    "a100pcie": "a100-80gb-pcie",
+    "306012gb": "rtx-3060",
+    "308010gb": "rtx-3080",
+    "h100": "h100-sxm",
+    "v100": "v100-16gb",
+}
+"""Shorter names, squashed as ``gpu_named`` does it."""
