@@ -9,23 +9,25 @@ FSDP2) is told what the target GPU would say.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch._dynamo.config  # noqa: F401  (must be there before Tensor._make_subclass is changed)
+import torch._dynamo.config
 import torch.distributed.fsdp
 import torch.utils._triton
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import grad_scaler
 from torch.cuda.amp import common as cuda_amp
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -43,6 +45,10 @@ from trainer.planner.streams import FakeEvent, FakeStream, OnStream
 
 aten = torch.ops.aten
 
+Workspaces = Literal["kept, and one a call", "kept", "one a call"]
+"""Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
+torch 2.9 those with a bias had another of their own. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
+
 OLDEST, NEWEST = (2, 11), (2, 15)
 """Versions of torch whose insides this was written for and tested with."""
 
@@ -54,8 +60,7 @@ class Target:
     Args:
         gpu: the card.
         torch_version: whose kernels the card will run, ``(major, minor)``: this process's, unless an older published
-            figure is to be replayed. Before 2.2 attention was flash attention 1, before 2.9 matrix products with a
-            bias had a workspace of their own.
+            figure is to be replayed. Before 2.2 attention was flash attention 1.
     """
 
     gpu: GPU
@@ -76,9 +81,12 @@ class Target:
         )
 
     @property
-    def separate_lt_workspace(self) -> bool:
-        """Whether ``addmm`` allocates a workspace of its own instead of sharing cuBLAS's."""
-        return self.version < (2, 9)
+    def workspaces(self) -> Workspaces:
+        """How long cuBLAS keeps its memory."""
+        if self.version < (2, 9):
+            return "kept, and one a call"
+        kept = self.version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+        return "kept" if kept else "one a call"
 
 
 def installed_version() -> tuple[int, int]:
@@ -154,6 +162,7 @@ def _patch_tensors() -> None:
     torch.Tensor._make_subclass = staticmethod(make_subclass)  # type: ignore[assignment]
     FakeTensor.is_cuda = property(is_on_gpu)  # type: ignore[assignment]
     FakeTensor.is_cpu = property(lambda tensor: tensor.fake_device.type == "cpu")  # type: ignore[assignment]
+    FakeTensor.is_meta = property(lambda tensor: tensor.fake_device.type == "meta")  # type: ignore[assignment]
     DTensor.device = property(lambda tensor: tensor._local_tensor.device)  # type: ignore[assignment]
     DTensor.is_cuda = property(lambda tensor: tensor._local_tensor.is_cuda)  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment, method-assign]
@@ -245,8 +254,8 @@ class _Properties:
 
 
 def _patch_compile() -> None:
-    """Compiled updates of optimizers keep no intermediate tensors; compiled models are traced as they are."""
-    torch.compile = lambda function, **options: _about_shapes(function)  # type: ignore[assignment]
+    """Compiled updates of optimizers work in place, without intermediate tensors; models are traced as they are."""
+    torch.compile = lambda function, **options: lambda *args: None  # type: ignore[assignment]
     nn.Module.compile = lambda module, *args, **options: None  # type: ignore[method-assign, assignment]
     torch.utils._triton.has_triton = lambda: True  # type: ignore[assignment]
 
@@ -281,9 +290,7 @@ def _patch_fsdp() -> None:
     FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
     if hasattr(_fsdp_collectives, "record_grad_output_stream"):
         _fsdp_collectives.record_grad_output_stream = lambda *args: None
-    for module in (_fsdp_init, _fully_shard):
-        if hasattr(module, "_move_states_to_device"):
-            module._move_states_to_device = _move_states  # type: ignore[attr-defined]
+    sharding.fully_shard = _moved_first(sharding.fully_shard)
     sharding.init_device_mesh = _for_real(sharding.init_device_mesh)
     for name in (
         "_propagate_tensor_meta_non_cached",
@@ -296,12 +303,22 @@ def _patch_fsdp() -> None:
             setattr(ShardingPropagator, name, _about_shapes(getattr(ShardingPropagator, name)))
 
 
-def _move_states(parameters: list[nn.Parameter], buffers: list[Tensor], device: torch.device) -> None:
-    """As in FSDP2, and the device that Python sees changes, too."""
-    for tensor in (*parameters, *buffers):
-        if tensor.device not in (device, torch.device("meta")):
-            tensor.data = tensor.to(device)
-            tensor.fake_device = device  # type: ignore[union-attr]
+def _moved_first(fully_shard: Callable[..., Any]) -> Callable[..., Any]:
+    """``fully_shard`` of parameters that are on the GPU already: it would exchange their insides to move them there."""
+
+    @wraps(fully_shard)
+    def moved(module: nn.Module, **options: Any) -> Any:
+        made: dict[int, nn.Parameter] = {}
+        for part in _get_managed_modules((module,)):
+            for name, parameter in part._parameters.items():
+                if parameter is None or isinstance(parameter, DTensor) or parameter.device.type != "cpu":
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.detach().to(GPU_DEVICE), parameter.requires_grad)
+                part._parameters[name] = made[id(parameter)]
+        return fully_shard(module, **options)
+
+    return moved
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,6 +58,7 @@ class Trace:
         categories: what each block is for, by its id; a block that is not named is temporary.
         marks: ``(index of the next event, phase)`` wherever a phase begins.
         work: what the last traced optimizer step did, for its time.
+        micro_steps: indices in ``work`` at which its micro-steps begin, and at which the last one ends.
         host_bytes: the most host memory that tensors held.
         skipped_micro_steps: how many micro-steps a real step has besides those that were traced; like those in its
             middle.
@@ -69,6 +70,7 @@ class Trace:
     categories: dict[int, Category] = field(default_factory=dict)
     marks: list[tuple[int, str]] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
+    micro_steps: list[int] = field(default_factory=list)
     host_bytes: int = 0
     skipped_micro_steps: int = 0
     guesses: int = 0

@@ -6,29 +6,28 @@ the weights to save. Only the weights are never read and nothing is computed.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from trainer.contract import Loss, Request
 from trainer.data.loader import Loader
-from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.rehearsal import rehearse
-from trainer.engine.step import Stepper
 from trainer.engine.window import MicroBatch, Window, cut_batch
 from trainer.memory.initialize import home_of_weights
 from trainer.memory.monitor import MonitoredStepper
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
-from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
+from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.planner.device import Target, install
 from trainer.planner.events import Trace
 from trainer.planner.fake_mode import GPU_DEVICE, FakeGPUMode
@@ -103,18 +102,37 @@ def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, node
         nodes: machines that the ranks are spread over.
     """
     ranks = plan.world_size
-    notes = install(target, ranks // nodes)
-    mode, tracer = FakeGPUMode(ranks), Tracer(target)
-    with fake_ranks(ranks, nodes) if ranks > 1 or plan.strategy == "fsdp" else nullcontext():
-        fabric = launch(plan, World("torchrun" if ranks > 1 else "plain", "cuda", ranks // nodes, nodes))
-        module = _empty(recipe, plan)
-        with mode, tracer:
-            _Run(recipe, plan, fabric, mode, tracer).take(module, samples)
+    several = ranks > 1 or plan.strategy == "fsdp"
+    with fake_ranks(ranks, nodes) if several else nullcontext(), tracing(target, ranks, nodes) as tracer:
+        with _disable_current_modes():
+            fabric = launch(plan, World("torchrun" if ranks > 1 else "plain", "cuda", ranks // nodes, nodes))
+            module = _empty(recipe, plan)
+        _Run(recipe, plan, fabric, tracer).take(module, samples)
     trace = tracer.trace
-    trace.guesses = mode.guesses
-    trace.notes = notes + _notes(plan)
+    trace.notes += _notes(plan)
     trace.skipped_micro_steps = samples.skipped
     return trace
+
+
+@contextmanager
+def tracing(target: Target, ranks: int = 1, nodes: int = 1) -> Iterator[Tracer]:
+    """Make ``target`` the CUDA device of this process, and trace what is done inside of the context.
+
+    Tensors that are made inside are fake; real ones that come from outside are moved with ``.to("cuda")``. What is
+    traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins.
+
+    Args:
+        target: the GPU.
+        ranks: in all.
+        nodes: machines that they are spread over.
+    """
+    notes = install(target, ranks // nodes)
+    mode = FakeGPUMode(ranks)
+    tracer = Tracer(target, mode)
+    with mode, tracer:
+        yield tracer
+    tracer.trace.guesses = mode.guesses
+    tracer.trace.notes += notes
 
 
 def _notes(plan: Plan) -> list[str]:
@@ -136,8 +154,8 @@ def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
 class _Run:
     """What ``fit`` does, in its order, on fake tensors."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, fabric: Fabric, mode: FakeGPUMode, tracer: Tracer) -> None:
-        self.recipe, self.plan, self.fabric, self.mode, self.tracer = recipe, plan, fabric, mode, tracer
+    def __init__(self, recipe: Recipe, plan: Plan, fabric: Fabric, tracer: Tracer) -> None:
+        self.recipe, self.plan, self.fabric, self.tracer = recipe, plan, fabric, tracer
 
     def take(self, module: nn.Module, samples: Samples) -> None:
         """Build, rehearse, step, evaluate and gather."""
@@ -167,7 +185,7 @@ class _Run:
             self.tracer.enter("evaluation")
             evaluate(stepper, samples.evaluation, _Nothing())
         self.tracer.enter("saving")
-        whole_state(stack)
+        _gather(stack.module)
 
     def _build(self, module: nn.Module) -> Stack:
         memory, dtype = self.plan.memory, weights_dtype(self.plan.memory)
@@ -190,13 +208,23 @@ class _Run:
 
     def _to_device(self, batch: Any) -> Any:
         def move(item: Any) -> Any:
-            return self.mode.fake(item).to(GPU_DEVICE) if isinstance(item, Tensor) else item
+            return self.tracer.mode.fake(item).to(GPU_DEVICE) if isinstance(item, Tensor) else item
 
         moved = tree_map(move, batch)
         tensors: list[Any] = []
         tree_map(tensors.append, moved)
         self.tracer.categorise([t for t in tensors if isinstance(t, Tensor)], "batch")
         return moved
+
+
+@torch.no_grad()
+def _gather(module: nn.Module) -> None:
+    """What ``whole_state`` has on the device at a time: one whole tensor, of whatever is sharded."""
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            shard = parameter.to_local().to(GPU_DEVICE)
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=GPU_DEVICE)
+            del shard, whole
 
 
 class _Phases:
@@ -209,6 +237,9 @@ class _Phases:
 
     def enter(self, phase: str | None) -> None:
         """A phase begins."""
+        trace = self.tracer.trace
+        if phase in ("forward", "step") and self.tracer.phase != phase:
+            trace.micro_steps.append(len(trace.work))
         if phase == "step":
             gradients = [p.grad for p in self.stack.module.parameters() if p.grad is not None]
             self.tracer.categorise(gradients, "gradients")
@@ -218,6 +249,7 @@ class _Phases:
     def begin_step(self) -> None:
         """An optimizer step begins."""
         self.tracer.trace.work.clear()
+        self.tracer.trace.micro_steps.clear()
 
     def end_step(self) -> None:
         """An optimizer step has ended."""

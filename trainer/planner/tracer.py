@@ -17,11 +17,17 @@ from torch.utils.flop_counter import flop_registry
 from trainer.planner.attention import inner_bytes
 from trainer.planner.device import Target, is_on_gpu, is_paused
 from trainer.planner.events import Category, Event, Kind, Trace, Work
+from trainer.planner.fake_mode import FakeGPUMode
 from trainer.planner.streams import FakeStream
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
 LT_WORKSPACE = 1 << 20
-"""Bytes that ``addmm`` asked for at each call before torch 2.9 (CUBLASLT_WORKSPACE_SIZE's default)."""
+"""Bytes for a product with a bias, which cuBLASLt computes (CUBLASLT_WORKSPACE_SIZE's default)."""
+HOST_STREAM = -1
+"""The stream of what the CPU computes, for the cost of a step."""
+
+LEAST_HOST_BYTES = 2**16
+
 COLLECTIVES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -53,12 +59,12 @@ class Tracer(TorchDispatchMode):
 
     Args:
         target: the GPU that the tensors pretend to be on.
-        known: gives the value of a fake tensor, where it is known.
+        mode: that makes them.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, mode: FakeGPUMode) -> None:
         super().__init__()
-        self.target, self.trace, self.phase = target, Trace(), "init"
+        self.target, self.mode, self.trace, self.phase = target, mode, Trace(), "init"
         self.storages: dict[int, Storage] = {}
         self.records_work = False
         self._ids = 0
@@ -138,12 +144,18 @@ class Tracer(TorchDispatchMode):
         for number in [self._allocate(size, f"{op} (inside)") for size in sizes if size > 0]:
             self.trace.events.append(Event(number, 0, "", self.phase))
 
-    def _workspace(self) -> None:
-        """cuBLAS takes memory once for each thread and stream that multiplies matrices, and keeps it."""
+    def _workspace(self, op: str) -> None:
+        """cuBLAS takes memory for a matrix product: at each call, or once for each thread and stream."""
+        size = self.target.gpu.cublas_workspace
+        if self.target.workspaces == "one a call":
+            self.inside((LT_WORKSPACE if op == "addmm" else size,), op)
+            return
         key = (in_backward(), FakeStream.current.number)
         if key not in self._workspaces:
             self._workspaces.add(key)
-            self._allocate(self.target.gpu.cublas_workspace, "cuBLAS workspace")
+            self._allocate(size, "cuBLAS workspace")
+        if op == "addmm" and self.target.workspaces == "kept, and one a call":
+            self.inside((LT_WORKSPACE,), op)
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -171,16 +183,13 @@ class Tracer(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let DTensor become operations on its shards first
         name = func._overloadpacket.__name__ if isinstance(func, torch._ops.OpOverload) else str(func)
-        multiplies = name in MATRIX_PRODUCTS
-        if multiplies:
-            self._workspace()
         out = func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         for tensor in results:
             self.watch(tensor, name)
         self.inside(inner_bytes(self.target.attention, name, args), name)
-        if name == "addmm" and self.target.separate_lt_workspace:
-            self.inside((LT_WORKSPACE,), name)
+        if name in MATRIX_PRODUCTS:
+            self._workspace(name)
         if self.records_work:
             self._note_work(func, name, args, kwargs, out, results)
         return out
@@ -190,7 +199,10 @@ class Tracer(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_collective(name, [t for t in tensors if is_on_gpu(t)])
             return
-        if func.is_view or not any(is_on_gpu(tensor) for tensor in (*tensors, *results)):
+        if func.is_view:
+            return
+        if not any(is_on_gpu(tensor) for tensor in (*tensors, *results)):
+            self._note_host(name, tensors)
             return
         kind = _kind(tensors, results)
         if kind != "compute":
@@ -203,10 +215,16 @@ class Tracer(TorchDispatchMode):
         moved = _bytes(tensors) + _bytes([tensor for tensor in results if id(tensor) not in seen])
         self.note(name, "compute", flops, moved, results or tensors)
 
+    def _note_host(self, name: str, tensors: list[Tensor]) -> None:
+        """What an offloaded optimizer does; bookkeeping on a few numbers takes no time worth counting."""
+        if (moved := _bytes(tensors)) >= LEAST_HOST_BYTES:
+            dtype = str(tensors[0].dtype).removeprefix("torch.")
+            self.trace.work.append(Work(name, "compute", self.phase, HOST_STREAM, 0, moved, dtype))
+
     def _note_collective(self, name: str, tensors: list[Tensor]) -> None:
         if tensors and name in COLLECTIVES:
-            largest = max(_bytes([tensor]) for tensor in tensors)
-            whole = sum(map(lambda t: _bytes([t]), tensors)) if COLLECTIVES[name] == "all_reduce" else largest
+            sizes = [_bytes([tensor]) for tensor in tensors]
+            whole = sum(sizes) if COLLECTIVES[name] == "all_reduce" else max(sizes)
             self.note(COLLECTIVES[name], "collective", 0, whole, tensors)
 
     def note(self, op: str, kind: Kind, flops: int, moved: int, tensors: list[Tensor]) -> None:
