@@ -172,13 +172,40 @@ def test_expandable_segment_maps_nothing_if_memory_is_too_little() -> None:
     assert allocator.reserved == 40 * MiB
 
 
+def test_a_gap_and_the_free_page_behind_it_are_one_block() -> None:
+    allocator = CachingAllocator(AllocatorSettings(expandable_segments=True, capacity=50 * MiB))
+    first, second = malloc(allocator, 20 * MiB), malloc(allocator, 20 * MiB)
+    allocator.free(first)
+    allocator.release_cached()
+    allocator.free(second)  # a gap, a free page, and unmapped addresses to the end
+    assert (allocator.reserved, allocator.peak_reserved) == (20 * MiB, 40 * MiB)
+    third = malloc(allocator, 40 * MiB)  # the gap, and the page
+    assert (third.address, allocator.reserved) == (first.address, 40 * MiB)
+    allocator.free(third)
+    assert allocator.malloc(60 * MiB) is None
+    assert (allocator.reserved, allocator.peak_reserved) == (0, 40 * MiB)
+
+
+def test_pages_that_are_mapped_in_vain_count_for_the_peak() -> None:
+    allocator = CachingAllocator(AllocatorSettings(expandable_segments=True, capacity=70 * MiB))
+    first, second = malloc(allocator, 20 * MiB), malloc(allocator, 20 * MiB)
+    allocator.free(first)
+    allocator.release_cached()
+    allocator.free(second)
+    other = malloc(allocator, 20 * MiB, stream=1)
+    assert allocator.reserved == 40 * MiB
+    assert allocator.malloc(60 * MiB) is None  # maps the gap, finds nothing for a third page, and gives both back
+    assert (allocator.reserved, allocator.peak_reserved, allocator.retries) == (20 * MiB, 60 * MiB, 1)
+    assert other.allocated
+
+
 def test_blocks_from_max_split_on_stay_whole() -> None:
     allocator = CachingAllocator(AllocatorSettings(max_split_bytes=64 * MiB))
     large = malloc(allocator, 100 * MiB)
     allocator.free(large)
     malloc(allocator, 30 * MiB)  # may not cut it
     assert allocator.reserved == 130 * MiB
-    malloc(allocator, 79 * MiB)  # more than 20 MiB too large
+    malloc(allocator, 80 * MiB)  # 20 MiB too large
     assert allocator.reserved == 210 * MiB
     assert malloc(allocator, 90 * MiB).size == 100 * MiB
 

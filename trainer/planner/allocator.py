@@ -154,16 +154,15 @@ class CachingAllocator:
         limit = self.settings.max_split_bytes
         if limit is None or self.settings.expandable_segments:
             return False
-        target = max(size, limit)
-        index = bisect_left(pool.free, (target, 0))
+        index = bisect_left(pool.free, (size, 0))
         if index < len(pool.free):
             self._release(pool.free[index][2])
             return True
         released = 0
-        while released < target and pool.free and pool.free[-1][0] >= limit:
+        while released < size and pool.free and pool.free[-1][0] >= limit:
             released += pool.free[-1][0]
             self._release(pool.free[-1][2])
-        return released >= target
+        return released >= size
 
     def _release(self, block: Block) -> None:
         """Give the driver a free block that is a whole segment."""

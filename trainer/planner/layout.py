@@ -70,7 +70,10 @@ class Layout:
         size = self.settings.rounded(requested)
         end = self._end_of.get(address)
         if end is None or end - address < size:
-            raise RecipeError(f"the recording has {requested} bytes at {address:#x}, which were not free: {ADVICE}")
+            raise RecipeError(
+                f"the recording has {requested} bytes at {address:#x}, which were not free: give the settings it was "
+                f"made with, and {ADVICE}"
+            )
         self._remove(address)
         if self.settings.splits(size <= MOST_SMALL, size, end - address - size):
             self._insert(address + size, end)

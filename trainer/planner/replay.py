@@ -76,10 +76,10 @@ class Replay:
     Args:
         settings: of the allocator.
         peak_allocated: the most in use at once, with what rounding adds.
-        peak_reserved: the most that the driver had given at once.
+        peak_reserved: the most that the driver had given at once; also pages that one request mapped and lost again.
         peak_requested: the most that was asked for at once.
         allocated_at: index of the event at the allocated peak; ``None`` if nothing was allocated.
-        reserved_at: index of the event at the reserved peak.
+        reserved_at: index of the event after which the most was reserved.
         allocated_phase: phase of the allocated peak.
         reserved_phase: phase of the reserved peak.
         phases: peaks within each phase, in the order in which they first came.
@@ -166,15 +166,11 @@ class _History:
     sizes: list[int] = field(default_factory=list)
     allocated: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
-    peak_reserved: int = 0
 
     def add(self, size: int, allocator: CachingAllocator) -> None:
-        # A request may have mapped pages and lost them again for want of more: a new peak counts all the same.
-        reserved, peak = allocator.driver.reserved, allocator.driver.peak_reserved
         self.sizes.append(size)
         self.allocated.append(allocator.allocated)
-        self.reserved.append(peak if peak > self.peak_reserved else reserved)
-        self.peak_reserved = peak
+        self.reserved.append(allocator.driver.reserved)
 
     def phases(self, events: Sequence[Event]) -> dict[str, PhasePeak]:
         peaks: dict[str, PhasePeak] = {}
