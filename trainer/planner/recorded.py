@@ -1,0 +1,214 @@
+"""A real run's allocations, as torch recorded them on a GPU: replayed, and compared with what really happened.
+
+The recording is the dict of ``torch.cuda.memory._snapshot()`` after ``torch.cuda.memory._record_memory_history()``, or
+the same written as JSON and read again. An ``alloc`` entry has the bytes that were asked for (``alloc_found_block`` in
+torch's c10/cuda/CUDACachingAllocator.cpp); a recording with the bytes of the blocks is replayed to the same blocks,
+since rounding leaves them as they are. The memory is free again at ``free_completed``, and segments come and go before
+the ``alloc`` that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import require
+from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator
+from trainer.planner.blocks import Driver
+from trainer.planner.events import Event
+from trainer.planner.layout import ADVICE, Layout
+
+COMES = ("segment_alloc", "segment_map")
+GOES = ("segment_free", "segment_unmap")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first allocation after which the simulated allocator had another amount of memory than the real one.
+
+    Args:
+        entry: its index in the recording.
+        recorded: bytes that were reserved.
+        simulated: bytes that the simulated allocator had reserved.
+    """
+
+    entry: int
+    recorded: int
+    simulated: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The real and the simulated allocator after the same requests; all figures are bytes.
+
+    Args:
+        peak_allocated: recorded, with what rounding adds; a block that only another stream still uses counts.
+        peak_reserved: recorded.
+        simulated_allocated: peak of the simulated allocator.
+        simulated_reserved: peak of the simulated allocator.
+        first_difference: in what was reserved; ``None`` if there was none.
+        first_misplaced: index of the first entry that was given another address; ``None`` if there was none.
+        allocations: how many there were.
+    """
+
+    peak_allocated: int
+    peak_reserved: int
+    simulated_allocated: int
+    simulated_reserved: int
+    first_difference: Difference | None
+    first_misplaced: int | None
+    allocations: int
+
+    @property
+    def allocated_error(self) -> int:
+        """Simulated less recorded peak; 0 if all is well."""
+        return self.simulated_allocated - self.peak_allocated
+
+    @property
+    def reserved_error(self) -> int:
+        """Simulated less recorded peak; 0 if all is well."""
+        return self.simulated_reserved - self.peak_reserved
+
+
+def recorded_settings(snapshot: Mapping[str, Any]) -> AllocatorSettings:
+    """The settings that a recording was made with, as far as it says: whether segments were expandable."""
+    known = snapshot.get("allocator_settings") or {}
+    return AllocatorSettings(expandable_segments=bool(known.get("expandable_segments", False)))
+
+
+def recorded_events(snapshot: Mapping[str, Any], device: int = 0) -> list[Event]:
+    """The allocations and frees of a recording, for :func:`trainer.planner.replay.replay` with any settings.
+
+    The operation is the innermost function of the recorded stack; the phase, which a recording does not know, is empty.
+
+    Raises:
+        RecipeError: if it did not begin with an empty allocator.
+    """
+    events: list[Event] = []
+    live: dict[int, tuple[int, str]] = {}
+    for entry in _entries(snapshot, device):
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = (len(events), _op(entry))
+            events.append(Event(len(events), entry["size"], _op(entry), "", entry["stream"]))
+        elif entry["action"] == "free_completed":
+            require(entry["addr"] in live, f"the recording frees a block from before it began: {ADVICE}")
+            key, op = live.pop(entry["addr"])
+            events.append(Event(key, 0, op, "", entry["stream"]))
+    return events
+
+
+def compare(snapshot: Mapping[str, Any], settings: AllocatorSettings | None = None, device: int = 0) -> Comparison:
+    """Replay a recording and hold every step against what really happened.
+
+    The simulated driver has memory without end and gives the addresses that the real one gave. Where the real
+    allocator gave memory back, for want of it or at ``empty_cache``, the simulated cache is released.
+
+    Args:
+        snapshot: the recording.
+        settings: that it was made with; by default what it says itself.
+        device: index of the GPU.
+
+    Raises:
+        RecipeError: if it did not begin with an empty allocator, or if what it did cannot have come from ``settings``.
+    """
+    settings = settings or recorded_settings(snapshot)
+    layout, driver = Layout(settings), _RecordedDriver()
+    allocator = CachingAllocator(settings, driver)
+    live: dict[int, Block] = {}
+    difference, misplaced, allocations, releasing = None, None, 0, False
+    for index, entry in enumerate(_entries(snapshot, device)):
+        action, address, size = entry["action"], entry.get("addr", 0), entry["size"]
+        if action in COMES:
+            layout.reserve(address, size, separate=action == "segment_alloc")
+            driver.upcoming.append(address)
+        elif action in GOES:
+            layout.release(address, size)
+            if not releasing:
+                allocator.release_cached()
+        elif action == "alloc":
+            layout.allocate(address, size)
+            block = allocator.malloc(size, entry["stream"])
+            assert block is not None  # there is memory without end
+            live[address] = block
+            driver.upcoming.clear()
+            allocations += 1
+            if misplaced is None and block.address != address:
+                misplaced = index
+            if difference is None and allocator.reserved != layout.reserved:
+                difference = Difference(index, layout.reserved, allocator.reserved)
+        elif action == "free_completed":
+            layout.free(address)
+            allocator.free(live.pop(address))
+        releasing = action in GOES
+    _require_same_end(snapshot, layout, device)
+    return Comparison(
+        layout.peak_active,
+        layout.peak_reserved,
+        allocator.peak_allocated,
+        allocator.peak_reserved,
+        difference,
+        misplaced,
+        allocations,
+    )
+
+
+class _RecordedDriver(Driver):
+    """Memory without end, at the addresses where the real driver gave it.
+
+    Attributes:
+        upcoming: addresses of the segments that came since the last allocation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.upcoming: list[int] = []
+
+    def address(self, size: int) -> int:
+        return self.upcoming.pop(0) if self.upcoming else super().address(size)
+
+
+def _entries(snapshot: Mapping[str, Any], device: int) -> list[dict[str, Any]]:
+    """What the recording has of a device, up to the snapshot that ends it."""
+    traces = snapshot.get("device_traces") or []
+    require(
+        device < len(traces) and bool(traces[device]),
+        f"the recording has no device_traces of GPU {device}: {ADVICE}",
+    )
+    entries = traces[device]
+    pools = {tuple(entry.get("pool_id", (0, 0))) for entry in entries}
+    require(pools == {(0, 0)}, f"the recording uses private memory pools, as CUDA graphs do: {ADVICE}")
+    actions = {entry["action"] for entry in entries}
+    require(
+        "free_requested" not in actions or "free_completed" in actions,
+        f"the recording has no free_completed: {ADVICE}",
+    )
+    ends = [index for index, entry in enumerate(entries) if entry["action"] == "snapshot"]
+    return entries[: ends[-1]] if ends else entries
+
+
+def _require_same_end(snapshot: Mapping[str, Any], layout: Layout, device: int) -> None:
+    """Refuse a recording whose segments and blocks at its end are not those that its entries lead to."""
+    segments = [segment for segment in snapshot.get("segments", ()) if segment.get("device", 0) == device]
+    blocks = []
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            blocks.append((address, block["size"], block["state"] != "inactive"))
+            address += block["size"]
+    for real, ours in zip(sorted(blocks), layout.blocks(), strict=False):
+        require(
+            real == ours,
+            f"the recording ends with a block of {real[1]} bytes at {real[0]:#x} that its entries and the settings "
+            f"do not lead to: give the settings it was made with, and {ADVICE}",
+        )
+    reserved = sum(segment["total_size"] for segment in segments)
+    require(
+        reserved == layout.reserved or "segments" not in snapshot,
+        f"the recording ends with {reserved} bytes reserved and its entries with {layout.reserved}: {ADVICE}",
+    )
+
+
+def _op(entry: Mapping[str, Any]) -> str:
+    frames = entry.get("frames") or []
+    return frames[0]["name"] if frames else "alloc"
