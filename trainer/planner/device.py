@@ -61,10 +61,12 @@ class Target:
         gpu: the card.
         torch_version: whose kernels the card will run, ``(major, minor)``: this process's, unless an older published
             figure is to be replayed. Before 2.2 attention was flash attention 1.
+        expandable_segments: whether the run sets ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
     """
 
     gpu: GPU
     torch_version: tuple[int, int] = (0, 0)
+    expandable_segments: bool = False
 
     @property
     def version(self) -> tuple[int, int]:

@@ -1,0 +1,108 @@
+"""Work in forked processes: each prediction changes torch for the rest of its process, so each has its own.
+
+A fork has the recipe, its data and everything imported already, also a model class that only a user's script knows;
+nothing is pickled, and results come back as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from trainer.errors import RecipeError, RunError
+
+Job = Callable[[], Any]
+"""Returns something that JSON can hold."""
+
+
+class Failed(RunError):
+    """A job ended without a result."""
+
+
+def in_child(job: Job) -> Any:
+    """The result of ``job``, done in a process of its own.
+
+    Raises:
+        RecipeError: as the job did.
+        Failed: when it raised anything else, or its process ended.
+    """
+    _, result = next(in_children([job], 1))
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Do ``jobs`` in processes of their own, some at once; yield the number of each and its result, as they end.
+
+    Args:
+        jobs: in the order in which to begin them.
+        at_once: processes at most; by default as many as there are cores, and no more than eight.
+
+    Yields:
+        The result of a job, or the ``RecipeError`` or :class:`Failed` that it ended with.
+    """
+    at_once = at_once or min(len(os.sched_getaffinity(0)), 8)
+    context = multiprocessing.get_context("fork")
+    waiting = list(enumerate(jobs))
+    running: dict[Connection, tuple[int, Any]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, job = waiting.pop(0)
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(job, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                running[ours] = (number, process)
+            for connection in wait(list(running)):
+                assert isinstance(connection, Connection)
+                number, process = running.pop(connection)
+                yield number, _result(connection, process)
+    finally:
+        for _, process in running.values():
+            process.kill()
+
+
+def _work(job: Job, connection: Connection) -> None:
+    """Do ``job`` in the child, silently: what it prints is about a machine that is not there."""
+    import torch
+
+    torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for descriptor in (1, 2):
+        os.dup2(sys.stdout.fileno(), descriptor)
+    try:
+        answer = {"result": job()}
+    except RecipeError as error:
+        answer = {"recipe_error": str(error)}
+    except BaseException as error:
+        answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    connection.send_bytes(json.dumps(answer).encode())
+    connection.close()
+    os._exit(0)  # no destructor may touch a GPU that is not there
+
+
+def _result(connection: Connection, process: Any) -> Any:
+    try:
+        answer = json.loads(connection.recv_bytes())
+    except EOFError:
+        answer = {}
+    finally:
+        connection.close()
+        process.join()
+    if "result" in answer:
+        return answer["result"]
+    if "recipe_error" in answer:
+        return RecipeError(answer["recipe_error"])
+    if not answer:
+        return Failed(f"the process of a prediction ended with code {process.exitcode}: did memory run out?")
+    failed = Failed(answer["error"].splitlines()[0])
+    failed.add_note(answer["traceback"]) if hasattr(failed, "add_note") else None
+    return failed

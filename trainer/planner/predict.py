@@ -1,0 +1,142 @@
+"""What one plan of a recipe would need on a GPU: traced, replayed and costed, in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from trainer.errors import require
+from trainer.memory.plan import Plan
+from trainer.memory.units import GB
+from trainer.planner.children import in_child
+from trainer.planner.cost import step_time
+from trainer.planner.device import Target
+from trainer.planner.events import Trace, Work
+from trainer.planner.replay import AllocatorSettings, Replay, replay
+from trainer.planner.trace import draw_samples, trace_run
+from trainer.recipe import Recipe
+from trainer.session import fill_from_data
+
+LARGEST = 12
+"""How many of the largest blocks at the peak a prediction names."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one rank of a run needs, and how long its steps take. Memory is in bytes.
+
+    Args:
+        allocated: the most that tensors take at once, as ``torch.cuda.max_memory_allocated``.
+        reserved: the most that torch's allocator takes from the GPU, as ``torch.cuda.max_memory_reserved``.
+        host: the most that tensors take in host memory, pinned or not, besides Python and its libraries.
+        phases: ``{phase: {"allocated", "reserved"}}``, the peaks within each.
+        categories: what is in use at the allocated peak, by what it is for.
+        largest: the largest of it: ``[category, operation, phase, bytes]``.
+        peak_phase: where the allocated peak is.
+        step_ms: milliseconds of an optimizer step, an estimate.
+        times: its parts, as :class:`trainer.planner.cost.Times` names them.
+        guesses: values that a branch depended on and that were guessed.
+        notes: what else a person must know, a line each.
+        seconds: that the prediction took.
+        timeline: memory over the run, for a plot: ``{"allocated": {category: [...]}, "reserved": [...], "marks":
+            [[point, phase], ...]}``; ``None`` unless asked for.
+    """
+
+    allocated: int
+    reserved: int
+    host: int
+    phases: dict[str, dict[str, int]]
+    categories: dict[str, int]
+    largest: list[list[Any]]
+    peak_phase: str
+    step_ms: float
+    times: dict[str, float]
+    guesses: int = 0
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    timeline: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it but the timeline, in plain types, with memory in GB (1e9 bytes)."""
+        figures = dataclasses.asdict(self)
+        del figures["timeline"]
+        for name in ("allocated", "reserved", "host"):
+            figures[f"{name}_gb"] = round(figures.pop(name) / GB, 4)
+        figures["phases"] = {
+            phase: {f"{kind}_gb": round(value / GB, 4) for kind, value in peaks.items()}
+            for phase, peaks in self.phases.items()
+        }
+        figures["categories"] = {name: round(value / GB, 4) for name, value in self.categories.items()}
+        figures["largest"] = [[*names, round(value / GB, 4)] for *names, value in self.largest]
+        return figures
+
+
+def prepared(recipe: Recipe) -> Recipe:
+    """The recipe with its data prepared and its model filled from it; no weights are fetched or read."""
+    model = recipe.model.unloaded()
+    model.prepare()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # what is forked must not wait for its threads
+    recipe.data.prepare(model.tokenizer_or_none())
+    require(len(recipe.data.train) > 0, "the training set is empty")
+    return recipe.replace(model=fill_from_data(recipe.model, recipe.data))
+
+
+def predict(recipe: Recipe, plan: Plan, target: Target, nodes: int = 1, timeline: bool = False) -> Prediction:
+    """Predict what ``plan`` needs on ``target``.
+
+    Args:
+        recipe: from :func:`prepared`.
+        plan: the decided knobs and the number of ranks.
+        target: the GPU of every rank.
+        nodes: machines that the ranks are spread over.
+        timeline: whether to return the memory over time, too.
+
+    Raises:
+        RecipeError: when the recipe cannot work.
+        Failed: when the model does something that cannot be traced; the message says what.
+    """
+    return Prediction(**in_child(partial(predict_here, recipe, plan, target, nodes, timeline)))
+
+
+def predict_here(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bool) -> dict[str, Any]:
+    """The fields of a :class:`Prediction`. It changes torch for the rest of the process: for a child."""
+    began = time.perf_counter()
+    trace = trace_run(recipe, plan, draw_samples(recipe, plan), target, nodes)
+    memory = replay(trace, AllocatorSettings(expandable_segments=target.expandable_segments))
+    times = step_time(_whole_step(trace), target.gpu, plan.world_size, gpus_per_node=max(1, plan.world_size // nodes))
+    parts = {f.name: getattr(times, f.name) for f in dataclasses.fields(times) if f.name != "phases"}
+    return {
+        "allocated": memory.peak_allocated,
+        "reserved": memory.peak_reserved,
+        "host": trace.host_bytes,
+        "phases": {name: dataclasses.asdict(peak) for name, peak in memory.phases.items()},
+        "categories": memory.categories,
+        "largest": [[*names, size] for names, size in list(memory.alive.items())[:LARGEST]],
+        "peak_phase": memory.allocated_phase or "init",
+        "step_ms": times.total_ms,
+        "times": parts,
+        "guesses": trace.guesses,
+        "notes": trace.notes,
+        "seconds": time.perf_counter() - began,
+        "timeline": _timeline(memory, trace) if timeline else None,
+    }
+
+
+def _whole_step(trace: Trace) -> list[Work]:
+    """What a real step does: the micro-steps that were not traced are like the one in the middle."""
+    if not trace.skipped_micro_steps:
+        return trace.work
+    start, end = trace.micro_steps[1:3]
+    return trace.work + trace.work[start:end] * trace.skipped_micro_steps
+
+
+def _timeline(memory: Replay, trace: Trace) -> dict[str, Any]:
+    points = memory.timeline.events
+    marks = []
+    for event, phase in trace.marks:
+        marks.append([next((at for at, index in enumerate(points) if index >= event), len(points) - 1), phase])
+    return {"allocated": memory.timeline.allocated, "reserved": memory.timeline.reserved, "marks": marks}
