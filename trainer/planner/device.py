@@ -68,6 +68,12 @@ class Target:
     torch_version: tuple[int, int] = (0, 0)
     expandable_segments: bool = False
 
+    @classmethod
+    def here(cls, gpu: GPU) -> Target:
+        """``gpu`` with the version of torch and the settings of the allocator that a run from here would have."""
+        config = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        return cls(gpu, expandable_segments="expandable_segments:true" in config.lower().replace(" ", ""))
+
     @property
     def version(self) -> tuple[int, int]:
         """``torch_version``, or that of this process."""

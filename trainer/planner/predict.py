@@ -38,7 +38,8 @@ class Prediction:
         largest: the largest of it: ``[category, operation, phase, bytes]``.
         peak_phase: where the allocated peak is.
         step_ms: milliseconds of an optimizer step, an estimate.
-        times: its parts, as :class:`trainer.planner.cost.Times` names them.
+        times: its parts, as :class:`trainer.planner.cost.Times` names them, and ``step_phase_ms``, of which all but
+            the update is left when it is taken off.
         guesses: values that a branch depended on and that were guessed.
         notes: what else a person must know, a line each.
         seconds: that the prediction took.
@@ -109,6 +110,7 @@ def predict_here(recipe: Recipe, plan: Plan, target: Target, nodes: int, timelin
     memory = replay(trace, AllocatorSettings(expandable_segments=target.expandable_segments))
     times = step_time(_whole_step(trace), target.gpu, plan.world_size, gpus_per_node=max(1, plan.world_size // nodes))
     parts = {f.name: getattr(times, f.name) for f in dataclasses.fields(times) if f.name != "phases"}
+    parts["step_phase_ms"] = times.phases["step"].total_ms if "step" in times.phases else 0.0
     return {
         "allocated": memory.peak_allocated,
         "reserved": memory.peak_reserved,

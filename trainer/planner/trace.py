@@ -52,12 +52,14 @@ class Samples:
         longest: a batch of the longest micro-batches that can occur.
         evaluation: the longest micro-batches of an evaluation; empty without one.
         skipped: how many micro-steps of the first batch were left out.
+        varies: whether samples differ in length.
     """
 
     first: Window
     longest: Window
     evaluation: list[MicroBatch]
     skipped: int
+    varies: bool
 
 
 def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
@@ -69,7 +71,8 @@ def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
         reduce=lambda values: [value * plan.world_size for value in values],
     )
     first, skipped = _shortened(next(iter(windows.epoch(0, 0, 1))))
-    return Samples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped)
+    varies = windows.lengths is not None
+    return Samples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped, varies)
 
 
 def _shortened(window: Window) -> tuple[Window, int]:
@@ -177,7 +180,8 @@ class _Run:
         if self.recipe.memory.micro_batch_size == "auto" and not sync.applied:
             rehearse(stepper, samples.longest)
         stepper.step(samples.first)
-        stepper.step(samples.longest)
+        if samples.varies:
+            stepper.step(samples.longest)
         self.tracer.records_work = True
         stepper.step(samples.first)
         self.tracer.records_work = False

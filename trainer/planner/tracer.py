@@ -47,10 +47,10 @@ COLLECTIVES = {
 class Storage:
     """A block of memory that tensors share: its number among the events, its size, and whether it is on the GPU."""
 
-    __slots__ = ("bytes", "id", "on_gpu", "reference")
+    __slots__ = ("bytes", "id", "on_gpu", "phase", "reference")
 
-    def __init__(self, number: int, size: int, on_gpu: bool) -> None:
-        self.id, self.bytes, self.on_gpu = number, size, on_gpu
+    def __init__(self, number: int, size: int, on_gpu: bool, phase: str) -> None:
+        self.id, self.bytes, self.on_gpu, self.phase = number, size, on_gpu, phase
         self.reference: Any = None
 
 
@@ -78,6 +78,14 @@ class Tracer(TorchDispatchMode):
         if phase != self.phase or not self.trace.marks:
             self.trace.marks.append((len(self.trace.events), phase))
         self.phase = phase
+        if phase == "backward":
+            self._find_activations()
+
+    def _find_activations(self) -> None:
+        """What forward has left behind when backward begins is kept for it."""
+        for storage in self.storages.values():
+            if storage.on_gpu and storage.bytes and storage.phase == "forward":
+                self.trace.categories.setdefault(storage.id, "activations")
 
     def categorise(self, tensors: Iterable[Any], category: Category) -> None:
         """Say what the memory of ``tensors`` is for; what has a category keeps it."""
@@ -105,7 +113,7 @@ class Tracer(TorchDispatchMode):
             self._resize(storage, size, op)
 
     def _new(self, untyped: Any, key: int, size: int, on_gpu: bool, op: str) -> None:
-        storage = Storage(self._allocate(size, op) if on_gpu else 0, size, on_gpu)
+        storage = Storage(self._allocate(size, op) if on_gpu else 0, size, on_gpu, self.phase)
         if not on_gpu:
             self._on_host(size)
 
@@ -125,8 +133,10 @@ class Tracer(TorchDispatchMode):
             if storage.bytes:
                 self.trace.events.append(Event(storage.id, 0, "", self.phase))
             if size:
-                storage.id = self._allocate(size, op)
-                if category is not None:  # FSDP gives gathered weights their memory again and again
+                storage.id, storage.phase = self._allocate(size, op), self.phase
+                if op == "resize_":  # FSDP gives gathered weights their memory again and again
+                    category = category or "params"
+                if category is not None:
                     self.trace.categories[storage.id] = category
         storage.bytes = size
 

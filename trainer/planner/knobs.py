@@ -1,0 +1,113 @@
+"""Which knobs a search may turn, and the combinations that are worth asking about. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from trainer.recipe import Memory, Recipe
+
+Settings = dict[str, Any]
+"""Values of the recipe by their keys, such as ``{"memory.cpu_offload": "optimizer"}``."""
+
+OPEN = {
+    "strategy": "auto",
+    "activation_checkpointing": "none",
+    "activation_offload": False,
+    "cpu_offload": "none",
+    "reshard_after_forward": True,
+}
+"""The knobs that lose nothing, and what each is when a recipe does not mention it."""
+
+STRATEGIES = {"single": ("single",), "several": ("ddp", "fsdp")}
+
+
+def wants_plan(recipe: Recipe) -> bool:
+    """Whether the recipe leaves something to the planner: it has a budget, or a knob at ``auto``."""
+    return recipe.memory.budget is not None or bool(left_open(recipe.memory))
+
+
+def left_open(memory: Memory) -> list[str]:
+    """The knobs that are at ``auto`` and that nobody but the planner decides."""
+    return [name for name in OPEN if name != "strategy" and getattr(memory, name) == "auto"]
+
+
+def free_knobs(memory: Memory) -> list[str]:
+    """The knobs that a search may turn: with a budget all that are not set to something, without one those at auto."""
+    if memory.budget is None:
+        return [name for name in OPEN if getattr(memory, name) == "auto"]
+    return [name for name, default in OPEN.items() if getattr(memory, name) in ("auto", default)]
+
+
+def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True) -> list[Settings]:
+    """The settings of all knobs that are free, one dict for each combination; the least intrusive first.
+
+    Sharding and offloading change nothing on one CPU, where the host is the device.
+    """
+    free = free_knobs(recipe.memory)
+    values: dict[str, tuple[Any, ...]] = {}
+    if "strategy" in free and ranks > 1:
+        values["strategy"] = STRATEGIES["several"]
+    values["cpu_offload"] = ("none", "optimizer", "parameters") if on_gpu else ("none",)
+    values["activation_checkpointing"] = ("none", "selective", "full")
+    values["activation_offload"] = (False, True) if on_gpu else (False,)
+    values["reshard_after_forward"] = (True, False)
+    values = {name: options for name, options in values.items() if name in free}
+    found = []
+    for choice in product(*values.values()):
+        settings = dict(zip(values, choice, strict=True))
+        if is_sensible(dataclasses.replace(recipe.memory, **settings), ranks):
+            found.append({f"memory.{name}": value for name, value in settings.items()})
+    return found
+
+
+def is_sensible(memory: Memory, ranks: int) -> bool:
+    """Whether a combination can be better than the others: some only cost time for memory that another saves."""
+    sharded = memory.strategy == "fsdp" or memory.cpu_offload == "parameters"
+    if memory.strategy == "ddp" and memory.cpu_offload == "parameters":
+        return False  # streaming is FSDP's
+    if not memory.reshard_after_forward:
+        plain = memory.activation_checkpointing == "none" and not memory.activation_offload
+        return sharded and ranks > 1 and plain and memory.cpu_offload == "none"
+    if memory.activation_offload:
+        # Instead of checkpointing, or as the last resort when all else has been moved off the device already.
+        if memory.activation_checkpointing == "none":
+            return memory.cpu_offload == "none"
+        return memory.activation_checkpointing == "full" and memory.cpu_offload != "none"
+    return True
+
+
+def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
+    """Samples of a micro-batch to consider, the most first; ``[None]`` where the recipe decides."""
+    if recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None or recipe.batch_size is None:
+        return [None]
+    share = -(-recipe.batch_size // ranks)
+    sizes, parts = [], 1
+    while not sizes or sizes[-1] > 1:
+        sizes.append(-(-share // parts))
+        parts *= 2
+    return list(dict.fromkeys(sizes))  # type: ignore[return-value]
+
+
+def lossy_steps(recipe: Recipe) -> Iterator[Settings]:
+    """What would save more, at a loss that the recipe has not allowed: each by itself, then together."""
+    memory, optim = recipe.memory, recipe.optim
+    halves: Settings = {"memory.precision": "bf16-true"}
+    bits: Settings = {"memory.optimizer_state_bits": 8}
+    options: list[Settings] = []
+    lean = optim.name in ("adam", "adamw")
+    if memory.precision not in ("bf16-true", "16-true"):
+        options.append(halves | ({"memory.stochastic_rounding": True} if lean else {}))
+    if lean and memory.optimizer_state_bits == 32:
+        options.append(bits)
+    yield from options
+    if len(options) > 1:
+        yield {key: value for option in options for key, value in option.items()}
+
+
+def applied(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe with ``settings`` of ``memory``."""
+    memory = {key.removeprefix("memory."): value for key, value in settings.items()}
+    return recipe.replace(memory=dataclasses.replace(recipe.memory, **memory))
