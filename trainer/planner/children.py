@@ -83,7 +83,8 @@ def _work(job: Job, connection: Connection) -> None:
     except RecipeError as error:
         answer = {"recipe_error": str(error)}
     except BaseException as error:
-        answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        answer = {"error": f"{type(error).__name__}: {error}", "where": f"{frame.filename}:{frame.lineno}"}
     connection.send_bytes(json.dumps(answer).encode())
     connection.close()
     os._exit(0)  # no destructor may touch a GPU that is not there
@@ -103,6 +104,4 @@ def _result(connection: Connection, process: Any) -> Any:
         return RecipeError(answer["recipe_error"])
     if not answer:
         return Failed(f"the process of a prediction ended with code {process.exitcode}: did memory run out?")
-    failed = Failed(answer["error"].splitlines()[0])
-    failed.add_note(answer["traceback"]) if hasattr(failed, "add_note") else None
-    return failed
+    return Failed(f"{answer['error'].splitlines()[0]} ({answer['where']})")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -27,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import grad_scaler
 from torch.cuda.amp import common as cuda_amp
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.fsdp._fully_shard._fsdp_init import _get_managed_modules
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -141,8 +139,9 @@ def install(target: Target, ranks: int = 1) -> list[str]:
         unknown = install_autocast(_library, is_on_gpu)
         _library.impl("scaled_dot_product_attention", attend(target.attention), "AutogradCUDA")
         _library.impl("dropout", _dropout, "AutogradCUDA")
-        _library.impl("to.dtype_layout", _to_dtype_layout, "AutogradCUDA")
-        _library.impl("to.device", _to_device, "AutogradCUDA")
+        for key in ("AutogradCUDA", "AutogradCPU"):
+            _library.impl("to.dtype_layout", _to_dtype_layout, key)
+            _library.impl("to.device", _to_device, key)
     return _version_warnings(unknown)
 
 
@@ -162,12 +161,18 @@ def _patch_tensors() -> None:
     make = torch._C.TensorBase._make_subclass
 
     def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **options: Any) -> Any:
-        device = options.get("device_for_backend_keys")
-        if device is not None and device.type == "cuda":
-            options["dispatch_device"] = False  # C++ sees meta, with the dispatch keys of CUDA
+        if options.get("device_for_backend_keys") is not None:
+            options["dispatch_device"] = False  # C++ sees meta, with the dispatch keys of the device
         return make(cls, data, requires_grad, **options)
 
     torch.Tensor._make_subclass = staticmethod(make_subclass)  # type: ignore[assignment]
+    data: Any = torch._C.TensorBase.data
+
+    def set_data(tensor: Any, value: Any) -> None:
+        data.__set__(tensor, value)
+        tensor.fake_device = value.device
+
+    FakeTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
     FakeTensor.is_cuda = property(is_on_gpu)  # type: ignore[assignment]
     FakeTensor.is_cpu = property(lambda tensor: tensor.fake_device.type == "cpu")  # type: ignore[assignment]
     FakeTensor.is_meta = property(lambda tensor: tensor.fake_device.type == "meta")  # type: ignore[assignment]
@@ -179,47 +184,26 @@ def _patch_tensors() -> None:
 
 
 def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``Module._apply`` without exchanging the insides of tensors, which fake ones do not allow.
+    """``Module._apply``, which would exchange the insides of tensors; fake ones do not allow that.
 
-    As there, the children come first, tied parameters stay tied, and each old tensor is freed before the next is moved.
+    As there, the children come first, parameters stay the same objects unless they leave meta, and each old tensor is
+    freed before the next is moved.
     """
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    _apply_to(module, change, made, recurse, _tied(module))
-    return module
-
-
-def _tied(module: nn.Module) -> set[int]:
-    """The parameters that have several names, by their ``id``."""
-    names = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    return {parameter for parameter, count in names.items() if count > 1}
-
-
-def _apply_to(
-    module: nn.Module,
-    change: Callable[[Tensor], Tensor],
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]],
-    recurse: bool,
-    tied: set[int],
-) -> None:
     for child in module.children() if recurse else ():
-        _apply_to(child, change, made, recurse, tied)
+        child._apply(change)
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
-        if id(parameter) not in made:
-            with torch.no_grad():
-                changed = change(parameter)
-            if changed is parameter:
-                continue
-            new = changed if isinstance(changed, nn.Parameter) else nn.Parameter(changed, parameter.requires_grad)
-            if id(parameter) in tied:
-                made[id(parameter)] = (parameter, new)
-        else:
-            new = made[id(parameter)][1]
-        module._parameters[name] = new
+        with torch.no_grad():
+            changed = change(parameter)
+        if isinstance(parameter, FakeTensor) and changed is not parameter:
+            parameter.data = changed
+        elif changed is not parameter:
+            module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = change(buffer)
+    return module
 
 
 def _patch_cuda(target: Target, ranks: int) -> None:
@@ -298,7 +282,6 @@ def _patch_fsdp() -> None:
     FSDPParamGroup._validate_no_meta_params = lambda group: None  # type: ignore[method-assign]
     if hasattr(_fsdp_collectives, "record_grad_output_stream"):
         _fsdp_collectives.record_grad_output_stream = lambda *args: None
-    sharding.fully_shard = _moved_first(sharding.fully_shard)
     sharding.init_device_mesh = _for_real(sharding.init_device_mesh)
     for name in (
         "_propagate_tensor_meta_non_cached",
@@ -309,24 +292,6 @@ def _patch_fsdp() -> None:
     ):
         if hasattr(ShardingPropagator, name):
             setattr(ShardingPropagator, name, _about_shapes(getattr(ShardingPropagator, name)))
-
-
-def _moved_first(fully_shard: Callable[..., Any]) -> Callable[..., Any]:
-    """``fully_shard`` of parameters that are on the GPU already: it would exchange their insides to move them there."""
-
-    @wraps(fully_shard)
-    def moved(module: nn.Module, **options: Any) -> Any:
-        made: dict[int, nn.Parameter] = {}
-        for part in _get_managed_modules((module,)):
-            for name, parameter in part._parameters.items():
-                if parameter is None or isinstance(parameter, DTensor) or parameter.device.type != "cpu":
-                    continue
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(parameter.detach().to(GPU_DEVICE), parameter.requires_grad)
-                part._parameters[name] = made[id(parameter)]
-        return fully_shard(module, **options)
-
-    return moved
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -376,8 +341,8 @@ def _to_dtype_layout(
     """As in C++, but for the device of ``tensor``, of which C++ has another idea."""
     dtype = dtype or tensor.dtype
     device = torch.device(device) if device is not None else tensor.device
-    if device.type == "meta":
-        device = tensor.device
+    if device.type == "meta" and isinstance(tensor, FakeTensor):
+        device = tensor.device  # C++ asks for "where it is"
     if device.type == "cuda":
         device = GPU_DEVICE
     unchanged = dtype == tensor.dtype and device == tensor.device

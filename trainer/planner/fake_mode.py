@@ -36,6 +36,11 @@ class FakeGPUMode(FakeTensorMode):
         self.guesses = 0
         self.known: dict[int, tuple[Any, Tensor]] = {}
 
+    @property
+    def avoid_device_init(self) -> bool:
+        """That a real tensor which is moved to the GPU becomes a fake one."""
+        return True
+
     def fake(self, real: Tensor) -> Tensor:
         """A fake of a real tensor, which is kept as its value if it is of integers or booleans."""
         fake = self.from_tensor(real)
