@@ -178,9 +178,29 @@ def _patch_tensors() -> None:
     FakeTensor.is_meta = property(lambda tensor: tensor.fake_device.type == "meta")  # type: ignore[assignment]
     DTensor.device = property(lambda tensor: tensor._local_tensor.device)  # type: ignore[assignment]
     DTensor.is_cuda = property(lambda tensor: tensor._local_tensor.is_cuda)  # type: ignore[assignment]
+    torch.Tensor.to = _to(torch.Tensor.to)  # type: ignore[assignment, method-assign]
+    torch.Tensor.cuda = lambda tensor, *args, **options: tensor.to(GPU_DEVICE)  # type: ignore[assignment, method-assign]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment, method-assign]
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment, method-assign]
     torch.Tensor.is_pinned = lambda tensor, device=None: tensor.device.type == "cpu"  # type: ignore[assignment, method-assign]
+
+
+def _to(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``Tensor.to``, in which ``"cuda"`` and ``0`` are the GPU, without C++ asking a driver which one is current."""
+
+    def is_gpu(device: Any) -> bool:
+        named = isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+        return named or (isinstance(device, int) and not isinstance(device, bool))
+
+    @wraps(move)
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        if args and is_gpu(args[0]):
+            args = (GPU_DEVICE, *args[1:])
+        if is_gpu(options.get("device")):
+            options["device"] = GPU_DEVICE
+        return move(tensor, *args, **options)
+
+    return to
 
 
 def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -256,6 +276,11 @@ def _patch_amp() -> None:
     cuda_amp.amp_definitely_not_available = lambda: False
     if hasattr(grad_scaler, "amp_definitely_not_available"):
         grad_scaler.amp_definitely_not_available = cuda_amp.amp_definitely_not_available
+
+    def step(scaler: Any, optimizer: Any, found: Any, *args: Any, **options: Any) -> Any:
+        return optimizer.step(*args, **options)  # nothing overflows: the flag that it would read has no value
+
+    torch.amp.GradScaler._maybe_opt_step = step  # type: ignore[method-assign]
 
 
 def _patch_optimizers() -> None:
