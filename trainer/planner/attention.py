@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn import functional
 
 aten = torch.ops.aten
@@ -36,14 +37,14 @@ class AttentionRules:
     prefers_cudnn: bool = False
 
     def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> Kernel:
-        """The kernel for these tensors, of shape ``(batch, heads, tokens, size)``."""
+        """The kernel for these tensors, of shape ``(batch, heads, tokens, size)``, of those that are enabled."""
         if query.dim() != 4 or 0 in query.shape[:3]:
             return "math"
-        if self._cudnn(query, key, value, mask):
+        if cuda.cudnn_sdp_enabled() and self._cudnn(query, key, value, mask):
             return "cudnn"
-        if self._flash(query, key, value, mask, grouped):
+        if cuda.flash_sdp_enabled() and self._flash(query, key, value, mask, grouped):
             return "flash"
-        return "efficient" if self._efficient(query, key, value) else "math"
+        return "efficient" if cuda.mem_efficient_sdp_enabled() and self._efficient(query, key, value) else "math"
 
     def _cudnn(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         size, value_size = query.size(-1), value.size(-1)
