@@ -25,6 +25,34 @@ class Failed(RunError):
     """A job ended without a result."""
 
 
+class Child:
+    """A job that runs in a process of its own.
+
+    Args:
+        job: what it does.
+    """
+
+    def __init__(self, job: Job) -> None:
+        context = multiprocessing.get_context("fork")
+        self.connection, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=_work, args=(job, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether the job ends within ``seconds``."""
+        return self.connection.poll(seconds)
+
+    def result(self) -> Any:
+        """What the job returned, or the ``RecipeError`` or :class:`Failed` that it ended with; waits for it."""
+        return _result(self.connection, self.process)
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+        self.process.kill()
+        self.process.join()
+
+
 def in_child(job: Job) -> Any:
     """The result of ``job``, done in a process of its own.
 
@@ -32,7 +60,7 @@ def in_child(job: Job) -> Any:
         RecipeError: as the job did.
         Failed: when it raised anything else, or its process ended.
     """
-    _, result = next(in_children([job], 1))
+    result = Child(job).result()
     if isinstance(result, Exception):
         raise result
     return result
@@ -49,25 +77,20 @@ def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tup
         The result of a job, or the ``RecipeError`` or :class:`Failed` that it ended with.
     """
     at_once = at_once or min(len(os.sched_getaffinity(0)), 8)
-    context = multiprocessing.get_context("fork")
     waiting = list(enumerate(jobs))
-    running: dict[Connection, tuple[int, Any]] = {}
+    running: dict[Any, tuple[int, Child]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
                 number, job = waiting.pop(0)
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(job, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                running[ours] = (number, process)
+                child = Child(job)
+                running[child.connection] = (number, child)
             for connection in wait(list(running)):
-                assert isinstance(connection, Connection)
-                number, process = running.pop(connection)
-                yield number, _result(connection, process)
+                number, child = running.pop(connection)
+                yield number, child.result()
     finally:
-        for _, process in running.values():
-            process.kill()
+        for _, child in running.values():
+            child.kill()
 
 
 def _work(job: Job, connection: Connection) -> None:

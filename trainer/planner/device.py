@@ -9,13 +9,10 @@ FSDP2) is told what the target GPU would say.
 
 from __future__ import annotations
 
-import os
-import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch._dynamo.config
@@ -35,72 +32,14 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.memory import sharding
-from trainer.planner.attention import AttentionRules, attend
+from trainer.planner.attention import attend
 from trainer.planner.autocast import install_autocast
 from trainer.planner.fake_mode import GPU_DEVICE
 from trainer.planner.gpus import GPU
 from trainer.planner.streams import FakeEvent, FakeStream, OnStream
+from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
 
 aten = torch.ops.aten
-
-Workspaces = Literal["kept, and one a call", "kept", "one a call"]
-"""Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
-torch 2.9 those with a bias had another of their own. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
-
-OLDEST, NEWEST = (2, 11), (2, 15)
-"""Versions of torch whose insides this was written for and tested with."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What the run will take place on.
-
-    Args:
-        gpu: the card.
-        torch_version: whose kernels the card will run, ``(major, minor)``: this process's, unless an older published
-            figure is to be replayed. Before 2.2 attention was flash attention 1.
-        expandable_segments: whether the run sets ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
-    """
-
-    gpu: GPU
-    torch_version: tuple[int, int] = (0, 0)
-    expandable_segments: bool = False
-
-    @classmethod
-    def here(cls, gpu: GPU) -> Target:
-        """``gpu`` with the version of torch and the settings of the allocator that a run from here would have."""
-        config = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-        return cls(gpu, expandable_segments="expandable_segments:true" in config.lower().replace(" ", ""))
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """``torch_version``, or that of this process."""
-        return self.torch_version if self.torch_version > (0, 0) else installed_version()
-
-    @property
-    def attention(self) -> AttentionRules:
-        """Which attention kernels it has."""
-        return AttentionRules(
-            capability=self.gpu.capability,
-            flash=1 if self.version < (2, 2) else 2,
-            prefers_cudnn=self.version >= (2, 10),
-        )
-
-    @property
-    def workspaces(self) -> Workspaces:
-        """How long cuBLAS keeps its memory."""
-        if self.version < (2, 9):
-            return "kept, and one a call"
-        kept = self.version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-        return "kept" if kept else "one a call"
-
-
-def installed_version() -> tuple[int, int]:
-    """``(major, minor)`` of torch."""
-    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    assert match is not None
-    return int(match[1]), int(match[2])
-
 
 _library: torch.library.Library | None = None
 _paused = 0
@@ -127,8 +66,14 @@ def install(target: Target, ranks: int = 1) -> list[str]:
     if _library is not None:
         raise RuntimeError("a process can have one fake GPU only: use another process")
     _library = torch.library.Library("aten", "IMPL")
+    nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    _patch_data()
+    if target.device.type == "cpu":  # there is one: nothing but memory is pretended
+        nn.Module.compile = lambda module, *args, **options: None  # type: ignore[method-assign, assignment]
+        sharding.init_device_mesh = _for_real(sharding.init_device_mesh)
+        _patch_propagation()
+        return []
     _patch_tensors()
-    torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
     _patch_cuda(target, ranks)
     _patch_compile()
     _patch_amp()
@@ -157,6 +102,17 @@ def _version_warnings(uncast: list[str]) -> list[str]:
     ]
 
 
+def _patch_data() -> None:
+    """A tensor whose data is replaced is on the device of the new data, also for Python."""
+    data: Any = torch._C.TensorBase.data
+
+    def set_data(tensor: Any, value: Any) -> None:
+        data.__set__(tensor, value)
+        tensor.fake_device = value.device
+
+    FakeTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
+
+
 def _patch_tensors() -> None:
     make = torch._C.TensorBase._make_subclass
 
@@ -166,13 +122,6 @@ def _patch_tensors() -> None:
         return make(cls, data, requires_grad, **options)
 
     torch.Tensor._make_subclass = staticmethod(make_subclass)  # type: ignore[assignment]
-    data: Any = torch._C.TensorBase.data
-
-    def set_data(tensor: Any, value: Any) -> None:
-        data.__set__(tensor, value)
-        tensor.fake_device = value.device
-
-    FakeTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
     FakeTensor.is_cuda = property(is_on_gpu)  # type: ignore[assignment]
     FakeTensor.is_cpu = property(lambda tensor: tensor.fake_device.type == "cpu")  # type: ignore[assignment]
     FakeTensor.is_meta = property(lambda tensor: tensor.fake_device.type == "meta")  # type: ignore[assignment]
@@ -308,6 +257,10 @@ def _patch_fsdp() -> None:
     if hasattr(_fsdp_collectives, "record_grad_output_stream"):
         _fsdp_collectives.record_grad_output_stream = lambda *args: None
     sharding.init_device_mesh = _for_real(sharding.init_device_mesh)
+    _patch_propagation()
+
+
+def _patch_propagation() -> None:
     for name in (
         "_propagate_tensor_meta_non_cached",
         "propagate_op_sharding_non_cached",

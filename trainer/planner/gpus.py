@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -74,6 +75,8 @@ class GPU:
 
         It grows with the number of multiprocessors; cuBLAS's and cuDNN's kernels come on top, as they are used.
         """
+        if self.name == "cpu":
+            return 0
         return {7: 400, 8: 500}.get(self.capability[0], 700) * 10**6
 
 
@@ -107,6 +110,14 @@ def detected_gpu() -> GPU | None:
         if gpu.reported == properties.name and abs(gpu.memory / properties.total_memory - 1) < 0.05:
             return dataclasses.replace(gpu, memory=properties.total_memory)
     return _estimate(properties)
+
+
+def host_as_device() -> GPU:
+    """The CPU of this machine as the device of a run. Its rates are rough, and only for ranking plans."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    flops = {"float32": 50e9 * cores, "float64": 25e9 * cores}
+    return GPU("cpu", "CPU", (0, 0), memory, 20e9, flops, bus=20e9, link=1e9, estimated=True)
 
 
 def usable_memory(gpu: GPU, ranks: int) -> int:

@@ -17,11 +17,11 @@ from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.units import GB
 from trainer.planner.children import in_children
-from trainer.planner.device import Target
 from trainer.planner.gpus import GPU, detected_gpu, gpu_named, usable_memory
 from trainer.planner.knobs import Settings, applied, combinations, lossy_steps, micro_batch_sizes
 from trainer.planner.predict import Prediction, predict, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport
+from trainer.planner.target import Target
 from trainer.recipe import Recipe, parse_budget
 
 MARGIN = 0.03

@@ -28,10 +28,11 @@ from trainer.memory.monitor import MonitoredStepper
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
-from trainer.planner.device import Target, install
+from trainer.planner.device import install
 from trainer.planner.events import Trace
-from trainer.planner.fake_mode import GPU_DEVICE, FakeGPUMode
+from trainer.planner.fake_mode import FakeGPUMode
 from trainer.planner.ranks import fake_ranks
+from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer
 from trainer.recipe import Recipe
 from trainer.session import evaluation_cut, windows_of
@@ -108,7 +109,8 @@ def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, node
     several = ranks > 1 or plan.strategy == "fsdp"
     with fake_ranks(ranks, nodes) if several else nullcontext(), tracing(target, ranks, nodes) as tracer:
         with _disable_current_modes():
-            fabric = launch(plan, World("torchrun" if ranks > 1 else "plain", "cuda", ranks // nodes, nodes))
+            launcher = "torchrun" if ranks > 1 else "plain"
+            fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
             module = _empty(recipe, plan)
         _Run(recipe, plan, fabric, tracer).take(module, samples)
     trace = tracer.trace
@@ -189,7 +191,7 @@ class _Run:
             self.tracer.enter("evaluation")
             evaluate(stepper, samples.evaluation, _Nothing())
         self.tracer.enter("saving")
-        _gather(stack.module)
+        _gather(stack.module, self.tracer.target.device)
 
     def _build(self, module: nn.Module) -> Stack:
         memory, dtype = self.plan.memory, weights_dtype(self.plan.memory)
@@ -212,7 +214,7 @@ class _Run:
 
     def _to_device(self, batch: Any) -> Any:
         def move(item: Any) -> Any:
-            return self.tracer.mode.fake(item).to(GPU_DEVICE) if isinstance(item, Tensor) else item
+            return self.tracer.mode.fake(item).to(self.tracer.target.device) if isinstance(item, Tensor) else item
 
         moved = tree_map(move, batch)
         tensors: list[Any] = []
@@ -222,12 +224,12 @@ class _Run:
 
 
 @torch.no_grad()
-def _gather(module: nn.Module) -> None:
+def _gather(module: nn.Module, device: torch.device) -> None:
     """What ``whole_state`` has on the device at a time: one whole tensor, of whatever is sharded."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
-            shard = parameter.to_local().to(GPU_DEVICE)
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=GPU_DEVICE)
+            shard = parameter.to_local().to(device)
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             del shard, whole
 
 

@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.planner.attention import inner_bytes
-from trainer.planner.device import Target, is_on_gpu, is_paused
+from trainer.planner.device import is_paused
 from trainer.planner.events import Category, Event, Kind, Trace, Work
 from trainer.planner.fake_mode import FakeGPUMode
 from trainer.planner.streams import FakeStream
+from trainer.planner.target import Target
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
 LT_WORKSPACE = 1 << 20
@@ -45,12 +46,12 @@ COLLECTIVES = {
 
 
 class Storage:
-    """A block of memory that tensors share: its number among the events, its size, and whether it is on the GPU."""
+    """A block of memory that tensors share: its number among the events, its size, and whether it is on the device."""
 
-    __slots__ = ("bytes", "id", "on_gpu", "phase", "reference")
+    __slots__ = ("bytes", "id", "on_device", "phase", "reference")
 
-    def __init__(self, number: int, size: int, on_gpu: bool, phase: str) -> None:
-        self.id, self.bytes, self.on_gpu, self.phase = number, size, on_gpu, phase
+    def __init__(self, number: int, size: int, on_device: bool, phase: str) -> None:
+        self.id, self.bytes, self.on_device, self.phase = number, size, on_device, phase
         self.reference: Any = None
 
 
@@ -84,7 +85,7 @@ class Tracer(TorchDispatchMode):
     def _find_activations(self) -> None:
         """What forward has left behind when backward begins is kept for it."""
         for storage in self.storages.values():
-            if storage.on_gpu and storage.bytes and storage.phase == "forward":
+            if storage.on_device and storage.bytes and storage.phase == "forward":
                 self.trace.categories.setdefault(storage.id, "activations")
 
     def categorise(self, tensors: Iterable[Any], category: Category) -> None:
@@ -95,7 +96,7 @@ class Tracer(TorchDispatchMode):
                 if storage is None:
                     self.watch(part, category)
                     storage = self.storages.get(id(part.untyped_storage()))
-                if storage is not None and storage.on_gpu and storage.bytes:
+                if storage is not None and storage.on_device and storage.bytes:
                     self.trace.categories.setdefault(storage.id, category)
 
     # ------------------------------------------------------------------------------------------------------- memory
@@ -108,13 +109,13 @@ class Tracer(TorchDispatchMode):
         size, key = untyped.nbytes(), id(untyped)
         storage = self.storages.get(key)
         if storage is None and size:
-            self._new(untyped, key, size, is_on_gpu(tensor), op)
+            self._new(untyped, key, size, self.is_on_device(tensor), op)
         elif storage is not None and storage.bytes != size:
             self._resize(storage, size, op)
 
-    def _new(self, untyped: Any, key: int, size: int, on_gpu: bool, op: str) -> None:
-        storage = Storage(self._allocate(size, op) if on_gpu else 0, size, on_gpu, self.phase)
-        if not on_gpu:
+    def _new(self, untyped: Any, key: int, size: int, on_device: bool, op: str) -> None:
+        storage = Storage(self._allocate(size, op) if on_device else 0, size, on_device, self.phase)
+        if not on_device:
             self._on_host(size)
 
         def gone(_: Any) -> None:
@@ -126,7 +127,7 @@ class Tracer(TorchDispatchMode):
         self.storages[key] = storage
 
     def _resize(self, storage: Storage, size: int, op: str) -> None:
-        if not storage.on_gpu:
+        if not storage.on_device:
             self._on_host(size - storage.bytes)
         else:
             category = self.trace.categories.get(storage.id)
@@ -156,6 +157,8 @@ class Tracer(TorchDispatchMode):
 
     def _workspace(self, op: str) -> None:
         """cuBLAS takes memory for a matrix product: at each call, or once for each thread and stream."""
+        if self.target.device.type == "cpu":
+            return
         size = self.target.gpu.cublas_workspace
         if self.target.workspaces == "one a call":
             self.inside((LT_WORKSPACE if op == "addmm" else size,), op)
@@ -166,6 +169,10 @@ class Tracer(TorchDispatchMode):
             self._allocate(size, "cuBLAS workspace")
         if op == "addmm" and self.target.workspaces == "kept, and one a call":
             self.inside((LT_WORKSPACE,), op)
+
+    def is_on_device(self, tensor: Any) -> bool:
+        """Whether a tensor takes memory of the device that is planned for."""
+        return isinstance(tensor, FakeTensor) and tensor.fake_device.type == self.target.device.type
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -207,11 +214,11 @@ class Tracer(TorchDispatchMode):
     def _note_work(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._note_collective(name, [t for t in tensors if is_on_gpu(t)])
+            self._note_collective(name, [t for t in tensors if self.is_on_device(t)])
             return
         if func.is_view:
             return
-        if not any(is_on_gpu(tensor) for tensor in (*tensors, *results)):
+        if not any(self.is_on_device(tensor) for tensor in (*tensors, *results)):
             self._note_host(name, tensors)
             return
         kind = _kind(tensors, results)

@@ -1,0 +1,76 @@
+"""What a planned run will take place on."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from trainer.planner.attention import AttentionRules
+from trainer.planner.gpus import GPU
+
+Workspaces = Literal["kept, and one a call", "kept", "one a call"]
+"""Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
+torch 2.9 those with a bias had another of their own. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+"""Versions of torch whose insides this was written for and tested with."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the run will take place on.
+
+    Args:
+        gpu: the card.
+        torch_version: whose kernels the card will run, ``(major, minor)``: this process's, unless an older published
+            figure is to be replayed. Before 2.2 attention was flash attention 1.
+        expandable_segments: whether the run sets ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+    """
+
+    gpu: GPU
+    torch_version: tuple[int, int] = (0, 0)
+    expandable_segments: bool = False
+
+    @classmethod
+    def here(cls, gpu: GPU) -> Target:
+        """``gpu`` with the version of torch and the settings of the allocator that a run from here would have."""
+        config = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        return cls(gpu, expandable_segments="expandable_segments:true" in config.lower().replace(" ", ""))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of a run are."""
+        return torch.device("cpu") if self.gpu.name == "cpu" else torch.device("cuda", 0)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """``torch_version``, or that of this process."""
+        return self.torch_version if self.torch_version > (0, 0) else installed_version()
+
+    @property
+    def attention(self) -> AttentionRules:
+        """Which attention kernels it has."""
+        return AttentionRules(
+            capability=self.gpu.capability,
+            flash=1 if self.version < (2, 2) else 2,
+            prefers_cudnn=self.version >= (2, 10),
+        )
+
+    @property
+    def workspaces(self) -> Workspaces:
+        """How long cuBLAS keeps its memory."""
+        if self.version < (2, 9):
+            return "kept, and one a call"
+        kept = self.version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+        return "kept" if kept else "one a call"
+
+
+def installed_version() -> tuple[int, int]:
+    """``(major, minor)`` of torch."""
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    assert match is not None
+    return int(match[1]), int(match[2])
