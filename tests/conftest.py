@@ -17,6 +17,14 @@ settings.register_profile(
 )
 settings.load_profile("trainer")
 
+
+@pytest.fixture(autouse=True)
+def no_forecast(request, monkeypatch):
+    """Runs within a test's own process do not predict their memory: see tests/test_forecast.py for those that do."""
+    if "forecast" not in request.node.name and "forecast" not in request.node.path.name:
+        monkeypatch.setattr("trainer.session.forecast", lambda recipe, world: None)
+
+
 _POOLS: dict[int, RankPool] = {}
 
 

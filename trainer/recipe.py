@@ -16,7 +16,7 @@ Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true",
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Schedule = Literal["constant", "cosine", "linear"]
 OptimizerName = Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion"]
-CPUOffload = Literal["none", "optimizer", "parameters"]
+CPUOffload = Literal["none", "optimizer", "parameters", "auto"]
 Init = Literal["device", "meta"]
 Compile = Literal["none", "blocks", "model"]
 StateBits = Literal[32, 8, 4]
@@ -82,7 +82,9 @@ class Memory:
     """The wishes about memory; what is decided from them is the plan. See docs/techniques.md for what each costs.
 
     Args:
-        budget: memory a device may use, such as 2GB, 1.5GiB or 90%; read by the planner, which is not built yet.
+        budget: memory that torch may take on each device, such as 2GB, 1.5GiB or 90%. With a budget the planner decides
+            strategy, micro_batch_size, activation_checkpointing, activation_offload and cpu_offload where they are left
+            at their defaults: the fastest that fits. See docs/planner.md.
         micro_batch_size: samples that go through forward and backward at once; auto is the largest that the batch,
             the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
         micro_batch_tokens: most tokens (padding included) of a micro-batch of text; micro_batch_size still bounds it.
@@ -95,10 +97,11 @@ class Memory:
             last: no rank keeps whole gradients, for more communication; null is true where gradients must leave the
             device (cpu_offload), and false otherwise.
         activation_checkpointing: none, full (keep the inputs of blocks, compute the rest again in backward),
-            selective (keep the outputs of matrix products and attention, too), or a fraction of the blocks, fully.
-        activation_offload: move large saved activations to host memory until backward needs them.
-        cpu_offload: none; optimizer (gradients, fp32 master weights and optimizer state live in host memory) or
-            parameters (all weights, too; the device holds a block or two at a time, through fsdp).
+            selective (keep the outputs of matrix products and attention, too), a fraction of the blocks, fully, or auto
+            (the planner decides).
+        activation_offload: move large saved activations to host memory until backward needs them; or auto.
+        cpu_offload: none; optimizer (gradients, fp32 master weights and optimizer state live in host memory);
+            parameters (all weights, too; the device holds a block or two at a time, through fsdp); or auto.
         optimizer_state_bits: 32, 8 or 4 bits for the state of adam and adamw; 8 and 4 are lossy.
         stochastic_rounding: round updates of bfloat16 weights up or down at random, so that small ones are not lost
             on average; for adam and adamw with precision bf16-true.
@@ -120,8 +123,8 @@ class Memory:
     replicas: int = 1
     reshard_after_forward: bool = True
     sync_every_micro_step: bool | None = None
-    activation_checkpointing: Literal["none", "selective", "full"] | float = "none"
-    activation_offload: bool = False
+    activation_checkpointing: Literal["none", "selective", "full", "auto"] | float = "none"
+    activation_offload: bool | Literal["auto"] = False
     cpu_offload: CPUOffload = "none"
     optimizer_state_bits: StateBits = 32
     stochastic_rounding: bool = False
@@ -146,10 +149,10 @@ class Memory:
             parse_budget(self.budget)
         kept = self.activation_checkpointing
         require(
-            kept in ("none", "selective", "full")
+            kept in ("none", "selective", "full", "auto")
             or (isinstance(kept, int | float) and not isinstance(kept, bool) and 0 <= kept <= 1),
-            f"memory.activation_checkpointing={kept!r} is neither none, selective, full nor a fraction of the blocks "
-            "between 0 and 1",
+            f"memory.activation_checkpointing={kept!r} is neither none, selective, full, auto nor a fraction of the "
+            "blocks between 0 and 1",
         )
 
 
@@ -168,6 +171,7 @@ class Run:
         snapshot: record every allocation on the GPU and write memory_snapshot.pickle to the run directory at the end,
             also on out of memory; to be dropped on pytorch.org/memory_viz.
         evaluate: evaluate after every epoch and at the end; false trains only, to measure memory and speed.
+        predict: predict the memory before training, in a process beside it, to compare with what is measured.
         recover: after an out of memory, take the step again in micro-batches of half the size; false ends the run.
     """
 
@@ -180,6 +184,7 @@ class Run:
     max_skipped_steps: int = 20
     snapshot: bool = False
     evaluate: bool = True
+    predict: bool = True
     recover: bool = True
 
     def __post_init__(self) -> None:

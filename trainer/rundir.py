@@ -90,6 +90,9 @@ def summarise(
     """What ``summary.json`` will hold; a collective if ``all_ranks`` of the run are known to come here."""
     recipe, plan = session.recipe, session.plan
     final_split = "val" if recipe.data.test is None else "test"
+    memory = session.monitor.report(all_ranks)
+    if session.forecast is not None:
+        memory |= session.forecast.beside(memory)
     return Summary(
         status=status,
         steps=counters.step,
@@ -100,7 +103,7 @@ def summarise(
         micro_batch_size=plan.first_cut.micro_batch_size,
         accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else plan.first_cut.accumulate,
         metrics={final_split: {"accuracy": result.accuracy, "loss": result.loss}} if result else {},
-        memory=session.monitor.report(all_ranks),
+        memory=memory,
         samples_per_second=stopwatch.samples_per_second,
         seconds=stopwatch.seconds,
         versions=versions(),
@@ -156,8 +159,8 @@ def describe_run(session: Session, module: nn.Module, windows: Windows) -> list[
     ]
     on_gpu = session.fabric.device.type == "cuda"
     lines += [f"warning: {text}" for text in plan_warnings(session.recipe, on_gpu)]
-    if session.recipe.memory.budget is not None:
-        lines.append(f"memory.budget={session.recipe.memory.budget} is not used yet: there is no planner to keep it")
+    if session.forecast is not None:
+        lines += session.forecast.lines()
     if windows.lengths is not None:
         before, after = padding_shares(windows)
         lines.append(

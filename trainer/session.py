@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,23 +12,21 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
-from trainer.contract import Data, Model, Request
+from trainer.batches import evaluation_cut, fill_from_data, windows_of
+from trainer.contract import Request
 from trainer.data.loader import Loader
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
-from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch
+from trainer.engine.window import MicroBatch, Windows, cut_batch
 from trainer.errors import require
+from trainer.forecast import Forecast, forecast, planned
 from trainer.memory.monitor import Monitor
-from trainer.memory.plan import Plan, cut_at, decide_plan
+from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.snapshot import require_recordable
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, parse_budget
 from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.world import adopt_fabric_run, detect_world, launch, on_first_rank_first
-
-FILLED_FROM_DATA = ("num_classes", "image_size", "channels", "class_names")
-EVALUATION_FACTOR = 2
-"""Evaluation keeps no activations, so its micro-batches can be larger than training's and still peak below them."""
 
 
 @dataclass
@@ -39,6 +36,7 @@ class Session:
     recipe: Recipe
     plan: Plan
     fabric: Fabric
+    forecast: Forecast | None = None
     monitor: Monitor = field(init=False)
     recoveries: int = 0
 
@@ -62,9 +60,13 @@ def open_session(recipe: Recipe, saved_in: Path | None = None) -> Iterator[Sessi
     """
     require_loggers(recipe.run.logger)
     joined = torch.distributed.is_initialized()
+    session: Session | None = None
     try:
-        yield _open(recipe, saved_in)
+        session = _open(recipe, saved_in)
+        yield session
     finally:
+        if session is not None and session.forecast is not None:
+            session.forecast.close()
         if not joined and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()  # else gloo aborts one process in five at its exit
 
@@ -72,42 +74,37 @@ def open_session(recipe: Recipe, saved_in: Path | None = None) -> Iterator[Sessi
 def _open(recipe: Recipe, saved_in: Path | None) -> Session:
     recipe = adopt_fabric_run(recipe)
     world = detect_world(recipe)
+    outlook: Forecast | None = None
     if saved_in is None:
         require_recordable(recipe, world.accelerator)
+        recipe = planned(recipe, world, partial(print, flush=True))
+        decide_plan(recipe, world.size)
+        outlook = forecast(recipe, world)
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
     fabric = launch(plan, world)
+    keep_to_budget(recipe, fabric.device)
     if saved_in is not None and recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(saved_in))
 
     def prepare() -> None:
         if saved_in is None:
             recipe.model.prepare()
-        recipe.data.prepare(recipe.model.tokenizer_or_none())
+        if recipe.data.train is None:  # else the planner has done it
+            recipe.data.prepare(recipe.model.tokenizer_or_none())
 
     on_first_rank_first(fabric, prepare)
     require(len(recipe.data.train) > 0, "the training set is empty")
     recipe = recipe.replace(model=fill_from_data(recipe.model, recipe.data))
-    return Session(recipe, decide_plan(recipe, world.size), fabric)
+    return Session(recipe, decide_plan(recipe, world.size), fabric, outlook)
 
 
-def fill_from_data(model: Model, data: Data) -> Model:
-    """The model with the fields that were left at ``None`` taken from the dataset.
-
-    Raises:
-        RecipeError: when both know and do not agree.
-    """
-    changes = {}
-    for name in FILLED_FROM_DATA:
-        own, known = getattr(model, name, None), getattr(data, name, None)
-        if known is None or not hasattr(model, name):
-            continue
-        if own is None:
-            changes[name] = known
-        elif name != "class_names":
-            require(
-                own == known, f"model.{name}={own} does not fit the data, which has {known}: leave model.{name} at null"
-            )
-    return dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
+def keep_to_budget(recipe: Recipe, device: torch.device) -> None:
+    """Let torch's allocator take no more of a GPU than ``memory.budget`` says: a run that errs must not take it all."""
+    if recipe.memory.budget is None or device.type != "cuda":
+        return
+    size, is_fraction = parse_budget(recipe.memory.budget)
+    fraction = size if is_fraction else size / torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
 
 
 def _loader(session: Session, split: Any) -> Loader:
@@ -120,29 +117,6 @@ def training_windows(session: Session) -> Windows:
     recipe, fabric = session.recipe, session.fabric
     loader = _loader(session, recipe.data.train)
     return windows_of(recipe, loader, fabric.global_rank, fabric.world_size, host_sum(fabric))
-
-
-def windows_of(
-    recipe: Recipe,
-    fetch: Loader,
-    rank: int = 0,
-    world_size: int = 1,
-    reduce: Callable[[list[float]], list[float]] = list,
-) -> Windows:
-    """The share of one rank in the training batches of a recipe whose data is prepared; see ``Windows``."""
-    train = recipe.data.train
-    return Windows(
-        size=len(train),
-        cut_at=partial(cut_at, recipe, world_size),
-        fetch=fetch,
-        weigh=recipe.model.weigh,
-        seed=recipe.seed,
-        rank=rank,
-        world_size=world_size,
-        reduce=reduce,
-        lengths=getattr(train, "lengths", None),
-        augmented=bool(getattr(train, "augmented", False)),
-    )
 
 
 def host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
@@ -184,13 +158,3 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
             return evaluate(forward, micro_batches(), metrics)
 
     return run
-
-
-def evaluation_cut(training: Cut, samples: int) -> Cut:
-    """How an evaluation of ``samples`` is cut, for a run whose training is cut like ``training``."""
-    return Cut(
-        batch_size=samples,
-        micro_batch_size=training.micro_batch_size * EVALUATION_FACTOR,
-        accumulate=1,
-        micro_batch_tokens=training.micro_batch_tokens and training.micro_batch_tokens * EVALUATION_FACTOR,
-    )

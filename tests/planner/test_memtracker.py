@@ -86,7 +86,9 @@ def steps(module: nn.Module, device: str, after: Callable[[], None] = lambda: No
     allocate(module, torch.device(device))
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     for _ in range(2):
-        inputs = torch.zeros(32, LENGTH, dtype=torch.long) if isinstance(module, Transformer) else torch.zeros(32, 3, 32, 32)
+        inputs = (
+            torch.zeros(32, LENGTH, dtype=torch.long) if isinstance(module, Transformer) else torch.zeros(32, 3, 32, 32)
+        )
         with sdpa_kernel(SDPBackend.MATH):  # the others differ from those of a CPU
             loss = cross_entropy(module(inputs.to(device)), torch.zeros(32, dtype=torch.long).to(device))
             loss.backward()

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from trainer.engine.window import Cut, at_epoch, decide_cut
+from trainer.errors import require
 from trainer.memory.refusals import require_compatible
 from trainer.recipe import Memory, Recipe, Strategy
 
@@ -83,6 +84,11 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     Raises:
         RecipeError: when the wishes contradict each other or cannot work together.
     """
+    for name in ("activation_checkpointing", "activation_offload", "cpu_offload"):
+        require(
+            getattr(recipe.memory, name) != "auto",
+            f"memory.{name}=auto is for the planner, which has not been asked: use trainer fit or trainer plan",
+        )
     epochs = sorted(recipe.accumulate) if isinstance(recipe.accumulate, dict) else [0]
     cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # a later one must not contradict itself either
     require_compatible(recipe, world_size, cuts)

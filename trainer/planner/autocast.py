@@ -50,7 +50,12 @@ def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], 
         for name in filter(_exists, names):
             library.impl(name, _kernel(name, policy, is_on_gpu), "AutocastCUDA", allow_override=True)
     clear = torch.clear_autocast_cache
-    torch.clear_autocast_cache = lambda: (_cast_weights.clear(), clear())[1]  # type: ignore[assignment]
+
+    def clear_all() -> None:
+        _cast_weights.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_all
     known = {f"aten::{name}" for name in (*LOWER, *FLOAT32, *FLOAT32_RESULT, *WIDEST, *LEFT_ALONE)}
     cast = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     return sorted(name for name in cast if name.startswith("aten::") and name not in known)

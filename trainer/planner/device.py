@@ -66,10 +66,10 @@ def install(target: Target, ranks: int = 1) -> list[str]:
     if _library is not None:
         raise RuntimeError("a process can have one fake GPU only: use another process")
     _library = torch.library.Library("aten", "IMPL")
-    nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    nn.Module._apply = _apply  # type: ignore[method-assign]
     _patch_data()
     if target.device.type == "cpu":  # there is one: nothing but memory is pretended
-        nn.Module.compile = lambda module, *args, **options: None  # type: ignore[method-assign, assignment]
+        nn.Module.compile = lambda module, *args, **options: None  # type: ignore[method-assign]
         sharding.init_device_mesh = _for_real(sharding.init_device_mesh)
         _patch_propagation()
         return []
@@ -127,10 +127,10 @@ def _patch_tensors() -> None:
     FakeTensor.is_meta = property(lambda tensor: tensor.fake_device.type == "meta")  # type: ignore[assignment]
     DTensor.device = property(lambda tensor: tensor._local_tensor.device)  # type: ignore[assignment]
     DTensor.is_cuda = property(lambda tensor: tensor._local_tensor.is_cuda)  # type: ignore[assignment]
-    torch.Tensor.to = _to(torch.Tensor.to)  # type: ignore[assignment, method-assign]
-    torch.Tensor.cuda = lambda tensor, *args, **options: tensor.to(GPU_DEVICE)  # type: ignore[assignment, method-assign]
+    torch.Tensor.to = _to(torch.Tensor.to)  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda tensor, *args, **options: tensor.to(GPU_DEVICE)  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment, method-assign]
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment, method-assign]
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment, method-assign, return-value]
     torch.Tensor.is_pinned = lambda tensor, device=None: tensor.device.type == "cpu"  # type: ignore[assignment, method-assign]
 
 
@@ -217,7 +217,7 @@ class _Properties:
 def _patch_compile() -> None:
     """Compiled updates of optimizers work in place, without intermediate tensors; models are traced as they are."""
     torch.compile = lambda function, **options: lambda *args: None  # type: ignore[assignment]
-    nn.Module.compile = lambda module, *args, **options: None  # type: ignore[method-assign, assignment]
+    nn.Module.compile = lambda module, *args, **options: None  # type: ignore[method-assign]
     torch.utils._triton.has_triton = lambda: True  # type: ignore[assignment]
 
 
@@ -229,12 +229,12 @@ def _patch_amp() -> None:
     def step(scaler: Any, optimizer: Any, found: Any, *args: Any, **options: Any) -> Any:
         return optimizer.step(*args, **options)  # nothing overflows: the flag that it would read has no value
 
-    torch.amp.GradScaler._maybe_opt_step = step  # type: ignore[method-assign]
+    torch.amp.GradScaler._maybe_opt_step = step  # type: ignore[method-assign, assignment]
 
 
 def _patch_optimizers() -> None:
     """Optimizers take their ``foreach`` and fused paths on CUDA tensors only, grouped by a device that C++ names."""
-    modules: Any = (optimizers, _foreach_utils)
+    modules: tuple[Any, ...] = (optimizers, _foreach_utils)
     for module in modules:
         module._foreach_supported_types += [
             kind for kind in (FakeTensor, DTensor) if kind not in module._foreach_supported_types
@@ -245,7 +245,7 @@ def _patch_optimizers() -> None:
         found = by_device(*args, **options)
         return {(GPU_DEVICE if device.type == "meta" else device, dtype): v for (device, dtype), v in found.items()}
 
-    for module in (_foreach_utils, optimizers, clip_grad):
+    for module in (*modules, clip_grad):
         module._group_tensors_by_device_and_dtype = group
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         if hasattr(torch.optim.Optimizer, name):

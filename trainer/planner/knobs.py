@@ -84,11 +84,12 @@ def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
     if recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None or recipe.batch_size is None:
         return [None]
     share = -(-recipe.batch_size // ranks)
-    sizes, parts = [], 1
-    while not sizes or sizes[-1] > 1:
+    sizes: list[int | None] = []
+    parts = 1
+    while sizes[-1:] != [1]:
         sizes.append(-(-share // parts))
         parts *= 2
-    return list(dict.fromkeys(sizes))  # type: ignore[return-value]
+    return list(dict.fromkeys(sizes))
 
 
 def lossy_steps(recipe: Recipe) -> Iterator[Settings]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from trainer.batches import fill_from_data
 from trainer.errors import require
 from trainer.memory.plan import Plan
 from trainer.memory.units import GB
@@ -19,7 +20,6 @@ from trainer.planner.replay import AllocatorSettings, Replay, replay
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Recipe
-from trainer.session import fill_from_data
 
 LARGEST = 12
 """How many of the largest blocks at the peak a prediction names."""

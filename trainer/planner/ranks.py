@@ -93,7 +93,7 @@ class TracedDDP(DistributedDataParallel):
             bucket = torch.empty(sum(sizes), dtype=group[0].dtype, device=group[0].device)
             self.buckets.append(bucket)
             for parameter, place in zip(group, bucket.split(sizes), strict=True):
-                self.places[parameter] = place.view(parameter.shape)  # type: ignore[index]
+                self.places[parameter] = place.view(parameter.shape)
 
     @torch.no_grad()
     def _reduce(self, parameter: Tensor) -> None:

@@ -120,7 +120,7 @@ class Search:
     def run(self, lossy: bool = False, quick: bool = False) -> PlanReport:
         """Predict, choose, predict the choice, and say why."""
         began = time.perf_counter()
-        settings = combinations(self.recipe, self.devices)
+        settings = combinations(self.recipe, self.devices, on_gpu=self.target.device.type == "cuda")
         if lossy:
             settings += [one | extra for extra in lossy_steps(self.recipe) for one in settings]
         sizes = micro_batch_sizes(self.recipe, self.devices)
@@ -242,7 +242,7 @@ class Search:
         )
 
     def _cut(self, candidate: Candidate) -> Any:
-        return decide_plan(applied(self.recipe, candidate.flags), self.devices).first_cut  # type: ignore[arg-type]
+        return decide_plan(applied(self.recipe, candidate.flags), self.devices).first_cut
 
     def _size(self, candidate: Candidate) -> int:
         return self._cut(candidate).micro_batch_size
@@ -299,8 +299,7 @@ class Search:
                 for one in candidates
                 if one is not chosen and {**one.flags, key: None} == {**chosen.flags, key: None}
             ]
-            for other in others:
-                lines.append(f"{key} {value} instead of {other.flags[key]}: {_difference(chosen, other)}")
+            lines += [f"{key} {value} instead of {one.flags[key]}: {_difference(chosen, one)}" for one in others]
         return lines
 
     def _what_is_missing(self, candidates: list[Candidate], lossy: bool) -> list[str]:

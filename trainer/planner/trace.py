@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from trainer.batches import evaluation_cut, windows_of
 from trainer.contract import Loss, Request
 from trainer.data.loader import Loader
 from trainer.engine.loop import evaluate
@@ -35,7 +36,6 @@ from trainer.planner.ranks import fake_ranks
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer
 from trainer.recipe import Recipe
-from trainer.session import evaluation_cut, windows_of
 from trainer.streaming import allocate, default_dtype, on_meta
 from trainer.world import World, launch
 

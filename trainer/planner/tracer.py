@@ -185,7 +185,7 @@ class Tracer(TorchDispatchMode):
             if storage is not None and storage.bytes != untyped.nbytes():
                 self._resize(storage, untyped.nbytes(), "resize_")
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 

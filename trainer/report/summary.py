@@ -31,7 +31,10 @@ class Summary:
         memory: peaks in GB (1e9 bytes), the largest over ``ranks_measured`` ranks: ``allocated_gb``, ``reserved_gb``
             (``None`` without a GPU), ``host_peak_gb``; ``host_idle_gb``, the host's before the model was there; and
             ``phases``: ``{"init": {"allocated_gb", "reserved_gb", "host_gb"}, ...}``, ``None`` where not measured.
-            ``host_phase_peaks`` says what ``host_gb`` is: exact, sampled (at the ends of the phase) or whole run.
+            ``predicted_reserved_gb``, ``predicted_allocated_gb``, ``predicted_host_gb`` and ``prediction_error``
+            (predicted / measured - 1) are of the planner, where it was asked; without a GPU, reserved means the
+            host's over idle. ``host_phase_peaks`` says what ``host_gb`` is: exact, sampled (at the ends of the phase)
+            or whole run.
         samples_per_second: training throughput over all ranks.
         seconds: wall time of training.
         versions: of what the result depends on; see :func:`versions`.
@@ -82,6 +85,7 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
         ),
         ("speed", f"{_number(summary.samples_per_second, ',.0f')} samples/s, {_number(summary.seconds, ',.1f')} s"),
         ("peak memory", _memory(summary.memory)),
+        *_predicted(summary.memory),
         *_by_phase(summary.memory),
         ("files", f"{run_dir}: {', '.join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != '.'))}"),
     ]
@@ -99,6 +103,19 @@ def _memory(memory: Mapping[str, Any]) -> str:
     # Zero or none: there is no such device.
     known = [f"{memory[key]:.2f} GB {label}" for key, label in labels.items() if memory.get(key)]
     return ", ".join(known) or "unknown"
+
+
+def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The peak that was predicted, and how far it is from the measured one."""
+    predicted, error = memory.get("predicted_reserved_gb"), memory.get("prediction_error")
+    if predicted is None:
+        return []
+    kind = "reserved" if memory.get("reserved_gb") else "host, over idle"
+    if error is None:
+        return [("predicted", f"{predicted:.2f} GB {kind}")]
+    far = predicted - predicted / (1 + error)
+    distance = f"{abs(far):.2f} GB ({abs(100 * error):.1f} %) {'more' if far > 0 else 'less'} than measured"
+    return [("predicted", f"{predicted:.2f} GB {kind}: {distance}")]
 
 
 def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:

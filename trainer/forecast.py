@@ -1,0 +1,225 @@
+"""What a run will need, before it starts: the planner's decisions, and a prediction to compare with what comes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import RecipeError, RunError
+from trainer.memory.plan import Plan, decide_plan
+from trainer.memory.units import GB
+from trainer.planner.children import Child, in_child
+from trainer.planner.gpus import GPU, detected_gpu, host_as_device, usable_memory
+from trainer.planner.knobs import applied, wants_plan
+from trainer.planner.predict import Prediction, predict_here, prepared
+from trainer.planner.search import MARGIN, Search, budget_bytes
+from trainer.planner.target import Target
+from trainer.recipe import Recipe
+from trainer.world import World
+
+PATIENCE = 20.0
+"""Seconds that training waits for its prediction; one that takes longer is shown at the end."""
+
+MOST_SECONDS = 1800.0
+"""How long the other ranks of a machine wait for the plan of the first one: its search may tokenise a large dataset."""
+
+PLAN_VARIABLE = "TRAINER_PLANNED"
+"""How the process that Fabric was started in tells those that Fabric starts what was decided."""
+
+
+def first_here() -> bool:
+    """Whether this process is the first of its machine, as far as the launcher's variables tell."""
+    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+
+
+def this_device(accelerator: str) -> GPU:
+    """The device that ranks of this machine compute on; a process of its own asks, so that this one can still fork."""
+    if accelerator == "cpu":
+        return host_as_device()
+    found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None)
+    if found is None:
+        raise RunError("torch sees a GPU, but cannot say which")
+    return GPU(**found | {"capability": tuple(found["capability"])})
+
+
+# ------------------------------------------------------------------------------------------------------------ deciding
+
+
+def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> Recipe:
+    """The recipe with the knobs decided that it leaves to the planner; all ranks of a machine get the same.
+
+    Raises:
+        RecipeError: when no plan fits the budget; it says what is missing.
+    """
+    if not wants_plan(recipe):
+        return recipe
+    settings = _agreed(world, lambda: _search(recipe, world, say))
+    return applied(recipe, settings)
+
+
+def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[str, Any]:
+    def progress(done: int, total: int, text: str) -> None:
+        say(f"planning: {done} of {total} predicted, last {text}")
+
+    target = Target.here(this_device(world.accelerator))
+    report = Search(prepared(recipe), target, world.size, world.nodes, progress=progress).run(quick=True)
+    if report.chosen is None:
+        raise RecipeError("; ".join([f"memory.budget={recipe.memory.budget}", *report.explanations]))
+    for line in (f"planner: {report.chosen.plan}: {report.chosen.reason}", *report.explanations):
+        say(line)
+    return dict(report.chosen.flags)
+
+
+def _agreed(world: World, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the first process of this machine decides, on all of them."""
+    if world.size == 1:
+        return decide()
+    if world.launcher == "plain":  # Fabric starts the others from this process, with its environment
+        if PLAN_VARIABLE not in os.environ:
+            os.environ[PLAN_VARIABLE] = json.dumps(decide())
+        return json.loads(os.environ[PLAN_VARIABLE])
+    return _through_file(_meeting_place(), decide)
+
+
+def _meeting_place() -> Path:
+    """A file that the processes of this machine and launch have in common, and nobody else."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    launch = "|".join([str(os.getppid()), str(os.getuid()), *(os.environ.get(name, "") for name in names)])
+    return Path(tempfile.gettempdir()) / f"trainer-plan-{hashlib.sha256(launch.encode()).hexdigest()[:20]}.json"
+
+
+def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    if first_here():
+        place.unlink(missing_ok=True)
+        try:
+            answer: dict[str, Any] = {"settings": decide()}
+        except RecipeError as error:
+            answer = {"error": str(error)}
+        part = place.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(answer))
+        os.replace(part, place)
+    else:
+        answer = _awaited(place)
+    if "error" in answer:
+        raise RecipeError(answer["error"])
+    return answer["settings"]
+
+
+def _awaited(place: Path) -> dict[str, Any]:
+    began = time.time()
+    while time.time() - began < MOST_SECONDS:
+        # An older file is that of an earlier launch whose first rank has not begun to decide yet.
+        if place.is_file() and place.stat().st_mtime >= began - _process_age():
+            return json.loads(place.read_text())
+        time.sleep(0.1)
+    raise RunError(f"the first rank of this machine decided on no plan within {MOST_SECONDS:g} s: look at what it says")
+
+
+def _process_age() -> float:
+    """Seconds since this process began; importing takes some of them."""
+    ticks = float(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - ticks / os.sysconf("SC_CLK_TCK") + 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------- predicting
+
+
+@dataclass
+class Forecast:
+    """The prediction of a run that is about to start, made beside it.
+
+    Args:
+        child: the process that makes it.
+        device: that is predicted for.
+        limit: bytes that the run may take: the budget, or what the device has.
+    """
+
+    child: Child
+    device: GPU
+    limit: int
+    prediction: Prediction | None = None
+    failure: str | None = None
+
+    def ready(self, seconds: float = PATIENCE) -> bool:
+        """Whether the prediction is there, after waiting ``seconds`` for it."""
+        if self.prediction is None and self.failure is None and self.child.wait(seconds):
+            result = self.child.result()
+            if isinstance(result, Exception):
+                self.failure = str(result)
+            else:
+                self.prediction = Prediction(**result)
+        return self.prediction is not None
+
+    def lines(self) -> list[str]:
+        """What a person should know before training."""
+        if not self.ready():
+            late = "it takes longer than usual and is shown at the end"
+            return [f"predicted peak: not known: {self.failure or late}"]
+        assert self.prediction is not None
+        kind, found = _kind(self.device), self.prediction
+        verdict = "fits" if found.reserved <= self.limit else "DOES NOT FIT"
+        near = " (but hardly)" if verdict == "fits" and found.reserved * (1 + MARGIN) > self.limit else ""
+        lines = [f"predicted peak: {found.reserved / GB:.2f} GB {kind} of {self.limit / GB:.2f} GB: {verdict}{near}"]
+        if verdict != "fits":
+            lines.append("warning: the run will probably run out of memory; --memory.budget 90% finds a plan that fits")
+        return lines + [f"note: {note}" for note in found.notes]
+
+    def beside(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``summary.json`` says of the prediction, beside what was measured.
+
+        Args:
+            measured: the memory section of the summary.
+        """
+        if not self.ready(0.0) or self.prediction is None:
+            return {}
+        reserved, allocated = self.prediction.reserved / GB, self.prediction.allocated / GB
+        peak = _measured(measured, self.device)
+        return {
+            "predicted_reserved_gb": reserved,
+            "predicted_allocated_gb": allocated,
+            "predicted_host_gb": self.prediction.host / GB,
+            "prediction_error": reserved / peak - 1 if peak else None,
+        }
+
+    def close(self) -> None:
+        """End a prediction that nobody waits for any more."""
+        self.child.kill()
+
+
+def forecast(recipe: Recipe, world: World) -> Forecast | None:
+    """Begin to predict what the run will need: in the first process of all, unless ``run.predict`` is false."""
+    if not recipe.run.predict or not first_here() or os.environ.get("RANK", "0") != "0":
+        return None
+    device = this_device(world.accelerator)
+    limit = usable_memory(device, world.size)
+    if recipe.memory.budget is not None:
+        limit = budget_bytes(recipe.memory.budget, device, world.size)
+    target = Target.here(device)
+    return Forecast(Child(partial(_predict, recipe, world, target)), device, limit)
+
+
+def _predict(recipe: Recipe, world: World, target: Target) -> dict[str, Any]:
+    ready = prepared(recipe)
+    plan: Plan = decide_plan(ready, world.size)
+    return predict_here(ready, plan, target, world.nodes, False)
+
+
+def _kind(device: GPU) -> str:
+    return "of host memory over the idle process" if device.name == "cpu" else "reserved"
+
+
+def _measured(memory: Mapping[str, Any], device: GPU) -> float | None:
+    if device.name != "cpu":
+        return memory.get("reserved_gb")
+    peak, idle = memory.get("host_peak_gb"), memory.get("host_idle_gb")
+    return None if peak is None or idle is None else peak - idle
