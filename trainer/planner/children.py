@@ -21,6 +21,12 @@ Job = Callable[[], Any]
 """Returns something that JSON can hold."""
 
 
+HAS_TRAINED = (
+    "this process has trained already, and what it forks can compute no gradients: predict before training, or from a "
+    "process of its own, as `trainer plan` is"
+)
+
+
 class Failed(RunError):
     """A job ended without a result."""
 
@@ -106,11 +112,21 @@ def _work(job: Job, connection: Connection) -> None:
     except RecipeError as error:
         answer = {"recipe_error": str(error)}
     except BaseException as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        answer = {"error": f"{type(error).__name__}: {error}", "where": f"{frame.filename}:{frame.lineno}"}
+        if "autograd's threading" in str(error):  # torch's engine does not survive a fork
+            error = Failed(HAS_TRAINED)
+        answer = {"error": _described(error)}
     connection.send_bytes(json.dumps(answer).encode())
     connection.close()
     os._exit(0)  # no destructor may touch a GPU that is not there
+
+
+def _described(error: BaseException) -> str:
+    """The first line of an error and where it came from; our own speak for themselves."""
+    first = (str(error).splitlines() or [""])[0]
+    if isinstance(error, Failed):
+        return first
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {first} ({frame.filename}:{frame.lineno})"
 
 
 def _result(connection: Connection, process: Any) -> Any:
@@ -127,4 +143,4 @@ def _result(connection: Connection, process: Any) -> Any:
         return RecipeError(answer["recipe_error"])
     if not answer:
         return Failed(f"the process of a prediction ended with code {process.exitcode}: did memory run out?")
-    return Failed(f"{answer['error'].splitlines()[0]} ({answer['where']})")
+    return Failed(answer["error"])

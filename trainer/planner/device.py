@@ -111,6 +111,20 @@ def _patch_data() -> None:
         tensor.fake_device = value.device
 
     FakeTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
+    _patch_addresses()
+
+
+def _patch_addresses() -> None:
+    """Memory that is not there has an address all the same: code asks whether two tensors look at the same one."""
+    address: Any = torch.UntypedStorage.data_ptr
+
+    def of_storage(storage: Any) -> int:
+        return storage._cdata if storage.device.type == "meta" else address(storage)
+
+    torch.UntypedStorage.data_ptr = of_storage  # type: ignore[method-assign, assignment]
+    FakeTensor.data_ptr = lambda tensor: (  # type: ignore[method-assign, assignment]
+        tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+    )
 
 
 def _patch_tensors() -> None:

@@ -1,0 +1,172 @@
+"""A run that plans within its budget, predicts what it needs, and says how far off it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer import Memory, Recipe, RecipeError, Run, fit
+from trainer.forecast import Forecast, _awaited, _through_file, forecast, planned
+from trainer.locate import load_recipe
+from trainer.planner.children import Child
+from trainer.planner.gpus import host_as_device
+from trainer.planner.knobs import applied, combinations, free_knobs, micro_batch_sizes, wants_plan
+from trainer.world import World
+
+ALONE = World("plain", "cpu", 1)
+
+
+def digits(**changes) -> Recipe:
+    recipe, _ = load_recipe("vit_digits")
+    return recipe.replace(**changes)
+
+
+def in_fresh_process(arguments: list[str], tmp_path: Path, **environment: str) -> tuple[int, str, dict]:
+    """Exit code, output and summary of ``trainer fit``: a process that has trained cannot predict any more."""
+    command = [sys.executable, "-m", "trainer", "fit", "vit_digits", *arguments, f"--run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=240
+    )
+    summary = tmp_path / "run" / "summary.json"
+    return done.returncode, done.stdout + done.stderr, json.loads(summary.read_text()) if summary.is_file() else {}
+
+
+def test_a_run_says_what_it_will_need_and_how_far_off_that_was(tmp_path) -> None:
+    code, output, summary = in_fresh_process(["--max_steps=2"], tmp_path)
+    assert code == 0, output
+    assert "predicted peak: 0.0" in output
+    assert ": fits" in output
+    memory = summary["memory"]
+    measured = memory["host_peak_gb"] - memory["host_idle_gb"]
+    assert memory["predicted_reserved_gb"] == pytest.approx(measured, abs=0.1)
+    assert memory["prediction_error"] == pytest.approx(memory["predicted_reserved_gb"] / measured - 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_budget_makes_the_planner_choose_for_all_ranks_alike(tmp_path, ranks) -> None:
+    arguments = [f"--run.devices={ranks}", "--memory.budget=46MB", "--batch_size=256", "--memory.micro_batch_size=auto"]
+    code, output, summary = in_fresh_process([*arguments, "--max_steps=2", "--run.evaluate=false"], tmp_path)
+    assert code == 0, output
+    assert output.count("planner: batch 256") == 1
+    assert summary["micro_batch_size"] < 256 // ranks
+    assert summary["world_size"] == ranks
+    assert summary["memory"]["predicted_reserved_gb"] <= 0.046
+
+
+def test_a_budget_that_nothing_fits_in_is_refused_with_what_is_missing(tmp_path) -> None:
+    code, output, _ = in_fresh_process(["--memory.budget=41MB"], tmp_path)
+    assert code == 2
+    line = next(line for line in output.splitlines() if line.startswith("trainer: error:"))
+    assert "memory.budget=41MB" in line
+    assert "the smallest plan needs" in line
+
+
+def test_what_auto_leaves_open() -> None:
+    plain = digits()
+    assert not wants_plan(plain)
+    assert wants_plan(digits(memory=Memory(budget="1GB")))
+    auto = digits(memory=Memory(activation_checkpointing="auto"))
+    assert wants_plan(auto)
+    assert "activation_checkpointing" in free_knobs(auto.memory)
+    assert "cpu_offload" not in free_knobs(auto.memory)
+    budget = Memory(budget="1GB", cpu_offload="optimizer")
+    assert "cpu_offload" not in free_knobs(budget)
+    assert "activation_offload" in free_knobs(budget)
+
+
+def test_combinations_keep_what_the_recipe_sets() -> None:
+    recipe = digits(memory=Memory(budget="1GB", activation_checkpointing="full"))
+    for settings in combinations(recipe, 1):
+        assert applied(recipe, settings).memory.activation_checkpointing == "full"
+    assert all(
+        "memory.cpu_offload" not in one or one["memory.cpu_offload"] == "none" for one in combinations(recipe, 1, False)
+    )
+
+
+def test_micro_batches_halve_down_to_one() -> None:
+    auto = Memory(micro_batch_size="auto")
+    assert micro_batch_sizes(digits(batch_size=64, memory=auto), 2) == [32, 16, 8, 4, 2, 1]
+    assert micro_batch_sizes(digits(batch_size=5, memory=auto), 1) == [5, 3, 2, 1]
+    assert micro_batch_sizes(digits(memory=Memory(micro_batch_size=4)), 1) == [None]
+
+
+def test_auto_without_a_planner_is_refused() -> None:
+    from trainer.memory.plan import decide_plan
+
+    with pytest.raises(RecipeError, match=r"memory\.cpu_offload=auto"):
+        decide_plan(digits(memory=Memory(cpu_offload="auto")), 1)
+
+
+def test_other_ranks_take_the_plan_of_the_first(tmp_path, monkeypatch) -> None:
+    place = tmp_path / "plan.json"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert _through_file(place, lambda: {"memory.micro_batch_size": 4}) == {"memory.micro_batch_size": 4}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert _through_file(place, lambda: pytest.fail("asked again")) == {"memory.micro_batch_size": 4}
+
+
+def test_other_ranks_fail_as_the_first_one_does(tmp_path, monkeypatch) -> None:
+    place = tmp_path / "plan.json"
+
+    def refuse() -> dict:
+        raise RecipeError("nothing fits")
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(RecipeError, match="nothing fits"):
+        _through_file(place, refuse)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(RecipeError, match="nothing fits"):
+        _through_file(place, dict)
+
+
+def test_a_plan_of_an_earlier_launch_is_not_taken(tmp_path, monkeypatch) -> None:
+    place = tmp_path / "plan.json"
+    place.write_text('{"settings": {}}')
+    os.utime(place, (time.time() - 10_000, time.time() - 10_000))
+    monkeypatch.setattr("trainer.forecast.MOST_SECONDS", 0.3)
+    with pytest.raises(Exception, match="decided on no plan"):
+        _awaited(place)
+
+
+def test_a_recipe_without_knobs_to_decide_is_left_alone() -> None:
+    recipe = digits()
+    assert planned(recipe, ALONE, pytest.fail) is recipe
+
+
+def test_only_the_first_rank_predicts(monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert forecast(digits(), World("torchrun", "cpu", 2)) is None
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("LOCAL_RANK")
+    assert forecast(digits(run=Run(predict=False)), ALONE) is None
+
+
+def failing(message: str) -> Forecast:
+    def job() -> None:
+        raise ValueError(message)
+
+    return Forecast(Child(job), host_as_device(), 10**9)
+
+
+def test_a_prediction_that_fails_stops_nobody() -> None:
+    outlook = failing("this model cannot be traced")
+    (line,) = outlook.lines()
+    assert "not known" in line
+    assert "this model cannot be traced" in line
+    assert outlook.beside({"host_peak_gb": 2.0, "host_idle_gb": 1.0}) == {}
+
+
+def test_a_process_that_has_trained_says_why_it_cannot_predict(tmp_path) -> None:
+    recipe = digits(max_steps=1, run=Run(dir=str(tmp_path / "first"), progress=False, evaluate=False, predict=False))
+    fit(recipe)
+    outlook = forecast(digits(), ALONE)
+    assert outlook is not None
+    (line,) = outlook.lines()
+    assert "has trained already" in line
