@@ -18,6 +18,16 @@ GPU_DEVICE = torch.device("cuda", 0)
 LARGEST_KNOWN = 2**22
 """Elements up to which the values of whole numbers and truth values are computed for real."""
 
+UNINITIALISED = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+"""Operations that return whatever was in memory before: nobody knows it."""
+
 
 class FakeGPUMode(FakeTensorMode):
     """A fake tensor mode that knows the values of masks, positions and lengths.
@@ -108,7 +118,7 @@ class FakeGPUMode(FakeTensorMode):
                 self._know(tensor, tensor.constant)
                 tensor.constant = None
         unknown = [t for t in outs if not t.is_floating_point() and t.numel() <= LARGEST_KNOWN]
-        if unknown and id(unknown[0]) not in self.known and func is not aten.empty.memory_format:
+        if unknown and id(unknown[0]) not in self.known and func not in UNINITIALISED:
             self._compute(func, args, kwargs, outs)
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any], outs: list[Any]) -> None:
