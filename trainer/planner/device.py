@@ -220,10 +220,15 @@ def _patch_cuda(target: Target, ranks: int) -> None:
         setattr(cuda, name, answer)
 
 
+L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
+"""Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200."""
+
+
 class _Properties:
     """The few of a card's properties that libraries ask for before they choose."""
 
     def __init__(self, gpu: GPU) -> None:
+        self.L2_cache_size = L2_CACHE.get(gpu.capability, 0)  # at 0 timm's lion takes all weights at once: the most
         self.name, self.total_memory = gpu.title, gpu.memory
         self.major, self.minor = gpu.capability
 

@@ -18,6 +18,16 @@ GPU_DEVICE = torch.device("cuda", 0)
 LARGEST_KNOWN = 2**22
 """Elements up to which the values of whole numbers and truth values are computed for real."""
 
+UNINITIALISED = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+"""Operations that return whatever was in memory before: nobody knows it."""
+
 
 class FakeGPUMode(FakeTensorMode):
     """A fake tensor mode that knows the values of masks, positions and lengths.
@@ -63,6 +73,8 @@ class FakeGPUMode(FakeTensorMode):
         kwargs = _on_a_device(kwargs) if kwargs else {}
         if func is aten._local_scalar_dense.default:
             return self._scalar(args[0])
+        if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
+            return None  # a fused optimizer: works in place, and not all have a kernel for fake tensors
         if func is torch.ops.c10d.allreduce_.default:
             self._sum_over_ranks(args[0])
         if func._schema.is_mutable and args:
@@ -106,7 +118,7 @@ class FakeGPUMode(FakeTensorMode):
                 self._know(tensor, tensor.constant)
                 tensor.constant = None
         unknown = [t for t in outs if not t.is_floating_point() and t.numel() <= LARGEST_KNOWN]
-        if unknown and id(unknown[0]) not in self.known and func is not aten.empty.memory_format:
+        if unknown and id(unknown[0]) not in self.known and func not in UNINITIALISED:
             self._compute(func, args, kwargs, outs)
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any], outs: list[Any]) -> None:

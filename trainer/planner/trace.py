@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from trainer.batches import evaluation_cut, windows_of
-from trainer.contract import Loss, Request
+from trainer.contract import Loss, Model, Request
 from trainer.data.loader import Loader
 from trainer.engine.loop import evaluate
 from trainer.engine.rehearsal import rehearse
@@ -106,8 +106,8 @@ def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, node
         nodes: machines that the ranks are spread over.
     """
     ranks = plan.world_size
-    several = ranks > 1 or plan.strategy == "fsdp"
-    with fake_ranks(ranks, nodes) if several else nullcontext(), tracing(target, ranks, nodes) as tracer:
+    grouped = plan.strategy != "single"
+    with fake_ranks(ranks, nodes) if grouped else nullcontext(), tracing(target, ranks, nodes) as tracer:
         with _disable_current_modes():
             launcher = "torchrun" if ranks > 1 else "plain"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
@@ -151,9 +151,10 @@ def _notes(plan: Plan) -> list[str]:
 
 def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
     """The module without weights: parameters on meta, buffers real."""
-    dtype = weights_dtype(plan.memory) or torch.float32
-    with default_dtype(dtype):
-        return on_meta(recipe.model.unloaded().build).train()
+    model = recipe.model.unloaded()
+    build = model.skeleton if type(model).build is Model.build else model.build  # the default reads the weights
+    with default_dtype(weights_dtype(plan.memory) or torch.float32):
+        return on_meta(build).train()
 
 
 class _Run:

@@ -1,0 +1,134 @@
+"""Tiny models of every kind, with data in memory, to be predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from combinations import Trained, tower_file
+from problems import CLASSES, OneHead, Problem, collate, make_model, make_samples
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.contract import Data, Model
+from trainer.memory.plan import decide_plan
+from trainer.models import LoRA
+from trainer.planner.device import Target
+from trainer.planner.events import Trace
+from trainer.planner.gpus import gpu_named
+from trainer.planner.predict import Prediction, predict, prepared
+from trainer.planner.trace import draw_samples, trace_run
+from trainer.recipe import Memory, Optim, Recipe
+
+MODELS = ("tower", "vit", "distilbert", "bigbird", "lora", "batchnorm", "two_losses", "branch")
+
+
+@dataclass
+class InMemory(Data):
+    """Samples that are there already; some of them are evaluated on, too."""
+
+    samples: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        self.train, self.val = Lengthy(self.samples), Lengthy(self.samples[:7])
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return collate(samples)
+
+
+class Lengthy(list):
+    """A dataset whose texts are cut by their length."""
+
+    def __init__(self, samples: Sequence[dict[str, Tensor]]) -> None:
+        super().__init__(samples)
+        if samples and "input_ids" in samples[0]:
+            self.lengths = [len(sample["input_ids"]) for sample in samples]
+
+
+@dataclass
+class Normalised(OneHead):
+    """Linear layers with BatchNorm between them."""
+
+    def build(self) -> nn.Module:
+        layers = [nn.Flatten(), nn.Linear(48, 16), nn.BatchNorm1d(16), nn.ReLU()]
+        return nn.Sequential(*layers, *[nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(2)])
+
+    def losses(self, module: nn.Module, batch: Any) -> Any:
+        from trainer.models.common import classification_loss
+
+        yield classification_loss(module(batch["pixel_values"]), batch["labels"])
+
+
+def recipe_of(name: str, memory: Memory | None = None, optim: Optim | None = None, **settings: Any) -> Recipe:
+    """A recipe of the tiny model ``name``, prepared.
+
+    Args:
+        name: one of ``MODELS``.
+        memory: the wishes.
+        optim: AdamW by default.
+        settings: others of the recipe.
+    """
+    memory, optim = memory or Memory(), optim or Optim("adamw")
+    recipe = Recipe(
+        model=model_of(name, memory.init == "meta"),
+        data=InMemory(samples=samples_of(name)),
+        optim=optim,
+        memory=memory,
+        **{"batch_size": 12, "epochs": 2, **settings},
+    )
+    return prepared(recipe)
+
+
+def model_of(name: str, starts_on_meta: bool = False) -> Model:
+    """The model; its weights are in a local file where they are to be streamed."""
+    if name == "tower":
+        return Trained("tower", Memory(), weights=tower_file()).model
+    if name == "batchnorm":
+        return Normalised()
+    if name == "lora":
+        return replace(make_model("distilbert"), lora=LoRA(rank=2))  # type: ignore[type-var]
+    model = make_model(name)
+    return replace(model, weights=weights_of(name)) if starts_on_meta and hasattr(model, "weights") else model  # type: ignore[type-var]
+
+
+@lru_cache
+def weights_of(name: str) -> str:
+    """A file or folder with weights of the tiny model."""
+    model, folder = make_model(name), Path(mkdtemp(prefix=f"{name}-"))
+    module = model.build()
+    if name == "vit":
+        save_file(module.state_dict(), folder / "weights.safetensors")
+        return str(folder / "weights.safetensors")
+    model.save(module, folder, module.state_dict())
+    return str(folder)
+
+
+def samples_of(name: str) -> list[dict[str, Tensor]]:
+    """The training set: the last batch of an epoch is smaller."""
+    if name == "tower":
+        return Trained("tower", Memory()).samples
+    kinds = {"lora": "distilbert", "batchnorm": "mlp", "two_losses": "mlp", "branch": "mlp"}
+    return make_samples(Problem(kinds.get(name, name), 29, 12, 12))
+
+
+def target_of(gpu: str = "a100-80gb") -> Target:
+    """A card by name."""
+    return Target(gpu_named(gpu))
+
+
+def prediction_of(recipe: Recipe, ranks: int = 1, nodes: int = 1, gpu: str = "a100-80gb") -> Prediction:
+    """What a run of ``recipe`` needs."""
+    return predict(recipe, decide_plan(recipe, ranks), target_of(gpu), nodes)
+
+
+def trace_of(recipe: Recipe, ranks: int = 1, nodes: int = 1, gpu: str = "a100-80gb") -> Trace:
+    """What a run of ``recipe`` does. It changes torch for the rest of the process."""
+    plan = decide_plan(recipe, ranks)
+    return trace_run(recipe, plan, draw_samples(recipe, plan), target_of(gpu), nodes)
+
+
+__all__ = ["CLASSES", "MODELS", "model_of", "prediction_of", "recipe_of", "samples_of", "target_of", "trace_of"]
