@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,9 @@ UNINITIALISED = {
     aten.new_empty_strided.default,
 }
 """Operations that return whatever was in memory before: nobody knows it."""
+
+SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default}
+"""Operations that a boolean index becomes."""
 
 
 class FakeGPUMode(FakeTensorMode):
@@ -77,8 +81,10 @@ class FakeGPUMode(FakeTensorMode):
             return None  # a fused optimizer: works in place, and not all have a kernel for fake tensors
         if func is torch.ops.c10d.allreduce_.default:
             self._sum_over_ranks(args[0])
-        if func._schema.is_mutable and args:
-            self.known.pop(id(args[0]), None)
+        if func in SIZED_BY_VALUES:
+            return self._sized(func, args[0], args[-1])
+        if func._schema.is_mutable:
+            self._forget_written(func, args)
         try:
             out = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -102,6 +108,22 @@ class FakeGPUMode(FakeTensorMode):
             value = self.value(tensor)
             if value is not None:
                 self._know(tensor, value * self.ranks)
+
+    def _forget_written(self, func: Any, args: Any) -> None:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write:
+                for tensor in tree_leaves(value):
+                    self.known.pop(id(tensor), None)
+
+    def _sized(self, func: Any, tensor: Any, mask: Any) -> Any:
+        """The result of an operation whose shape depends on a mask; of one that is not known all elements are taken."""
+        value = self.value(mask)
+        self.guesses += value is None
+        taken = mask.numel() if value is None else int(value.count_nonzero())
+        if func is aten.nonzero.default:
+            return tensor.new_empty((taken, tensor.dim()), dtype=torch.int64)
+        whole = math.prod(torch.broadcast_shapes(tensor.shape, mask.shape))
+        return tensor.new_empty(taken * whole // max(mask.numel(), 1))
 
     def _guess(self, func: Any) -> Any:
         """An answer to a question about values, such as whether two tensors are equal: they are."""
