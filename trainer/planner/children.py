@@ -6,6 +6,7 @@ nothing is pickled, and results come back as JSON.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -104,6 +105,7 @@ def _work(job: Job, connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
+    gc.freeze()  # what was there before is not looked through again and again
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for descriptor in (1, 2):
         os.dup2(sys.stdout.fileno(), descriptor)

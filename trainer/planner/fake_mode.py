@@ -134,7 +134,8 @@ class FakeGPUMode(FakeTensorMode):
 
     def _learn(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Keep the values of what an operation returned, if they can be known."""
-        outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        leaves = [out] if isinstance(out, FakeTensor) else tree_leaves(out)
+        outs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         for tensor in outs:
             if tensor.constant is not None:  # torch's own knowledge, which it would compute with on a real GPU
                 self._know(tensor, tensor.constant)

@@ -79,6 +79,28 @@ def is_sensible(memory: Memory, ranks: int) -> bool:
     return True
 
 
+ORDER: dict[str, tuple[Any, ...]] = {
+    "memory.cpu_offload": ("none", "optimizer", "parameters"),
+    "memory.activation_checkpointing": ("none", "selective", "full"),
+    "memory.activation_offload": (False, True),
+    "memory.reshard_after_forward": (False, True),
+}
+"""The values of each knob, the fastest first: none computes or moves less than the one before it."""
+
+
+def intrusion(settings: Mapping[str, Any]) -> int:
+    """How far the knobs are turned, all in all."""
+    return sum(values.index(settings[key]) for key, values in ORDER.items() if key in settings)
+
+
+def does_more(settings: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether settings do all that ``other`` does, and more: with micro-batches of the same size they are slower."""
+    if {**settings, **dict.fromkeys(ORDER)} != {**other, **dict.fromkeys(ORDER)}:
+        return False
+    both = [(values.index(settings[key]), values.index(other[key])) for key, values in ORDER.items() if key in settings]
+    return all(own >= less for own, less in both) and settings != other
+
+
 def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
     """Samples of a micro-batch to consider, the most first; ``[None]`` where the recipe decides."""
     if recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None or recipe.batch_size is None:

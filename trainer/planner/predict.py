@@ -136,10 +136,10 @@ def predict_here(recipe: Recipe, plan: Plan, target: Target, nodes: int, timelin
 
 
 def _whole_step(trace: Trace) -> list[Work]:
-    """What a real step does: the micro-steps that were not traced are like the one in the middle."""
+    """What a real step does: the micro-steps that were not traced are like the last but one of those that were."""
     if not trace.skipped_micro_steps:
         return trace.work
-    start, end = trace.micro_steps[1:3]
+    start, end = trace.micro_steps[-3:-1]
     return trace.work + trace.work[start:end] * trace.skipped_micro_steps
 
 

@@ -18,7 +18,15 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.units import GB
 from trainer.planner.children import in_children
 from trainer.planner.gpus import GPU, detected_gpu, gpu_named, usable_memory
-from trainer.planner.knobs import Settings, applied, combinations, lossy_steps, micro_batch_sizes
+from trainer.planner.knobs import (
+    Settings,
+    applied,
+    combinations,
+    does_more,
+    intrusion,
+    lossy_steps,
+    micro_batch_sizes,
+)
 from trainer.planner.predict import Prediction, predict, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport
 from trainer.planner.target import Target
@@ -161,12 +169,24 @@ class Search:
             return smallest
         feasible = [one for one in smallest if one.fits]
         self.total = self.done + len(feasible)
-        largest = self._predicted([with_size(one.flags, sizes[0]) for one in feasible])
         found = list(smallest)
+        largest = self._largest(feasible, sizes[0])
         for small in feasible:
-            same = [one for one in largest if without_size(one.flags) == without_size(small.flags)]
-            for large in same:
-                found += [large, *(self._between(small, large, size) for size in sizes[1:-1] if size)]
+            for large in largest:
+                if without_size(large.flags) == without_size(small.flags):
+                    found += [large, *(self._between(small, large, size) for size in sizes[1:-1] if size)]
+        return found
+
+    def _largest(self, feasible: list[Candidate], size: int | None) -> list[Candidate]:
+        """The combinations with the largest micro-batch, but for those that can only be slower than one that fits."""
+        found: list[Candidate] = []
+        levels = sorted({intrusion(one.flags) for one in feasible})
+        for level in levels:
+            same = [with_size(one.flags, size) for one in feasible if intrusion(one.flags) == level]
+            enough = [one.flags for one in found if one.fits]
+            left = [one for one in same if not any(does_more(one, other) for other in enough)]
+            self.total -= len(same) - len(left)
+            found += self._predicted(left)
         return found
 
     def _predicted(self, settings: list[Settings], expected: int = 0) -> list[Candidate]:

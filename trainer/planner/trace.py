@@ -39,17 +39,14 @@ from trainer.recipe import Recipe
 from trainer.streaming import allocate, default_dtype, on_meta
 from trainer.world import World, launch
 
-MOST_MICRO_STEPS = 3
-"""Micro-steps of a traced window at most: the first, one in the middle, and the last. The others are like the middle
-one."""
-
 
 @dataclass
 class Samples:
     """What the traced steps are fed, on the host.
 
     Args:
-        first: the first batch of the run, cut down to ``MOST_MICRO_STEPS``.
+        first: the first batch of the run, with no more micro-steps than differ from each other: the first and the last
+            or, of samples that differ in length and are sorted by it, also one in the middle.
         longest: a batch of the longest micro-batches that can occur.
         evaluation: the longest micro-batches of an evaluation; empty without one.
         skipped: how many micro-steps of the first batch were left out.
@@ -71,15 +68,15 @@ def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
         world_size=plan.world_size,
         reduce=lambda values: [value * plan.world_size for value in values],
     )
-    first, skipped = _shortened(next(iter(windows.epoch(0, 0, 1))))
     varies = windows.lengths is not None
+    first, skipped = _shortened(next(iter(windows.epoch(0, 0, 1))), 3 if varies else 2)
     return Samples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped, varies)
 
 
-def _shortened(window: Window) -> tuple[Window, int]:
+def _shortened(window: Window, most: int) -> tuple[Window, int]:
     own = window.micro_batches
-    if len(own) > MOST_MICRO_STEPS:
-        own = [own[0], own[len(own) // 2], own[-1]]
+    if len(own) > most:
+        own = [own[0], *own[len(own) // 2 :][: most - 2], own[-1]]
     return replace(window, micro_batches=own), len(window) - len(own)
 
 

@@ -201,10 +201,12 @@ class Tracer(TorchDispatchMode):
             return NotImplemented  # let DTensor become operations on its shards first
         name = func._overloadpacket.__name__ if isinstance(func, torch._ops.OpOverload) else str(func)
         out = func(*args, **kwargs)
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        # Nearly all return one tensor, and taking a tree apart costs as much as all the rest.
+        results = [out] if isinstance(out, Tensor) else [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         for tensor in results:
             self.watch(tensor, name)
-        self.inside(inner_bytes(self.target.attention, name, args), name)
+        if "attention" in name:
+            self.inside(inner_bytes(self.target.attention, name, args), name)
         if name in MATRIX_PRODUCTS:
             self._workspace(name)
         if self.records_work:
