@@ -1,0 +1,103 @@
+"""Any combination of knobs is predicted, or refused in one line that names a key: none crashes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import pytest
+from combinations import KNOBS, Combination, ask, covering, likely, name_of
+from tiny import MODELS, prediction_of, recipe_of, target_of
+
+from trainer.errors import RecipeError
+from trainer.memory.plan import Plan, decide_plan
+from trainer.planner.children import in_children
+from trainer.planner.predict import predict_here
+from trainer.recipe import Memory, Optim, Recipe
+
+PACKAGES = ("torchao", "timm", "peft")
+OTHERS = ("place", "optim", "clip_norm", "accumulate", "model")
+DECISIVE = ("model", "place", "cpu_offload", "init")
+"""What decides which code is traced, more than the others do."""
+
+ON_EIGHT_RANKS = [
+    Memory(strategy="fsdp"),
+    Memory(strategy="fsdp", replicas=2, precision="bf16-mixed", activation_checkpointing="full"),
+    Memory(strategy="fsdp", reshard_after_forward=False, precision="16-mixed"),
+    Memory(strategy="fsdp", cpu_offload="optimizer", precision="bf16-true", sync_every_micro_step=True),
+    Memory(cpu_offload="parameters", replicas=4),
+]
+
+
+def accepted(count: int) -> list[Combination]:
+    """Of ``count`` random combinations those that have a plan, each with one of the models."""
+    plans = [values for values in likely(count) if isinstance(ask(values), Plan)]
+    return [{**values, "model": model} for values, model in zip(plans, cycle(MODELS), strict=False)]
+
+
+def recipe_for(values: Combination) -> Recipe:
+    """The recipe with these knobs."""
+    knobs: dict[str, Any] = {key: value for key, value in values.items() if key not in OTHERS}
+    optim = Optim(values["optim"], weight_decay=0.1, clip_norm=values["clip_norm"])
+    memory = Memory(strategy=values["place"][0], **knobs)
+    return recipe_of(values["model"], memory, optim, accumulate=values["accumulate"])
+
+
+def answer(values: Combination) -> dict[str, Any]:
+    """The fields of a prediction."""
+    recipe = recipe_for(values)
+    return predict_here(recipe, decide_plan(recipe, values["place"][1]), target_of(), 1, False)
+
+
+def check(combinations: Sequence[Combination]) -> None:
+    """Each is predicted, or refused as it should be."""
+    for package in PACKAGES:
+        pytest.importorskip(package)
+    wrong, predicted = [], 0
+    for number, result in in_children([partial(answer, values) for values in combinations], 2):
+        fault = fault_of(result)
+        predicted += isinstance(result, dict)
+        if fault:
+            wrong.append(f"{name_of(combinations[number])}: {fault}")
+    assert not wrong, "\n".join(wrong)
+    assert predicted > len(combinations) / 2
+
+
+def fault_of(result: Any) -> str:
+    """What is wrong with an answer; nothing, if it is as it should be."""
+    if isinstance(result, RecipeError):
+        names_a_key = re.search(r"\b(memory|model|optim)\.\w+", str(result))
+        return "" if names_a_key and "\n" not in str(result) else f"refused without a key: {result}"
+    if isinstance(result, Exception):
+        return str(result)
+    plausible = 0 < result["allocated"] <= result["reserved"] and result["step_ms"] > 0
+    return "" if plausible else f"{result['allocated']} bytes of {result['reserved']}, {result['step_ms']} ms"
+
+
+@pytest.mark.timeout(600)
+def test_what_decides_most_is_predicted():
+    check(covering(accepted(12_000), 2, DECISIVE) + covering(accepted(12_000), 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_any_two_knobs_are_predicted_together():
+    check(covering(accepted(20_000), 2, (*KNOBS, "model")))
+
+
+@pytest.mark.parametrize("memory", ON_EIGHT_RANKS, ids=lambda memory: memory.precision)
+def test_eight_ranks_on_two_machines(memory: Memory) -> None:
+    prediction = prediction_of(recipe_of("vit", memory, accumulate=2, batch_size=32), ranks=8, nodes=2)
+    assert 0 < prediction.allocated <= prediction.reserved
+    assert prediction.step_ms > 0
+
+
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_compiling_is_predicted_as_if_it_were_not(scope: str) -> None:
+    plain = prediction_of(recipe_of("vit"))
+    compiled = prediction_of(recipe_of("vit", Memory(compile=scope)))  # type: ignore[arg-type]
+    assert compiled.allocated == plain.allocated
+    assert f"memory.compile={scope}" in " ".join(compiled.notes)
