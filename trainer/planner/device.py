@@ -144,8 +144,12 @@ def _patch_tensors() -> None:
     torch.Tensor.to = _to(torch.Tensor.to)  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda tensor, *args, **options: tensor.to(GPU_DEVICE)  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment, method-assign]
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[assignment, method-assign, return-value]
+    torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.is_pinned = lambda tensor, device=None: tensor.device.type == "cpu"  # type: ignore[assignment, method-assign]
+
+
+def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _to(move: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -49,6 +49,7 @@ class FakeGPUMode(FakeTensorMode):
         self.ranks = ranks
         self.guesses = 0
         self.known: dict[int, tuple[Any, Tensor]] = {}
+        self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def avoid_device_init(self) -> bool:
@@ -74,6 +75,8 @@ class FakeGPUMode(FakeTensorMode):
         self.known[id(fake)] = (weakref.ref(fake, forget), value)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out: Any
+        pinned = bool(kwargs) and _is_pinned(func, args, kwargs)
         kwargs = _on_a_device(kwargs) if kwargs else {}
         if func is aten._local_scalar_dense.default:
             return self._scalar(args[0])
@@ -91,6 +94,8 @@ class FakeGPUMode(FakeTensorMode):
             return self._guess(func)
         finally:
             torch._C._set_only_lift_cpu_tensors(True)  # a nested mode's exit drops it, and torch.tensor needs it
+        if pinned:
+            self.pinned.add(out.untyped_storage())
         self._learn(func, args, kwargs, out)
         return out
 
@@ -174,6 +179,14 @@ class _Values:
             self.unknown = self.unknown or known is None
             return item if known is None else known
         return torch.device("cpu") if isinstance(item, torch.device) else item
+
+
+def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the result is in page-locked memory: if asked for, or copied from the GPU without waiting."""
+    if func is aten._to_copy.default and kwargs.get("non_blocking"):
+        device = kwargs.get("device")
+        return device is not None and torch.device(device).type == "cpu" and args[0].device.type == "cuda"
+    return bool(kwargs.get("pin_memory"))
 
 
 def _on_a_device(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -48,11 +48,16 @@ COLLECTIVES = {
 class Storage:
     """A block of memory that tensors share: its number among the events, its size, and whether it is on the device."""
 
-    __slots__ = ("bytes", "id", "on_device", "phase", "reference")
+    __slots__ = ("bytes", "id", "is_pinned", "on_device", "phase", "reference")
 
     def __init__(self, number: int, size: int, on_device: bool, phase: str) -> None:
         self.id, self.bytes, self.on_device, self.phase = number, size, on_device, phase
+        self.is_pinned = False
         self.reference: Any = None
+
+    def host_bytes(self, size: int) -> int:
+        """What ``size`` bytes take in host memory: torch rounds page-locked memory up (CachingHostAllocator.h)."""
+        return 1 << (size - 1).bit_length() if self.is_pinned and size else size
 
 
 class Tracer(TorchDispatchMode):
@@ -116,7 +121,8 @@ class Tracer(TorchDispatchMode):
     def _new(self, untyped: Any, key: int, size: int, on_device: bool, op: str) -> None:
         storage = Storage(self._allocate(size, op) if on_device else 0, size, on_device, self.phase)
         if not on_device:
-            self._on_host(size)
+            storage.is_pinned = untyped in self.mode.pinned
+            self._on_host(storage.host_bytes(size))
 
         def gone(_: Any) -> None:
             lost = self.storages.pop(key, None)
@@ -128,7 +134,7 @@ class Tracer(TorchDispatchMode):
 
     def _resize(self, storage: Storage, size: int, op: str) -> None:
         if not storage.on_device:
-            self._on_host(size - storage.bytes)
+            self._on_host(storage.host_bytes(size) - storage.host_bytes(storage.bytes))
         else:
             category = self.trace.categories.get(storage.id)
             if storage.bytes:
