@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 from common import resolve
+from torch.distributed import ReduceOp
 
 from trainer.engine.rehearsal import rehearse
 from trainer.errors import RecipeError, require
@@ -76,23 +77,38 @@ def _build(recipe: Recipe, plan: Plan, ranks: int) -> tuple[MonitoredStepper, An
 
 
 def _answer_reductions() -> None:
-    """Let reduce-scatter give this rank's part of its own input: a fake group of torch 2.11 leaves garbage there.
+    """Let reductions answer as if every rank had this one's values: a fake group only says that it is done.
 
-    Gradients that are not numbers would make every step a skipped one, without optimizer state.
+    Without it the sum over the ranks would show that the others are missing, and reduce-scatter of torch 2.11 would
+    leave garbage for gradients. Nothing is allocated for it.
     """
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+    torch.distributed.all_reduce = _summed(torch.distributed.all_reduce)
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # the second is what newer versions call it
         if hasattr(torch.distributed, name):
-            setattr(torch.distributed, name, _answered(getattr(torch.distributed, name)))
+            setattr(torch.distributed, name, _scattered(getattr(torch.distributed, name)))
 
 
-def _answered(reduce_scatter: Any) -> Any:
-    def answered(output: torch.Tensor, input: torch.Tensor, *args: Any, **options: Any) -> Any:
-        work = reduce_scatter(output, input, *args, **options)
-        with torch.no_grad():
-            output.copy_(input.view(-1)[: output.numel()].view(output.shape))
+def _summed(all_reduce: Any) -> Any:
+    def summed(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        work = all_reduce(tensor, op, group, async_op)
+        if op == ReduceOp.SUM:
+            tensor.mul_(torch.distributed.get_world_size(group))
         return work
 
-    return answered
+    return torch.no_grad()(summed)
+
+
+def _scattered(reduce_scatter: Any) -> Any:
+    def scattered(
+        output: torch.Tensor, input: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        work = reduce_scatter(output, input, op, group, async_op)
+        output.copy_(input.view(-1)[: output.numel()].view(output.shape))
+        if op == ReduceOp.SUM:
+            output.mul_(torch.distributed.get_world_size(group))
+        return work
+
+    return torch.no_grad()(scattered)
 
 
 def main(argv: list[str]) -> int:

@@ -68,7 +68,9 @@ def main(asked: Path, found: Path) -> None:
     results: dict[str, dict[str, Any]] = {case["name"]: {} for case in request["cases"]}
     for number, result in in_children(jobs, at_once=len(os.sched_getaffinity(0))):
         name, kind = names[number]
-        results[name][kind] = {"error": str(result)} if isinstance(result, Exception) else result
+        if isinstance(result, Exception):
+            result = {"error": str(result), "traceback": "".join(getattr(result, "__notes__", []))}
+        results[name][kind] = result
         print(f"  predicted {name} ({kind})", flush=True)
     found.write_text(json.dumps(results))
 
