@@ -57,8 +57,8 @@ def measure_all(runs: Runs, cases: Sequence[Case], predictions: Mapping[str, Any
             for number, future in enumerate(as_completed(pending), 1):
                 name, found = pending[future].name, future.result()
                 if found.get("recording") and "requests" in found["recording"]:
-                    predicted = predictions[name].get("requests", {})
-                    found["recording"]["requests"] = other_requests(found["recording"]["requests"], predicted)
+                    requests = found["recording"].pop("requests")
+                    found["recording"]["other_requests"] = other_requests(requests, predictions[name]["requests"])
                 measured[name] = found
                 record.write(measured=measured, **_results(cases, predictions, measured))
                 said = found["status"] if found["reason"] is None else f"{found['status']}: {found['reason']}"

@@ -166,7 +166,7 @@ class Runs:
         if kept:
             self.traces.mkdir(parents=True, exist_ok=True)
             (self.traces / trace.name).write_bytes(trace.read_bytes())
-        sizes = Counter(e["size"] for e in recording["device_traces"][0] if e["action"] == "alloc")
+        sizes = Counter(str(e["size"]) for e in recording["device_traces"][0] if e["action"] == "alloc")
         return {**found, "file": trace.name if kept else None, "file_bytes": trace.stat().st_size, "requests": sizes}
 
 
@@ -210,11 +210,10 @@ def other_requests(recorded: Mapping[str, int], predicted: Mapping[str, int], mo
         predicted: how often it would be.
         most: how many to return.
     """
-    of_size = {int(size): count for size, count in predicted.items()}
-    real = {int(size): count for size, count in recorded.items()}
-    sizes = [size for size in real.keys() | of_size.keys() if real.get(size, 0) != of_size.get(size, 0)]
-    sizes.sort(key=lambda size: -size * abs(real.get(size, 0) - of_size.get(size, 0)))
-    return [{"bytes": s, "recorded": real.get(s, 0), "predicted": of_size.get(s, 0)} for s in sizes[:most]]
+    counts = {int(size): (recorded.get(size, 0), predicted.get(size, 0)) for size in recorded.keys() | predicted.keys()}
+    differing = [(size, real, asked) for size, (real, asked) in counts.items() if real != asked]
+    differing.sort(key=lambda one: (-one[0] * abs(one[1] - one[2]), one[0]))
+    return [{"bytes": size, "recorded": real, "predicted": asked} for size, real, asked in differing[:most]]
 
 
 def file_name(name: str) -> str:

@@ -47,8 +47,8 @@ def write_recording(snapshot: Mapping[str, Any], target: Path) -> None:
             for segment in snapshot["segments"]
         ],
     }
-    with gzip.GzipFile(target, "wb", mtime=0) as file:  # the same history gives the same file
-        file.write(json.dumps(kept, separators=(",", ":"), default=str).encode())
+    content = json.dumps(kept, separators=(",", ":"), default=str).encode()
+    target.write_bytes(gzip.compress(content, mtime=0))  # without a date: the same history gives the same file
 
 
 def read_recording(source: Path) -> dict[str, Any]:
