@@ -138,6 +138,7 @@ CASES: list[Case] = [
     vit("optimizer offloaded · 2 × 4", "l", 4, "bf16-mixed", 8, **OPTIMIZER, **FULL),
     vit("parameters offloaded · 2 × 4", "l", 4, "bf16-mixed", 8, **PARAMETERS, **FULL),
     vit("parameters offloaded · fp32 · 2 × 8", "b", 8, "32-true", 16, **PARAMETERS),
+    vit("DDP on one rank · 2 × 8", "b", 8, "bf16-mixed", 16, strategy="ddp"),
     vit("FSDP on one rank · 16", "b", 16, "bf16-mixed", strategy="fsdp"),
     vit("SGD · bf16-true · 4 × 4", "b", 4, "bf16-true", 16, optim="sgd"),
     vit("SGD in backward · fp32 · 8", "b", 8, "32-true", optim="sgd", momentum=0.9, optimizer_in_backward="true"),
