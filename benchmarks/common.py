@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.report.summary import versions
+
+if TYPE_CHECKING:
+    from trainer import Recipe
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -52,6 +58,30 @@ class Record:
         aside = self.path.with_suffix(".json.partial")
         aside.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
         aside.replace(self.path)
+
+
+def resolve(arguments: Sequence[str]) -> Recipe:
+    """The recipe that ``trainer fit`` would run with these arguments: a recipe and its flags."""
+    from trainer.flags import RecipeParser, scan
+    from trainer.locate import load_recipe
+    from trainer.settings import change
+
+    (reference,), flags = scan(arguments)
+    recipe, _ = load_recipe(reference)
+    return change(recipe, RecipeParser(recipe).read_flags(flags, {}))
+
+
+@contextmanager
+def workplace(folder: Path | None) -> Iterator[Path]:
+    """A folder for runs: in memory where there is room, for every run saves its model, which is not kept."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    shared = Path("/dev/shm")
+    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 16e9
+    with tempfile.TemporaryDirectory(prefix="gpu-benchmark-", dir=shared if roomy else None) as made:
+        yield Path(made)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

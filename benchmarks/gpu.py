@@ -1,23 +1,21 @@
 """Memory and speed on one GPU: the published ladder of ViT-L/16, ours below it, training under a cap, long texts.
 
 Every row is a ``trainer fit`` in a fresh process, with random weights and data made in memory. About eight minutes on
-an H200; ``python benchmarks/gpu.py ladder`` takes three. Nothing is downloaded.
+an H200; ``python benchmarks/gpu.py ladder`` takes three. Nothing is downloaded. ``python benchmarks/gpu.py planner``
+is another benchmark, of the memory that is predicted: see ``planner.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Record, table
+from common import RESULTS, Record, table, workplace
 
 from trainer.trial import Trial, probe_machine, run_trial
 
@@ -302,19 +300,6 @@ def figure(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-@contextmanager
-def workplace(folder: Path | None) -> Any:
-    """A folder for the runs: in memory where there is room, for every run saves its model, which is not kept."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-        return
-    shared = Path("/dev/shm")
-    roomy = shared.is_dir() and shutil.disk_usage(shared).free > 16e9
-    with tempfile.TemporaryDirectory(prefix="gpu-benchmark-", dir=shared if roomy else None) as made:
-        yield Path(made)
-
-
 def choose(parts: list[str], only: str | None) -> dict[str, list[Row]]:
     """The parts asked for, all by default; with ``only`` rows whose name contains one of its words, and references."""
     chosen = {name: PARTS[name] for name in PARTS if name in parts or not parts}
@@ -366,4 +351,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["planner"]:
+        import planner
+
+        sys.exit(planner.main(sys.argv[2:]))
     main()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import Data
+from trainer.engine.window import padded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +24,14 @@ class RandomImages(Data):
     Args:
         image_size: height and width in pixels.
         num_classes: labels go from 0 to one less.
-        size: samples in the training set; there is no other.
+        size: samples in the training set.
+        val_size: samples in the validation set; 0 for none.
     """
 
     image_size: int = 224
     num_classes: int = 10
     size: int = 1024
+    val_size: int = 0
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Draw the images."""
@@ -38,22 +41,28 @@ class RandomImages(Data):
         labels = torch.arange(POOL) % self.num_classes
         pixels = torch.randn(POOL, 3, self.image_size, self.image_size, generator=generator)
         pixels += torch.randn(self.num_classes, 3, 1, 1, generator=generator)[labels]
-        self.train = _Repeated({"pixel_values": pixels, "labels": labels}, self.size)
+        pool = {"pixel_values": pixels, "labels": labels}
+        self.train = _Repeated(pool, self.size)
+        self.val = _Repeated(pool, self.val_size) if self.val_size else None
 
 
 @dataclass
 class RandomTexts(Data):
-    """Texts of random tokens, all as long as can be, the first quarter of which tells the label.
+    """Texts of random tokens, all as long as can be unless told otherwise, the start of which tells the label.
 
     Args:
-        tokens: of every text.
+        tokens: of the longest text.
+        shortest: tokens of the shortest text; null makes all as long as the longest.
         num_classes: labels go from 0 to one less.
-        size: samples in the training set; there is no other.
+        size: samples in the training set.
+        val_size: samples in the validation set; 0 for none.
     """
 
     tokens: int = 512
+    shortest: int | None = None
     num_classes: int = 2
     size: int = 1024
+    val_size: int = 0
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Draw the texts from the tokenizer's vocabulary, without its padding token (number 0)."""
@@ -63,7 +72,16 @@ class RandomTexts(Data):
         labels = torch.arange(POOL) % self.num_classes
         ids = torch.randint(1, len(tokenizer), (POOL, self.tokens), generator=generator)
         ids[:, : self.tokens // 4] = 2 + labels[:, None]
-        self.train = _Repeated({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}, self.size)
+        mask = torch.ones_like(ids)
+        pool = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        kind = _Repeated
+        if self.shortest is not None:
+            kind = _Ragged
+            lengths = torch.linspace(self.shortest, self.tokens, POOL).round()
+            mask[torch.arange(self.tokens) >= lengths[torch.randperm(POOL, generator=generator), None]] = 0
+            ids *= mask
+        self.train = kind(pool, self.size)
+        self.val = kind(pool, self.val_size) if self.val_size else None
 
 
 class _Repeated:
@@ -83,6 +101,21 @@ class _Repeated:
         return {key: values[rows] for key, values in self.pool.items()}
 
 
+class _Ragged(_Repeated):
+    """Texts that are padded to the longest of their micro-batch, up to the multiple that our own data has."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sample."""
+        of_pool = self.pool["attention_mask"].sum(1).tolist()
+        return [of_pool[index % POOL] for index in range(self.size)]
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        batch = super().__getitems__(indices)
+        width = padded(int(batch["attention_mask"].sum(1).max()))
+        return {key: values if key == "labels" else values[:, :width] for key, values in batch.items()}
+
+
 def make_tokenizer(folder: Path, words: int) -> Path:
     """Save a tokenizer that knows ``words`` words in ``folder``, as a model of that vocabulary needs one."""
     from tokenizers import Tokenizer
@@ -95,4 +128,17 @@ def make_tokenizer(folder: Path, words: int) -> Path:
     tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
     fast.save_pretrained(folder)
+    return folder
+
+
+def make_llama(folder: Path, shape: Mapping[str, int]) -> Path:
+    """Save the configuration of a decoder like Llama in ``folder``; padding is token 0, as ``make_tokenizer`` has it.
+
+    Args:
+        folder: to make.
+        shape: fields of ``LlamaConfig`` that differ from its defaults.
+    """
+    from transformers import LlamaConfig
+
+    LlamaConfig(pad_token_id=0, bos_token_id=None, eos_token_id=None, use_cache=False, **shape).save_pretrained(folder)
     return folder

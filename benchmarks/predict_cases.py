@@ -1,0 +1,79 @@
+"""``python benchmarks/predict_cases.py ASKED.json FOUND.json``: predictions, in a process that sees no GPU.
+
+ASKED has the ``gpu`` (fields of ``trainer.planner.gpus.GPU``) and the ``cases``: name, arguments of ``trainer fit``,
+ranks, environment, and whether the requests to the allocator are to be counted. FOUND is what came of them, by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import resolve
+
+from trainer.errors import require
+from trainer.memory.plan import decide_plan
+from trainer.planner.children import in_children
+from trainer.planner.device import Target
+from trainer.planner.gpus import GPU
+from trainer.planner.predict import predict_here, prepared
+from trainer.planner.trace import draw_samples, trace_run
+
+
+def predict_case(case: dict[str, Any], gpu: GPU) -> dict[str, Any]:
+    """The prediction for one configuration, with memory in bytes. For a child process: it changes torch."""
+    recipe, target = _prepared(case), _target(case, gpu)
+    plan = decide_plan(recipe, case["ranks"])
+    return {"plan": plan.describe(), **predict_here(recipe, plan, target, nodes=case["ranks"], timeline=False)}
+
+
+def requests_of(case: dict[str, Any], gpu: GPU) -> dict[str, int]:
+    """How often each number of bytes would be asked for. For a child process: it changes torch."""
+    recipe, target = _prepared(case), _target(case, gpu)
+    plan = decide_plan(recipe, case["ranks"])
+    trace = trace_run(recipe, plan, draw_samples(recipe, plan), target, nodes=case["ranks"])
+    return {str(size): count for size, count in Counter(e.bytes for e in trace.events if e.bytes).items()}
+
+
+def _prepared(case: dict[str, Any]) -> Any:
+    os.environ.update(case["environment"])
+    return prepared(resolve(case["arguments"]))
+
+
+def _target(case: dict[str, Any], gpu: GPU) -> Target:
+    allocator = case["environment"].get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return Target(gpu, expandable_segments="expandable_segments:True" in allocator)
+
+
+def main(asked: Path, found: Path) -> None:
+    """Predict all, as many at once as there are cores."""
+    import torch
+    import torchvision  # noqa: F401  so that not every child has to
+    import transformers  # noqa: F401
+
+    require(not torch.cuda.is_available(), "CUDA_VISIBLE_DEVICES must be empty: a prediction may not look at the GPU")
+    request = json.loads(asked.read_text())
+    gpu = GPU(**{**request["gpu"], "capability": tuple(request["gpu"]["capability"])})
+    counted = [case for case in request["cases"] if case["counted"]]
+    jobs = [partial(predict_case, case, gpu) for case in request["cases"]]
+    jobs += [partial(requests_of, case, gpu) for case in counted]
+    names = [(case["name"], "prediction") for case in request["cases"]] + [
+        (case["name"], "requests") for case in counted
+    ]
+    results: dict[str, dict[str, Any]] = {case["name"]: {} for case in request["cases"]}
+    for number, result in in_children(jobs, at_once=len(os.sched_getaffinity(0))):
+        name, kind = names[number]
+        if isinstance(result, Exception):
+            result = {"error": str(result), "traceback": "".join(getattr(result, "__notes__", []))}
+        results[name][kind] = result
+        print(f"  predicted {name} ({kind})", flush=True)
+    found.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,200 @@
+"""``benchmarks/gpu.py planner``: all of it but the GPU's own figures, with small models on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from plain_allocator import PlainAllocator
+
+from trainer.memory.plan import decide_plan
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from common import resolve  # noqa: E402
+from planner_configs import CASES, TINY  # noqa: E402
+from planner_report import compared, report, summed_up  # noqa: E402
+from planner_runs import Runs, compare_recording, file_name, other_requests  # noqa: E402
+from recorded_run import read_recording, write_recording  # noqa: E402
+
+
+def benchmark(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "planner", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):
+    done = benchmark("--out", tmp_path / "planner.json")
+    assert done.returncode == 0, done.stderr
+    assert "no CUDA device" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_small_models_are_predicted_run_and_compared(tmp_path):
+    out = tmp_path / "results" / "found.json"
+    done = benchmark("--accelerator", "cpu", "--tiny", "--out", out, "--work", tmp_path / "work")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(out.read_text())
+    assert (content["benchmark"], content["complete"], content["gpu"]["gpu"]["name"]) == ("planner", True, "h200")
+    text = json.dumps(content["predictions"], sort_keys=True, separators=(",", ":"))
+    assert hashlib.sha256(text.encode()).hexdigest() == content["predictions_sha256"]
+    names = [case.name for case in TINY]
+    assert [row["name"] for row in content["rows"]] == names
+    for case in TINY:
+        predicted, measured = content["predictions"][case.name]["prediction"], content["measured"][case.name]
+        assert 0 < predicted["allocated"] <= predicted["reserved"]
+        assert (measured["status"], measured["steps"], measured["skipped_steps"]) == ("finished", 3, 0), measured
+        assert measured["plan"].removesuffix(" on CPU") == predicted["plan"]
+        assert (measured["reserved"], measured["allocated"], measured["recording"]) == (None, None, None)
+    assert measured["memory"]["host_peak_gb"] > 0
+    assert content["measured"][names[1]]["plan"].startswith("batch 16 = 8 ranks × 1 micro-batch of 2, fsdp")
+    assert sum(content["predictions"][names[0]]["requests"].values()) > 100
+    assert "reserved: nothing was measured" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--accelerator", "cpu"], "use it with --tiny"),
+        (["--only", "nothing"], "no configuration has such a name"),
+        (["--minutes", "0"], "--minutes must be more than 0"),
+        (["--out", "results.txt"], "a file that ends in .json"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments, message):
+    done = benchmark(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------- configurations
+
+
+def test_there_are_forty_configurations_with_names_of_their_own():
+    assert len(CASES) >= 40
+    assert len({file_name(case.name) for case in CASES}) == len(CASES)
+    assert sum(case.recorded for case in CASES) == 6
+    assert 4 <= sum(case.ranks > 1 for case in CASES) <= 6
+    assert not any("," in case.name for case in CASES)  # --only has them between words
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: file_name(case.name))
+def test_a_configuration_is_a_recipe_that_can_work(case, tmp_path):
+    recipe = resolve(Runs("cuda", tmp_path, tmp_path, 0).arguments(case))
+    plan = decide_plan(recipe, case.ranks)
+    assert plan.world_size == case.ranks
+    assert case.ranks == 1 or plan.strategy == "fsdp"
+    assert recipe.max_steps in (3, 8)
+
+
+def test_the_configurations_are_over_all_knobs():
+    def values(key):
+        return {case.settings.get(key) for case in CASES}
+
+    assert values("memory.precision") == {"32-true", "bf16-mixed", "16-mixed", "bf16-true"}
+    assert values("memory.activation_checkpointing") == {None, "selective", "full", 0.5}
+    assert values("memory.cpu_offload") == {None, "optimizer", "parameters"}
+    assert values("optim.name") == {None, "adam", "sgd", "adafactor"}  # none is adamw
+    assert {"memory.activation_offload", "memory.stochastic_rounding", "memory.optimizer_in_backward"} <= {
+        key for case in CASES for key in case.settings
+    }
+    assert {case.recipe for case in CASES} == {"vit_l_16", "distilbert", "bigbird", "llama"}
+    accumulated = {
+        case.settings["batch_size"] / case.settings["memory.micro_batch_size"]
+        for case in CASES
+        if case.ranks == 1 and case.settings["memory.micro_batch_size"] != "auto"
+    }
+    assert {1, 2, 2.5, 4} <= accumulated
+
+
+# ----------------------------------------------------------------------------------------------------------- report
+
+
+def outcome(reserved, allocated, recording=None):
+    return {"status": "finished", "reserved": reserved, "allocated": allocated, "recording": recording}
+
+
+def test_errors_are_relative_to_what_was_measured():
+    predictions = {
+        "a": {"prediction": {"reserved": 102, "allocated": 100}},
+        "b": {"prediction": {"reserved": 193, "allocated": 200}},
+        "c": {"prediction": {"error": "cannot be traced"}},
+        "d": {"prediction": {"reserved": 100, "allocated": 100}},
+    }
+    measured = {"a": outcome(100, 100), "b": outcome(200, 200), "c": outcome(100, 100)}
+    rows = compared("abcd", predictions, measured)
+    assert [row["reserved"]["error"] for row in rows] == [pytest.approx(0.02), pytest.approx(-0.035), None, None]
+    assert [row["status"] for row in rows] == ["finished", "finished", "not predicted: cannot be traced", "not run"]
+    found = summed_up(rows, measured)
+    reserved = found["reserved"]
+    assert (reserved["median"], reserved["worst"]) == (pytest.approx(0.0275), pytest.approx(0.035))
+    assert (reserved["worst_name"], reserved["under_predicted"]) == ("b", ["b"])
+    assert reserved["met"] == {"median": True, "worst": True, "under": False}
+    assert found["allocated"]["met"] == {"median": True, "worst": True, "under": True}
+    text = report(rows, found, measured)
+    assert "| -3.5 % |" in " ".join(text.split())
+    assert "1 of 2 more than 3% too low (goal 0: missed)" in text
+
+
+def test_a_recording_with_any_difference_does_not_count():
+    same = {
+        "allocations": 9,
+        "allocated_error": 0,
+        "reserved_error": 0,
+        "first_difference": None,
+        "first_misplaced": None,
+    }
+    recordings = [same, {**same, "first_misplaced": 4}, {"error": "it did not begin with an empty allocator"}]
+    measured = {str(number): outcome(1, 1, recording) for number, recording in enumerate(recordings)}
+    found = summed_up([], measured)
+    assert found["recordings"] == {"compared": 3, "without_difference": 1}
+    text = report([], found, measured)
+    assert "recording of 2: not replayed: it did not begin with an empty allocator" in text
+
+
+# ------------------------------------------------------------------------------------------------------- recordings
+
+
+def test_a_recording_is_the_same_after_it_was_written(tmp_path):
+    chance, plain, live = random.Random(3), PlainAllocator(expandable=False, capacity=None), []
+    for _ in range(200):
+        if live and chance.random() < 0.4:
+            plain.free(live.pop(chance.randrange(len(live))))
+        else:
+            live.append(plain.malloc(int(2 ** chance.uniform(1, 26)), stream=chance.choice([0, 7])))
+    snapshot = plain.snapshot()
+    for entry in snapshot["device_traces"][0]:
+        entry["frames"] = [{"name": "forward", "filename": "/somewhere/of/mine.py", "line": 3}]
+    write_recording(snapshot, tmp_path / "a.json.gz")
+    write_recording(snapshot, tmp_path / "b.json.gz")
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
+    recording = read_recording(tmp_path / "a.json.gz")
+    assert "mine.py" not in json.dumps(recording)
+    found = compare_recording(recording)
+    assert found["peak_reserved"] == plain.peak_reserved
+    assert found == compare_recording(snapshot)
+    errors = (found["allocated_error"], found["reserved_error"], found["first_difference"], found["first_misplaced"])
+    assert errors == (0, 0, None, None)
+
+
+def test_requests_that_were_not_predicted_are_named_with_the_largest_first():
+    found = other_requests({"512": 5, "4096": 3, "8192": 1}, {"512": 5, "4096": 1, "100000": 2})
+    assert found == [
+        {"bytes": 100_000, "recorded": 0, "predicted": 2},
+        {"bytes": 4096, "recorded": 3, "predicted": 1},
+        {"bytes": 8192, "recorded": 1, "predicted": 0},
+    ]
+    assert len(other_requests({"512": 5, "4096": 3}, {}, most=1)) == 1
