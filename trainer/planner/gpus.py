@@ -65,6 +65,8 @@ class GPU:
         As in ``parseChosenWorkspaceSize`` of torch's ``CublasHandlePool.cpp``: 32 MiB on Hopper and on all of
         Blackwell, GeForce included (torch of before 2026 has 8.1 MiB there), 128 MiB on the MI300X.
         """
+        if wished := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
+            return sum(int(kib) * 1024 * int(count) for kib, count in wished)
         if self.capability == AMD_MI300:
             return 128 * MIB
         return 32 * MIB if self.capability[0] in (9, 10, 11, 12) else 2 * 4096 * 1024 + 8 * 16 * 1024
