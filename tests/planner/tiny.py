@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.contract import Data, Model
 from trainer.memory.plan import decide_plan
 from trainer.models import LoRA
-from trainer.planner.device import Target
+from trainer.planner.target import Target
 from trainer.planner.events import Trace
 from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import Prediction, predict, prepared

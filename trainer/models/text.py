@@ -265,6 +265,9 @@ class TextClassifier(Model):
         changes = dict(self.config)
         if self.dropout is not None:
             changes = {key: self.dropout for key in DROPOUT_FIELDS if getattr(config, key, None) is not None} | changes
+        if hasattr(config, "use_cache"):
+            # A decoder's cache of keys and values serves generation; a checkpointed block would append to it twice.
+            config.use_cache = False
         for key, value in changes.items():
             setattr(config, key, value)
         if self.num_classes is not None:

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.planner.attention import inner_bytes
-from trainer.planner.device import is_paused
 from trainer.planner.events import Category, Event, Kind, Trace, Work
 from trainer.planner.fake_mode import FakeGPUMode
+from trainer.planner.patches import is_paused
 from trainer.planner.streams import FakeStream
 from trainer.planner.target import Target
 
