@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchvision.models import vit_l_16
 
-from trainer.planner.target import Target
 from trainer.planner.gpus import gpu_named
 from trainer.planner.replay import replay
+from trainer.planner.target import Target
 from trainer.planner.trace import tracing
 from trainer.planner.tracer import Tracer
 

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models import VisionTransformer
 
 from trainer.planner.children import in_child
-from trainer.planner.target import Target
 from trainer.planner.events import Event
 from trainer.planner.gpus import gpu_named
+from trainer.planner.target import Target
 from trainer.planner.trace import tracing
 from trainer.streaming import allocate, on_meta
 

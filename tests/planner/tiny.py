@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from trainer.contract import Data, Model
 from trainer.memory.plan import decide_plan
 from trainer.models import LoRA
-from trainer.planner.target import Target
 from trainer.planner.events import Trace
 from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import Prediction, predict, prepared
+from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Memory, Optim, Recipe
 
