@@ -24,6 +24,7 @@ from trainer.data.loader import Loader
 from trainer.engine.loop import evaluate
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.window import MicroBatch, Window, cut_batch
+from trainer.memory import optimizer_offload
 from trainer.memory.initialize import home_of_weights
 from trainer.memory.monitor import MonitoredStepper
 from trainer.memory.plan import Plan
@@ -162,6 +163,7 @@ class _Run:
 
     def take(self, module: nn.Module, samples: Samples) -> None:
         """Build, rehearse, step, evaluate and gather."""
+        optimizer_offload._chunks = self._first_chunk  # type: ignore[assignment]
         self.tracer.enter("init")
         stack = self._build(module)
         optimizer, sync = build_updates(self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan)
@@ -206,6 +208,13 @@ class _Run:
         )
         self._categorise(module)
         return stack
+
+    def _first_chunk(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of a transfer in thousands of chunks that need no memory of their own, one, for all of them."""
+        chunk = optimizer_offload.CHUNK
+        self.tracer.repeat = -(-ours.numel() // chunk)
+        yield ours[:chunk], theirs[:chunk]
+        self.tracer.repeat = 1
 
     def _categorise(self, module: nn.Module) -> None:
         self.tracer.categorise([*module.parameters(), *module.buffers()], "params")

@@ -73,6 +73,7 @@ class Tracer(TorchDispatchMode):
         self.target, self.mode, self.trace, self.phase = target, mode, Trace(), "init"
         self.storages: dict[int, Storage] = {}
         self.records_work = False
+        self.repeat = 1  # what is done now is done so often, though it is traced once
         self._ids = 0
         self._host_bytes = 0
         self._workspaces: set[tuple[bool, int]] = set()
@@ -255,9 +256,9 @@ class Tracer(TorchDispatchMode):
     def note(self, op: str, kind: Kind, flops: int, moved: int, tensors: list[Tensor]) -> None:
         """Remember one operation for the time of the step."""
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-        self.trace.work.append(
-            Work(op, kind, self.phase, FakeStream.current.number, flops, moved, str(dtype).removeprefix("torch."))
-        )
+        name = str(dtype).removeprefix("torch.")
+        work = Work(op, kind, self.phase, FakeStream.current.number, flops, moved, name)
+        self.trace.work.extend([work] * self.repeat)
 
 
 def in_backward() -> bool:
