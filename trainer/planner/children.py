@@ -28,6 +28,12 @@ HAS_TRAINED = (
 )
 
 
+HAS_USED_GPU = (
+    "this process has used its GPU already, which no process that it forks survives: predict before that, or from a "
+    "process of its own, as `trainer plan` is"
+)
+
+
 class Failed(RunError):
     """A job ended without a result."""
 
@@ -37,12 +43,13 @@ class Child:
 
     Args:
         job: what it does.
+        sees_gpu: whether it may use the GPU of this machine; else there is none for it.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, sees_gpu: bool = False) -> None:
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_work, args=(job, theirs), daemon=True)
+        self.process = context.Process(target=_work, args=(job, theirs, sees_gpu), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -60,14 +67,14 @@ class Child:
         self.process.join()
 
 
-def in_child(job: Job) -> Any:
-    """The result of ``job``, done in a process of its own.
+def in_child(job: Job, sees_gpu: bool = False) -> Any:
+    """The result of ``job``, done in a process of its own; see :class:`Child`.
 
     Raises:
         RecipeError: as the job did.
         Failed: when it raised anything else, or its process ended.
     """
-    result = Child(job).result()
+    result = Child(job, sees_gpu).result()
     if isinstance(result, Exception):
         raise result
     return result
@@ -100,7 +107,7 @@ def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tup
             child.kill()
 
 
-def _work(job: Job, connection: Connection) -> None:
+def _work(job: Job, connection: Connection, sees_gpu: bool) -> None:
     """Do ``job`` in the child, silently: what it prints is about a machine that is not there."""
     import torch
 
@@ -109,7 +116,11 @@ def _work(job: Job, connection: Connection) -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for descriptor in (1, 2):
         os.dup2(sys.stdout.fileno(), descriptor)
+    if not sees_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
+        if torch.cuda._is_in_bad_fork():
+            raise Failed(HAS_USED_GPU)
         answer = {"result": job()}
     except RecipeError as error:
         answer = {"recipe_error": str(error)}

@@ -16,7 +16,7 @@ from typing import Any
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.units import GB
-from trainer.planner.children import in_children
+from trainer.planner.children import in_child, in_children
 from trainer.planner.gpus import GPU, detected_gpu, gpu_named, usable_memory
 from trainer.planner.knobs import (
     Settings,
@@ -73,10 +73,16 @@ def plan(
 
 
 def _target(gpu: str | GPU | None) -> Target:
-    card = gpu_named(gpu) if isinstance(gpu, str) else gpu or detected_gpu()
+    card = gpu_named(gpu) if isinstance(gpu, str) else gpu or gpu_of_this_machine()
     require(card is not None, "no GPU is there: say which one is meant with --gpu, such as --gpu a100-80gb")
     assert card is not None
     return Target.here(card)
+
+
+def gpu_of_this_machine() -> GPU | None:
+    """The GPU that torch sees, if any; asked for in a process of its own, so that this one can still fork others."""
+    found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None, sees_gpu=True)
+    return found and GPU(**found | {"capability": tuple(found["capability"])})
 
 
 def _devices(recipe: Recipe, devices: int | None) -> int:
