@@ -111,6 +111,7 @@ def _work(job: Job, connection: Connection, sees_gpu: bool) -> None:
     """Do ``job`` in the child, silently: what it prints is about a machine that is not there."""
     import torch
 
+    gpu_in_use = torch.cuda.is_initialized()  # by the parent
     torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
     gc.freeze()  # what was there before is not looked through again and again
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -119,9 +120,7 @@ def _work(job: Job, connection: Connection, sees_gpu: bool) -> None:
     if not sees_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        if torch.cuda._is_in_bad_fork():
-            raise Failed(HAS_USED_GPU)
-        answer = {"result": job()}
+        answer = {"error": HAS_USED_GPU} if gpu_in_use else {"result": job()}
     except RecipeError as error:
         answer = {"recipe_error": str(error)}
     except BaseException as error:
