@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.units import GB
@@ -81,6 +83,8 @@ def _target(gpu: str | GPU | None) -> Target:
 
 def gpu_of_this_machine() -> GPU | None:
     """The GPU that torch sees, if any; asked for in a process of its own, so that this one can still fork others."""
+    if torch.cuda.is_initialized():
+        return detected_gpu()
     found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None, sees_gpu=True)
     return found and GPU(**found | {"capability": tuple(found["capability"])})
 
