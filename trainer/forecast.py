@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -17,11 +16,11 @@ from typing import Any
 from trainer.errors import RecipeError, RunError
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.units import GB
-from trainer.planner.children import Child, in_child
-from trainer.planner.gpus import GPU, detected_gpu, host_as_device, usable_memory
+from trainer.planner.children import Child
+from trainer.planner.gpus import GPU, host_as_device, usable_memory
 from trainer.planner.knobs import applied, wants_plan
 from trainer.planner.predict import Prediction, predict_here, prepared
-from trainer.planner.search import MARGIN, Search, budget_bytes
+from trainer.planner.search import MARGIN, Search, budget_bytes, gpu_here
 from trainer.planner.target import Target
 from trainer.recipe import Recipe
 from trainer.world import World
@@ -42,13 +41,13 @@ def first_here() -> bool:
 
 
 def this_device(accelerator: str) -> GPU:
-    """The device that ranks of this machine compute on; a process of its own asks, so that this one can still fork."""
+    """The device that ranks of this machine compute on."""
     if accelerator == "cpu":
         return host_as_device()
-    found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None)
+    found = gpu_here()
     if found is None:
         raise RunError("torch sees a GPU, but cannot say which")
-    return GPU(**found | {"capability": tuple(found["capability"])})
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ deciding
