@@ -150,7 +150,7 @@ class RecipeParser:
         owner, _, entry = name.rpartition(".")
         if owner in self.settings and entry and _accepts(self.settings[owner].hint, dict):
             return owner, entry
-        hint = did_you_mean(name, self.settings, dashes="--") or "; --help lists all flags"
+        hint = did_you_mean(name, [*self.settings, *self.lists], dashes="--") or "; --help lists all flags"
         raise RecipeError(f"unknown flag --{name} (value {text!r}){hint}")
 
     def _convert(self, parse: Callable[[], Namespace], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -151,7 +151,8 @@ class Search:
         began = time.perf_counter()
         settings = combinations(self.recipe, self.devices, on_gpu=self.target.device.type == "cuda")
         if lossy:
-            settings += [one | extra for extra in lossy_steps(self.recipe) for one in settings]
+            steps = list(lossy_steps(self.recipe))
+            settings += [found for step in steps for one in settings if (found := self._at_a_loss(one, step))]
         sizes = micro_batch_sizes(self.recipe, self.devices)
         candidates = self._quick(settings[0], sizes) if quick else []
         if not candidates:
@@ -317,16 +318,19 @@ class Search:
         """What would save more, at a loss that the recipe has not allowed: each with the smallest plan it goes with."""
         wanted = []
         for step in lossy_steps(self.recipe):
-            possible = ({**one.flags, **step} for one in candidates)
-            wanted += [settings for settings in possible if self._works(settings)][:1]
+            possible = (self._at_a_loss(dict(one.flags), step) for one in candidates)
+            wanted += [settings for settings in possible if settings][:1]
         return self._predicted(wanted)
 
-    def _works(self, settings: Settings) -> bool:
-        try:
-            decide_plan(applied(self.recipe, settings), self.devices)
-        except RecipeError:
-            return False
-        return True
+    def _at_a_loss(self, settings: Settings, step: Settings) -> Settings | None:
+        """The settings with ``step``, without the stochastic rounding where that is refused; ``None`` if all is."""
+        for extra in (step, {key: value for key, value in step.items() if key != "memory.stochastic_rounding"}):
+            try:
+                decide_plan(applied(self.recipe, settings | extra), self.devices)
+            except RecipeError:
+                continue
+            return settings | extra
+        return None
 
     def _shown(self, candidate: Candidate) -> Candidate:
         """The candidate with the flags that change something."""

@@ -6,16 +6,21 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from trainer.memory.plan import cut_at, decide_plan
-from trainer.planner.explain import SIZE
 from trainer.planner.gpus import GPU, nccl_bytes
-from trainer.planner.knobs import OPEN, applied, turned, without_size
+from trainer.planner.knobs import applied, turned, without_size
 from trainer.planner.report import Candidate, PlanReport, as_text, gigabytes
 from trainer.recipe import Memory, Recipe
 
-WIDTH = 112
+WIDTH, WIDEST = 112, 120
+"""Of lines of text and of the table."""
 
 LEFT = ("micro-batch", "strategy", "checkpointing", "offload", "lossy", "why")
 """Columns of words; figures are on the right."""
+
+
+GIGABYTES, ON_HOST, TIME = "GB reserved", "host GB", "ms a step"
+
+KEPT = "fsdp*"
 
 
 def heading(
@@ -56,15 +61,15 @@ def table(report: PlanReport) -> str:
         return "(no plan could be predicted)"
     names = [name for name in rows[0] if name != "lossy" or any(row["lossy"] for row in rows)]
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    lines = ["  ".join(_cell(name, name, widths) for name in names).rstrip()]
-    lines.append("  ".join("-" * widths[name] for name in names))
-    lines += ["  ".join(_cell(row[name], name, widths) for name in names).rstrip() for row in rows]
+    gap = "  " if sum(widths.values()) + 2 * len(names) <= WIDEST else " "
+    lines = [gap.join(_cell(name, name, widths) for name in names).rstrip()]
+    lines.append(gap.join("-" * widths[name] for name in names))
+    lines += [gap.join(_cell(row[name], name, widths) for name in names).rstrip() for row in rows]
     if any("~" in row[GIGABYTES] for row in rows):
         lines.append("~ lies between the traces of a smaller and a larger micro-batch")
+    if any(KEPT in row["strategy"] for row in rows):
+        lines.append(f"{KEPT} keeps whole weights until backward: memory.reshard_after_forward false")
     return "\n".join(lines)
-
-
-GIGABYTES, ON_HOST, TIME = "GB reserved", "host GB", "ms a step"
 
 
 def best_of_each(report: PlanReport) -> list[Candidate]:
@@ -124,7 +129,7 @@ def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
     digits = 2 if report.budget >= 1e9 else 3
     return {
         "micro-batch": f"{plan.first_cut.accumulate} × {plan.first_cut.micro_batch_size}",
-        "strategy": plan.strategy if memory.reshard_after_forward else f"{plan.strategy}, no reshard",
+        "strategy": plan.strategy if memory.reshard_after_forward else KEPT,
         "checkpointing": as_text(memory.activation_checkpointing),
         "offload": _offload(memory),
         "lossy": _lossy(one),
@@ -144,16 +149,15 @@ def _offload(memory: Memory) -> str:
 
 def _lossy(one: Candidate) -> str:
     """What a search with lossy plans has changed."""
-    known = {f"memory.{name}" for name in OPEN} | {SIZE, "memory.stochastic_rounding"}
-    words = {"memory.optimizer_state_bits": "-bit state"}
-    return ", ".join(f"{as_text(value)}{words.get(key, '')}" for key, value in one.flags.items() if key not in known)
+    precision, bits = (one.flags.get(f"memory.{name}") for name in ("precision", "optimizer_state_bits"))
+    return ", ".join([str(precision).removesuffix("-true")] * bool(precision) + [f"{bits}-bit"] * bool(bits))
 
 
 def _reason(one: Candidate, report: PlanReport) -> str:
     if one is report.chosen:
-        return "chosen: the fastest"
+        return "chosen"
     if one.fits:
         fastest = report.chosen.step_ms if report.chosen is not None else None
         return f"{100 * ((one.step_ms or 0) / fastest - 1):.0f} % slower" if fastest else ""
     over = one.reserved - report.budget  # type: ignore[operator]
-    return f"{gigabytes(over)} too much" if over > 0 else "within the margin"
+    return f"{gigabytes(over)} too much" if over > 0 else "in the margin"

@@ -34,6 +34,11 @@ PHASES = {
     "evaluation": PURPLE,
     "saving": GREY,
 }
+SHORT = {"forward": "fwd", "backward": "bwd", "evaluation": "eval"}
+"""For phases with little room."""
+
+BOX = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
+
 FAR = 2.5
 """A budget of more than so many times the peak is only written, not drawn: the curves would lie flat."""
 
@@ -64,12 +69,13 @@ def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Pa
     axes.set_xticks([])
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=10, frameon=False)
+    style = {"fontsize": 11, "frameon": False, "columnspacing": 1.4, "handlelength": 1.4, "handletextpad": 0.5}
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), **style)
     _save(figure, target)
 
 
 def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) -> None:
-    """What is allocated as areas upon each other, what is reserved as a line, and the peak of both in words."""
+    """What is allocated as areas upon each other with a dot at the peak, what is reserved as a line."""
     points = np.arange(len(reserved))
     below = np.zeros(len(reserved))
     for name, (label, colour) in CATEGORIES.items():
@@ -79,20 +85,11 @@ def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) 
                 points, below, below + values, step="post", color=colour, alpha=0.85, linewidth=0, label=label
             )
         below = below + values
-    axes.step(points, reserved, where="post", color=BLACK, linewidth=1.5, label="reserved")
     peak = int(below.argmax())
-    axes.plot(peak, below[peak], "o", color=BLACK, markersize=5)
-    late = peak > 0.6 * len(points)
-    axes.annotate(
-        f"peak: {_figure(below[peak])} GB allocated, {_figure(reserved.max(initial=0.0))} GB reserved",
-        (peak, below[peak]),
-        xytext=(-12 if late else 12, -4),
-        textcoords="offset points",
-        ha="right" if late else "left",
-        va="top",
-        fontsize=11,
-        bbox={"boxstyle": "round,pad=0.3", "facecolor": "white", "alpha": 0.85, "linewidth": 0},
-    )
+    label = f"allocated: {_figure(below[peak])} GB"
+    axes.plot(peak, below[peak], "o", color=BLACK, markersize=6, label=label)
+    label = f"reserved: {_figure(reserved.max(initial=0.0))} GB"
+    axes.step(points, reserved, where="post", color=GREY, linewidth=2, label=label)
 
 
 def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
@@ -100,21 +97,27 @@ def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
     if budget > FAR * peak:
         axes.set_ylim(0, 1.15 * peak or 1)
         axes.text(
-            0.99, 0.97, f"budget: {_figure(budget)} GB, far above", transform=axes.transAxes, ha="right", va="top"
+            0.99,
+            0.97,
+            f"budget: {_figure(budget)} GB, far above",
+            transform=axes.transAxes,
+            ha="right",
+            va="top",
+            fontsize=12,
         )
         return
     top = 1.12 * max(budget, peak)
     axes.set_ylim(0, top)
-    axes.axhline(budget, color=ORANGE, linestyle="--", linewidth=2)
+    axes.axhline(budget, color=BLACK, linestyle="--", linewidth=2)
     axes.text(
-        0.99,
-        budget + 0.01 * top,
+        0.992,
+        budget + 0.015 * top,
         f"budget: {_figure(budget)} GB",
         transform=axes.get_yaxis_transform(),
         ha="right",
         va="bottom",
-        color=ORANGE,
         fontsize=12,
+        bbox=BOX,
     )
 
 
@@ -125,9 +128,9 @@ def _draw_phases(strip: Axes, axes: Axes, marks: list[list[Any]], points: int) -
         colour = PHASES.get(phase, GREY)
         strip.axvspan(start, end, color=colour, alpha=0.75, linewidth=0)
         axes.axvline(start, color=GREY, linewidth=0.6, alpha=0.5)
-        share = (end - start) / max(1, points - 1)
-        if share > LETTER * (len(phase) + 1):
-            strip.text((start + end) / 2, 0.5, phase, ha="center", va="center", color="white", fontsize=10)
+        room = (end - start) / max(1, points - 1) / LETTER - 1
+        word = next((word for word in (phase, SHORT.get(phase, "")) if len(word) <= room), "")
+        strip.text((start + end) / 2, 0.5, word, ha="center", va="center", color="white", fontsize=10)
     strip.set_ylim(0, 1)
     strip.set_yticks([])
     strip.tick_params(bottom=False, labelbottom=False)
