@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from contextlib import redirect_stderr, redirect_stdout
@@ -12,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from trainer import PlanReport, plan
 from trainer.cli import run
+from trainer.locate import load_recipe
 from trainer.plan_command import FLAGS, SWITCHES, fit_command
+from trainer.planner.gpus import GPUS
 from trainer.planner.report import Candidate, PlanReport
+from trainer.report import plan_plot
 from trainer.report.plan_plot import plot_plan
 
 A100 = ("--gpu", "a100-80gb")
@@ -174,8 +179,6 @@ def report_of(flags: dict[str, Any], recipe: Any, devices: int, nodes: int) -> P
 
 
 def test_flags_that_were_given_stay_unless_the_plan_has_decided_them():
-    from trainer.locate import load_recipe
-
     recipe = load_recipe("vit_digits")[0]
     passed = [("memory.micro_batch_size", "auto"), ("run.dir", "a folder"), ("run.devices", "4"), ("epochs", "1")]
     report = report_of({"memory.micro_batch_size": 8, "memory.activation_offload": True}, recipe, 8, 2)
@@ -199,3 +202,27 @@ def test_a_picture_is_drawn_wherever_the_budget_lies(tmp_path, budget):
     }
     plot_plan(timeline, budget, "A title", tmp_path / "plan.png")
     assert is_png(tmp_path / "plan.png")
+
+
+def test_the_picture_of_a_long_plan_keeps_its_title_on_it(tmp_path, monkeypatch):
+    titles = []
+    original = plan_plot._new_figure
+    monkeypatch.setattr(
+        plan_plot, "_new_figure", lambda title, height: (titles.append(title), original(title, height))[1]
+    )
+    timeline = {"allocated": {"params": [0, 1e9]}, "reserved": [0, 1e9], "marks": [[0, "init"]]}
+    plot_plan(timeline, 1e9, "name\n" + "a technique, " * 20, tmp_path / "plan.png")
+    assert titles[0].startswith("name\na technique")
+    assert max(map(len, titles[0].splitlines())) <= 95
+
+
+def test_from_python_a_budget_may_be_an_argument():
+    recipe = load_recipe("vit_digits")[0]
+    fixed = {"activation_checkpointing": "full", "cpu_offload": "optimizer", "activation_offload": True}
+    recipe = recipe.replace(memory=dataclasses.replace(recipe.memory, **fixed))
+    told: list[tuple[int, int]] = []
+    report = plan(recipe, gpu="rtx-4090", budget="50%", progress=lambda done, total, text: told.append((done, total)))
+    assert isinstance(report, PlanReport)
+    assert report.budget == int(0.5 * GPUS["rtx-4090"].memory)
+    assert report.chosen.flags == {}
+    assert told[-1][0] == told[-1][1]

@@ -60,7 +60,7 @@ def _tried(candidates: Sequence[Candidate]) -> str:
     knobs = {tuple(sorted(turned(without_size(one.flags)).items())) for one in candidates}
     sizes = {one.flags[SIZE] for one in candidates if SIZE in one.flags}
     traced, fitting = sum(one.traced for one in candidates), sum(one.fits for one in candidates)
-    cut = f" with micro-batches of {min(sizes)} to {max(sizes)}" if sizes else ""
+    cut = f" with micro-batches of {' to '.join(map(str, sorted({min(sizes), max(sizes)})))}" if sizes else ""
     between = f", {len(candidates) - traced} between two traces" if traced < len(candidates) else ""
     tried = f"tried: {len(knobs)} combinations of knobs{cut}: {len(candidates)} plans, {traced} traced{between}"
     return f"{tried}; {fitting} fit"

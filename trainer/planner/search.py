@@ -190,7 +190,8 @@ class Search:
 
     def _all(self, settings: list[Settings], sizes: Sequence[int | None]) -> list[Candidate]:
         """All combinations: with the smallest micro-batch, and with all others where that one fits."""
-        smallest = self._predicted([with_size(one, sizes[-1]) for one in settings], expected=2 * len(settings))
+        expected = min(2, len(sizes)) * len(settings)
+        smallest = self._predicted([with_size(one, sizes[-1]) for one in settings], expected)
         if len(sizes) == 1:
             return smallest
         feasible = [one for one in smallest if one.fits]

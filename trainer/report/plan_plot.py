@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +43,9 @@ BOX = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.8, "linewid
 FAR = 2.5
 """A budget of more than so many times the peak is only written, not drawn: the curves would lie flat."""
 
+LETTERS = 95
+"""Of a line of the title."""
+
 LETTER = 0.0078
 """Width of a letter of a phase's label, as part of the width of the picture."""
 
@@ -55,7 +59,7 @@ def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Pa
         title: of the picture.
         target: the PNG to write.
     """
-    figure = _new_figure(title, height=6.5)
+    figure = _new_figure("\n".join(line for part in title.splitlines() for line in wrap(part, LETTERS)), height=6.5)
     grid = figure.add_gridspec(2, 1, height_ratios=[1, 18], hspace=0.0)
     axes = figure.add_subplot(grid[1])
     strip = figure.add_subplot(grid[0], sharex=axes)
