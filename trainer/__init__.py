@@ -12,6 +12,8 @@ from trainer.recipe import Memory, Optim, Recipe, Run
 if TYPE_CHECKING:
     from trainer.cli import main
     from trainer.engine.accumulate import AccumulatingOptimizer
+    from trainer.planner.report import PlanReport
+    from trainer.planner.search import plan
 
 __version__ = "0.1.0"
 
@@ -19,7 +21,9 @@ __version__ = "0.1.0"
 # To train from Python: `from trainer.fit import fit, evaluate, predict` (`trainer.fit` itself is that module).
 _LAZY = {
     "AccumulatingOptimizer": "trainer.engine.accumulate",
+    "PlanReport": "trainer.planner.report",
     "main": "trainer.cli",
+    "plan": "trainer.planner.search",
 }
 
 __all__ = [
@@ -29,12 +33,14 @@ __all__ = [
     "Memory",
     "Model",
     "Optim",
+    "PlanReport",
     "Pretrained",
     "Recipe",
     "RecipeError",
     "Run",
     "Stored",
     "main",
+    "plan",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``trainer fit | ladder | evaluate | predict``, and ``main`` for recipes run by themselves."""
+"""The command line: ``trainer fit | plan | ladder | ...``, and ``main`` for recipes run by themselves."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ usage: trainer COMMAND ...
 
 commands:
   fit RECIPE [flags]        train, evaluate and write a run directory
+  plan RECIPE [flags]       find the fastest plan that fits a memory budget, for GPUs that need not be there
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]
@@ -40,7 +41,7 @@ options:
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 """What a collective says when another rank is gone."""
 
-COMMANDS = {"fit": "RECIPE", "ladder": "RECIPE", "evaluate": "RUN_DIR", "predict": "RUN_DIR"}
+COMMANDS = {"fit": "RECIPE", "plan": "RECIPE", "ladder": "RECIPE", "evaluate": "RUN_DIR", "predict": "RUN_DIR"}
 PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
 
 
@@ -138,21 +139,25 @@ def _command(name: str, argv: list[str]) -> None:
     from trainer.flags import scan
     from trainer.locate import load_recipe
 
-    lists = _own_flags(name)
-    positionals, flags = scan(argv, several=PREDICT_FLAGS if name == "predict" else ())
+    lists, switches = _own_flags(name)
+    positionals, flags = scan(argv, several=PREDICT_FLAGS if name == "predict" else (), switches=switches)
     if not positionals and ("help", None) in flags:
         _print_usage()
         return
     reference = _one_positional(name, positionals)
     run_dir = Path(reference)
     recipe, source = load_recipe(reference if COMMANDS[name] == "RECIPE" else str(_recipe_of(run_dir)))
-    resolved = _resolve(recipe, source, flags, usage=f"trainer {name} {reference} [flags]", lists=lists)
+    resolved = _resolve(recipe, source, flags, f"trainer {name} {reference} [flags]", lists, switches)
     if resolved is None:
         return
     if name == "fit":
         from trainer.fit import fit
 
         fit(resolved, source=source)
+    elif name == "plan":
+        from trainer.plan_command import plan_command
+
+        plan_command(resolved, reference, flags)
     elif name == "ladder":
         from trainer.ladder import ladder
 
@@ -165,13 +170,17 @@ def _command(name: str, argv: list[str]) -> None:
         _predict(resolved, run_dir, flags)
 
 
-def _own_flags(name: str) -> Mapping[str, str]:
-    """The flags of a command besides those of the recipe, with their help."""
+def _own_flags(name: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """The flags of a command besides those of the recipe, with their help: with a value, and without."""
     if name == "ladder":
         from trainer.ladder import FLAGS
 
-        return FLAGS
-    return PREDICT_FLAGS if name == "predict" else {}
+        return FLAGS, {}
+    if name == "plan":
+        from trainer import plan_command
+
+        return plan_command.FLAGS, plan_command.SWITCHES
+    return PREDICT_FLAGS if name == "predict" else {}, {}
 
 
 def _predict(recipe: Recipe, run_dir: Path, flags: Flags) -> None:
@@ -189,14 +198,19 @@ def _predict(recipe: Recipe, run_dir: Path, flags: Flags) -> None:
 
 
 def _resolve(
-    recipe: Recipe, source: str, flags: Flags, usage: str, lists: Mapping[str, str] | None = None
+    recipe: Recipe,
+    source: str,
+    flags: Flags,
+    usage: str,
+    lists: Mapping[str, str] | None = None,
+    switches: Mapping[str, str] | None = None,
 ) -> Recipe | None:
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
     from trainer.flags import RecipeParser
     from trainer.locate import config_changes
     from trainer.settings import change, dump_recipe
 
-    parser = RecipeParser(recipe, usage, lists)
+    parser = RecipeParser(recipe, usage, lists, switches)
     if ("help", None) in flags:
         parser.parser.print_help()
         return None

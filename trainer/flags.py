@@ -25,19 +25,20 @@ Flags = list[tuple[str, str | None]]
 """Names and values of flags, in the order given; the value is ``None`` for a switch."""
 
 
-def scan(argv: Sequence[str], several: Collection[str] = ()) -> tuple[list[str], Flags]:
+def scan(argv: Sequence[str], several: Collection[str] = (), switches: Collection[str] = ()) -> tuple[list[str], Flags]:
     """Take a command line apart in positional words and flags: the recipe must be found before its flags are known.
 
     Args:
         argv: the words after the command.
         several: names of the flags that take all words up to the next flag; all but switches take one.
+        switches: names of the command's own flags that take no value.
     """
     positionals: list[str] = []
     flags: Flags = []
     rest = list(argv)
     while rest:
         name, equals, text = rest.pop(0).partition("=")
-        if (name == "-h" or name[2:] in SWITCHES) and not equals:
+        if (name == "-h" or name[2:] in (*SWITCHES, *switches)) and not equals:
             flags.append(("help" if name == "-h" else name[2:], None))
         elif not name.startswith("-"):
             positionals.append(name + equals + text)
@@ -62,11 +63,19 @@ class RecipeParser:
         recipe: its settings are the flags, their values the defaults.
         usage: the first line of the help page.
         lists: flags of the command itself, with their help, that may be given several times.
+        switches: flags of the command itself, with their help, that take no value.
     """
 
-    def __init__(self, recipe: Recipe, usage: str | None = None, lists: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        usage: str | None = None,
+        lists: Mapping[str, str] | None = None,
+        switches: Mapping[str, str] | None = None,
+    ) -> None:
         self.settings = settings_of(recipe)
         self.lists = {"config": "read settings from a YAML file; flags override it", **(lists or {})}
+        self.switches = {"print_config": "print the recipe as YAML", **(switches or {})}
         self.parser = ArgumentParser(
             usage=usage,
             formatter_class=_Formatter,
@@ -77,9 +86,8 @@ class RecipeParser:
         )
         for name, text in self.lists.items():
             self.parser.add_argument(f"--{name}", action="append", default=SUPPRESS, metavar=name.upper(), help=text)
-        self.parser.add_argument(
-            "--print_config", action="store_true", default=SUPPRESS, help="print the recipe as YAML"
-        )
+        for name, text in self.switches.items():
+            self.parser.add_argument(f"--{name}", action="store_true", default=SUPPRESS, help=text)
         groups: dict[str, Any] = {}
         # Not add_class_arguments: it executes the imports that are for type checking only, torch among them.
         for key, setting in self.settings.items():
@@ -135,14 +143,14 @@ class RecipeParser:
 
     def _key_of(self, name: str, text: str | None) -> tuple[str, str]:
         """The setting that the flag ``name`` is for, and the entry if it names one of a dict: ``model.config.dim``."""
-        if name in self.settings or name in self.lists or name in SWITCHES:
+        if name in self.settings or name in self.lists or name in ("help", *self.switches):
             return name, ""
         if name[:-1] in self.settings and name.endswith("+") and _accepts(self.settings[name[:-1]].hint, list):
             return name[:-1], ""
         owner, _, entry = name.rpartition(".")
         if owner in self.settings and entry and _accepts(self.settings[owner].hint, dict):
             return owner, entry
-        hint = did_you_mean(name, self.settings, dashes="--") or "; --help lists all flags"
+        hint = did_you_mean(name, [*self.settings, *self.lists], dashes="--") or "; --help lists all flags"
         raise RecipeError(f"unknown flag --{name} (value {text!r}){hint}")
 
     def _convert(self, parse: Callable[[], Namespace], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from trainer.planner.children import Child
 from trainer.planner.gpus import GPU, host_as_device, usable_memory
 from trainer.planner.knobs import applied, wants_plan
 from trainer.planner.predict import Prediction, predict_here, prepared
-from trainer.planner.search import MARGIN, Search, budget_bytes, gpu_of_this_machine
+from trainer.planner.search import MARGIN, Search, budget_bytes, gpu_here
 from trainer.planner.target import Target
 from trainer.recipe import Recipe
 from trainer.world import World
@@ -41,13 +41,13 @@ def first_here() -> bool:
 
 
 def this_device(accelerator: str) -> GPU:
-    """The device that ranks of this machine compute on; a process of its own asks, so that this one can still fork."""
+    """The device that ranks of this machine compute on."""
     if accelerator == "cpu":
         return host_as_device()
-    gpu = gpu_of_this_machine()
-    if gpu is None:
+    found = gpu_here()
+    if found is None:
         raise RunError("torch sees a GPU, but cannot say which")
-    return gpu
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ deciding

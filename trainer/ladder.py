@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.checkpoint.store import write_atomic
 from trainer.errors import RecipeError, require
+from trainer.own_flags import count, new_folder
 from trainer.recipe import Memory, Recipe
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean, settings_of
@@ -83,13 +84,13 @@ def ladder(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None
     require(
         "TORCHELASTIC_RUN_ID" not in os.environ, "trainer ladder starts its own processes: start it without a launcher"
     )
-    steps, minutes = _number("steps", own.get("steps", "5")), _number("minutes", own.get("minutes", "30"))
+    steps, minutes = count("steps", own.get("steps", "5")), count("minutes", own.get("minutes", "30"))
     machine = probe_machine()
     if recipe.run.accelerator == "cpu":
         machine |= {"accelerator": "cpu", "device": "CPU", "devices": 1}
     base = baseline(recipe)
     rungs = choose(rungs_of(recipe, base, machine), own.get("rungs"))
-    out = _folder(own.get("out"), reference)
+    out = new_folder("ladder", own.get("out"), reference)
     report = Report(out, reference, machine, {"steps": steps, "flags": passed}, rungs)
     given = {name for name, _ in flags}
     fixed = {"max_steps": steps, "epochs": max(recipe.epochs, steps), "run.logger": ["csv"]}
@@ -366,23 +367,6 @@ def _as_flags(wanted: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]
 
 def _as_text(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, (bool, list)) else str(value)
-
-
-def _number(name: str, text: str) -> int:
-    require(text.isdecimal() and int(text) > 0, f"--{name}={text!r} must be an integer of at least 1")
-    return int(text)
-
-
-def _folder(wanted: str | None, reference: str) -> Path:
-    out = Path(
-        wanted or f"runs/{Path(reference).stem}/ladder-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    ).absolute()
-    require(not (out / "ladder.json").exists(), f"--out={out} already holds a ladder: choose another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(f"--out={out} cannot be made ({error.strerror}): choose another folder") from error
-    return out
 
 
 def _cores() -> int | None:

@@ -225,7 +225,10 @@ def test_help_and_version_at_the_top(capsys):
     page = capsys.readouterr().out
     assert run(["--help"]) == 0
     assert capsys.readouterr().out == page
-    assert all(name in page for name in ["fit RECIPE", "evaluate RUN_DIR", "predict RUN_DIR", *packaged_recipes()])
+    assert all(
+        name in page
+        for name in ["fit RECIPE", "plan RECIPE", "evaluate RUN_DIR", "predict RUN_DIR", *packaged_recipes()]
+    )
     assert run(["fit", "--help"]) == 0
     page = capsys.readouterr().out
     assert all(name in page for name in packaged_recipes())
@@ -246,6 +249,7 @@ def test_the_packaged_recipes_are_found():
         (["fit", "vit_digits", "--help"], ["torch"]),
         (["fit", "vit_digits", "--print_config", "--epochs", "3"], ["torch"]),
         (["fit", "distilbert_imdb", "--help"], ["torch"]),
+        (["plan", "vit_digits", "--help"], ["torch"]),
     ],
 )
 def test_looking_loads_nothing_heavy(argv, absent):

@@ -145,3 +145,27 @@ def test_silent_when_disabled_and_on_other_ranks(options, make):
     progress.message("nothing")
     progress.close()
     assert stream.getvalue() == ""
+
+
+def test_work_whose_total_changes_is_counted_in_lines():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream=stream, clock=clock)
+    progress.start(0)
+    for done, total in ((1, 9), (2, 9), (3, 4), (4, 4)):
+        progress.count(done, total, f"plan {done}")
+        clock.now += 2
+    progress.close()
+    assert stream.getvalue() == "1/9 · plan 1\n4/4 · plan 4\n"
+
+
+def test_work_whose_total_changes_is_counted_on_a_bar():
+    stream = Terminal()
+    progress = Progress(stream=stream)
+    progress.start(0)
+    progress.count(1, 8, "first")
+    progress.count(2, 4, "second")
+    progress.close()
+    last = stream.getvalue().rstrip("\n").split("\r")[-1]
+    assert last.startswith(" 50%|")
+    assert "2/4" in last
+    assert "second" in last

@@ -95,6 +95,11 @@ class TextClassifier(Model):
             self._cached_tokenizer = _from_hub(
                 "tokenizer", source, AutoTokenizer.from_pretrained, _local(source), revision=self.revision
             )
+            # Of a folder that has a configuration only, transformers makes one to which every word is unknown.
+            words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
+            require(
+                words > 0, f"model.tokenizer={source!r} has no vocabulary: give a folder or hub id with a tokenizer"
+            )
         return self._cached_tokenizer
 
     def unloaded(self) -> TextClassifier:

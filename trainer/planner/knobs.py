@@ -134,3 +134,19 @@ def applied(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """The recipe with ``settings`` of ``memory``."""
     memory = {key.removeprefix("memory."): value for key, value in settings.items()}
     return recipe.replace(memory=dataclasses.replace(recipe.memory, **memory))
+
+
+def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Settings:
+    """Those of ``settings`` that differ from what the recipe says already."""
+    memory = recipe.memory
+    return {key: value for key, value in settings.items() if getattr(memory, key.removeprefix("memory.")) != value}
+
+
+def turned(settings: Mapping[str, Any]) -> Settings:
+    """The settings without the knobs that are as if nobody had mentioned them."""
+    return {key: value for key, value in settings.items() if OPEN.get(key.removeprefix("memory."), ...) != value}
+
+
+def without_size(settings: Mapping[str, Any]) -> Settings:
+    """The settings without the micro-batch."""
+    return {key: value for key, value in settings.items() if key != "memory.micro_batch_size"}

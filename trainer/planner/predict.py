@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from trainer.batches import fill_from_data
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
 from trainer.memory.units import GB
 from trainer.planner.children import in_child
@@ -82,9 +82,19 @@ class Prediction:
 
 
 def prepared(recipe: Recipe) -> Recipe:
-    """The recipe with its data prepared and its model filled from it; no weights are fetched or read."""
+    """The recipe with its data prepared and its model filled from it; no weights are fetched or read.
+
+    Raises:
+        RecipeError: when the configuration, the tokenizer or the data cannot be had.
+    """
     model = recipe.model.unloaded()
-    model.prepare()
+    try:
+        model.prepare()
+    except RecipeError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        needed = "a folder with config.json for model.name and one with the tokenizer for model.tokenizer are enough"
+        raise RecipeError(f"{error}. To plan, no weights are needed: {needed}") from error
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # what is forked must not wait for its threads
     recipe.data.prepare(model.tokenizer_or_none())
     require(len(recipe.data.train) > 0, "the training set is empty")

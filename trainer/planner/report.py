@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.memory.units import GB
+from trainer.memory.units import GB, MB
 from trainer.planner.predict import Prediction
+from trainer.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class Candidate:
     """One plan, and what is predicted for it.
 
     Args:
-        flags: what to set, by the key of the recipe: ``{"memory.micro_batch_size": 8, ...}``. Knobs that the recipe has
-            set already are not repeated.
+        flags: what to set, by the key of the recipe: ``{"memory.micro_batch_size": 8, ...}``. In a report, what the
+            recipe says already is left out.
         plan: the plan in one line, for a person.
         allocated: predicted peak of tensors in bytes; ``None`` for a plan that was refused.
         reserved: predicted peak of what torch's allocator takes, in bytes.
@@ -43,7 +44,7 @@ class Candidate:
     @property
     def command(self) -> str:
         """The flags as they are typed."""
-        return " ".join(f"--{key} {shlex.quote(_text(value))}" for key, value in self.flags.items())
+        return " ".join(f"--{key} {shlex.quote(as_text(value))}" for key, value in self.flags.items())
 
     def because(self, reason: str) -> Candidate:
         """The same candidate with its reason."""
@@ -70,6 +71,7 @@ class PlanReport:
     """The answer of a search.
 
     Args:
+        recipe: that was planned for, prepared, with its budget.
         device: the GPU, or CPU, as a person calls it.
         devices: ranks.
         nodes: machines.
@@ -77,12 +79,14 @@ class PlanReport:
         margin: part of the budget that is kept free, because predictions err.
         outside: bytes that the device needs besides: CUDA's context and NCCL's buffers.
         chosen: the fastest plan that fits; ``None`` if none does.
-        candidates: all that were considered, the fastest that fit first.
+        candidates: all that were considered: those that fit, the fastest first; the others, the smallest first; then
+            those that were refused.
         explanations: what each knob of the chosen plan bought and cost, or what is missing: a line each.
         notes: what a person must know to read the figures.
         seconds: that the search took.
     """
 
+    recipe: Recipe
     device: str
     devices: int
     nodes: int
@@ -100,6 +104,11 @@ class PlanReport:
         """The candidate that needs the least memory."""
         known = [one for one in self.candidates if one.reserved is not None]
         return min(known, key=lambda one: one.reserved or 0, default=None)
+
+    @property
+    def drawn(self) -> Candidate | None:
+        """The candidate that ``plan.png`` shows: the chosen one, or the smallest when nothing fits."""
+        return self.chosen or self.smallest
 
     def to_json(self) -> dict[str, Any]:
         """What ``plan.json`` holds, memory in GB (1e9 bytes)."""
@@ -121,11 +130,18 @@ class PlanReport:
         return {} if chosen.prediction is None else {"prediction": chosen.prediction.to_json()}
 
 
+def gigabytes(size: int) -> str:
+    """For a person, finer where there is little."""
+    if abs(size) < 0.01 * GB:
+        return f"{size / MB:.1f} MB"
+    return f"{size / GB:.2f} GB" if abs(size) >= GB else f"{size / GB:.3f} GB"
+
+
 def _gb(size: int | None) -> float | None:
     return None if size is None else round(size / GB, 3)
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """As it is written in YAML and on a command line."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,20 +17,23 @@ import torch
 
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan, decide_plan
-from trainer.memory.units import GB
 from trainer.planner.children import in_child, in_children
-from trainer.planner.gpus import GPU, detected_gpu, gpu_named, usable_memory
+from trainer.planner.explain import explain, not_fitting
+from trainer.planner.gpus import GPU, GPUS, detected_gpu, gpu_named, host_as_device, usable_memory
 from trainer.planner.knobs import (
     Settings,
     applied,
+    changed,
     combinations,
     does_more,
     intrusion,
     lossy_steps,
     micro_batch_sizes,
+    turned,
+    without_size,
 )
 from trainer.planner.predict import Prediction, predict, predict_here, prepared
-from trainer.planner.report import Candidate, PlanReport
+from trainer.planner.report import Candidate, PlanReport, gigabytes
 from trainer.planner.target import Target
 from trainer.recipe import Recipe, parse_budget
 
@@ -59,7 +62,7 @@ def plan(
 
     Args:
         recipe: what is to be trained. Knobs that it sets stay as they are.
-        gpu: such as a100-80gb; by default the one that is there.
+        gpu: such as a100-80gb, or cpu; by default the one that is there.
         devices: ranks, over all nodes; by default ``run.devices``, or 1.
         nodes: machines.
         budget: memory that torch may take on each device, such as 8GB or 90%; by default the recipe's, or 90 %.
@@ -70,19 +73,34 @@ def plan(
     Raises:
         RecipeError: when the recipe cannot work, or the GPU is not known.
     """
-    search = Search(prepared(recipe), _target(gpu), _devices(recipe, devices), nodes, budget, progress)
-    return search.run(lossy, quick)
+    return search_for(recipe, gpu, devices, nodes, budget, progress).run(lossy, quick)
+
+
+def search_for(
+    recipe: Recipe,
+    gpu: str | GPU | None = None,
+    devices: int | None = None,
+    nodes: int = 1,
+    budget: str | None = None,
+    progress: Progress | None = None,
+) -> Search:
+    """The search that :func:`plan` does, ready to run; arguments and errors as there."""
+    target, ranks = _target(gpu), _devices(recipe, devices)
+    require(ranks % nodes == 0, f"--devices={ranks} must be a multiple of --nodes={nodes}")
+    return Search(prepared(recipe), target, ranks, nodes, budget, progress)
 
 
 def _target(gpu: str | GPU | None) -> Target:
-    card = gpu_named(gpu) if isinstance(gpu, str) else gpu or gpu_of_this_machine()
-    require(card is not None, "no GPU is there: say which one is meant with --gpu, such as --gpu a100-80gb")
-    assert card is not None
+    if gpu == "cpu":
+        return Target.here(host_as_device())
+    card = gpu_named(gpu) if isinstance(gpu, str) else gpu or gpu_here()
+    if card is None:
+        raise RecipeError(f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}, or cpu")
     return Target.here(card)
 
 
-def gpu_of_this_machine() -> GPU | None:
-    """The GPU that torch sees, if any; asked for in a process of its own, so that this one can still fork others."""
+def gpu_here() -> GPU | None:
+    """The GPU of this machine, if it has one; a process of its own asks, so that this one can still fork."""
     if torch.cuda.is_initialized():
         return detected_gpu()
     found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None, sees_gpu=True)
@@ -125,7 +143,6 @@ class Search:
         budget: str | None = None,
         progress: Progress | None = None,
     ) -> None:
-        require(devices % nodes == 0, f"--devices={devices} must be a multiple of --nodes={nodes}")
         self.target, self.devices, self.nodes = target, devices, nodes
         text = budget or recipe.memory.budget or WHOLE
         self.recipe = recipe.replace(memory=dataclasses.replace(recipe.memory, budget=text))
@@ -140,22 +157,27 @@ class Search:
         began = time.perf_counter()
         settings = combinations(self.recipe, self.devices, on_gpu=self.target.device.type == "cuda")
         if lossy:
-            settings += [one | extra for extra in lossy_steps(self.recipe) for one in settings]
+            steps = list(lossy_steps(self.recipe))
+            settings += [found for step in steps for one in settings if (found := self._at_a_loss(one, step))]
         sizes = micro_batch_sizes(self.recipe, self.devices)
         candidates = self._quick(settings[0], sizes) if quick else []
         if not candidates:
             candidates = self._all(settings, sizes)
-        chosen, candidates = self._choose(candidates)
-        explanations = self._explain(chosen, candidates) if chosen else self._what_is_missing(candidates, lossy)
+        candidates = self._choose(candidates, timeline=not quick)
+        chosen = candidates[0] if candidates and candidates[0].fits else None
+        lossy_ones = [] if lossy or chosen is not None else self._smaller_at_a_loss(candidates)
+        explanations = explain(candidates) if chosen is not None else not_fitting(candidates, self.budget, lossy_ones)
+        candidates = [self._shown(one) for one in [*candidates, *self.refused]]
         return PlanReport(
+            recipe=self.recipe,
             device=self.target.gpu.title,
             devices=self.devices,
             nodes=self.nodes,
             budget=self.budget,
             margin=MARGIN,
             outside=self.target.gpu.memory - usable_memory(self.target.gpu, self.devices),
-            chosen=chosen,
-            candidates=candidates + self.refused,
+            chosen=candidates[0] if chosen is not None else None,
+            candidates=candidates,
             explanations=explanations,
             notes=list(self.notes),
             seconds=time.perf_counter() - began,
@@ -174,7 +196,8 @@ class Search:
 
     def _all(self, settings: list[Settings], sizes: Sequence[int | None]) -> list[Candidate]:
         """All combinations: with the smallest micro-batch, and with all others where that one fits."""
-        smallest = self._predicted([with_size(one, sizes[-1]) for one in settings], expected=2 * len(settings))
+        expected = min(2, len(sizes)) * len(settings)
+        smallest = self._predicted([with_size(one, sizes[-1]) for one in settings], expected)
         if len(sizes) == 1:
             return smallest
         feasible = [one for one in smallest if one.fits]
@@ -282,76 +305,61 @@ class Search:
 
     # ------------------------------------------------------------------------------------------------------ choosing
 
-    def _choose(self, candidates: list[Candidate]) -> tuple[Candidate | None, list[Candidate]]:
-        """The fastest that fits, traced itself; and all candidates in order, each with its reason."""
-        ordered = sorted(candidates, key=lambda one: (not one.fits, one.step_ms if one.fits else one.reserved))
-        chosen = None
-        while chosen is None and ordered and ordered[0].fits:
-            first = ordered.pop(0)
-            if not first.traced:
-                first = self._predicted([dict(first.flags)])[0]
-            if first.fits:
-                chosen = first
-            ordered.append(first)
-            ordered.sort(key=lambda one: (not one.fits, one.step_ms if one.fits else one.reserved))
-        if chosen is not None:
-            chosen = self._with_timeline(chosen)
-            ordered = [chosen] + [one for one in ordered if one.flags != chosen.flags]
-        return chosen, [one if one is chosen else self._reasoned(one, chosen) for one in ordered]
+    def _choose(self, candidates: list[Candidate], timeline: bool) -> list[Candidate]:
+        """All, with their reasons: the fastest that fits, or else the smallest, is first and traced itself."""
+        ordered = sorted(candidates, key=_rank)
+        while ordered and ordered[0].fits and not ordered[0].traced:
+            ordered[:1] = self._predicted([dict(ordered[0].flags)])
+            ordered.sort(key=_rank)
+        if ordered and timeline:
+            ordered[0] = self._with_timeline(ordered[0])
+        return [self._reasoned(one, ordered[0]) for one in ordered]
 
-    def _with_timeline(self, chosen: Candidate) -> Candidate:
-        job = self._job(dict(chosen.flags))
+    def _with_timeline(self, candidate: Candidate) -> Candidate:
+        job = self._job(dict(candidate.flags))
         assert job is not None
-        found = predict(job.recipe, job.plan, self.target, self.nodes, timeline=True)
-        spare = (self.budget - found.reserved) / GB
-        reason = f"the fastest of those that fit; {spare:.2f} GB of the budget stay free"
-        return dataclasses.replace(self._candidate(job, found), reason=reason)
+        return self._candidate(job, predict(job.recipe, job.plan, self.target, self.nodes, timeline=True))
 
-    def _reasoned(self, one: Candidate, chosen: Candidate | None) -> Candidate:
+    def _reasoned(self, one: Candidate, first: Candidate) -> Candidate:
         assert one.reserved is not None
+        over = one.reserved - self.budget
+        if not one.fits and over > 0:
+            return one.because(f"{gigabytes(over)} more than the budget")
         if not one.fits:
-            over = one.reserved - self.budget
-            if over > 0:
-                return one.because(f"{over / GB:.2f} GB more than the budget")
             return one.because(f"within the budget, but not with the margin of {100 * MARGIN:g} %")
-        if chosen is None or not chosen.step_ms or one.step_ms is None:
+        if one is first:
+            return one.because(f"the fastest of those that fit; {gigabytes(-over)} of the budget stay free")
+        if not first.step_ms or one.step_ms is None:
             return one
-        return one.because(f"fits, {100 * (one.step_ms / chosen.step_ms - 1):.0f} % slower")
+        return one.because(f"fits, {100 * (one.step_ms / first.step_ms - 1):.0f} % slower")
 
-    # ---------------------------------------------------------------------------------------------------- explaining
+    def _smaller_at_a_loss(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """What would save more, at a loss that the recipe has not allowed: each with the smallest plan it goes with."""
+        wanted = []
+        for step in lossy_steps(self.recipe):
+            possible = (self._at_a_loss(dict(one.flags), step) for one in candidates)
+            wanted += [settings for settings in possible if settings][:1]
+        return self._predicted(wanted)
 
-    def _explain(self, chosen: Candidate, candidates: Iterable[Candidate]) -> list[str]:
-        """What each knob of the chosen plan bought and cost, against the same plan without it."""
-        lines = []
-        for key, value in chosen.flags.items():
-            others = [
-                one
-                for one in candidates
-                if one is not chosen and {**one.flags, key: None} == {**chosen.flags, key: None}
-            ]
-            lines += [f"{key} {value} instead of {one.flags[key]}: {_difference(chosen, one)}" for one in others]
-        return lines
+    def _at_a_loss(self, settings: Settings, step: Settings) -> Settings | None:
+        """The settings with ``step``, without the stochastic rounding where that is refused; ``None`` if all is."""
+        for extra in (step, {key: value for key, value in step.items() if key != "memory.stochastic_rounding"}):
+            try:
+                decide_plan(applied(self.recipe, settings | extra), self.devices)
+            except RecipeError:
+                continue
+            return settings | extra
+        return None
 
-    def _what_is_missing(self, candidates: list[Candidate], lossy: bool) -> list[str]:
-        """By how much the smallest plan misses the budget, and what that loses something would make it fit."""
-        known = [one for one in candidates if one.reserved is not None]
-        if not known:
-            return ["no combination of knobs works for this recipe; the reasons are with the candidates"]
-        smallest = min(known, key=lambda one: one.reserved or 0)
-        assert smallest.reserved is not None
-        needed = smallest.reserved * (1 + MARGIN)
-        lines = [
-            f"nothing fits in {self.budget / GB:.2f} GB: the smallest plan needs {smallest.reserved / GB:.2f} GB "
-            f"({smallest.plan}), {(needed - self.budget) / GB:.2f} GB too much with the margin"
-        ]
-        if not lossy:
-            extra = [dict(smallest.flags) | step for step in lossy_steps(self.recipe)]
-            for one in self._predicted(extra):
-                verdict = "would fit" if one.fits else "would not fit either"
-                lost = {key: value for key, value in one.flags.items() if smallest.flags.get(key) != value}
-                shown = ", ".join(f"{key} {value}" for key, value in lost.items())
-                lines.append(f"lossy: {shown}: {one.reserved / GB:.2f} GB, {verdict}")  # type: ignore[operator]
-        return lines
+    def _shown(self, candidate: Candidate) -> Candidate:
+        """The candidate with the flags that change something."""
+        return dataclasses.replace(candidate, flags=changed(self.recipe, candidate.flags))
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float, int]:
+    """Those that fit by their time, then the others by their size; of equal ones that with the fewest knobs."""
+    figure = candidate.step_ms if candidate.fits else candidate.reserved
+    return not candidate.fits, figure or 0.0, len(turned(candidate.flags))
 
 
 def budget_bytes(text: str, gpu: GPU, ranks: int) -> int:
@@ -363,16 +371,3 @@ def budget_bytes(text: str, gpu: GPU, ranks: int) -> int:
 def with_size(settings: Any, size: int | None) -> Settings:
     """The settings with a micro-batch of ``size``; ``None`` leaves it to the recipe."""
     return dict(settings) | ({} if size is None else {"memory.micro_batch_size": size})
-
-
-def without_size(settings: Any) -> Settings:
-    """The settings without the micro-batch."""
-    return {key: value for key, value in settings.items() if key != "memory.micro_batch_size"}
-
-
-def _difference(one: Candidate, other: Candidate) -> str:
-    if one.reserved is None or other.reserved is None or one.step_ms is None or other.step_ms is None:
-        return "not known"
-    saved, slower = (other.reserved - one.reserved) / GB, 100 * (one.step_ms / other.step_ms - 1)
-    memory = f"{abs(saved):.2f} GB {'less' if saved >= 0 else 'more'}"
-    return f"{memory}, {abs(slower):.0f} % {'slower' if slower >= 0 else 'faster'}"

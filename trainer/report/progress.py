@@ -1,4 +1,4 @@
-"""Training progress: a bar on a terminal, plain lines every few seconds elsewhere."""
+"""Progress of training and planning: a bar on a terminal, plain lines every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postf
 
 
 class Progress:
-    """Shows how training goes, to one person: silent on every rank but the first.
+    """Shows how long work goes, to one person: silent on every rank but the first.
 
     Args:
         enabled: ``False`` shows nothing at all.
@@ -92,6 +92,19 @@ class Progress:
             self._bar.update(step - self._bar.n)
         else:
             self._line(step, f"step {step}/{self._total_steps} · {text}")
+
+    def count(self, done: int, total: int, text: str) -> None:
+        """Show that ``done`` of ``total`` pieces of work are done, which may change, and what ``text`` says of them."""
+        if not self._shown:
+            return
+        self._total_steps = total
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(done - self._bar.n)
+            self._bar.refresh()
+        else:
+            self._line(done, f"{done}/{total} · {text}")
 
     def evaluation(self, step: int, split: str, result: dict[str, float]) -> None:
         """Show what an evaluation after ``step`` found on ``split`` (val, test), above the bar."""

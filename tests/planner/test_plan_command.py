@@ -1,0 +1,228 @@
+"""``trainer plan`` from its command line to its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer import PlanReport, plan
+from trainer.cli import run
+from trainer.locate import load_recipe
+from trainer.plan_command import FLAGS, SWITCHES, fit_command
+from trainer.planner.gpus import GPUS
+from trainer.planner.report import Candidate
+from trainer.report import plan_plot
+from trainer.report.plan_plot import plot_plan
+
+A100 = ("--gpu", "a100-80gb")
+FEW = ("--memory.activation_checkpointing", "full", "--memory.cpu_offload", "optimizer")
+"""Two combinations are left: with and without offloaded activations."""
+
+ONE = (*FEW, "--memory.activation_offload", "true")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, Path]:
+    """Exit code, standard output, standard error and folder of ``trainer plan`` that finds something."""
+    folder, out, err = tmp_path_factory.mktemp("plan") / "out", StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = run(["plan", "vit_digits", *A100, "--memory.budget", "30MB", *FEW, "--seed=3", "--out", str(folder)])
+    return code, out.getvalue(), err.getvalue(), folder
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG\r\n") and path.stat().st_size > 20_000
+
+
+def test_a_plan_is_printed_with_its_reasons_and_written(planned):
+    code, out, err, folder = planned
+    assert code == 0, err
+    parts = [
+        "model    VisionTransformer: 204,234 parameters",
+        "batch    64 samples a step, 32-true",
+        "budget   0.030 GB on each device for torch",
+        "outside  on top, about 0.500 GB for the CUDA context",
+        "micro-batch  strategy  checkpointing",
+        "yes  chosen",
+        "- tried: 2 combinations of knobs: 2 plans, 2 traced; 2 fit",
+        "the chosen plan:\ntrainer fit vit_digits",
+        f"files: {folder}: plan.json, plan.png",
+    ]
+    places = [out.find(part) for part in parts]
+    assert -1 not in places, (parts[places.index(-1)], out)
+    assert places == sorted(places)
+    assert max(map(len, out.split("files:")[0].splitlines())) <= 120
+    assert err.splitlines()[0].startswith("1/")
+    assert is_png(folder / "plan.png")
+    content = json.loads((folder / "plan.json").read_text())
+    assert content["chosen"]["fits"] is True
+    assert len(content["candidates"]) == 2
+    assert content["parameters"] == 204_234
+
+
+def test_the_pasted_command_is_that_plan(planned, capsys):
+    _, out, _, folder = planned
+    pasted = out.split("the chosen plan:\n")[1].split("\n\n")[0].replace("\\\n", "")
+    words = shlex.split(pasted)
+    content = json.loads((folder / "plan.json").read_text())
+    assert words == shlex.split(content["command"])
+    assert words[:3] == ["trainer", "fit", "vit_digits"]
+    assert run([*words[1:], "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    for line in ("seed: 3", "  budget: 30MB", "  cpu_offload: optimizer", "  micro_batch_size: 16", "  devices: 1"):
+        assert line in printed.splitlines(), printed
+    assert "activation_offload: false" in printed
+
+
+def test_json_is_all_that_is_on_stdout_and_what_is_in_the_file(tmp_path, capfd):
+    argv = ["plan", "vit_digits", *A100, "--memory.budget", "1MB", *ONE, "--json", "--out", str(tmp_path)]
+    assert run(argv) == 1
+    out, err = capfd.readouterr()
+    content = json.loads(out)
+    assert content == json.loads((tmp_path / "plan.json").read_text())
+    assert content["chosen"] is None
+    assert content["command"] is None
+    assert not any(one["fits"] for one in content["candidates"])
+    assert is_png(tmp_path / "plan.png")  # of the smallest
+    lines = err.strip().splitlines()
+    assert lines[-1].startswith("trainer: error: nothing fits in 1.0 MB: the smallest plan needs 0.02")
+    assert sum(line.startswith("trainer: error: ") for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--gpu", "a100-80g"], ["--gpu=a100-80g", "did you mean a100-80gb?", "rtx-4090"]),
+        ([*A100, "--devices", "none"], ["--devices='none'", "integer of at least 1"]),
+        ([*A100, "--devices", "3", "--nodes", "2"], ["--devices=3", "multiple of --nodes=2"]),
+        ([*A100, "--lossy", "maybe"], ["--lossy='maybe'", "true or false"]),
+        ([*A100, "--lossy"], ["--lossy needs a value"]),
+        ([*A100, "--devces", "2"], ["--devces", "did you mean --devices?"]),
+        ([*A100, "--json=yes"], ["--json", "'yes'"]),
+        ([*A100, "--memory.budget", "much"], ["memory.budget='much'", "2GB"]),
+        ([*A100, "--out", "/dev/null/here"], ["--out=/dev/null/here"]),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_in_one_line(flags, parts, capsys):
+    assert run(["plan", "vit_digits", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert [part for part in parts if part not in err] == [], err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_must_be_named(capsys):
+    assert run(["plan", "vit_digits"]) == 2
+    message = capsys.readouterr().err
+    assert "--gpu: " in message
+    assert "a100-80gb" in message
+    assert "h200" in message
+
+
+def test_a_launcher_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert run(["plan", "vit_digits", *A100]) == 2
+    assert "without a launcher" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_a_plan_is_refused(tmp_path, capsys):
+    (tmp_path / "plan.json").touch()
+    assert run(["plan", "vit_digits", *A100, "--out", str(tmp_path)]) == 2
+    assert "already holds a plan" in capsys.readouterr().err
+
+
+def test_help_lists_the_planners_flags_and_the_recipes(capsys):
+    assert run(["plan", "vit_digits", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"--{name} " in page for name in (*FLAGS, *SWITCHES, "optim.lr", "memory.budget"))
+
+
+def test_a_folder_with_a_configuration_is_enough_for_a_text_model(tmp_path, sample_data, capsys):
+    """No weights: neither of them are there, nor is a hub asked."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "distilbert", "n_layers": 1, "dim": 16, "hidden_dim": 32, "n_heads": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    argv = ["plan", "distilbert_imdb", *A100, "--out", str(tmp_path / "out"), *ONE, "--memory.budget", "1GB"]
+    argv += ["--model.name", str(folder), "--model.weights", "null"]
+    argv += ["--data.root", str(sample_data / "imdb_folder"), "--data.cache_dir", str(tmp_path / "cache")]
+    assert run(argv) == 2
+    assert f"model.tokenizer='{folder}' has no vocabulary" in capsys.readouterr().err
+    tokenizer = str(sample_data / "tokenizers" / "bert-base-uncased")
+    assert run([*argv, "--model.tokenizer", tokenizer]) == 0
+    content = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert 400_000 < content["parameters"] < 600_000  # 30,522 words of 16 numbers, and little else
+    assert content["chosen"]["fits"] is True
+
+
+def test_a_hub_that_is_not_there_is_said_with_what_is_needed(monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    argv = ["plan", "distilbert_imdb", *A100, "--model.weights", "nobody/absent", "--model.name", "nobody/absent"]
+    assert run(argv) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "model.tokenizer='nobody/absent' cannot be loaded" in message
+    assert "To plan, no weights are needed: a folder with config.json for model.name" in message
+
+
+def report_of(flags: dict[str, Any], recipe: Any, devices: int, nodes: int) -> PlanReport:
+    chosen = Candidate(flags, "", 1, 1, 1, 1.0, True)
+    return PlanReport(recipe, "A100", devices, nodes, 1, 0.03, 0, chosen, [chosen])
+
+
+def test_flags_that_were_given_stay_unless_the_plan_has_decided_them():
+    recipe = load_recipe("vit_digits")[0]
+    passed = [("memory.micro_batch_size", "auto"), ("run.dir", "a folder"), ("run.devices", "4"), ("epochs", "1")]
+    report = report_of({"memory.micro_batch_size": 8, "memory.activation_offload": True}, recipe, 8, 2)
+    assert fit_command("my recipe.py", passed, recipe, report) == [
+        "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m trainer fit "
+        "'my recipe.py'",
+        "--run.dir 'a folder'",
+        "--epochs 1",
+        "--run.devices 4",
+        "--memory.micro_batch_size 8",
+        "--memory.activation_offload true",
+    ]
+
+
+@pytest.mark.parametrize("budget", [2.0e9, 0.5e9, 80e9])
+def test_a_picture_is_drawn_wherever_the_budget_lies(tmp_path, budget):
+    timeline = {
+        "allocated": {"params": [0, 5e8, 5e8, 5e8], "activations": [0, 0, 4e8, 0], "batch": [0, 0, 1e6, 0]},
+        "reserved": [0, 6e8, 1.1e9, 1.1e9],
+        "marks": [[0, "init"], [1, "forward"], [2, "backward"], [3, "saving"]],
+    }
+    plot_plan(timeline, budget, "A title", tmp_path / "plan.png")
+    assert is_png(tmp_path / "plan.png")
+
+
+def test_the_picture_of_a_long_plan_keeps_its_title_on_it(tmp_path, monkeypatch):
+    titles = []
+    original = plan_plot._new_figure
+    monkeypatch.setattr(
+        plan_plot, "_new_figure", lambda title, height: (titles.append(title), original(title, height))[1]
+    )
+    timeline = {"allocated": {"params": [0, 1e9]}, "reserved": [0, 1e9], "marks": [[0, "init"]]}
+    plot_plan(timeline, 1e9, "name\n" + "a technique, " * 20, tmp_path / "plan.png")
+    assert titles[0].startswith("name\na technique")
+    assert max(map(len, titles[0].splitlines())) <= 95
+
+
+def test_from_python_a_budget_may_be_an_argument():
+    recipe = load_recipe("vit_digits")[0]
+    fixed = {"activation_checkpointing": "full", "cpu_offload": "optimizer", "activation_offload": True}
+    recipe = recipe.replace(memory=dataclasses.replace(recipe.memory, **fixed))
+    told: list[tuple[int, int]] = []
+    report = plan(recipe, gpu="rtx-4090", budget="50%", progress=lambda done, total, text: told.append((done, total)))
+    assert isinstance(report, PlanReport)
+    assert report.budget == int(0.5 * GPUS["rtx-4090"].memory)
+    assert report.chosen.flags == {}
+    assert told[-1][0] == told[-1][1]

@@ -1,0 +1,202 @@
+"""What a search says of what it found: order, reasons, explanations, table; with predictions that are made up."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainer.locate import load_recipe
+from trainer.memory.plan import Plan
+from trainer.planner import search as searching
+from trainer.planner.predict import Prediction
+from trainer.planner.report import Candidate, PlanReport
+from trainer.planner.search import plan
+from trainer.planner.target import Target
+from trainer.planner.text import WIDTH, best_of_each, heading, pasteable, table, why
+from trainer.recipe import Recipe
+from trainer.settings import change
+
+GB = 1_000_000_000
+
+
+def made_up(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bool) -> dict[str, Any]:
+    """Weights and optimizer of 8 GB, activations of 0.1 GB a sample; a micro-step takes 10 ms and 1 ms a sample."""
+    memory, size = plan.memory, plan.first_cut.micro_batch_size
+    weights = {"none": 8 * GB, "optimizer": 2 * GB, "parameters": GB // 2}[memory.cpu_offload]
+    weights = weights // 2 if memory.precision == "bf16-true" else weights
+    weights = weights * 3 // 4 if memory.optimizer_state_bits == 8 else weights
+    weights = weights // plan.world_size if memory.strategy == "fsdp" else weights
+    kept = {"none": 10, "selective": 6, "full": 2}[str(memory.activation_checkpointing)]
+    kept = 1 if memory.activation_offload else kept
+    slower = {10: 1.0, 6: 1.1, 2: 1.3, 1: 1.6}[kept] * {"none": 1, "optimizer": 1.2, "parameters": 2}[
+        memory.cpu_offload
+    ]
+    slower *= 1.05 if memory.strategy == "fsdp" else 1
+    reserved = weights + size * kept * GB // 100
+    return {
+        "allocated": reserved - GB // 10,
+        "reserved": reserved,
+        "host": 8 * GB - weights,
+        "phases": {"forward": {"allocated": reserved, "reserved": reserved}},
+        "categories": {"params": weights},
+        "largest": [["params", "empty", "init", weights]],
+        "peak_phase": "forward",
+        "step_ms": plan.first_cut.accumulate * (10 + size) * slower + 5,
+        "times": {"step_phase_ms": 5.0},
+        "timeline": {"allocated": {"params": [0, weights]}, "reserved": [0, reserved], "marks": [[0, "init"]]},
+    }
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlanReport]:
+    """The report of a search on a GPU of 80 GB, with changes to the recipe of the digits."""
+    monkeypatch.setattr(searching, "predict_here", made_up)
+    monkeypatch.setattr(searching, "in_children", lambda calls: enumerate(call() for call in calls))
+    monkeypatch.setattr(searching, "predict", lambda *args, timeline: Prediction(**made_up(*args, timeline)))
+
+    def search(budget: str, devices: int = 1, lossy: bool = False, **changes: Any) -> PlanReport:
+        recipe = change(load_recipe("vit_digits")[0], {"memory.micro_batch_size": "auto"}, changes)
+        return plan(recipe, gpu="a100-80gb", devices=devices, budget=budget, lossy=lossy)
+
+    return search
+
+
+def chosen_in(report: PlanReport) -> Candidate:
+    assert report.chosen is not None
+    return report.chosen
+
+
+def test_the_fastest_that_fits_is_chosen_and_first(searched):
+    report = searched("8.9GB")
+    # 8 GB of weights and 8 samples of 0.06 GB, for 16 would take 8.96 GB; offloading the optimizer costs 20 %, but the
+    # larger micro-batches that it allows gain more.
+    chosen = chosen_in(report)
+    assert chosen is report.candidates[0] is report.drawn
+    assert dict(chosen.flags) == {"memory.cpu_offload": "optimizer", "memory.micro_batch_size": 64}
+    assert chosen.reserved == 2 * GB + 64 * GB // 10
+    assert chosen.step_ms == pytest.approx(74 * 1.2 + 5)
+    fitting = [one for one in report.candidates if one.fits]
+    assert [one.step_ms for one in fitting] == sorted(one.step_ms for one in fitting)
+    others = [one for one in report.candidates if not one.fits and one.reserved]
+    assert [one.reserved for one in others] == sorted(one.reserved for one in others)
+    assert all(one.reserved * 1.03 <= 8.9e9 for one in fitting)
+    assert all(one.reserved * 1.03 > 8.9e9 for one in others)
+
+
+def test_each_knob_is_one_line_that_says_what_it_bought_and_cost(searched):
+    first, *lines = searched("8.9GB").explanations
+    assert re.fullmatch(r"tried: 12 combinations of knobs with micro-batches of 1 to 64: \d+ plans, .*; \d+ fit", first)
+    assert lines == [
+        "memory.micro_batch_size 64: there is no larger one; it is a rank's whole share of the batch",
+        "memory.cpu_offload optimizer: 6.00 GB less, 19 % slower, 6.00 GB more on the host; without it: 14.40 GB, "
+        "5.50 GB more than the budget",
+    ]
+
+
+def test_a_larger_micro_batch_is_refused_with_a_figure(searched):
+    changes = {"memory.activation_checkpointing": "full", "memory.cpu_offload": "optimizer"}
+    report = searched("2.2GB", **changes)
+    chosen = chosen_in(report)
+    assert dict(chosen.flags) == {"memory.activation_offload": True, "memory.micro_batch_size": 8}
+    assert chosen.traced
+    assert report.explanations[1:] == [
+        "memory.micro_batch_size 8: with 16 it would be ~2.16 GB: within the budget, but not with the margin of 3 %",
+        "memory.activation_offload true: 0.080 GB less, 23 % slower; without it: ~2.16 GB, within the budget, but not "
+        "with the margin of 3 %",
+    ]
+
+
+def test_without_need_there_is_no_technique(searched):
+    report = searched("20GB")
+    assert dict(chosen_in(report).flags) == {"memory.micro_batch_size": 64}
+    assert chosen_in(report).command == "--memory.micro_batch_size 64"
+    assert report.explanations[-1] == "no technique is needed: none that fits is faster than the plan without any"
+
+
+def test_ddp_and_fsdp_are_compared(searched):
+    report = searched("20GB", devices=2)
+    assert dict(chosen_in(report).flags) == {"memory.strategy": "ddp", "memory.micro_batch_size": 32}
+    line = next(line for line in report.explanations if line.startswith("memory.strategy"))
+    assert line.startswith("memory.strategy ddp: 4.00 GB more, 4 % faster, 4.00 GB less on the host; with fsdp: ")
+    assert "\nfsdp* keeps whole weights" in table(report)
+
+
+def test_when_nothing_fits_it_says_what_is_missing_and_what_would_do_at_a_loss(searched):
+    report = searched("0.45GB")
+    assert report.chosen is None
+    assert report.drawn is report.smallest is report.candidates[0]
+    assert report.smallest.reserved == GB // 2 + GB // 100
+    assert report.smallest.prediction.timeline is not None
+    text = "\n".join(report.explanations)
+    assert "nothing fits in 0.450 GB: the smallest plan needs 0.510 GB (batch 64 = 1 rank × 64 micro-batches" in text
+    assert "0.060 GB more than the budget" in text
+    assert re.search(r"at a loss, only if you allow it: .*--memory.precision bf16-true: 0.260 GB, would fit", text)
+    assert "at a loss, only if you allow it: --memory.cpu_offload parameters" in text
+    assert report.explanations[-1] == "--lossy true finds the fastest of the plans that fit at a loss"
+    at_a_loss = searched("0.45GB", lossy=True)
+    assert chosen_in(at_a_loss).flags["memory.precision"] == "bf16-true"
+    assert "lossy" in table(at_a_loss).splitlines()[0]
+    assert any(line.startswith("memory.precision bf16-true: ") for line in at_a_loss.explanations)
+
+
+def test_the_table_has_a_row_a_combination_and_fits_the_screen(searched):
+    for report in (searched("8.9GB"), searched("0.45GB"), searched("3GB", devices=4), searched("0.45GB", lossy=True)):
+        lines = table(report).splitlines()
+        assert max(map(len, lines)) <= 120, lines[0]
+        assert lines[0].startswith("micro-batch")
+        rows = [line for line in lines[2:] if " × " in line]
+        assert len(rows) == len(best_of_each(report))
+        assert (rows[0].split()[-2:] == ["yes", "chosen"]) == (report.chosen is not None)
+        assert max(map(len, why(report).splitlines())) <= WIDTH
+
+
+def test_interpolated_rows_are_marked(searched):
+    report = searched("2.2GB", **{"memory.activation_checkpointing": "full", "memory.cpu_offload": "optimizer"})
+    assert not report.candidates[1].traced
+    row = table(report).splitlines()[3]
+    assert re.search(r"~2\.\d\d +~\d\.\d\d +~[\d,.]+ +yes", row), row
+    assert "~ lies between the traces" in table(report)
+
+
+def test_refused_plans_are_kept_with_their_reason(searched):
+    report = searched("8.9GB", **{"optim.name": "adafactor"})
+    refused = [one for one in report.candidates if one.reserved is None]
+    assert refused
+    assert all("adafactor" in one.reason for one in refused)
+    assert "refused, " in why(report)
+    assert json.loads(json.dumps(report.to_json()))["candidates"][-1]["predicted_reserved_gb"] is None
+
+
+def test_json_has_the_promised_keys_in_gb(searched):
+    report = searched("8.9GB")
+    content = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    promised = {"flags", "predicted_allocated_gb", "predicted_reserved_gb", "predicted_host_gb"}
+    promised |= {"predicted_step_ms", "fits", "reason"}
+    assert all(promised <= set(one) for one in content["candidates"])
+    first = content["candidates"][0]
+    assert first.items() <= content["chosen"].items()
+    assert (first["predicted_reserved_gb"], first["predicted_allocated_gb"]) == (8.4, 8.3)
+    assert (first["predicted_host_gb"], first["fits"], content["budget_gb"]) == (6.0, True, 8.9)
+    assert first["reason"] == "the fastest of those that fit; 0.500 GB of the budget stay free"
+
+
+def test_the_heading_says_what_lies_outside_of_the_budget(searched):
+    report = searched("8.9GB", devices=2)
+    gpu = searching.gpu_named("a100-80gb")
+    text = heading(report.recipe, gpu, 2, 1, report.budget, report.margin, (1000, 10))
+    assert "VisionTransformer: 1,000 parameters (10 trained)" in text
+    assert "64 samples a step" in text
+    assert "2 × A100 80 GB (SXM) of 84.98 GB" in text
+    assert "8.90 GB on each device for torch, of which 3 % are to stay free" in text
+    assert "about 0.500 GB for the CUDA context and 0.350 GB for NCCL" in text
+
+
+def test_a_long_command_is_cut_between_flags():
+    words = ["trainer fit x", *(f"--memory.knob_{number} value" for number in range(12))]
+    text = pasteable(words)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert text.replace(" \\\n   ", "").split() == " ".join(words).split()

@@ -1,0 +1,39 @@
+"""What the flags of commands have in common that are not a recipe's. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from trainer.errors import RecipeError, require
+
+
+def count(name: str, text: str) -> int:
+    """The value of ``--name``, an integer of at least 1."""
+    require(text.isdecimal() and int(text) > 0, f"--{name}={text!r} must be an integer of at least 1")
+    return int(text)
+
+
+def yes_or_no(name: str, text: str) -> bool:
+    """The value of ``--name``, true or false."""
+    require(text.lower() in ("true", "false"), f"--{name}={text!r} must be true or false")
+    return text.lower() == "true"
+
+
+def new_folder(command: str, wanted: str | None, reference: str) -> Path:
+    """The folder that a command writes to, made; one that holds what it wrote before is refused.
+
+    Args:
+        command: ladder or plan; its main file is that name with ``.json``.
+        wanted: the value of ``--out``, if it was given.
+        reference: names the recipe.
+    """
+    name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    out = Path(wanted or f"runs/{Path(reference).stem}/{name}").absolute()
+    require(not (out / f"{command}.json").exists(), f"--out={out} already holds a {command}: choose another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"--out={out} cannot be made ({error.strerror}): choose another folder") from error
+    return out
