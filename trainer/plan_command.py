@@ -109,7 +109,8 @@ def _with_progress(search: Search, lossy: bool) -> PlanReport:
 
     progress = Progress(search.recipe.run.progress)
     progress.start(0)
-    search.progress = progress.count
+    # The batch is the same in all of them, and has been said.
+    search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
     try:
         return search.run(lossy)
     finally:

@@ -205,11 +205,13 @@ def test_a_picture_is_drawn_wherever_the_budget_lies(tmp_path, budget):
 
 
 def test_the_picture_of_a_long_plan_keeps_its_title_on_it(tmp_path, monkeypatch):
-    titles = []
-    original = plan_plot._new_figure
-    monkeypatch.setattr(
-        plan_plot, "_new_figure", lambda title, height: (titles.append(title), original(title, height))[1]
-    )
+    titles, original = [], plan_plot._new_figure
+
+    def remembered(title: str, height: float) -> Any:
+        titles.append(title)
+        return original(title, height)
+
+    monkeypatch.setattr(plan_plot, "_new_figure", remembered)
     timeline = {"allocated": {"params": [0, 1e9]}, "reserved": [0, 1e9], "marks": [[0, "init"]]}
     plot_plan(timeline, 1e9, "name\n" + "a technique, " * 20, tmp_path / "plan.png")
     assert titles[0].startswith("name\na technique")

@@ -25,7 +25,7 @@ def explain(candidates: Sequence[Candidate]) -> list[str]:
     lines = [_tried(candidates), *_size(chosen, others)]
     lines += [line for key in knobs if key not in followers for line in _knob(key, chosen, others)]
     if not knobs:
-        lines.append("no technique is needed: none that fits is faster than the plan without any")
+        lines.append("no technique needs to be added: no plan that fits is faster")
     return lines
 
 
