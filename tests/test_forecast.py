@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer import Memory, Recipe, RecipeError, Run, fit
+from trainer import Memory, Recipe, RecipeError, Run
+from trainer.fit import fit
 from trainer.forecast import Forecast, _awaited, _through_file, forecast, planned
 from trainer.locate import load_recipe
 from trainer.planner.children import Child

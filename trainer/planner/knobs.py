@@ -83,7 +83,6 @@ ORDER: dict[str, tuple[Any, ...]] = {
     "memory.cpu_offload": ("none", "optimizer", "parameters"),
     "memory.activation_checkpointing": ("none", "selective", "full"),
     "memory.activation_offload": (False, True),
-    "memory.reshard_after_forward": (False, True),
 }
 """The values of each knob, the fastest first: none computes or moves less than the one before it."""
 
