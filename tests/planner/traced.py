@@ -20,8 +20,6 @@ from trainer.planner.predict import prepared
 from trainer.recipe import Memory, Optim, Recipe
 
 BATCH, TOKENS, WIDTH, INNER, CLASSES, BLOCKS = 64, 32, 128, 512, 8, 4
-EVALUATED = 7
-"""Samples that ``InMemory`` evaluates on."""
 FLOAT, LONG, BFLOAT16 = 4, 8, 2
 
 
