@@ -5,6 +5,7 @@ Every function here changes torch for the rest of the process.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -228,6 +229,15 @@ def patch_optimizers() -> None:
         _replace(module, _group_tensors_by_device_and_dtype=group)
     checks = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
     _replace(torch.optim.Optimizer, **dict.fromkeys(checks, lambda optimizer: None))
+
+
+def patch_transformers() -> None:
+    """Masks that mask nothing are left out, as in a real run; transformers keeps them where it sees fake tensors.
+
+    Call it when the model is built: before, transformers need not be imported.
+    """
+    utils = sys.modules.get("transformers.utils.import_utils")
+    _replace(utils, is_fake_tensor=lambda tensor: False)
 
 
 def patch_fsdp() -> None:

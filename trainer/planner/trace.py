@@ -33,6 +33,7 @@ from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.planner.device import install
 from trainer.planner.events import Trace
 from trainer.planner.fake_mode import FakeGPUMode
+from trainer.planner.patches import patch_transformers
 from trainer.planner.ranks import fake_ranks
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer
@@ -110,6 +111,7 @@ def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, node
             launcher = "torchrun" if ranks > 1 else "plain"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
             module = _empty(recipe, plan)
+        patch_transformers()
         _Run(recipe, plan, fabric, tracer).take(module, samples)
     trace = tracer.trace
     trace.notes += _notes(plan)

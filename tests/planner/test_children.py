@@ -1,0 +1,121 @@
+"""Jobs in forked processes: their results, their errors, and their end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+from tiny import target_of
+from traced import Own, own_recipe
+
+from trainer.errors import RecipeError
+from trainer.memory.plan import decide_plan
+from trainer.planner.children import Child, Failed, in_child, in_children
+from trainer.planner.predict import predict
+
+
+def refuse() -> None:
+    raise RecipeError("memory.precision=12-true is not a precision: use 32-true")
+
+
+def fail() -> None:
+    raise ValueError("a shape does not fit\nand here is a page of details")
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+def test_a_result_comes_back() -> None:
+    assert in_child(lambda: {"figures": [1, 2.5, None, "text"]}) == {"figures": [1, 2.5, None, "text"]}
+
+
+def test_a_large_result_comes_back() -> None:
+    assert len(in_child(lambda: "x" * 3_000_000)) == 3_000_000
+
+
+def test_a_refusal_passes_through() -> None:
+    with pytest.raises(RecipeError, match=r"^memory\.precision=12-true is not a precision: use 32-true$"):
+        in_child(refuse)
+
+
+def test_another_error_is_a_line_that_says_what_and_where() -> None:
+    with pytest.raises(Failed) as caught:
+        in_child(fail)
+    assert re.fullmatch(r"ValueError: a shape does not fit \(.*test_children\.py:\d+\)", str(caught.value))
+
+
+def test_what_the_job_says_itself_is_not_repeated() -> None:
+    def job() -> None:
+        raise Failed("the model cannot be traced: it asks a GPU for its name")
+
+    with pytest.raises(Failed, match=r"^the model cannot be traced: it asks a GPU for its name$"):
+        in_child(job)
+
+
+def test_a_killed_process_is_reported() -> None:
+    with pytest.raises(Failed, match=r"ended with code -9: did memory run out\?"):
+        in_child(be_killed)
+
+
+def test_leaving_is_an_error_too() -> None:
+    with pytest.raises(Failed, match=r"^SystemExit: 3 "):
+        in_child(leave)
+
+
+def test_one_that_fails_leaves_the_others_alone() -> None:
+    jobs = [fail, lambda: "second", be_killed, refuse, lambda: "fifth"]
+    results = dict(in_children(jobs, 2))
+    assert [type(results[number]) for number in range(5)] == [Failed, str, Failed, RecipeError, str]
+    assert (results[1], results[4]) == ("second", "fifth")
+
+
+def test_a_child_can_be_waited_for_and_killed() -> None:
+    child = Child(partial(time.sleep, 60))
+    assert not child.wait(0.05)
+    child.kill()
+    assert child.wait(5)
+    assert isinstance(child.result(), Failed)
+
+
+def test_those_that_nobody_waits_for_any_longer_are_killed(tmp_path: Any) -> None:
+    def linger(name: str) -> None:
+        (tmp_path / name).write_text(str(os.getpid()))
+        time.sleep(60)
+
+    def first() -> str:
+        while not (tmp_path / "lingers").exists():
+            time.sleep(0.01)
+        return "first"
+
+    results = in_children([first, partial(linger, "lingers")], 2)
+    assert next(results) == (0, "first")
+    results.close()  # type: ignore[attr-defined]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "lingers").read_text()), 0)
+
+
+def test_an_error_of_the_users_model_names_its_place() -> None:
+    recipe = own_recipe(model=Own(fails=True))
+    with pytest.raises(Failed, match=r"^KeyError: 'no such column' \(.*traced\.py:\d+\)$"):
+        predict(recipe, decide_plan(recipe, 1), target_of())
+
+
+def test_a_model_of_ones_own_is_predicted() -> None:
+    recipe = own_recipe()
+    prediction = predict(recipe, decide_plan(recipe, 1), target_of(), timeline=True)
+    assert 0 < prediction.allocated <= prediction.reserved
+    assert sum(prediction.categories.values()) == prediction.allocated
+    assert prediction.phases[prediction.peak_phase]["allocated"] == prediction.allocated
+    assert prediction.largest[0][-1] == max(size for *_, size in prediction.largest)
+    assert max(prediction.timeline["reserved"]) == prediction.reserved  # type: ignore[index]
+    assert prediction.step_ms > prediction.times["step_phase_ms"] > 0

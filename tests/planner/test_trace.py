@@ -1,0 +1,179 @@
+"""What a traced run asks of the memory: weights, gradients, optimizer state, activations, on one rank and on many."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from traced import BATCH, BFLOAT16, BLOCKS, FLOAT, INNER, LONG, MATRIX, TOKENS, WEIGHTS, WIDTH
+from traced import Own, count, held, made, own_recipe, traced, when
+
+from trainer.planner.events import Trace
+from trainer.recipe import Memory
+
+RUNS = {
+    "plain": (own_recipe(), 1),
+    "checkpointed": (own_recipe(Memory(activation_checkpointing="full")), 1),
+    "accumulated": (own_recipe(accumulate=4), 1),
+    "autocast": (own_recipe(Memory(precision="bf16-mixed"), accumulate=2), 1),
+    "activations on the host": (own_recipe(Memory(activation_offload=True)), 1),
+    "optimizer on the host": (own_recipe(Memory(cpu_offload="optimizer", micro_batch_size=BATCH)), 1),
+    "guessed": (own_recipe(model=Own(asks=True)), 1),
+    "ddp": (own_recipe(), 2),
+    "fsdp 2": (own_recipe(Memory(strategy="fsdp")), 2),
+    "fsdp 8": (own_recipe(Memory(strategy="fsdp")), 8),
+    "fsdp 64": (own_recipe(Memory(strategy="fsdp")), 64),
+}
+
+PHASES = ["init", "forward", "backward", "step", "evaluation", "saving"]
+STEP_COUNTERS = 64 * FLOAT
+"""At most what Adam's counters of steps take, where they are on the device."""
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Trace]:
+    return traced(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_block_is_allocated_once_and_freed_at_most_once_while_alive(name: str, runs: dict[str, Trace]) -> None:
+    seen: set[int] = set()
+    alive: set[int] = set()
+    for event in runs[name].events:
+        assert event.bytes >= 0
+        assert event.phase in PHASES
+        if event.bytes:
+            assert event.op
+            assert event.id not in seen
+            seen.add(event.id)
+            alive.add(event.id)
+        else:
+            alive.remove(event.id)
+    assert runs[name].categories.keys() <= seen
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_marks_say_where_phases_begin(name: str, runs: dict[str, Trace]) -> None:
+    trace = runs[name]
+    assert list(dict.fromkeys(phase for _, phase in trace.marks)) == PHASES
+    starts = [index for index, _ in trace.marks]
+    for (_, phase), start, end in zip(trace.marks, starts, [*starts[1:], len(trace.events)], strict=True):
+        assert {event.phase for event in trace.events[start:end]} <= {phase}
+
+
+def test_a_plain_run_has_what_arithmetic_says(runs: dict[str, Trace]) -> None:
+    plain = runs["plain"]
+    assert max(held(plain, "params")) == FLOAT * WEIGHTS
+    assert max(held(plain, "gradients")) == FLOAT * WEIGHTS
+    assert max(held(plain, "optimizer")) == pytest.approx(2 * FLOAT * WEIGHTS, abs=STEP_COUNTERS)
+    assert max(when(plain, "backward", "batch")) == BATCH * (TOKENS * WIDTH * FLOAT + LONG)
+    assert set(when(plain, "forward", "gradients")) == {0}
+    assert when(plain, "evaluation", "batch") == [0]
+    assert plain.guesses == 0
+
+
+def test_forward_leaves_what_backward_needs(runs: dict[str, Trace]) -> None:
+    """Of a block: the normalised input, what goes into GELU and comes out of it, and the mask of dropout."""
+    tokens = BATCH * TOKENS
+    of_a_block = tokens * (FLOAT * (2 * WIDTH + 2 * INNER) + WIDTH)
+    at_backward = when(runs["plain"], "backward", "activations")
+    assert at_backward == [at_backward[0]] * count(runs["plain"], "backward")
+    assert at_backward[0] == pytest.approx(BLOCKS * of_a_block, rel=0.03)
+    assert set(when(runs["plain"], "step", "activations")) == {FLOAT}  # the loss, which is read with the norm
+
+
+def test_checkpointing_leaves_the_inputs_of_blocks(runs: dict[str, Trace]) -> None:
+    inputs = (BLOCKS - 1) * BATCH * TOKENS * WIDTH * FLOAT  # that of the first is the batch
+    assert max(when(runs["checkpointed"], "backward", "activations")) == pytest.approx(inputs, rel=0.03)
+    assert made(runs["checkpointed"], "backward", "gelu")
+    assert not made(runs["plain"], "backward", "gelu")
+
+
+def test_accumulation_keeps_gradients_while_the_next_micro_batch_goes_forward(runs: dict[str, Trace]) -> None:
+    accumulated = runs["accumulated"]
+    assert max(when(accumulated, "forward", "gradients")) == FLOAT * WEIGHTS
+    labels = BATCH // 4 * LONG  # those of the micro-batch before are still there
+    assert max(when(accumulated, "backward", "batch")) == BATCH // 4 * TOKENS * WIDTH * FLOAT + 2 * labels
+    assert accumulated.skipped_micro_steps == 2
+    assert count(accumulated, "forward") == 2 * (count(accumulated, "step") + 1)  # before the steps there is a rehearsal
+
+
+def test_dropout_keeps_a_mask_of_a_byte_an_element(runs: dict[str, Trace]) -> None:
+    elements = BATCH * TOKENS * WIDTH
+    sizes = made(runs["plain"], "forward", "native_dropout")
+    forwards = BLOCKS * count(runs["plain"], "forward")
+    assert sizes.count(elements) == sizes.count(elements * FLOAT) == forwards == len(sizes) / 2
+    assert not made(runs["plain"], "evaluation", "native_dropout")
+
+
+def test_autocast_casts_each_weight_once_a_forward(runs: dict[str, Trace]) -> None:
+    autocast, of_a_matrix = runs["autocast"], MATRIX * BFLOAT16
+    casts = made(autocast, "forward", "_to_copy")
+    assert casts.count(of_a_matrix) == 2 * BLOCKS * count(autocast, "forward")
+    assert made(autocast, "evaluation", "_to_copy").count(of_a_matrix) == 2 * BLOCKS
+    assert not made(runs["plain"], "forward", "_to_copy").count(of_a_matrix)
+    assert max(held(autocast, "gradients")) == FLOAT * WEIGHTS
+
+
+@pytest.mark.parametrize("phase", ["forward", "evaluation"])
+def test_autocast_forgets_the_casts(phase: str, runs: dict[str, Trace]) -> None:
+    alive: dict[int, int] = {}
+    most = 0
+    for event in runs["autocast"].events:
+        if event.phase == phase and event.op == "_to_copy" and event.bytes == MATRIX * BFLOAT16:
+            alive[event.id] = event.bytes
+        elif not event.bytes:
+            alive.pop(event.id, None)
+        most = max(most, len(alive))
+        if event.phase in ("step", "saving"):
+            assert not alive
+    assert most == 2 * BLOCKS  # until then all are kept
+
+
+def test_activations_leave_on_a_stream_of_their_own(runs: dict[str, Trace]) -> None:
+    offloaded, plain = runs["activations on the host"], runs["plain"]
+    copies = [work for work in offloaded.work if work.kind in ("to_host", "to_device") and work.bytes >= 2**20]
+    assert {work.kind for work in copies if work.stream != 0} == {"to_host", "to_device"}
+    assert {work.stream for work in plain.work} == {0}
+    assert {event.stream for event in offloaded.events} == {0}  # memory is that of the computing stream all the same
+    assert max(when(offloaded, "backward", "activations")) < max(when(plain, "backward", "activations")) / 2
+    assert offloaded.host_bytes > plain.host_bytes + max(when(plain, "backward", "activations")) / 2
+
+
+def test_an_optimizer_on_the_host_leaves_the_device_alone(runs: dict[str, Trace]) -> None:
+    """The host has master weights, which are powers of two here, gradients in one page-locked piece, and moments."""
+    offloaded, whole = runs["optimizer on the host"], FLOAT * WEIGHTS
+    page_locked = whole + 2 ** math.ceil(math.log2(whole))
+    assert max(held(offloaded, "optimizer")) == 0
+    assert set(when(offloaded, "forward", "gradients")) == {0}
+    assert max(held(offloaded, "params")) <= FLOAT * WEIGHTS
+    assert offloaded.host_bytes == pytest.approx(page_locked + 2 * whole, rel=0.001)
+    assert 12 <= offloaded.host_bytes / WEIGHTS <= 20
+    assert runs["plain"].host_bytes < WEIGHTS
+
+
+def test_guesses_are_counted(runs: dict[str, Trace]) -> None:
+    in_evaluation = 1
+    assert runs["guessed"].guesses == count(runs["guessed"], "forward") + in_evaluation
+    assert [name for name, trace in runs.items() if trace.guesses] == ["guessed"]
+
+
+def test_ddp_has_buckets_of_gradients_all_the_time(runs: dict[str, Trace]) -> None:
+    ddp = runs["ddp"]
+    assert max(held(ddp, "params")) == FLOAT * WEIGHTS
+    after_the_first_step = when(ddp, "forward", "gradients")[-1]
+    assert after_the_first_step == FLOAT * WEIGHTS
+    assert max(when(ddp, "backward", "batch")) == BATCH // 2 * (TOKENS * WIDTH * FLOAT + LONG)
+    reduced = [work.bytes for work in ddp.work if work.op == "all_reduce" and work.phase == "backward"]
+    assert sum(reduced) == FLOAT * WEIGHTS
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_fsdp_divides_by_the_ranks(ranks: int, runs: dict[str, Trace]) -> None:
+    """Rows that cannot be divided evenly are padded: of the head's 8 rows each of 64 ranks has one at most."""
+    fsdp, share = runs[f"fsdp {ranks}"], FLOAT * WEIGHTS / ranks
+    assert min(when(fsdp, "forward", "params")) == pytest.approx(share, rel=0.12)
+    assert max(held(fsdp, "optimizer")) == pytest.approx(2 * share, rel=0.12)
+    assert max(when(fsdp, "step", "gradients")) == pytest.approx(share, rel=0.12)
+    assert {work.op for work in fsdp.work if work.kind == "collective"} >= {"all_gather", "reduce_scatter"}
+    assert max(when(fsdp, "backward", "batch")) == BATCH // ranks * (TOKENS * WIDTH * FLOAT + LONG)
