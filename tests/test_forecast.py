@@ -164,10 +164,16 @@ def test_a_prediction_that_fails_stops_nobody() -> None:
     assert outlook.beside({"host_peak_gb": 2.0, "host_idle_gb": 1.0}) == {}
 
 
-def test_a_process_that_has_trained_says_why_it_cannot_predict(tmp_path) -> None:
-    recipe = digits(max_steps=1, run=Run(dir=str(tmp_path / "first"), progress=False, evaluate=False, predict=False))
-    fit(recipe)
+def test_a_process_that_has_trained_on_its_cpu_can_predict(tmp_path) -> None:
+    fit(digits(max_steps=1, run=Run(dir=str(tmp_path / "first"), progress=False, evaluate=False, predict=False)))
+    outlook = forecast(digits(), ALONE)
+    assert outlook is not None
+    assert outlook.lines()[0].startswith("predicted peak: 0.0")
+
+
+def test_a_process_that_uses_its_gpu_says_why_it_cannot_predict(monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     outlook = forecast(digits(), ALONE)
     assert outlook is not None
     (line,) = outlook.lines()
-    assert "has trained already" in line
+    assert "has used its GPU already" in line

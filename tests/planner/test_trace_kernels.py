@@ -82,7 +82,9 @@ def text_recipe(model: Model, lengths: list[int]) -> Recipe:
     """A prepared recipe of texts, two in a batch, in order of their length."""
     samples = [{"input_ids": torch.full((length,), 5), "labels": torch.tensor(0)} for length in lengths]
     memory = Memory(precision="bf16-mixed", micro_batch_size=2)
-    return prepared(Recipe(model=model, data=InMemory(samples=samples), optim=Optim("sgd"), batch_size=2, memory=memory))
+    return prepared(
+        Recipe(model=model, data=InMemory(samples=samples), optim=Optim("sgd"), batch_size=2, memory=memory)
+    )
 
 
 def llama() -> Model:
