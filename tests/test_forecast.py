@@ -21,6 +21,12 @@ from trainer.planner.knobs import applied, combinations, free_knobs, micro_batch
 from trainer.world import World
 
 ALONE = World("plain", "cpu", 1)
+ONLY_MICRO_BATCHES = [
+    "--memory.micro_batch_size=auto",
+    "--memory.strategy=ddp",
+    "--memory.activation_checkpointing=full",
+]
+"""What leaves the planner little to try."""
 
 
 def digits(**changes) -> Recipe:
@@ -51,7 +57,7 @@ def test_a_run_says_what_it_will_need_and_how_far_off_that_was(tmp_path) -> None
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_budget_makes_the_planner_choose_for_all_ranks_alike(tmp_path, ranks) -> None:
-    arguments = [f"--run.devices={ranks}", "--memory.budget=46MB", "--batch_size=256", "--memory.micro_batch_size=auto"]
+    arguments = [f"--run.devices={ranks}", "--memory.budget=46MB", "--batch_size=256", *ONLY_MICRO_BATCHES]
     code, output, summary = in_fresh_process([*arguments, "--max_steps=2", "--run.evaluate=false"], tmp_path)
     assert code == 0, output
     assert output.count("planner: batch 256") == 1
@@ -61,7 +67,7 @@ def test_a_budget_makes_the_planner_choose_for_all_ranks_alike(tmp_path, ranks) 
 
 
 def test_a_budget_that_nothing_fits_in_is_refused_with_what_is_missing(tmp_path) -> None:
-    code, output, _ = in_fresh_process(["--memory.budget=41MB"], tmp_path)
+    code, output, _ = in_fresh_process(["--memory.budget=41MB", *ONLY_MICRO_BATCHES], tmp_path)
     assert code == 2
     line = next(line for line in output.splitlines() if line.startswith("trainer: error:"))
     assert "memory.budget=41MB" in line
