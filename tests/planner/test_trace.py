@@ -5,8 +5,25 @@ from __future__ import annotations
 import math
 
 import pytest
-from traced import BATCH, BFLOAT16, BLOCKS, FLOAT, INNER, LONG, MATRIX, TOKENS, WEIGHTS, WIDTH
-from traced import Own, count, held, made, own_recipe, traced, when
+from traced import (
+    BATCH,
+    BFLOAT16,
+    BLOCKS,
+    FLOAT,
+    INNER,
+    LONG,
+    MATRIX,
+    TOKENS,
+    WEIGHTS,
+    WIDTH,
+    Own,
+    count,
+    held,
+    made,
+    own_recipe,
+    traced,
+    when,
+)
 
 from trainer.planner.events import Trace
 from trainer.recipe import Memory
@@ -95,7 +112,9 @@ def test_accumulation_keeps_gradients_while_the_next_micro_batch_goes_forward(ru
     labels = BATCH // 4 * LONG  # those of the micro-batch before are still there
     assert max(when(accumulated, "backward", "batch")) == BATCH // 4 * TOKENS * WIDTH * FLOAT + 2 * labels
     assert accumulated.skipped_micro_steps == 2
-    assert count(accumulated, "forward") == 2 * (count(accumulated, "step") + 1)  # before the steps there is a rehearsal
+    assert count(accumulated, "forward") == 2 * (
+        count(accumulated, "step") + 1
+    )  # before the steps there is a rehearsal
 
 
 def test_dropout_keeps_a_mask_of_a_byte_an_element(runs: dict[str, Trace]) -> None:
