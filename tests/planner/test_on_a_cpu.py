@@ -68,7 +68,6 @@ def test_predicted_resident_memory_is_that_of_a_run(tmp_path: Path) -> None:
     prediction = predict(recipe, decide_plan(recipe, 1), Target(host_as_device()))
     memory = measured(file, tmp_path / "run")
     over_idle = 1e9 * (memory["host_peak_gb"] - memory["host_idle_gb"])
-    print(prediction.allocated, prediction.reserved, over_idle, memory)
     assert prediction.reserved == prediction.allocated + CPU_BUFFERS
     assert prediction.allocated == pytest.approx(over_idle, rel=0.12)
-    assert prediction.reserved == pytest.approx(over_idle, rel=0.12)
+    assert prediction.reserved == pytest.approx(over_idle, rel=0.08)
