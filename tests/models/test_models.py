@@ -9,11 +9,12 @@ import sys
 import pytest
 import torch
 import torchvision
-from problems import make_model, tokenizer_folder
+from problems import flat, make_model, tokenizer_folder
 from safetensors.torch import load_file, save_file
 
 from trainer.blocks import find_blocks
 from trainer.errors import RecipeError
+from trainer.memory.checkpointing import checkpoint_blocks
 from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
 from trainer.models.bigbird import use_fused_attention
 
@@ -179,6 +180,42 @@ def test_a_saved_text_model_is_what_transformers_loads(name, tmp_path):
     assert torch.equal(ours(**inputs).logits, module(**inputs).logits)
     assert theirs.config.id2label[3] == "d"
     assert AutoTokenizer.from_pretrained(tmp_path)("w5 w7")["input_ids"] == [5, 7]
+
+
+DECODER = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def test_checkpointed_blocks_of_a_decoder_have_the_gradients_of_plain_ones():
+    """A cache of keys and values, which transformers makes by default, would grow as a block is computed again."""
+    model = TextClassifier("llama", tokenizer=tokenizer_folder(), config=DECODER, num_classes=5)
+    module = model.build().double().train()
+    batch = text_batch([5, 17, 30])
+    plain = gradients(model, module, batch)
+    checkpoint_blocks(find_blocks(module), "full")
+    checkpointed = gradients(model, module, batch)
+    assert all(gradient.abs().sum() > 0 for gradient in plain.values())
+    torch.testing.assert_close(checkpointed, plain, rtol=1e-12, atol=1e-15)
+    before = flat(module)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    (loss,) = model.losses(module, batch)
+    assert loss.total.isfinite()
+    assert not torch.equal(flat(module), before)
+
+
+def gradients(model, module, batch):
+    """Of each parameter, of one backward."""
+    module.zero_grad()
+    (loss,) = model.losses(module, batch)
+    loss.total.backward()
+    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
 
 
 def test_text_settings_reach_the_configuration():

@@ -87,6 +87,14 @@ def test_a_child_can_be_waited_for_and_killed() -> None:
     assert isinstance(child.result(), Failed)
 
 
+def test_a_child_that_is_killed_as_it_answers_is_reported() -> None:
+    child = Child(lambda: "x" * 3_000_000)
+    assert child.wait(10)
+    time.sleep(0.2)  # the pipe is full now, with 64 KiB of the answer
+    child.kill()
+    assert re.search(r"ended with code -9: did memory run out\?", str(child.result()))
+
+
 def test_those_that_nobody_waits_for_any_longer_are_killed(tmp_path: Any) -> None:
     def linger(name: str) -> None:
         (tmp_path / name).write_text(str(os.getpid()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -95,12 +94,10 @@ def llama() -> Model:
         "intermediate_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 16,
         "max_position_embeddings": 64,
     }
     return TextClassifier("llama", tokenizer=tokenizer_folder(), config=config, num_classes=5)
-
-
-ENCODER = dataclasses.replace(make_model("distilbert"))  # type: ignore[type-var]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +105,7 @@ def texts() -> dict[str, Trace]:
     return traced(
         {
             f"{name}, {lengths}": (text_recipe(model, [16, shorter]), 1)
-            for name, model in (("encoder", ENCODER), ("decoder", llama()))
+            for name, model in (("encoder", make_model("distilbert")), ("decoder", llama()))
             for lengths, shorter in (("alike", 16), ("padded", 10))
         }
     )
@@ -126,6 +123,16 @@ def test_a_mask_that_masks_nothing_is_left_out(name: str, texts: dict[str, Trace
     assert attention_of(alike) == {"flash_attention", "flash_attention_backward"}
     assert attention_of(padded) >= {"efficient_attention", "efficient_attention_backward"}
     assert alike.guesses == padded.guesses == 0
+
+
+def test_grouped_heads_count_like_others(texts: dict[str, Trace]) -> None:
+    """A batch of 2, 4 heads of 16 that ask and 2 that answer, 16 tokens; 2 products forward, and 5 backward."""
+    work = [work for work in texts["decoder, alike"].work if "attention" in work.op]
+    product = 2 * (2 * 4 * 16 * 16 * 16)
+    assert Counter((one.phase, one.flops) for one in work) == {
+        ("forward", 2 * product): 2,
+        ("backward", 5 * product): 2,
+    }
 
 
 # --------------------------------------------------------------------------------------------------------- workspaces

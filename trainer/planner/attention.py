@@ -191,5 +191,18 @@ def inner_bytes(rules: AttentionRules, name: str, args: tuple) -> tuple[int, ...
     return ()
 
 
+def counted_args(name: str, args: tuple) -> tuple:
+    """Arguments with which torch counts the operations of an attention kernel, with shapes in the place of tensors.
+
+    Keys and values get as many heads as queries, which costs the same: torch 2.11 refuses to count anything else.
+    """
+    if not name.startswith("_scaled_dot_product"):
+        return args
+    first = 1 if name.endswith("_backward") else 0  # after the gradient
+    query, key, value = (tuple(tensor.shape) for tensor in args[first : first + 3])
+    key, value = ((*shape[:1], query[1], *shape[2:]) for shape in (key, value))
+    return (*args[:first], query, key, value, *args[first + 3 :])
+
+
 def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

@@ -144,7 +144,7 @@ def _described(error: BaseException) -> str:
 def _result(connection: Connection, process: Any) -> Any:
     try:
         answer = json.loads(connection.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):  # also in the midst of an answer
         answer = {}
     finally:
         connection.close()

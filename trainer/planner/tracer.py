@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.planner.attention import inner_bytes
+from trainer.planner.attention import counted_args, inner_bytes
 from trainer.planner.events import Category, Event, Kind, Trace, Work
 from trainer.planner.fake_mode import FakeGPUMode
 from trainer.planner.patches import is_paused
@@ -236,7 +236,8 @@ class Tracer(TorchDispatchMode):
             self.note(name, kind, 0, moved, results)
             return
         packet = getattr(func, "_overloadpacket", None)
-        flops = int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0
+        count = flop_registry.get(packet)
+        flops = int(count(*counted_args(name, args), **kwargs, out_val=out)) if count else 0
         seen = {id(tensor) for tensor in tensors}  # the result of an in-place operation is one of them
         moved = _bytes(tensors) + _bytes([tensor for tensor in results if id(tensor) not in seen])
         self.note(name, "compute", flops, moved, results or tensors)
