@@ -55,7 +55,7 @@ def test_a_run_says_what_it_will_need_and_how_far_off_that_was(tmp_path) -> None
     assert memory["prediction_error"] == pytest.approx(memory["predicted_reserved_gb"] / measured - 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_budget_makes_the_planner_choose_for_all_ranks_alike(tmp_path, ranks) -> None:
     arguments = [f"--run.devices={ranks}", "--memory.budget=46MB", "--batch_size=256", *ONLY_MICRO_BATCHES]
     code, output, summary = in_fresh_process([*arguments, "--max_steps=2", "--run.evaluate=false"], tmp_path)
