@@ -41,6 +41,14 @@ def ranks():
     return pool
 
 
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Print the tables that tests have made: what they print themselves is lost when they run in workers."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "table" and report.when == "call":
+                terminalreporter.write_line(f"\n{text}")
+
+
 def pytest_sessionfinish() -> None:
     for pool in _POOLS.values():
         pool.close()

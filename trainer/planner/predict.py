@@ -48,6 +48,7 @@ class Prediction:
         guesses: values that a branch depended on and that were guessed.
         notes: what else a person must know, a line each.
         seconds: that the prediction took.
+        fragmentation: what is reserved at the allocated peak and not in use.
         timeline: memory over the run, for a plot: ``{"allocated": {category: [...]}, "reserved": [...], "marks":
             [[point, phase], ...]}``; ``None`` unless asked for.
     """
@@ -64,13 +65,14 @@ class Prediction:
     guesses: int = 0
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    fragmentation: int = 0
     timeline: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it but the timeline, in plain types, with memory in GB (1e9 bytes)."""
         figures = dataclasses.asdict(self)
         del figures["timeline"]
-        for name in ("allocated", "reserved", "host"):
+        for name in ("allocated", "reserved", "host", "fragmentation"):
             figures[f"{name}_gb"] = round(figures.pop(name) / GB, 4)
         figures["phases"] = {
             phase: {f"{kind}_gb": round(value / GB, 4) for kind, value in peaks.items()}
@@ -141,6 +143,7 @@ def predict_here(recipe: Recipe, plan: Plan, target: Target, nodes: int, timelin
         "guesses": trace.guesses,
         "notes": trace.notes,
         "seconds": time.perf_counter() - began,
+        "fragmentation": 0 if on_cpu else memory.fragmentation,
         "timeline": _timeline(memory, trace) if timeline else None,
     }
 
