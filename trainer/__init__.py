@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from trainer.planner.search import plan
 
 __version__ = "0.1.0"
+
+# Libraries ask for a GPU as they are imported. Torch then asks the driver's own library (NVML): CUDA itself, once it has
+# begun, would break the processes that predictions fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # What needs torch, or the command line's parser, is imported on first use: `import trainer` stays instant.
 # To train from Python: `from trainer.fit import fit, evaluate, predict` (`trainer.fit` itself is that module).

@@ -162,8 +162,6 @@ def _any_rank(fabric: Fabric, flag: bool) -> bool:
 def _accelerator(recipe: Recipe) -> str:
     import torch
 
-    # Asked for through the driver's library: CUDA itself, once begun, would break the processes that predictions fork.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if recipe.run.accelerator != "auto":
         require(
             recipe.run.accelerator != "cuda" or torch.cuda.is_available(),

@@ -7,6 +7,9 @@ with the smallest and the largest, and those in between lie between them. What w
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ import torch
 
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.children import in_child, in_children
+from trainer.planner.children import Failed, in_child, in_children
 from trainer.planner.explain import explain, not_fitting
 from trainer.planner.gpus import GPU, GPUS, detected_gpu, gpu_named, host_as_device, usable_memory
 from trainer.planner.knobs import (
@@ -42,6 +45,14 @@ MARGIN = 0.03
 
 WHOLE = "90%"
 """The budget of a recipe that names none, but leaves knobs to the planner."""
+
+ASK = """
+import dataclasses, json
+from trainer.planner.gpus import detected_gpu
+gpu = detected_gpu()
+print(json.dumps(gpu and dataclasses.asdict(gpu)))
+"""
+"""For a new process, which is slower than a forked one."""
 
 Progress = Callable[[int, int, str], None]
 """Called with the predictions that are done, how many there will be, and the plan that was just predicted."""
@@ -103,7 +114,11 @@ def gpu_here() -> GPU | None:
     """The GPU of this machine, if it has one; a process of its own asks, so that this one can still fork."""
     if torch.cuda.is_initialized():
         return detected_gpu()
-    found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None, sees_gpu=True)
+    try:
+        found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None, sees_gpu=True)
+    except Failed:  # this process has begun with CUDA in a way that it does not tell
+        done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
+        found = json.loads(done.stdout) if done.returncode == 0 else None
     return found and GPU(**found | {"capability": tuple(found["capability"])})
 
 
