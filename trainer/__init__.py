@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Libraries ask for a GPU as they are imported. Torch then asks the driver's own library (NVML): CUDA itself, once it has
-# begun, would break the processes that predictions fork.
+# Libraries ask for a GPU as they are imported. Torch then asks the driver's own library (NVML): CUDA itself, once it
+# has begun, would break the processes that predictions fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # What needs torch, or the command line's parser, is imported on first use: `import trainer` stays instant.
