@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -242,6 +243,19 @@ def _gather(module: nn.Module, device: torch.device) -> None:
             del shard, whole
 
 
+def _gradients(module: nn.Module) -> Iterator[Tensor]:
+    """All gradients, also the whole ones that FSDP keeps until it reduces them."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad
+    for part in module.modules():
+        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+        for held in group.fsdp_params if group else ():
+            whole = getattr(held, "_unsharded_param", None)  # not there before the first gathering
+            kept = (getattr(held, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
+            yield from (gradient for gradient in kept if gradient is not None)
+
+
 class _Phases:
     """Tells the tracer which phase the stepper is in; it takes the place of the monitor of a real run."""
 
@@ -255,9 +269,8 @@ class _Phases:
         trace = self.tracer.trace
         if phase in ("forward", "step") and self.tracer.phase != phase:
             trace.micro_steps.append(len(trace.work))
-        if phase == "step":
-            gradients = [p.grad for p in self.stack.module.parameters() if p.grad is not None]
-            self.tracer.categorise(gradients, "gradients")
+        if phase in ("forward", "step"):
+            self.tracer.categorise(_gradients(self.stack.module), "gradients")
         if phase is not None:
             self.tracer.enter(phase)
 
