@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -27,6 +28,14 @@ FEW = ("--memory.activation_checkpointing", "full", "--memory.cpu_offload", "opt
 """Two combinations are left: with and without offloaded activations."""
 
 ONE = (*FEW, "--memory.activation_offload", "true")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_workspace() -> Iterator[None]:
+    """That of matrix products would be most of what a tiny model needs, and differs between versions of torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -254,7 +254,8 @@ class TextClassifier(Model):
     def _configuration(self) -> Any:
         from transformers import AutoConfig
 
-        if _is_model_type(self.name) and not _is_local(self.name):
+        is_type = _is_model_type(self.name) and not _is_local(self.name)
+        if is_type:
             config = AutoConfig.for_model(self.name)
             tokenizer = self.tokenizer_or_none()
             config.vocab_size, config.pad_token_id = len(tokenizer), tokenizer.pad_token_id
@@ -270,6 +271,9 @@ class TextClassifier(Model):
         changes = dict(self.config)
         if self.dropout is not None:
             changes = {key: self.dropout for key in DROPOUT_FIELDS if getattr(config, key, None) is not None} | changes
+        if is_type:  # settings that others are derived from must be there from the beginning
+            known = {"vocab_size": config.vocab_size, "pad_token_id": config.pad_token_id}
+            config = AutoConfig.for_model(self.name, **{**known, **changes})
         if hasattr(config, "use_cache"):
             # A decoder's cache of keys and values serves generation; a checkpointed block would append to it twice.
             config.use_cache = False

@@ -28,7 +28,7 @@ class AttentionRules:
     Args:
         capability: CUDA compute capability.
         flash: 1 for the first flash attention (torch before 2.2), 2 since.
-        prefers_cudnn: whether cuDNN's attention comes before flash (torch 2.9 and later, on compute capability 9.0 and
+        prefers_cudnn: whether cuDNN's attention comes before flash (torch 2.10 and later, on compute capability 9.0 and
             10.0).
     """
 

@@ -16,6 +16,9 @@ Workspaces = Literal["kept, and one a call", "kept", "one a call"]
 """Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
 torch 2.9 those with a bias had another of their own. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
 
+FAST_CUDNN = 91500
+"""The version of cuDNN after which torch prefers its attention; wheels for CUDA 12.9 and before have older ones."""
+
 OLDEST, NEWEST = (2, 11), (2, 15)
 """Versions of torch whose insides this was written for and tested with."""
 
@@ -57,7 +60,7 @@ class Target:
         return AttentionRules(
             capability=self.gpu.capability,
             flash=1 if self.version < (2, 2) else 2,
-            prefers_cudnn=self.version >= (2, 10),
+            prefers_cudnn=self.version >= (2, 10) and _cudnn_attention_is_fast(),
         )
 
     @property
@@ -67,6 +70,12 @@ class Target:
             return "kept, and one a call"
         kept = self.version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
         return "kept" if kept else "one a call"
+
+
+def _cudnn_attention_is_fast() -> bool:
+    """Whether the installed cuDNN is one that torch takes attention from; that of a CPU build is not known."""
+    version = torch.backends.cudnn.version()
+    return version is None or version > FAST_CUDNN
 
 
 def installed_version() -> tuple[int, int]:
