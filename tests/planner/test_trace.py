@@ -5,8 +5,25 @@ from __future__ import annotations
 import math
 
 import pytest
-from traced import BATCH, BFLOAT16, BLOCKS, FLOAT, INNER, LONG, MATRIX, TOKENS, WEIGHTS, WIDTH
-from traced import Own, count, held, made, own_recipe, traced, when
+from traced import (
+    BATCH,
+    BFLOAT16,
+    BLOCKS,
+    FLOAT,
+    INNER,
+    LONG,
+    MATRIX,
+    TOKENS,
+    WEIGHTS,
+    WIDTH,
+    Own,
+    count,
+    held,
+    made,
+    own_recipe,
+    traced,
+    when,
+)
 
 from trainer.planner.events import Trace
 from trainer.recipe import Memory
