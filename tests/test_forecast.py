@@ -183,3 +183,39 @@ def test_a_process_that_uses_its_gpu_says_why_it_cannot_predict(monkeypatch) -> 
     assert outlook is not None
     (line,) = outlook.lines()
     assert "has used its GPU already" in line
+
+
+def test_a_plan_of_an_earlier_run_of_this_process_is_not_taken(monkeypatch) -> None:
+    monkeypatch.setattr("trainer.forecast._search", lambda recipe, world, say: {"memory.micro_batch_size": size})
+    monkeypatch.delenv("TRAINER_PLANNED", raising=False)
+    world, auto = World("plain", "cpu", 2), Memory(budget="1GB", micro_batch_size="auto")
+    size = 32
+    assert planned(digits(memory=auto), world, print).memory.micro_batch_size == 32
+    size = 128
+    assert planned(digits(memory=auto), world, print).memory.micro_batch_size == 32
+    assert planned(digits(memory=auto, batch_size=256), world, print).memory.micro_batch_size == 128
+    monkeypatch.delenv("TRAINER_PLANNED")
+
+
+def test_other_ranks_do_not_wait_for_one_that_failed_in_any_way(tmp_path, monkeypatch) -> None:
+    def fail() -> dict:
+        raise OSError("the disk is full")
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(OSError, match="disk is full"):
+        _through_file(tmp_path / "plan.json", fail)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(RecipeError, match="disk is full"):
+        _through_file(tmp_path / "plan.json", dict)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        Memory(budget="1GB", activation_offload=True, activation_checkpointing="selective"),
+        Memory(budget="1GB", activation_offload=True, activation_checkpointing=0.5),
+        Memory(budget="1GB", reshard_after_forward=False),
+    ],
+)
+def test_what_a_recipe_sets_is_asked_about_however_little_sense_it_makes(memory) -> None:
+    assert combinations(digits(memory=memory), 1)

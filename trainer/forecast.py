@@ -61,7 +61,7 @@ def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> Recipe:
     """
     if not wants_plan(recipe):
         return recipe
-    settings = _agreed(world, lambda: _search(recipe, world, say))
+    settings = _agreed(recipe, world, lambda: _search(recipe, world, say))
     return applied(recipe, settings)
 
 
@@ -78,14 +78,17 @@ def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[st
     return dict(report.chosen.flags)
 
 
-def _agreed(world: World, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What the first process of this machine decides, on all of them."""
     if world.size == 1:
         return decide()
     if world.launcher == "plain":  # Fabric starts the others from this process, with its environment
-        if PLAN_VARIABLE not in os.environ:
-            os.environ[PLAN_VARIABLE] = json.dumps(decide())
-        return json.loads(os.environ[PLAN_VARIABLE])
+        asked = hashlib.sha256(repr(recipe).encode()).hexdigest()
+        known = json.loads(os.environ.get(PLAN_VARIABLE, "{}"))
+        if known.get("of") != asked:  # also when it is of an earlier run of this process
+            known = {"of": asked, "settings": decide()}
+            os.environ[PLAN_VARIABLE] = json.dumps(known)
+        return known["settings"]
     return _through_file(_meeting_place(), decide)
 
 
@@ -101,16 +104,21 @@ def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str
         place.unlink(missing_ok=True)
         try:
             answer: dict[str, Any] = {"settings": decide()}
-        except RecipeError as error:
-            answer = {"error": str(error)}
-        part = place.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(answer))
-        os.replace(part, place)
+        except Exception as error:
+            _leave(place, {"error": str(error)})  # else the others wait for it
+            raise
+        _leave(place, answer)
     else:
         answer = _awaited(place)
     if "error" in answer:
         raise RecipeError(answer["error"])
     return answer["settings"]
+
+
+def _leave(place: Path, answer: dict[str, Any]) -> None:
+    part = place.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps(answer))
+    os.replace(part, place)
 
 
 def _awaited(place: Path) -> dict[str, Any]:

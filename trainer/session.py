@@ -75,6 +75,7 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
     recipe = adopt_fabric_run(recipe)
     world = detect_world(recipe)
     outlook: Forecast | None = None
+    unprepared = recipe.data.train
     if saved_in is None:
         require_recordable(recipe, world.accelerator)
         recipe = planned(recipe, world, partial(print, flush=True))
@@ -89,7 +90,7 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
     def prepare() -> None:
         if saved_in is None:
             recipe.model.prepare()
-        if recipe.data.train is None:  # else the planner has done it
+        if recipe.data.train is unprepared:  # else the planner has done it
             recipe.data.prepare(recipe.model.tokenizer_or_none())
 
     on_first_rank_first(fabric, prepare)

@@ -14,7 +14,10 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from trainer.errors import RecipeError, RunError
 
@@ -49,7 +52,8 @@ class Child:
     def __init__(self, job: Job, sees_gpu: bool = False) -> None:
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_work, args=(job, theirs, sees_gpu), daemon=True)
+        gpu_in_use = torch.cuda.is_initialized()  # asked here: in a fork torch says that it is not
+        self.process = context.Process(target=_work, args=(job, theirs, sees_gpu, gpu_in_use), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -90,7 +94,7 @@ def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tup
     Yields:
         The result of a job, or the ``RecipeError`` or :class:`Failed` that it ended with.
     """
-    at_once = at_once or min(len(os.sched_getaffinity(0)), 8)
+    at_once = at_once or min(_cores(), 8)
     waiting = list(enumerate(jobs))
     running: dict[Any, tuple[int, Child]] = {}
     try:
@@ -107,11 +111,8 @@ def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tup
             child.kill()
 
 
-def _work(job: Job, connection: Connection, sees_gpu: bool) -> None:
+def _work(job: Job, connection: Connection, sees_gpu: bool, gpu_in_use: bool) -> None:
     """Do ``job`` in the child, silently: what it prints is about a machine that is not there."""
-    import torch
-
-    gpu_in_use = torch.cuda.is_initialized()  # by the parent
     torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
     gc.freeze()  # what was there before is not looked through again and again
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -132,19 +133,25 @@ def _work(job: Job, connection: Connection, sees_gpu: bool) -> None:
     os._exit(0)  # no destructor may touch a GPU that is not there
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _described(error: BaseException) -> str:
-    """The first line of an error and where it came from; our own speak for themselves."""
+    """The first line of an error and where it came from, outside of torch if possible; our own speak for themselves."""
     first = (str(error).splitlines() or [""])[0]
     if isinstance(error, Failed):
         return first
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, sys.modules[__name__]))
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(inner)), frames[-1])
     return f"{type(error).__name__}: {first} ({frame.filename}:{frame.lineno})"
 
 
 def _result(connection: Connection, process: Any) -> Any:
     try:
         answer = json.loads(connection.recv_bytes())
-    except (EOFError, OSError):  # also in the midst of an answer
+    except (EOFError, OSError):  # also in the middle of an answer
         answer = {}
     finally:
         connection.close()

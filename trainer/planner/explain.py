@@ -29,16 +29,21 @@ def explain(candidates: Sequence[Candidate]) -> list[str]:
     return lines
 
 
-def not_fitting(candidates: Sequence[Candidate], budget: int, lossy: Sequence[Candidate]) -> list[str]:
+def not_fitting(
+    candidates: Sequence[Candidate], budget: int, lossy: Sequence[Candidate], refused: Sequence[Candidate] = ()
+) -> list[str]:
     """By how much the smallest plan misses the budget, and what would make it fit at a loss.
 
     Args:
         candidates: with all their flags and their reasons, the smallest first.
         budget: bytes.
         lossy: plans with settings that the recipe has not allowed.
+        refused: plans that could not be predicted, with their reasons.
     """
     if not candidates:
-        return ["no combination of knobs works for this recipe; the reasons are with the candidates"]
+        reasons = list(dict.fromkeys(one.reason for one in refused))
+        more = f" (and {len(reasons) - 1} other reasons, which trainer plan lists)" if len(reasons) > 1 else ""
+        return [f"no combination of knobs works for this recipe: {reasons[0] if reasons else 'there is none'}{more}"]
     smallest = candidates[0]
     assert smallest.reserved is not None
     lines = [

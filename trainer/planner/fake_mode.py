@@ -29,6 +29,9 @@ UNINITIALISED = {
 }
 """Operations that return whatever was in memory before: nobody knows it."""
 
+COMPARED = {aten.eq.Tensor: True, aten.ne.Tensor: False, aten.eq.Scalar: False, aten.ne.Scalar: True}
+"""What comparisons of finite numbers come to, with themselves or with infinity: what isfinite is made of."""
+
 SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default}
 """Operations that a boolean index becomes."""
 
@@ -42,6 +45,7 @@ class FakeGPUMode(FakeTensorMode):
     Args:
         ranks: how many there are. Each is taken to hold the same values as this one when they are summed, and every
             floating-point number that is read (a loss, a norm) is this one: finite, and what a sum of ones comes to.
+            Whether numbers are finite is not guessed: they are.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -145,6 +149,9 @@ class FakeGPUMode(FakeTensorMode):
             if tensor.constant is not None:  # torch's own knowledge, which it would compute with on a real GPU
                 self._know(tensor, tensor.constant)
                 tensor.constant = None
+        finite = _about_finite(func, args)
+        if finite is not None and outs[0].numel() <= LARGEST_KNOWN:
+            self._know(outs[0], _full(outs[0].shape, finite))
         unknown = [t for t in outs if not t.is_floating_point() and t.numel() <= LARGEST_KNOWN]
         if unknown and id(unknown[0]) not in self.known and func not in UNINITIALISED:
             self._compute(func, args, kwargs, outs)
@@ -165,6 +172,22 @@ class FakeGPUMode(FakeTensorMode):
         for tensor, value in zip(outs, results, strict=False):
             if isinstance(value, Tensor):
                 self._know(tensor, value)
+
+
+def _about_finite(func: Any, args: Any) -> bool | None:
+    """What an operation says of every floating-point number that is finite; ``None`` if that depends on the number."""
+    if func in (aten.isnan.default, aten.isinf.default):
+        return False
+    if func not in COMPARED or not args[0].is_floating_point():
+        return None
+    alike = args[1] is args[0] if isinstance(args[1], Tensor) else args[1] == math.inf
+    return COMPARED[func] if alike else None
+
+
+def _full(shape: Any, value: bool) -> Tensor:
+    """``value`` everywhere, in the memory of one element."""
+    with no_dispatch():
+        return torch.tensor(value).expand(shape)
 
 
 class _Values:

@@ -55,12 +55,11 @@ def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True) -> list[Settin
     values["activation_offload"] = (False, True) if on_gpu else (False,)
     values["reshard_after_forward"] = (True, False)
     values = {name: options for name, options in values.items() if name in free}
-    found = []
-    for choice in product(*values.values()):
-        settings = dict(zip(values, choice, strict=True))
-        if is_sensible(dataclasses.replace(recipe.memory, **settings), ranks):
-            found.append({f"memory.{name}": value for name, value in settings.items()})
-    return found
+    every = [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
+    sensible = [one for one in every if is_sensible(dataclasses.replace(recipe.memory, **one), ranks)]
+    if not sensible:  # for what the recipe itself sets is not: then all that go with it are asked about
+        sensible = [one for one in every if one.get("reshard_after_forward", True)]
+    return [{f"memory.{name}": value for name, value in one.items()} for one in sensible]
 
 
 def is_sensible(memory: Memory, ranks: int) -> bool:

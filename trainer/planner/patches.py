@@ -55,8 +55,9 @@ def _replace(owner: Any, **answers: Any) -> None:
 
 
 def patch_modules() -> None:
-    """Modules move their parameters, and compile nothing."""
+    """Modules move their parameters, and compile nothing; recurrent ones leave theirs where they are."""
     _replace(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
+    _replace(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
 
 
 def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -100,7 +101,10 @@ def patch_data() -> None:
     def of_tensor(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
 
-    _replace(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor)
+    def written(tensor: Tensor, spec: str) -> str:  # f"{loss:.3f}", which torch allows no subclass
+        return format(tensor.item(), spec) if spec and not tensor.dim() else str(tensor)
+
+    _replace(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor, __format__=written)
     _replace(torch.UntypedStorage, data_ptr=of_storage)
 
 
@@ -198,7 +202,13 @@ class _Properties:
 
 def patch_compile() -> None:
     """Compiled updates of optimizers work in place, without intermediate tensors; models are traced as they are."""
-    _replace(torch, compile=lambda function, **options: lambda *args: None)
+
+    def compiled(function: Any = None, **options: Any) -> Any:
+        if function is None:  # as a decorator with options
+            return compiled
+        return (lambda *args: None) if getattr(function, "__module__", "").startswith("torchao.") else function
+
+    _replace(torch, compile=compiled)
     _replace(torch.utils._triton, has_triton=lambda: True)
 
 

@@ -181,7 +181,10 @@ class Search:
         candidates = self._choose(candidates, timeline=not quick)
         chosen = candidates[0] if candidates and candidates[0].fits else None
         lossy_ones = [] if lossy or chosen is not None else self._smaller_at_a_loss(candidates)
-        explanations = explain(candidates) if chosen is not None else not_fitting(candidates, self.budget, lossy_ones)
+        if chosen is not None:
+            explanations = explain(candidates)
+        else:
+            explanations = not_fitting(candidates, self.budget, lossy_ones, self.refused)
         candidates = [self._shown(one) for one in [*candidates, *self.refused]]
         return PlanReport(
             recipe=self.recipe,

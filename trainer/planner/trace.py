@@ -115,7 +115,7 @@ def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, node
         patch_transformers()
         _Run(recipe, plan, fabric, tracer).take(module, samples)
     trace = tracer.trace
-    trace.notes += _notes(plan)
+    trace.notes += _notes(plan, module)
     trace.skipped_micro_steps = samples.skipped
     return trace
 
@@ -141,13 +141,16 @@ def tracing(target: Target, ranks: int = 1, nodes: int = 1) -> Iterator[Tracer]:
     tracer.trace.notes += notes
 
 
-def _notes(plan: Plan) -> list[str]:
-    if plan.memory.compile == "none":
-        return []
-    return [
-        f"memory.compile={plan.memory.compile} is predicted without compiling: fused kernels keep fewer intermediate "
-        "tensors, so this is an upper bound, but for what the compiler's own buffers take"
-    ]
+def _notes(plan: Plan, module: nn.Module) -> list[str]:
+    notes = []
+    if plan.memory.compile != "none":
+        notes.append(
+            f"memory.compile={plan.memory.compile} is predicted without compiling: fused kernels keep fewer "
+            "intermediate tensors, so this is an upper bound, but for what the compiler's own buffers take"
+        )
+    if any(isinstance(part, nn.RNNBase) for part in module.modules()):
+        notes.append("recurrent layers are predicted step by step: cuDNN's kernels take less time and other memory")
+    return notes
 
 
 def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
