@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from tiny import target_of
 from traced import Own, own_recipe
 
@@ -17,6 +18,7 @@ from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
 from trainer.planner.children import Child, Failed, in_child, in_children
 from trainer.planner.predict import predict
+from trainer.planner.ranks import fake_ranks
 
 
 def refuse() -> None:
@@ -127,3 +129,21 @@ def test_a_model_of_ones_own_is_predicted() -> None:
     assert prediction.largest[0][-1] == max(size for *_, size in prediction.largest)
     assert max(prediction.timeline["reserved"]) == prediction.reserved  # type: ignore[index]
     assert prediction.step_ms > prediction.times["step_phase_ms"] > 0
+
+
+def in_eight_ranks() -> int:
+    with fake_ranks(8):
+        return torch.distributed.get_world_size()
+
+
+def test_a_process_in_a_group_of_ranks_can_predict_others():
+    joined = torch.distributed.is_initialized()
+    if not joined:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert in_child(in_eight_ranks) == 8
+        assert torch.distributed.get_world_size() == 1
+    finally:
+        if not joined:
+            torch.distributed.destroy_process_group()

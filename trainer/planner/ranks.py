@@ -10,6 +10,7 @@ from typing import Any
 import lightning.fabric.strategies.ddp as fabric_ddp
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,9 +37,27 @@ def fake_ranks(ranks: int, nodes: int = 1) -> Iterator[None]:
         "MASTER_PORT": "0",
     }
     os.environ.update(environment)
+    _forget_process_group()
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     fabric_ddp.DistributedDataParallel = TracedDDP  # type: ignore[misc]
     yield
+
+
+_FORGOTTEN: list[Any] = []
+
+
+def _forget_process_group() -> None:
+    """Give up the process group that the parent of this process was in, if any, without ending it.
+
+    Its threads did not survive the fork: to destroy it would wait for them.
+    """
+    if not torch.distributed.is_initialized():
+        return
+    world = distributed_c10d._world
+    _FORGOTTEN.append(dict(world.pg_map))
+    distributed_c10d._update_default_pg(None)
+    for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"):
+        getattr(world, name).clear()
 
 
 class TracedDDP(DistributedDataParallel):
