@@ -121,6 +121,12 @@ def _leave(place: Path, answer: dict[str, Any]) -> None:
     os.replace(part, place)
 
 
+def forget_plan(world: World) -> None:
+    """Remove what the ranks of this machine agreed by; called when all of them have read it."""
+    if world.size > 1 and world.launcher != "plain" and first_here():
+        _meeting_place().unlink(missing_ok=True)
+
+
 def _awaited(place: Path) -> dict[str, Any]:
     began = time.time()
     while time.time() - began < MOST_SECONDS:

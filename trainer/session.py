@@ -19,7 +19,7 @@ from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.window import MicroBatch, Windows, cut_batch
 from trainer.errors import require
-from trainer.forecast import Forecast, forecast, planned
+from trainer.forecast import Forecast, forecast, forget_plan, planned
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.snapshot import require_recordable
@@ -94,6 +94,7 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
             recipe.data.prepare(recipe.model.tokenizer_or_none())
 
     on_first_rank_first(fabric, prepare)
+    forget_plan(world)
     require(len(recipe.data.train) > 0, "the training set is empty")
     recipe = recipe.replace(model=fill_from_data(recipe.model, recipe.data))
     return Session(recipe, decide_plan(recipe, world.size), fabric, outlook)

@@ -136,7 +136,7 @@ def test_when_nothing_fits_it_says_what_is_missing_and_what_would_do_at_a_loss(s
     assert "0.060 GB more than the budget" in text
     assert re.search(r"at a loss, only if you allow it: .*--memory.precision bf16-true: 0.260 GB, would fit", text)
     assert "at a loss, only if you allow it: --memory.cpu_offload parameters" in text
-    assert report.explanations[-1] == "--lossy true finds the fastest of the plans that fit at a loss"
+    assert report.explanations[-1] == "trainer plan --lossy true finds the fastest of the plans that fit at a loss"
     at_a_loss = searched("0.45GB", lossy=True)
     assert chosen_in(at_a_loss).flags["memory.precision"] == "bf16-true"
     assert "lossy" in table(at_a_loss).splitlines()[0]

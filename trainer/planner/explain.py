@@ -57,7 +57,7 @@ def not_fitting(
         verdict = "would fit" if one.fits else "would not fit either"
         lines.append(f"at a loss, only if you allow it: {flags}: {gigabytes(one.reserved)}, {verdict}")
     if any(one.fits for one in lossy):
-        lines.append("--lossy true finds the fastest of the plans that fit at a loss")
+        lines.append("trainer plan --lossy true finds the fastest of the plans that fit at a loss")
     return lines
 
 
