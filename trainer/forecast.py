@@ -19,8 +19,9 @@ from trainer.memory.units import GB
 from trainer.planner.children import Child
 from trainer.planner.gpus import GPU, host_as_device, usable_memory
 from trainer.planner.knobs import applied, wants_plan
+from trainer.planner.machine import budget_bytes, gpu_here
 from trainer.planner.predict import Prediction, predict_here, prepared
-from trainer.planner.search import MARGIN, Search, budget_bytes, gpu_here
+from trainer.planner.search import MARGIN, Search
 from trainer.planner.target import Target
 from trainer.recipe import Recipe
 from trainer.world import World

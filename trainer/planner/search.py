@@ -7,22 +7,17 @@ with the smallest and the largest, and those in between lie between them. What w
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.children import Failed, in_child, in_children
+from trainer.planner.children import in_children
 from trainer.planner.explain import explain, not_fitting
-from trainer.planner.gpus import GPU, GPUS, detected_gpu, gpu_named, host_as_device, usable_memory
+from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, usable_memory
 from trainer.planner.knobs import (
     Settings,
     applied,
@@ -35,24 +30,17 @@ from trainer.planner.knobs import (
     turned,
     without_size,
 )
+from trainer.planner.machine import budget_bytes, gpu_here
 from trainer.planner.predict import Prediction, predict, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport, gigabytes
 from trainer.planner.target import Target
-from trainer.recipe import Recipe, parse_budget
+from trainer.recipe import Recipe
 
 MARGIN = 0.03
 """Part of the budget that a prediction must leave free: the error that is aimed at."""
 
 WHOLE = "90%"
 """The budget of a recipe that names none, but leaves knobs to the planner."""
-
-ASK = """
-import dataclasses, json
-from trainer.planner.gpus import detected_gpu
-gpu = detected_gpu()
-print(json.dumps(gpu and dataclasses.asdict(gpu)))
-"""
-"""For a new process, which is slower than a forked one."""
 
 Progress = Callable[[int, int, str], None]
 """Called with the predictions that are done, how many there will be, and the plan that was just predicted."""
@@ -108,18 +96,6 @@ def _target(gpu: str | GPU | None) -> Target:
     if card is None:
         raise RecipeError(f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}, or cpu")
     return Target.here(card)
-
-
-def gpu_here() -> GPU | None:
-    """The GPU of this machine, if it has one; a process of its own asks, so that this one can still fork."""
-    if torch.cuda.is_initialized():
-        return detected_gpu()
-    try:
-        found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None, sees_gpu=True)
-    except Failed:  # this process has begun with CUDA in a way that it does not tell
-        done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
-        found = json.loads(done.stdout) if done.returncode == 0 else None
-    return found and GPU(**found | {"capability": tuple(found["capability"])})
 
 
 def _devices(recipe: Recipe, devices: int | None) -> int:
@@ -378,12 +354,6 @@ def _rank(candidate: Candidate) -> tuple[bool, float, int]:
     """Those that fit by their time, then the others by their size; of equal ones that with the fewest knobs."""
     figure = candidate.step_ms if candidate.fits else candidate.reserved
     return not candidate.fits, figure or 0.0, len(turned(candidate.flags))
-
-
-def budget_bytes(text: str, gpu: GPU, ranks: int) -> int:
-    """Bytes that torch's allocator may take: the budget, but no more than the GPU has left for it."""
-    size, is_fraction = parse_budget(text)
-    return int(min(size * gpu.memory if is_fraction else size, usable_memory(gpu, ranks)))
 
 
 def with_size(settings: Any, size: int | None) -> Settings:
