@@ -41,18 +41,6 @@ def ranks():
     return pool
 
 
-STARTING_RANKS = ("distributed", "test_recovery.py", "test_forecast.py", "test_world.py", "cli")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items) -> None:
-    """A file to a worker, and to one and the same all that start ranks: they look for free ports."""
-    with_ranks = {item.path for item in items if "ranks" in item.fixturenames}
-    for item in items:
-        starts = item.path in with_ranks or any(name in item.path.parts for name in STARTING_RANKS)
-        item.add_marker(pytest.mark.xdist_group("ranks" if starts else str(item.path)))
-
-
 def pytest_terminal_summary(terminalreporter) -> None:
     """Print the tables that tests have made: what they print themselves is lost when they run in workers."""
     for report in terminalreporter.getreports("passed"):

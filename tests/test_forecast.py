@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer import Memory, Recipe, RecipeError, Run
 from trainer.fit import fit
@@ -219,3 +220,18 @@ def test_other_ranks_do_not_wait_for_one_that_failed_in_any_way(tmp_path, monkey
 )
 def test_what_a_recipe_sets_is_asked_about_however_little_sense_it_makes(memory) -> None:
     assert combinations(digits(memory=memory), 1)
+
+
+def test_a_process_in_a_group_of_ranks_says_why_it_does_not_predict() -> None:
+    joined = torch.distributed.is_initialized()
+    if not joined:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        outlook = forecast(digits(), ALONE)
+        assert outlook is not None
+        (line,) = outlook.lines()
+        assert "has joined its group of ranks already" in line
+        outlook.close()
+    finally:
+        if not joined:
+            torch.distributed.destroy_process_group()

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.errors import RecipeError, RunError
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.units import GB
@@ -31,6 +33,11 @@ PATIENCE = 20.0
 
 MOST_SECONDS = 1800.0
 """How long the other ranks of a machine wait for the plan of the first one: its search may tokenise a large dataset."""
+
+IN_A_GROUP = (
+    "this process has joined its group of ranks already, whose connections a forked process would keep open when a "
+    "rank fails: leave that to the trainer, or use trainer plan"
+)
 
 PLAN_VARIABLE = "TRAINER_PLANNED"
 """How the process that Fabric was started in tells those that Fabric starts what was decided."""
@@ -153,12 +160,12 @@ class Forecast:
     """The prediction of a run that is about to start, made beside it.
 
     Args:
-        child: the process that makes it.
+        child: the process that makes it; ``None`` where there can be none, and ``failure`` says why.
         device: that is predicted for.
         limit: bytes that the run may take: the budget, or what the device has.
     """
 
-    child: Child
+    child: Child | None
     device: GPU
     limit: int
     prediction: Prediction | None = None
@@ -166,7 +173,8 @@ class Forecast:
 
     def ready(self, seconds: float = PATIENCE) -> bool:
         """Whether the prediction is there, after waiting ``seconds`` for it."""
-        if self.prediction is None and self.failure is None and self.child.wait(seconds):
+        pending = self.prediction is None and self.failure is None
+        if self.child is not None and pending and self.child.wait(seconds):
             result = self.child.result()
             if isinstance(result, Exception):
                 self.failure = str(result)
@@ -207,7 +215,8 @@ class Forecast:
 
     def close(self) -> None:
         """End a prediction that nobody waits for any more."""
-        self.child.kill()
+        if self.child is not None:
+            self.child.kill()
 
 
 def forecast(recipe: Recipe, world: World) -> Forecast | None:
@@ -218,6 +227,8 @@ def forecast(recipe: Recipe, world: World) -> Forecast | None:
     limit = usable_memory(device, world.size)
     if recipe.memory.budget is not None:
         limit = budget_bytes(recipe.memory.budget, device, world.size)
+    if torch.distributed.is_initialized():
+        return Forecast(None, device, limit, failure=IN_A_GROUP)
     target = Target.here(device)
     return Forecast(Child(partial(_predict, recipe, world, target)), device, limit)
 
