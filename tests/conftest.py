@@ -19,6 +19,13 @@ settings.load_profile("trainer")
 
 
 @pytest.fixture(autouse=True)
+def own_port(monkeypatch):
+    """What a test starts looks for a port of its own: one that another test in this process took is in use."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
 def no_forecast(request, monkeypatch):
     """Runs within a test's own process do not predict their memory: see tests/test_forecast.py for those that do."""
     if "forecast" not in request.node.name and "forecast" not in request.node.path.name:

@@ -30,6 +30,13 @@ ONLY_MICRO_BATCHES = [
 """What leaves the planner little to try."""
 
 
+@pytest.fixture(autouse=True)
+def alone():
+    """Without the group of ranks that another test may have left to this process."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def digits(**changes) -> Recipe:
     recipe, _ = load_recipe("vit_digits")
     return recipe.replace(**changes)
