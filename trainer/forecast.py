@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainer.errors import RecipeError, RunError
-from trainer.memory.plan import Plan, decide_plan
+from trainer.memory.plan import decide_plan
 from trainer.memory.units import GB
 from trainer.planner.children import Child
 from trainer.planner.gpus import GPU, host_as_device, usable_memory
@@ -138,11 +138,16 @@ def forget_plan(world: World) -> None:
 def _awaited(place: Path) -> dict[str, Any]:
     began = time.time()
     while time.time() - began < MOST_SECONDS:
-        # An older file is that of an earlier launch whose first rank has not begun to decide yet.
-        if place.is_file() and place.stat().st_mtime >= began - _process_age():
+        if place.is_file() and _is_of_this_launch(place, began):
             return json.loads(place.read_text())
         time.sleep(0.1)
     raise RunError(f"the first rank of this machine decided on no plan within {MOST_SECONDS:g} s: look at what it says")
+
+
+def _is_of_this_launch(place: Path, now: float) -> bool:
+    """Whether the file is ours, and not that of an earlier launch whose first rank has not begun to decide yet."""
+    found = place.stat()
+    return found.st_uid == os.getuid() and found.st_mtime >= now - _process_age()
 
 
 def _process_age() -> float:
@@ -235,8 +240,7 @@ def forecast(recipe: Recipe, world: World) -> Forecast | None:
 
 def _predict(recipe: Recipe, world: World, target: Target) -> dict[str, Any]:
     ready = prepared(recipe)
-    plan: Plan = decide_plan(ready, world.size)
-    return predict_here(ready, plan, target, world.nodes, False)
+    return predict_here(ready, decide_plan(ready, world.size), target, world.nodes, False)
 
 
 def _kind(device: GPU) -> str:

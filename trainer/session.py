@@ -74,14 +74,12 @@ def open_session(recipe: Recipe, saved_in: Path | None = None) -> Iterator[Sessi
 def _open(recipe: Recipe, saved_in: Path | None) -> Session:
     recipe = adopt_fabric_run(recipe)
     world = detect_world(recipe)
-    outlook: Forecast | None = None
     unprepared = recipe.data.train
     if saved_in is None:
         require_recordable(recipe, world.accelerator)
         recipe = planned(recipe, world, partial(print, flush=True))
-        decide_plan(recipe, world.size)
-        outlook = forecast(recipe, world)
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
+    outlook = forecast(recipe, world) if saved_in is None else None
     fabric = launch(plan, world)
     keep_to_budget(recipe, fabric.device)
     if saved_in is not None and recipe.model.own_format:

@@ -21,8 +21,6 @@ OPEN = {
 }
 """The knobs that lose nothing, and what each is when a recipe does not mention it."""
 
-STRATEGIES = {"single": ("single",), "several": ("ddp", "fsdp")}
-
 
 def wants_plan(recipe: Recipe) -> bool:
     """Whether the recipe leaves something to the planner: it has a budget, or a knob at ``auto``."""
@@ -49,7 +47,7 @@ def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True) -> list[Settin
     free = free_knobs(recipe.memory)
     values: dict[str, tuple[Any, ...]] = {}
     if "strategy" in free and ranks > 1:
-        values["strategy"] = STRATEGIES["several"]
+        values["strategy"] = ("ddp", "fsdp")
     values["cpu_offload"] = ("none", "optimizer", "parameters") if on_gpu else ("none",)
     values["activation_checkpointing"] = ("none", "selective", "full")
     values["activation_offload"] = (False, True) if on_gpu else (False,)
