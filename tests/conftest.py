@@ -18,11 +18,15 @@ settings.register_profile(
 settings.load_profile("trainer")
 
 
-@pytest.fixture(autouse=True)
-def own_port(monkeypatch):
-    """What a test starts looks for a port of its own: one that another test in this process took is in use."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    """No test inherits another's environment: a rank's number or port that was left there makes a run wait for ever."""
+    before = dict(os.environ)
+    result = yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    return result
 
 
 @pytest.fixture(autouse=True)
