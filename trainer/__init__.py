@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.contract import Data, Loss, Model, Pretrained, Stored
 from trainer.errors import RecipeError
-from trainer.recipe import Memory, Optim, Recipe, Run
+from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 
 if TYPE_CHECKING:
     from trainer.cli import main
@@ -33,6 +33,7 @@ _LAZY = {
 
 __all__ = [
     "AccumulatingOptimizer",
+    "Checkpoint",
     "Data",
     "Loss",
     "Memory",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from trainer.contract import Data, Model
 from trainer.errors import require, require_choice, require_positive
+from trainer.quantities import parse_budget, parse_duration
 
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
@@ -157,6 +157,35 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """When the state of training is saved, so that the run can be resumed. See docs/checkpoints.md.
+
+    Args:
+        every: save every this many steps, or as often as 15min or 1h; null saves only when the run is asked to stop.
+        keep_last: how many of the newest checkpoints are kept.
+        keep_best: how many of those with the best evaluations are kept besides.
+        asynchronous: train on while a checkpoint is written; false waits until it is on disk.
+    """
+
+    _: KW_ONLY
+    every: int | str | None = "15min"
+    keep_last: int = 2
+    keep_best: int = 0
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, str):
+            parse_duration("checkpoint.every", self.every)
+        elif self.every is not None:
+            require_positive("checkpoint.every", self.every)
+        require_positive("checkpoint.keep_last", self.keep_last)
+        require(
+            isinstance(self.keep_best, int) and self.keep_best >= 0,
+            f"checkpoint.keep_best={self.keep_best!r} must be an integer of at least 0",
+        )
+
+
+@dataclass(frozen=True)
 class Run:
     """Where and how the run takes place.
 
@@ -173,6 +202,13 @@ class Run:
         evaluate: evaluate after every epoch and at the end; false trains only, to measure memory and speed.
         predict: predict the memory before training, in a process beside it, to compare with what is measured.
         recover: after an out of memory, take the step again in micro-batches of half the size; false ends the run.
+        resume: none; auto, from the newest valid checkpoint in run.dir, or from the start where there is none yet; or
+            the path of a checkpoint, or of a run directory.
+        allow_change: what may differ from the run that is resumed: settings, such as optim.lr, or whole sections, such
+            as memory; data and tokenizer stand for what is in the dataset and the tokenizer.
+        hang_after: seconds that a step, an evaluation's micro-batch or a checkpoint may take before the run is ended
+            with the cause named.
+        deterministic: the same weights, bit for bit, on 1, 2, 4, ... ranks: slower, with more communication.
     """
 
     _: KW_ONLY
@@ -186,6 +222,10 @@ class Run:
     evaluate: bool = True
     predict: bool = True
     recover: bool = True
+    resume: str = "none"
+    allow_change: list[str] = field(default_factory=list)
+    hang_after: float = 600.0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         require_choice("run.accelerator", self.accelerator, Accelerator)
@@ -194,6 +234,8 @@ class Run:
         if self.devices != "auto":
             require_positive("run.devices", self.devices)
         require_positive("run.max_skipped_steps", self.max_skipped_steps)
+        require(bool(self.resume), "run.resume is empty: give auto, none or the path of a checkpoint")
+        require(self.hang_after > 0, f"run.hang_after={self.hang_after} must be greater than 0 seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +253,7 @@ class Recipe:
         seed: of the initial weights, the sample order, dropout and augmentation.
         eval_every: evaluate every this many steps, besides at the end of every epoch.
         memory: the wishes about memory.
+        checkpoint: when the state of training is saved.
         run: where and how the run takes place.
     """
 
@@ -224,6 +267,7 @@ class Recipe:
     seed: int = 0
     eval_every: int | None = None
     memory: Memory = field(default_factory=Memory)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:
@@ -267,24 +311,3 @@ class Recipe:
     def replace(self, **changes: Any) -> Recipe:
         """A copy with ``changes`` applied and checked."""
         return dataclasses.replace(self, **changes)
-
-
-_BUDGET = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B)\s*$", re.IGNORECASE)
-
-
-def parse_budget(text: str) -> tuple[float, bool]:
-    """Read a memory budget: ``(bytes, False)`` for ``2GB`` (1e9) or ``2GiB`` (2^30), ``(fraction, True)`` for ``90%``.
-
-    Raises:
-        RecipeError: when it is none of these, or zero, or more than 100 %.
-    """
-    match = _BUDGET.match(str(text))
-    require(match is not None, f"memory.budget={text!r} is not a memory size: write it as 2GB, 1.5GiB or 90%")
-    assert match is not None
-    number, unit = float(match[1]), match[2].lower()
-    require(number > 0, f"memory.budget={text!r} must be greater than 0")
-    if unit == "%":
-        require(number <= 100, f"memory.budget={text!r} is more than the whole device")
-        return number / 100, True
-    exponent = " kmgt".index(unit[0]) if unit[0] != "b" else 0
-    return number * (1024 if "i" in unit else 1000) ** exponent, False

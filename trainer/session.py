@@ -23,7 +23,8 @@ from trainer.forecast import Forecast, forecast, forget_plan, planned
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.snapshot import require_recordable
-from trainer.recipe import Recipe, parse_budget
+from trainer.quantities import parse_budget
+from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.world import adopt_fabric_run, detect_world, launch, on_first_rank_first
@@ -151,7 +152,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
         # An empty piece borrows a sample, as in training: every rank makes the same number of forwards.
         batches = loader(Request(piece or pieces[0][-1:]) for piece in own)
         for piece, batch in zip(own, batches, strict=True):
-            yield MicroBatch(batch, seed=0, is_last=False, is_empty=not piece)
+            yield MicroBatch(batch, seed=0, is_last=False, is_empty=not piece, indices=piece)
 
     def run() -> EvaluationResult:
         with session.monitor.evaluating():

@@ -163,12 +163,14 @@ class MicroBatch:
         seed: of dropout; the same for this micro-batch on any rank.
         is_last: whether this is the window's last, the one that synchronises gradients.
         is_empty: whether it only keeps this rank in step with the others: its samples weigh nothing.
+        indices: its samples, by their place in the dataset.
     """
 
     batch: Any
     seed: int
     is_last: bool
     is_empty: bool
+    indices: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -249,7 +251,9 @@ class Windows:
         seeds = [0] * len(indices) if self.augmented else None
         count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
         batches = list(self.fetch(iter([Request(indices, seeds)] * count)))
-        micro_batches = [MicroBatch(batch, 0, number == count - 1, False) for number, batch in enumerate(batches)]
+        micro_batches = [
+            MicroBatch(batch, 0, number == count - 1, False, indices) for number, batch in enumerate(batches)
+        ]
         return Window(micro_batches, self._weights(micro_batches), len(indices) * count * self.world_size)
 
     def steps(self, epoch: int) -> int:
@@ -271,8 +275,10 @@ class Windows:
         batches = self.fetch(request for own in ahead for request, _ in own)
         for step, own in zip(steps, plans, strict=True):
             micro_batches = [
-                MicroBatch(next(batches), self._dropout_seed(epoch, step, number), number == len(own) - 1, is_empty)
-                for number, (_, is_empty) in enumerate(own)
+                MicroBatch(
+                    next(batches), self._dropout_seed(epoch, step, number), number == len(own) - 1, is_empty, indices
+                )
+                for number, ((indices, _), is_empty) in enumerate(own)
             ]
             samples = min(batch_size, self.size - step * batch_size)
             yield Window(micro_batches, self._weights(micro_batches), samples, epoch)

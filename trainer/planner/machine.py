@@ -11,7 +11,7 @@ import torch
 
 from trainer.planner.children import Failed, in_child
 from trainer.planner.gpus import GPU, detected_gpu, usable_memory
-from trainer.recipe import parse_budget
+from trainer.quantities import parse_budget
 
 ASK = """
 import dataclasses, json
