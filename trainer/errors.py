@@ -14,6 +14,14 @@ class RunError(RuntimeError):
     """A run that could not go on. The message says where it was and what to do."""
 
 
+EXIT_REQUEUE = 75
+"""The exit code of a run that was asked to stop and can be resumed: EX_TEMPFAIL of sysexits.h, "try again later"."""
+
+
+class Stopped(RunError):
+    """A run that was asked to stop, and has saved everything. It ends with :data:`EXIT_REQUEUE`."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raise :class:`RecipeError` with ``message`` unless ``condition`` holds."""
     if not condition:

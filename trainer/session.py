@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 
+from trainer.agreement import Agreement
 from trainer.batches import evaluation_cut, fill_from_data, windows_of
 from trainer.contract import Request
 from trainer.data.loader import Loader
@@ -38,12 +39,18 @@ class Session:
     plan: Plan
     fabric: Fabric
     forecast: Forecast | None = None
+    agreement: Agreement = field(init=False)
     monitor: Monitor = field(init=False)
     recoveries: int = 0
 
     def __post_init__(self) -> None:
         # From here on: everything is imported, nothing of the model is there.
         self.monitor = Monitor(self.fabric.device)
+        self.agreement = Agreement(host_sum(self.fabric))
+
+    def asked_to_stop(self) -> str | None:
+        """The name of the signal that asked this process to stop, if one has."""
+        return None
 
     @property
     def is_first(self) -> bool:
@@ -117,7 +124,7 @@ def training_windows(session: Session) -> Windows:
     """This rank's share of the training batches."""
     recipe, fabric = session.recipe, session.fabric
     loader = _loader(session, recipe.data.train)
-    return windows_of(recipe, loader, fabric.global_rank, fabric.world_size, host_sum(fabric))
+    return windows_of(recipe, loader, fabric.global_rank, fabric.world_size, session.agreement)
 
 
 def host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
