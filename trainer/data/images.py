@@ -260,20 +260,22 @@ class ImageFolder(_Images):
         Raises:
             RecipeError: for missing folders, classes that differ between the parts, and broken images.
         """
-        from trainer.data.arrays import ImageFiles, verify_images
+        from trainer.data.arrays import ImageFiles, check_images
 
         found = {part: samples for part in ("train", "val", "test") if (samples := self._list(part)) is not None}
         self._check_parts(found)
-        verify_images([path for _, samples in found.values() for path, _ in samples])
+        paths = [path for _, samples in found.values() for path, _ in samples]
+        checked = check_images(paths, self.max_bad_samples)
         self._set_classes(found["train"][0])
         files = {part: samples for part, (_, samples) in found.items()}
         labels = [label for _, label in files["train"]]
         kept, held = hold_out(labels, self.val_fraction, "data.val_fraction")
         if held:
             files["val"] = [files["train"][i] for i in held]
-        self.train = ImageFiles([files["train"][i] for i in kept], self._pixels(self.augment))
+        self.train = ImageFiles([files["train"][i] for i in kept], self._pixels(self.augment), checked)
         self.val, self.test = (
-            ImageFiles(files[part], self._pixels("none")) if part in files else None for part in ("val", "test")
+            ImageFiles(files[part], self._pixels("none"), checked) if part in files else None
+            for part in ("val", "test")
         )
 
     def _list(self, part: str) -> tuple[list[str], list[tuple[str, int]]] | None:
