@@ -25,6 +25,7 @@ def common_state(counters: Counters, stepper: Stepper, windows: Windows, stopwat
         "scaler": scaler.state_dict() if scaler is not None else None,
         "overlapped": is_overlapped(stepper),
         "halvings": windows.halvings,
+        "quarantine": windows.quarantine.to_dict(),
         "stopwatch": {"seconds": stopwatch.seconds, "samples": stopwatch.samples},
     }
 
@@ -45,6 +46,7 @@ def restore_common_state(
         sync.sync = OverlappedSync(sync.module, sync.parameters)
     while windows.halvings < state["halvings"]:
         windows.halve()
+    windows.quarantine.restore(state["quarantine"])
     stopwatch.seconds, stopwatch.samples = state["stopwatch"]["seconds"], state["stopwatch"]["samples"]
 
 

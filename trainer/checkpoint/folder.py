@@ -99,8 +99,8 @@ def missing_space(folder: Path, needed: int) -> int:
 def no_space(folder: Path, step: int, needed: int, missing: int) -> RunError:
     """What is said when a checkpoint does not fit."""
     return RunError(
-        f"no space for the checkpoint of step {step}: it takes {needed / 1e9:.3f} GB, and {missing:,} bytes are missing "
-        f"on the file system of {folder}. Older checkpoints are untouched: free some space, or lower "
+        f"no space for the checkpoint of step {step}: it takes {needed / 1e9:.3f} GB, and {missing:,} bytes are "
+        f"missing on the file system of {folder}. Older checkpoints are untouched: free some space, or lower "
         "checkpoint.keep_last, then resume"
     )
 
