@@ -21,7 +21,7 @@ Score = Callable[[Mapping[str, float]], float]
 
 
 class CheckpointFolder:
-    """``RUN_DIR/checkpoints``: a folder ``step-00000100`` for each checkpoint, and nothing half-written under that name.
+    """``RUN_DIR/checkpoints``: a folder ``step-00000100`` a checkpoint, and nothing half-written under such a name.
 
     A new one grows in a hidden folder on the same file system and is moved to its name when its manifest, the last
     file, is on disk. Only the process that holds the run directory's lock may change anything here.
