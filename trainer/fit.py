@@ -23,6 +23,8 @@ from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import Windows
 from trainer.errors import require
+from trainer.faults.guard import guarded
+from trainer.faults.watchdog import Watchdog
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.memory.initialize import build_module, home_of_weights
 from trainer.memory.monitor import MonitoredStepper
@@ -66,7 +68,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         NonFiniteError: when loss or gradient stayed non-finite for ``run.max_skipped_steps`` steps.
         OutOfMemory: when the device, or the host, has too little memory for it.
     """
-    with open_session(recipe) as session, _out_of_memory_explained(session), ExitStack() as closing:
+    with open_session(recipe) as session, _guarded(session), ExitStack() as closing:
         run_dir = choose_run_dir(session, source)
         if recipe.run.snapshot:
             closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))
@@ -81,6 +83,13 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
             for line in describe_run(session, stack.module, windows):
                 progress.message(line)
         return _train(session, run_dir, stack, stepper, windows, progress, loggers)
+
+
+@contextmanager
+def _guarded(session: Session) -> Iterator[Watchdog]:
+    """Watch over this rank and the others, and explain what ends them."""
+    with guarded(session) as watchdog, _out_of_memory_explained(session):
+        yield watchdog
 
 
 @contextmanager
@@ -131,14 +140,15 @@ def _train(
     status = "failed"
     all_ranks = False  # whether it is certain that every rank ends in this way
     try:
-        if recipe.memory.micro_batch_size == "auto" and not stepper.sync.applied:
-            engine.rehearse(recipe.epochs)
-        engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
-        result = engine.last_result
-        if split == "val" and evaluate_test is not None:
-            result = evaluate_test()
-            logging.log({f"test_{name}": value for name, value in result.figures().items()}, engine.counters.step)
-        state = whole_state(stack)
+        with _guarded(session):  # told to the other ranks before results are written
+            if recipe.memory.micro_batch_size == "auto" and not stepper.sync.applied:
+                engine.rehearse(recipe.epochs)
+            engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
+            result = engine.last_result
+            if split == "val" and evaluate_test is not None:
+                result = evaluate_test()
+                logging.log({f"test_{name}": value for name, value in result.figures().items()}, engine.counters.step)
+            state = whole_state(stack)
         status, all_ranks = "finished", True
     except NonFiniteError:
         all_ranks = True

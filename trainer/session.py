@@ -19,6 +19,7 @@ from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.window import MicroBatch, Windows, cut_batch
 from trainer.errors import require
+from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
@@ -40,6 +41,7 @@ class Session:
     forecast: Forecast | None = None
     monitor: Monitor = field(init=False)
     recoveries: int = 0
+    watchdog: Watchdog | None = None
 
     def __post_init__(self) -> None:
         # From here on: everything is imported, nothing of the model is there.
@@ -117,7 +119,9 @@ def training_windows(session: Session) -> Windows:
     """This rank's share of the training batches."""
     recipe, fabric = session.recipe, session.fabric
     loader = _loader(session, recipe.data.train)
-    return windows_of(recipe, loader, fabric.global_rank, fabric.world_size, host_sum(fabric))
+    windows = windows_of(recipe, loader, fabric.global_rank, fabric.world_size, host_sum(fabric))
+    windows.on_load = session.monitor.load
+    return windows
 
 
 def host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
@@ -145,13 +149,17 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     num_classes = getattr(session.recipe.model, "num_classes", None)
     metrics = ClassificationMetrics(num_classes, fabric.device, session.recipe.model.loss_names)
 
+    def announced(piece: list[int]) -> list[int]:
+        session.monitor.doing("evaluation", piece)
+        return piece
+
     def micro_batches() -> Iterator[MicroBatch]:
         cut = evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
         pieces = cut_batch(range(len(dataset)), cut, fabric.world_size, getattr(dataset, "lengths", None))
         own = pieces[fabric.global_rank :: fabric.world_size]
         # An empty piece borrows a sample, as in training: every rank makes the same number of forwards.
         batches = loader(Request(piece or pieces[0][-1:]) for piece in own)
-        for piece, batch in zip(own, batches, strict=True):
+        for piece, batch in zip(map(announced, own), batches, strict=True):
             yield MicroBatch(batch, seed=0, is_last=False, is_empty=not piece, indices=piece)
 
     def run() -> EvaluationResult:

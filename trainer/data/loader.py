@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.contract import Request
 from trainer.data.common import reason
 from trainer.errors import RecipeError
+from trainer.processes import become_helper
 
 
 class SampleError(RecipeError):
@@ -73,6 +74,7 @@ class Loader:
             num_workers=self.workers,
             prefetch_factor=self.prefetch if self.workers else None,
             pin_memory=self.pin_memory,
+            worker_init_fn=_begin_worker,
             generator=torch.Generator(),  # else it draws a number from the global generator
         )
 
@@ -142,6 +144,10 @@ class _Guarded:
             return self.fetch[request]
         except RecipeError as error:
             return _Failure(str(error))
+
+
+def _begin_worker(worker: int) -> None:
+    become_helper()
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -207,6 +207,7 @@ class Windows:
         reduce: sums a list of floats over all ranks.
         lengths: tokens of each sample, when there are such.
         augmented: whether reading a sample draws random numbers, so that each needs a seed.
+        on_load: called with the samples of each micro-batch before it is waited for, and with none after the last.
     """
 
     size: int
@@ -219,6 +220,7 @@ class Windows:
     reduce: Callable[[list[float]], list[float]] = list
     lengths: Sequence[int] | None = None
     augmented: bool = False
+    on_load: Callable[[Sequence[int]], None] = lambda samples: None
 
     def __post_init__(self) -> None:
         self.cut = lru_cache(self._cut)  # asked for in every step
@@ -274,12 +276,12 @@ class Windows:
         plans, ahead = tee(self._own(epoch, step) for step in steps)  # workers fetch ahead of the steps
         batches = self.fetch(request for own in ahead for request, _ in own)
         for step, own in zip(steps, plans, strict=True):
-            micro_batches = [
-                MicroBatch(
-                    next(batches), self._dropout_seed(epoch, step, number), number == len(own) - 1, is_empty, indices
-                )
-                for number, ((indices, _), is_empty) in enumerate(own)
-            ]
+            micro_batches = []
+            for number, ((indices, _), is_empty) in enumerate(own):
+                self.on_load(indices)
+                seed = self._dropout_seed(epoch, step, number)
+                micro_batches.append(MicroBatch(next(batches), seed, number == len(own) - 1, is_empty, indices))
+            self.on_load(())
             samples = min(batch_size, self.size - step * batch_size)
             yield Window(micro_batches, self._weights(micro_batches), samples, epoch)
 
