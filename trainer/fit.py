@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,9 @@ from trainer.engine.sync import GradientSync
 from trainer.engine.window import Windows
 from trainer.errors import require
 from trainer.faults.guard import guarded
-from trainer.faults.watchdog import Watchdog
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.memory.initialize import build_module, home_of_weights
 from trainer.memory.monitor import MonitoredStepper
-from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, sample_lengths, shapes_of
 from trainer.memory.snapshot import recorded, snapshot_path
 from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
 from trainer.recipe import Recipe
@@ -68,7 +65,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         NonFiniteError: when loss or gradient stayed non-finite for ``run.max_skipped_steps`` steps.
         OutOfMemory: when the device, or the host, has too little memory for it.
     """
-    with open_session(recipe) as session, _guarded(session), ExitStack() as closing:
+    with open_session(recipe) as session, guarded(session), ExitStack() as closing:
         run_dir = choose_run_dir(session, source)
         if recipe.run.snapshot:
             closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))
@@ -83,35 +80,6 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
             for line in describe_run(session, stack.module, windows):
                 progress.message(line)
         return _train(session, run_dir, stack, stepper, windows, progress, loggers)
-
-
-@contextmanager
-def _guarded(session: Session) -> Iterator[Watchdog]:
-    """Watch over this rank and the others, and explain what ends them."""
-    with guarded(session) as watchdog, _out_of_memory_explained(session):
-        yield watchdog
-
-
-@contextmanager
-def _out_of_memory_explained(session: Session) -> Iterator[None]:
-    """Make of an out of memory a line that says where it was and what to try."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        monitor = session.monitor
-        message = describe_oom(
-            error,
-            monitor.phase,
-            session.fabric.global_rank,
-            session.plan,
-            sample_lengths(monitor.batch),
-            shapes=shapes_of(monitor.batch),
-            recipe=session.recipe,
-            on_gpu=monitor.on_gpu,
-        )
-        raise OutOfMemory(message) from error
 
 
 def _train(
@@ -140,7 +108,7 @@ def _train(
     status = "failed"
     all_ranks = False  # whether it is certain that every rank ends in this way
     try:
-        with _guarded(session):  # told to the other ranks before results are written
+        with guarded(session):  # told to the other ranks before results are written
             if recipe.memory.micro_batch_size == "auto" and not stepper.sync.applied:
                 engine.rehearse(recipe.epochs)
             engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)

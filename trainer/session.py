@@ -19,6 +19,7 @@ from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.window import MicroBatch, Windows, cut_batch
 from trainer.errors import require
+from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
 from trainer.memory.monitor import Monitor
@@ -42,10 +43,15 @@ class Session:
     monitor: Monitor = field(init=False)
     recoveries: int = 0
     watchdog: Watchdog | None = None
+    signals: StopSignals | None = None
 
     def __post_init__(self) -> None:
         # From here on: everything is imported, nothing of the model is there.
         self.monitor = Monitor(self.fabric.device)
+
+    def asked_to_stop(self) -> str | None:
+        """The name of the signal that asked this process to stop, if one has."""
+        return self.signals.received if self.signals is not None else None
 
     @property
     def is_first(self) -> bool:

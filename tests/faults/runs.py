@@ -116,14 +116,13 @@ class DisturbedRun:
 
     def pids(self) -> list[int]:
         """Its processes that are alive."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            try:
-                if folder.name.isdigit() and self.mark.encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-            except OSError:
-                continue
-        return found
+        return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit() and self._has(folder)]
+
+    def _has(self, folder: Path) -> bool:
+        try:
+            return self.mark.encode() in (folder / "environ").read_bytes()
+        except OSError:  # it has ended
+            return False
 
     def assert_no_orphan(self) -> None:
         """All processes of the run end within seconds."""
