@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from trainer.checkpoint.export import load_model
 from trainer.contract import Model
 from trainer.engine.forward import Forward
 from trainer.errors import require
+from trainer.faults.guard import guarded
 from trainer.memory.initialize import home_of_weights
-from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, sample_lengths, shapes_of
 from trainer.memory.snapshot import recorded, snapshot_path
 from trainer.memory.stack import apply_stack
 from trainer.recipe import Recipe
@@ -51,35 +50,13 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         OutOfMemory: when the device, or the host, has too little memory for it.
         Stopped: when it was asked to stop; everything is saved then.
     """
-    with open_session(recipe) as session, _out_of_memory_explained(session), ExitStack() as closing:
+    with open_session(recipe) as session, guarded(session), ExitStack() as closing:
         run_dir = choose_run_dir(session, source)
         if recipe.run.snapshot:
             closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))
         progress = Progress(recipe.run.progress, session.fabric.global_rank)
         resumption = Resumption(session, run_dir, progress.message)
         return Training(session, run_dir, source, progress, resumption).run()
-
-
-@contextmanager
-def _out_of_memory_explained(session: Session) -> Iterator[None]:
-    """Make of an out of memory a line that says where it was and what to try."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        monitor = session.monitor
-        message = describe_oom(
-            error,
-            monitor.phase,
-            session.fabric.global_rank,
-            session.plan,
-            sample_lengths(monitor.batch),
-            shapes=shapes_of(monitor.batch),
-            recipe=session.recipe,
-            on_gpu=monitor.on_gpu,
-        )
-        raise OutOfMemory(message) from error
 
 
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:

@@ -21,6 +21,8 @@ from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Finding, Quarantine
 from trainer.engine.window import MicroBatch, Windows, cut_batch
 from trainer.errors import require
+from trainer.faults.signals import StopSignals
+from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
@@ -44,6 +46,8 @@ class Session:
     monitor: Monitor = field(init=False)
     quarantine: Quarantine = field(init=False)
     recoveries: int = 0
+    watchdog: Watchdog | None = None
+    signals: StopSignals | None = None
 
     def __post_init__(self) -> None:
         # From here on: everything is imported, nothing of the model is there.
@@ -57,7 +61,7 @@ class Session:
 
     def asked_to_stop(self) -> str | None:
         """The name of the signal that asked this process to stop, if one has."""
-        return None
+        return self.signals.received if self.signals is not None else None
 
     @property
     def is_first(self) -> bool:
@@ -131,9 +135,11 @@ def training_windows(session: Session) -> Windows:
     """This rank's share of the training batches."""
     recipe, fabric = session.recipe, session.fabric
     loader = _loader(session, recipe.data.train)
-    return windows_of(
+    windows = windows_of(
         recipe, loader, fabric.global_rank, fabric.world_size, session.agreement, quarantine=session.quarantine
     )
+    windows.on_load = session.monitor.load
+    return windows
 
 
 def host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
@@ -177,7 +183,14 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
         cut = evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
         pieces = cut_batch(range(len(dataset)), cut, fabric.world_size, getattr(dataset, "lengths", None))
         yield from evaluation_micro_batches(
-            split, pieces, loader, session.quarantine, fabric.global_rank, fabric.world_size, device_sum(fabric)
+            split,
+            pieces,
+            loader,
+            session.quarantine,
+            fabric.global_rank,
+            fabric.world_size,
+            device_sum(fabric),
+            on_load=partial(session.monitor.doing, "evaluation"),
         )
 
     def run() -> EvaluationResult:

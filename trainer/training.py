@@ -14,6 +14,7 @@ from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import lr_factor
 from trainer.engine.sync import GradientSync
 from trainer.errors import Stopped
+from trainer.faults.guard import guarded
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.memory.initialize import build_module
 from trainer.memory.monitor import MonitoredStepper
@@ -117,9 +118,10 @@ class Training:
         status = "failed"
         all_ranks = False  # whether it is certain that every rank ends in this way
         try:
-            self._train()
-            result = self._test()
-            state = whole_state(self.stack)
+            with guarded(session):  # what is raised is told to the other ranks before results are written
+                self._train()
+                result = self._test()
+                state = whole_state(self.stack)
             status, all_ranks = "finished", True
         except NonFiniteError:
             all_ranks = True

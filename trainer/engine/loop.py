@@ -15,7 +15,7 @@ from trainer.engine.rehearsal import rehearse
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.sync import reshard
 from trainer.engine.window import MicroBatch, Window, Windows
-from trainer.errors import RunError
+from trainer.errors import RunError, listed
 
 
 class NonFiniteError(RunError):
@@ -149,7 +149,7 @@ class Engine:
         counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if result.skipped else 0
         self.events.on_step(counters, result)
         if counters.skipped_in_a_row >= max_skipped:
-            raise NonFiniteError(_diagnosis(counters, result))
+            raise NonFiniteError(_diagnosis(counters, result, window))
 
     def _evaluate(self) -> None:
         """Evaluate, unless that has just been done: ``eval_every`` and the end of an epoch may fall together."""
@@ -159,13 +159,15 @@ class Engine:
             self.events.on_evaluation(self.counters, self.last_result)
 
 
-def _diagnosis(counters: Counters, result: StepResult) -> str:
+def _diagnosis(counters: Counters, result: StepResult, window: Window) -> str:
     bad = [f"loss {name!r} is {value}" for name, value in result.losses.items() if not math.isfinite(value)]
     if not bad and math.isfinite(result.grad_norm):
         bad = ["nothing in the batch has a weight (no label besides -100)"]
+    samples = [index for micro in window if not micro.is_empty for index in micro.indices]
+    share = f"; this rank's samples of the step: {listed(samples)}" if samples else ""
     cause = ", ".join(bad) or f"the gradient norm is {result.grad_norm}"
     return (
         f"step {counters.step} (epoch {counters.epoch}): {cause}, and {counters.skipped_in_a_row} steps in a row were "
         "skipped; the weights are those of the last finite step. Lower optim.lr, set optim.clip_norm, use "
-        "memory.precision bf16-mixed or 32-true, or look for bad samples"
+        f"memory.precision bf16-mixed or 32-true, or look for bad samples{share}"
     )
