@@ -14,6 +14,7 @@ from trainer.contract import Model
 from trainer.engine.forward import Forward
 from trainer.errors import require
 from trainer.faults.guard import guarded
+from trainer.faults.lock import RunLock
 from trainer.memory.initialize import home_of_weights
 from trainer.memory.snapshot import recorded, snapshot_path
 from trainer.memory.stack import apply_stack
@@ -55,6 +56,10 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         if recipe.run.snapshot:
             closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))
         progress = Progress(recipe.run.progress, session.fabric.global_rank)
+        lock = RunLock(run_dir)
+        closing.callback(lock.release)
+        if notice := session.on_first(lock.acquire):
+            progress.message(notice)
         resumption = Resumption(session, run_dir, progress.message)
         return Training(session, run_dir, source, progress, resumption).run()
 

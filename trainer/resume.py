@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from trainer.checkpoint.manifest import CorruptCheckpoint, read_manifest, verify
 from trainer.checkpoint.writer import STATE, sign_of
 from trainer.engine.loop import Engine
 from trainer.engine.rehearsal import rehearse
-from trainer.errors import RecipeError, require
+from trainer.errors import require
 from trainer.listeners import Stopwatch
 from trainer.memory.stack import Stack
 from trainer.origin import Origin
@@ -122,33 +123,26 @@ class Resumption:
 
     def __init__(self, session: Session, run_dir: Path, say: Callable[[str], None]) -> None:
         self.session, self.folder = session, CheckpointFolder(run_dir / FOLDER)
-        if session.is_first:
-            self.folder.clean()
-        session.fabric.barrier()
+        session.on_first(self.folder.clean)
         self.found = find_checkpoint(session, self.folder, say)
         self.origin = Origin(session, self.found.manifest.run if self.found is not None else None)
         if self.found is not None:
-            for line in self._compare(self.found):
+            for line in session.on_first(partial(self._compare, self.found)):
                 say(f"changed since the checkpoint: {line}")
             say(f"resuming from {self.found.path}, after step {self.found.manifest.step:,}")
         elif session.recipe.run.resume == "auto":
             say(f"no checkpoint in {self.folder.path}: starting from step 0")
 
     def _compare(self, found: Found) -> list[str]:
-        """The first rank compares, for the others may not have made a fingerprint; all refuse alike."""
-        outcome: tuple[list[str], str | None] = ([], None)
-        if self.session.is_first:
-            origin, allowed = self.origin, self.session.recipe.run.allow_change
-            try:
-                same = require_same_run(
-                    found.path, found.manifest, origin.recipe, origin.dataset, origin.tokenizer, allowed
-                )
-                outcome = same, None
-            except RecipeError as error:
-                outcome = [], str(error)
-        lines, refusal = self.session.fabric.broadcast(outcome)
-        require(refusal is None, str(refusal))
-        return lines
+        """On the first rank: what is different now, a line each. The others need make no fingerprint."""
+        return require_same_run(
+            found.path,
+            found.manifest,
+            self.origin.recipe,
+            self.origin.dataset,
+            self.origin.tokenizer,
+            self.session.recipe.run.allow_change,
+        )
 
     def restore_history(self, run_dir: Path) -> None:
         """Put ``metrics.csv`` back, on the first rank."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -20,7 +20,7 @@ from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Finding, Quarantine
 from trainer.engine.window import MicroBatch, Windows, cut_batch
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
@@ -32,6 +32,8 @@ from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.world import adopt_fabric_run, detect_world, launch, on_first_rank_first
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -67,6 +69,22 @@ class Session:
     def is_first(self) -> bool:
         """Whether this is the rank that prints and writes."""
         return self.fabric.global_rank == 0
+
+    def on_first(self, decide: Callable[[], T]) -> T:
+        """What ``decide`` returns on the first rank, on all ranks; what it refuses there, all refuse alike.
+
+        Raises:
+            RecipeError: the first rank's.
+        """
+        outcome: tuple[Any, str | None] = (None, None)
+        if self.is_first:
+            try:
+                outcome = decide(), None
+            except RecipeError as error:
+                outcome = None, str(error)
+        value, refusal = self.fabric.broadcast(outcome)
+        require(refusal is None, str(refusal))
+        return value
 
 
 @contextmanager
