@@ -29,6 +29,8 @@ commands:
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]
                             classify texts or images with the trained model of a run directory
+  chaos [--trials N] [--out FILE] [--only FAULTS]
+                            kill, stop and corrupt tiny runs on this machine, and see whether they resume bit for bit
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run.
 packaged recipes: {recipes}
@@ -118,6 +120,8 @@ def _dispatch(argv: list[str]) -> None:
     first = argv[0] if argv else "--help"
     if first in COMMANDS:
         _command(first, argv[1:])
+    elif first == "chaos":
+        _chaos(argv[1:])
     elif first in ("-h", "--help"):
         _print_usage()
     elif first == "--version":
@@ -126,8 +130,8 @@ def _dispatch(argv: list[str]) -> None:
         from trainer.settings import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
-        suggestion = did_you_mean(first.lstrip("-"), COMMANDS)
-        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(COMMANDS)})")
+        suggestion = did_you_mean(first.lstrip("-"), [*COMMANDS, "chaos"])
+        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(COMMANDS)}, chaos)")
 
 
 def _print_usage() -> None:
@@ -186,6 +190,20 @@ def _command(name: str, argv: list[str]) -> None:
         evaluate(resolved, run_dir)
     else:
         _predict(resolved, run_dir, flags)
+
+
+def _chaos(argv: list[str]) -> None:
+    from trainer.flags import scan
+
+    positionals, flags = scan(argv)
+    if positionals:
+        raise RecipeError(f"unexpected {positionals[0]!r}: chaos takes flags only, and has a recipe of its own")
+    if ("help", None) in flags:
+        _print_usage()
+        return
+    from trainer.chaos.command import chaos
+
+    chaos(flags)
 
 
 def _own_flags(name: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
