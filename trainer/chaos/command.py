@@ -31,6 +31,7 @@ FLAGS = {
     "trials": "kills in all: half at any instant, half in a save; half as many stops, a twentieth of the rest (20)",
     "out": "file for the scores as JSON (default: printed only)",
     "only": "the faults to try, with commas (default: all)",
+    "keep": "folder that keeps the runs of trials that deviate (default: none is kept)",
     "at-once": "trials that go on at the same time (default: as many as there are cores)",
 }
 
@@ -68,6 +69,8 @@ def chaos(flags: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
     try:
         outcomes = _try_all(names, trials, at_once, folder)
     finally:
+        if "keep" in own:
+            shutil.copytree(folder, own["keep"], dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     report = {
         "trials": trials,

@@ -44,7 +44,7 @@ def corrupt(trial: Trial) -> None:
     kind = trial.random.choice(["flip", "cut", "empty", "remove"])
     trial.outcome.what = f"{kind} {path.name} of {newest.name}"
     damage(path, kind, trial)
-    trial.most_redone = 2 * EVERY  # the newest checkpoint is lost, too
+    trial.most_redone = 2 * EVERY + 1  # the newest checkpoint is lost, too
     trial.finish()
     resumed = trial.folder / "output-1-0.txt"
     trial.outcome.named = re.search(f"warning: .*{newest.name}.*{re.escape(path.name)}", resumed.read_text()) is not None

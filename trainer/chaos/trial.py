@@ -32,7 +32,7 @@ class Outcome:
         named: whether the first line of an error names the cause; ``None`` where no process is left to name it.
         resumed_exactly: whether the run, resumed, came to what the undisturbed one came to, bit for bit.
         orphans: processes that were left behind.
-        redone: steps that were taken again.
+        redone: steps that were begun again.
         deviations: all that is not as promised, in words.
         skipped: why the trial could not take place here.
     """
@@ -73,8 +73,8 @@ class Trial:
         self.samples = Samples(reference["samples"])
         self.outcome = Outcome()
         self.flags: list[str] = ["--checkpoint.asynchronous", "false"] if self.random.random() < 0.5 else []
-        # While a checkpoint is written beside the training, the one before it still counts.
-        self.most_redone = EVERY if self.flags else 2 * EVERY
+        # The last step was begun, but not finished; while a checkpoint is written, the one before it still counts.
+        self.most_redone = EVERY + 1 if self.flags else 2 * EVERY + 1
         self.starts = 0
 
     def start(self, *flags: str, **environment: str) -> ForkedRun:
@@ -149,7 +149,7 @@ class Trial:
         """A run that has finished with the undisturbed one."""
         found = self.samples.finish() + differences(self.folder / "run", self.reference["digest"])
         if self.samples.redone > self.most_redone:
-            found.append(f"{self.samples.redone} steps were taken again")
+            found.append(f"{self.samples.redone} steps were begun again")
         self.outcome.resumed_exactly = not found
         self.outcome.deviations += found
 
