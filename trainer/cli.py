@@ -27,6 +27,8 @@ commands:
   plan RECIPE [flags]       find the fastest plan that fits a memory budget, for GPUs that need not be there
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
+  checkpoint list|verify|export DIR
+                            look at the checkpoints of a run, check them, or make a model of one
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]
                             classify texts or images with the trained model of a run directory
 
@@ -118,6 +120,10 @@ def _dispatch(argv: list[str]) -> None:
     first = argv[0] if argv else "--help"
     if first in COMMANDS:
         _command(first, argv[1:])
+    elif first == "checkpoint":
+        from trainer.checkpoint_command import checkpoint_command
+
+        checkpoint_command(argv[1:])
     elif first in ("-h", "--help"):
         _print_usage()
     elif first == "--version":
@@ -126,8 +132,9 @@ def _dispatch(argv: list[str]) -> None:
         from trainer.settings import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
-        suggestion = did_you_mean(first.lstrip("-"), COMMANDS)
-        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(COMMANDS)})")
+        known = [*COMMANDS, "checkpoint"]
+        suggestion = did_you_mean(first.lstrip("-"), known)
+        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(known)})")
 
 
 def _print_usage() -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.parts import Part, PartsReader
 from trainer.checkpoint.writer import HISTORY, sign_of
+from trainer.contract import Model
 from trainer.engine.rehearsal import make_state
 from trainer.engine.step import Stepper
 from trainer.errors import require
@@ -45,8 +47,8 @@ def restore_tensors(found: Found, stack: Stack, stepper: Stepper) -> None:
     Raises:
         RecipeError: naming the tensor that is missing, of another shape, or not needed.
     """
-    signs = [found.json(sign_of(rank)) for rank in range(found.manifest.world_size)]
-    reader = PartsReader(found.path, [sign["tensors"] for sign in signs])
+    signs = _signs(found)
+    reader = _reader(found, signs)
     values = {name: value for sign in signs for name, value in sign["values"].items()}
     optimizer = stepper.optimizer
     make_state(optimizer.put_together() if isinstance(optimizer, OptimizerInBackward) else optimizer)
@@ -62,6 +64,32 @@ def restore_tensors(found: Found, stack: Stack, stepper: Stepper) -> None:
         state |= {key: values[f"optimizer/{name}/{key}"] for key in state if f"optimizer/{name}/{key}" in own_values}
     for parameter, master in (stack.masters or {}).items():
         local(parameter).copy_(master)
+
+
+def load_whole_model(found: Found, model: Model) -> nn.Module:
+    """The module of ``model`` in host memory, with the weights and buffers of the checkpoint in the types saved there.
+
+    Raises:
+        RecipeError: naming what is missing.
+    """
+    reader = _reader(found, _signs(found))
+    module = model.unloaded().build()
+    wanted: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in module.named_parameters()}
+    wanted |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
+    missing = sorted(wanted.keys() - reader.shapes.keys())
+    require(not missing, f"{found.path} does not fit the model: missing: {', '.join(missing[:3])}")
+    for name, tensor in wanted.items():
+        tensor.data = reader.read(name)
+    return module
+
+
+def _signs(found: Found) -> list[dict[str, Any]]:
+    """What every rank that saved it says of its part."""
+    return [found.json(sign_of(rank)) for rank in range(found.manifest.world_size)]
+
+
+def _reader(found: Found, signs: list[dict[str, Any]]) -> PartsReader:
+    return PartsReader(found.path, [sign["tensors"] for sign in signs])
 
 
 def _forget_unreached(stack: Stack, stepper: Stepper, saved: set[str]) -> None:

@@ -38,6 +38,8 @@ DTYPES = {
 }
 """The names that safetensors has for types."""
 
+NAMES = {name: dtype for dtype, name in DTYPES.items()}
+
 CHUNK = 16 * 2**20
 """Bytes that are written and hashed at once."""
 
@@ -179,6 +181,14 @@ class PartsReader:
             raise RecipeError(
                 f"{self.folder}: {name} is incomplete: {filled} of {target.tensor.numel()} numbers were found"
             )
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor ``name``, in the type that it was saved in."""
+        first = self._open(self.parts[name][0]["file"])
+        dtype = NAMES[first.get_slice(name).get_dtype()]
+        tensor = torch.empty(self.shapes[name], dtype=dtype)
+        self.read_into(name, whole(tensor))
+        return tensor
 
     def _copy(self, name: str, part: Mapping[str, Any], target: Part) -> int:
         """Copy what ``part`` and ``target`` have in common, and say how many numbers that is."""
