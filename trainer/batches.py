@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,7 @@ def evaluation_micro_batches(
     rank: int = 0,
     world_size: int = 1,
     reduce: Reduce = list,
+    on_load: Callable[[Sequence[int]], None] = lambda samples: None,
 ) -> Iterator[MicroBatch]:
     """This rank's micro-batches of an evaluation, as many as any other's.
 
@@ -100,13 +101,17 @@ def evaluation_micro_batches(
         loader: of the split.
         quarantine: told, at the end, of the samples that could not be loaded.
         reduce: sums a list of floats over the ranks.
+        on_load: called with the samples of each micro-batch before it is waited for.
     """
     kept = [list(quarantine.kept(split, piece)) for piece in pieces]
     own = kept[rank::world_size]
     # An empty piece borrows a sample, as in training: every rank makes the same number of forwards.
     spare = next((piece for piece in kept if piece), list(pieces[0]))[-1:]
     bad: list[BadSample] = []
-    for piece, batch in zip(own, loader(Request(piece or spare) for piece in own), strict=True):
+    batches = loader(Request(piece or spare) for piece in own)
+    for piece in own:
+        on_load(piece)
+        batch = next(batches)
         micro, found = micro_batch(batch, piece, seed=0, is_last=False, is_empty=not piece)
         bad += found
         yield micro

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -18,12 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.contract import Request
 from trainer.errors import RunError
+from trainer.processes import become_helper
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """How often a wait for a micro-batch is interrupted to see whether the workers live."""
-
-PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
 
 HINTS = {
     signal.SIGKILL: "; the kernel does this when memory runs out: lower data.workers, or look into its log",
@@ -189,11 +185,7 @@ def _torch_raises_nothing_between() -> Iterator[None]:
 
 
 def _begin(worker: int) -> None:
-    """What a worker does first: signals are for the process that it works for, with whom it ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    become_helper()
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -209,6 +209,7 @@ class Windows:
         lengths: tokens of each sample, when there are such.
         augmented: whether reading a sample draws random numbers, so that each needs a seed.
         quarantine: the samples that could not be loaded.
+        on_load: called with the samples of each micro-batch before it is waited for, and with none after the last.
     """
 
     size: int
@@ -222,6 +223,7 @@ class Windows:
     lengths: Sequence[int] | None = None
     augmented: bool = False
     quarantine: Quarantine = field(default_factory=Quarantine)
+    on_load: Callable[[Sequence[int]], None] = lambda samples: None
 
     def __post_init__(self) -> None:
         self.cut = lru_cache(self._cut)  # asked for in every step
@@ -281,10 +283,12 @@ class Windows:
             micro_batches: list[MicroBatch] = []
             bad: list[BadSample] = []
             for number, ((indices, _), is_empty) in enumerate(own):
+                self.on_load(indices)
                 seed, is_last = self._dropout_seed(epoch, step, number), number == len(own) - 1
                 micro, found = micro_batch(next(batches), indices, seed, is_last, is_empty)
                 micro_batches.append(micro)
                 bad += found
+            self.on_load(())
             weights, any_bad = self._weights(micro_batches, len(bad))
             if any_bad:
                 self.quarantine.share("train", bad, self.reduce, self.rank, self.world_size)
