@@ -47,7 +47,7 @@ class Watchdog:
 
     def __init__(self, monitor: Monitor, rank: int, world_size: int, hang_after: float) -> None:
         self.monitor, self.rank, self.hang_after = monitor, rank, hang_after
-        self.peers = Peers(rank, world_size, hang_after) if world_size > 1 else None
+        self.peers = Peers(rank, world_size, monitor, hang_after) if world_size > 1 else None
         self.heard: Told | None = None
         """Why the run ends, once a rank has told."""
         self._main = threading.current_thread()
