@@ -94,7 +94,9 @@ def test_the_lock_of_this_machine_before_it_was_started_again_is_taken_over(tmp_
 
 def test_a_run_on_another_machine_is_not_ours_to_judge(tmp_path):
     write(tmp_path, pid=7, host="elsewhere", boot_id="another")
-    with pytest.raises(RecipeError, match=r"pid 7 on elsewhere since 2026-01-02, another machine: .*remove .*run\.lock"):
+    with pytest.raises(
+        RecipeError, match=r"pid 7 on elsewhere since 2026-01-02, another machine: .*remove .*run\.lock"
+    ):
         RunLock(tmp_path).acquire()
     assert json.loads((tmp_path / "run.lock").read_text())["pid"] == 7
 
