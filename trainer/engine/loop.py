@@ -70,6 +70,8 @@ class Engine:
         events: who wants to know.
         recover: called with an error that a step ended in; ``True`` says that it has been mended, and that the step can
             be taken again from its start. ``None`` mends nothing.
+        at_boundary: called between steps, when the batch of the next one is there: a place to save, or to stop by an
+            exception.
     """
 
     def __init__(
@@ -79,9 +81,11 @@ class Engine:
         evaluation: Callable[[], Any] | None = None,
         events: Events | None = None,
         recover: Callable[[Exception], bool] | None = None,
+        at_boundary: Callable[[Engine], None] | None = None,
     ) -> None:
         self.stepper, self.windows, self.evaluation, self.events = stepper, windows, evaluation, events or Events()
         self.recover = recover or (lambda error: False)
+        self.at_boundary = at_boundary or (lambda engine: None)
         self.counters = Counters()
         self.last_result: Any = None
 
@@ -102,7 +106,8 @@ class Engine:
             while not self._rest_of_epoch(total, eval_every, max_skipped):
                 pass
             self._evaluate()
-            counters.step_in_epoch = 0
+            if counters.step_in_epoch >= self.windows.steps(epoch):  # else max_steps ended it: more steps may follow
+                counters.epoch, counters.step_in_epoch = epoch + 1, 0
             if counters.step >= total:
                 break
         self.events.on_fit_end(counters)
@@ -125,6 +130,7 @@ class Engine:
         last = counters.step_in_epoch + total - counters.step
         try:
             for window in self.windows.epoch(counters.epoch, counters.step_in_epoch, last):
+                self.at_boundary(self)
                 self._step(window, max_skipped)
                 if eval_every and counters.step % eval_every == 0:
                     self._evaluate()
