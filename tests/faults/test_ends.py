@@ -46,6 +46,26 @@ def test_an_error_on_one_rank_is_everybodys_first_line(launcher, ranks, rank, st
     assert "SIGTERM received" not in run.text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "own", "told"),
+    [
+        ("run error", "this rank has had enough", rf"rank 1 ended {AT}: this rank has had enough"),
+        (
+            "no memory",
+            "out of memory in forward on rank 1; ",
+            rf"rank 1 ended {AT}: out of memory in forward on rank 1; ",
+        ),
+    ],
+)
+def test_an_error_that_explains_itself_has_no_traceback(what, own, told, start):
+    run = disturb(start, "plain", 2, 1, what, "--run.recover", "false")
+    first, second = run.errors()
+    assert first.startswith(f"[rank 1] trainer: error: {own}")
+    assert re.match(f"trainer: error: {told}", second)
+    assert "Traceback" not in run.text
+
+
 @pytest.mark.parametrize(("launcher", "ranks", "rank"), [*RANKS, *SLOW])
 def test_a_killed_rank_is_named_with_its_last_step(launcher, ranks, rank, start):
     if (launcher, rank) == ("plain", 0):
@@ -70,6 +90,16 @@ def test_a_hung_rank_is_named_with_its_stack(launcher, ranks, rank, start):
     for line in run.errors():  # the others quote it
         assert re.search(rf"error: rank {rank}, {STEP}: no progress for \d+ s$", line)
     assert "time.sleep(1000)" in run.text
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_its_data_is_named_with_the_samples(start):
+    run = start("torchrun", 2, "--data.waits", "true", "--run.hang_after", "4")
+    assert run.wait(120) == 1
+    for line in run.errors():
+        assert re.search(r"error: rank 1, step 3, loading, samples \d+, \d+, \d+, \d+: no progress for \d+ s$", line)
+    assert "time.sleep(1000)" in run.text
+    run.assert_no_orphan()
 
 
 def test_the_first_process_is_killed_and_no_rank_is_left(start):

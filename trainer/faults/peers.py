@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from trainer.errors import RecipeError, RunError
 from trainer.faults.black_box import BlackBox, open_box, read_box
 from trainer.faults.place import Place
 from trainer.memory.monitor import Monitor
@@ -144,6 +145,8 @@ class Peers:
 
 def is_echo(error: BaseException) -> bool:
     """Whether ``error`` may be what a collective says when another rank has gone."""
+    if isinstance(error, RecipeError | RunError):
+        return False
     if not dist.is_initialized():  # the group was aborted
         return True
     signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "collectives were aborted")
