@@ -91,7 +91,7 @@ def ladder(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None
     base = baseline(recipe)
     rungs = choose(rungs_of(recipe, base, machine), own.get("rungs"))
     out = new_folder("ladder", own.get("out"), reference)
-    report = Report(out, reference, machine, {"steps": steps, "flags": passed}, rungs)
+    report = Report(out, reference, machine, {"steps": steps, "flags": redact_words(passed)}, rungs)
     given = {name for name, _ in flags}
     fixed = {"max_steps": steps, "epochs": max(recipe.epochs, steps), "run.logger": ["csv"]}
     fixed |= {"run.evaluate": False, "run.recover": False}

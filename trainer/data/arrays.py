@@ -17,6 +17,9 @@ from tqdm import tqdm
 from trainer.data.common import reason
 from trainer.errors import RecipeError
 
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+"""What is read, whatever a file's name says. PIL knows others that start programs: Ghostscript reads EPS."""
+
 
 class Pixels:
     """Turn raw images into a model's input.
@@ -128,7 +131,7 @@ def read_image(path: str, mode: str) -> Tensor:
         RecipeError: naming the file when it is missing, broken or no image.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             return F.pil_to_tensor(image.convert(mode))
     except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error... for broken files
         raise RecipeError(f"{path} cannot be read as an image ({reason(error)}): replace or remove it") from error
@@ -152,7 +155,7 @@ def verify_images(paths: Sequence[str]) -> None:
 
 def _fault(path: str) -> str | None:
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             if image.format == "JPEG":  # verify() looks at nothing of it; at an eighth of its size, decoding is cheap
                 image.draft("RGB", (1, 1))
                 image.load()

@@ -322,6 +322,12 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
         raise RecipeError(
             f"data.root: {path} cannot be read ({reason(error)}): it needs images, labels, split and class_names"
         ) from error
+    for key, array in {"images": images, "labels": labels, "split": split, "class_names": names}.items():
+        require(isinstance(array, np.ndarray), f"data.root: {key} in {path} is no array")
+    require(
+        labels.ndim == split.ndim == names.ndim == 1 and labels.dtype.kind in "iu",
+        f"data.root: labels, split and class_names in {path} must be lists, labels of integers",
+    )
     require(
         images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3,
         f"data.root: images in {path} are {images.dtype} {images.shape}, not uint8 (n, height, width, 3)",
