@@ -17,6 +17,7 @@ from trainer.checkpoint.store import write_atomic
 from trainer.errors import RecipeError, require
 from trainer.own_flags import count, new_folder
 from trainer.recipe import Memory, Recipe
+from trainer.redact import redact_words
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean, settings_of
 from trainer.trial import RETURN_FREED_MEMORY, Trial, probe_machine, run_trial

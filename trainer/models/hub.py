@@ -9,15 +9,26 @@ from trainer.errors import RecipeError, require
 
 
 def local_folder(source: str) -> str:
+    """The path of a ``file://`` URL; anything else as it is."""
     return source.removeprefix("file://")
 
 
 def is_local(source: str) -> bool:
+    """Whether ``source`` is a folder here."""
     return Path(local_folder(source)).is_dir()
 
 
 def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a loader of transformers; what goes wrong becomes one line that names the key."""
+    """Call a loader of transformers; what goes wrong becomes one line that names the key.
+
+    Args:
+        key: of the setting, without ``model.``.
+        source: its value: a hub id, a folder or a ``file://`` URL of one.
+        load: called with the other arguments.
+
+    Raises:
+        RecipeError: whatever ``load`` raises, but for a lack of memory.
+    """
     from safetensors import SafetensorError
 
     if source.startswith(("file://", "/", "./", "../")) and not is_local(source):
@@ -43,7 +54,11 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def refuse_code(name: str, config: Any) -> None:
-    """Refuse a configuration for which transformers would fetch and run compiled code from the hub."""
+    """Refuse a configuration for which transformers would fetch and run compiled code from the hub.
+
+    Raises:
+        RecipeError: naming ``name``, the folder or hub id of ``config``, and the entry.
+    """
     wished = [getattr(config, key, None) for key in ("_attn_implementation", "_experts_implementation")]
     kernels = [text for text in map(str, wished) if "/" in text]
     require(

@@ -127,6 +127,10 @@ class TextClassifier(Model):
         from transformers import AutoModelForSequenceClassification
 
         require_filled(type(self).__name__, num_classes=self.num_classes)
+        require(
+            not Path(local_folder(weights), "adapter_config.json").exists(),  # transformers would load what it names
+            f"model.weights={weights} is or holds a PEFT adapter: merge it into its model and save that",
+        )
         module, found = from_hub(
             "weights",
             weights,
