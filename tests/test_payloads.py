@@ -237,7 +237,7 @@ def test_an_entry_of_a_configuration_constructs_nothing(refused, marker, flags):
 # --------------------------------------------------------------------------------------------------- YAML
 
 
-@pytest.mark.parametrize("name", ["apply", "new", "apply with state", "merge"])
+@pytest.mark.parametrize("name", ["apply", "new", "apply with state"])
 def test_yaml_would_execute(tmp_path, name):
     with suppress(yaml.YAMLError):  # after it was executed
         yaml.unsafe_load(yaml_tags(tmp_path / "executed")[name])

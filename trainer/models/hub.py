@@ -39,7 +39,7 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         if isinstance(error, MemoryError | RuntimeError) and "memory" in str(error):
             raise  # no fault of the files
         first_line = next(iter(str(error).strip().splitlines()), "")
-        if "custom code" in first_line:
+        if "trust_remote_code" in str(error):
             raise RecipeError(
                 f"model.{key}={source!r} cannot be loaded: it needs Python code that comes with it (auto_map), and no "
                 "such remote code is executed. Give a model of an architecture that transformers has itself, or read "
