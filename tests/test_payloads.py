@@ -320,6 +320,7 @@ def test_odd_tables_are_refused(refused, marker, tmp_path):
     (tmp_path / "script.py").write_text(code(marker))
     for name in ("pickle.csv", "pickle.jsonl", "pickle.parquet"):
         (tmp_path / name).write_bytes(pickle.dumps(Trap(marker)))
+    refused("fit", recipe, *flags, "--data.train_file", tmp_path / "deep.jsonl", parts=["line 1: "])
     for path in sorted(tmp_path.glob("*.*")):
         if path != recipe and path != marker:
             refused("fit", recipe, *flags, "--data.train_file", path, parts=[path.name])
