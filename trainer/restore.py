@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest
 from trainer.checkpoint.parts import Part, PartsReader
 from trainer.checkpoint.writer import HISTORY, sign_of
 from trainer.engine.rehearsal import make_state
 from trainer.engine.step import Stepper
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 from trainer.memory.optimizer_in_backward import OptimizerInBackward
 from trainer.memory.sharding import local
 from trainer.memory.stack import Stack
@@ -31,7 +32,25 @@ class Found:
 
     def json(self, name: str) -> Any:
         """The content of one of its JSON files."""
-        return json.loads((self.path / name).read_bytes())
+        with self.explained(name):
+            return json.loads((self.path / name).read_bytes())
+
+    @contextmanager
+    def explained(self, name: str) -> Iterator[None]:
+        """Say that the file ``name`` is what cannot be used. Its hash is right, but anybody can write a manifest.
+
+        Raises:
+            CorruptCheckpoint: naming the file.
+        """
+        try:
+            yield
+        except RecipeError:
+            raise
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise CorruptCheckpoint(
+                f"{self.path / name} holds something else than a run has written: {what}"
+            ) from error
 
     def history(self) -> bytes:
         """``metrics.csv`` as it was then."""
@@ -45,9 +64,12 @@ def restore_tensors(found: Found, stack: Stack, stepper: Stepper) -> None:
     Raises:
         RecipeError: naming the tensor that is missing, of another shape, or not needed.
     """
-    signs = [found.json(sign_of(rank)) for rank in range(found.manifest.world_size)]
-    reader = PartsReader(found.path, [sign["tensors"] for sign in signs])
-    values = {name: value for sign in signs for name, value in sign["values"].items()}
+    reader, values = PartsReader(found.path), dict[str, Any]()
+    for rank in range(found.manifest.world_size):
+        with found.explained(sign_of(rank)):
+            sign = found.json(sign_of(rank))
+            reader.add(sign["tensors"])
+            values.update(sign["values"])
     optimizer = stepper.optimizer
     make_state(optimizer.put_together() if isinstance(optimizer, OptimizerInBackward) else optimizer)
     _forget_unreached(stack, stepper, {*reader.shapes, *values})
