@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import trainer
 from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
 from trainer.recipe import Recipe
+from trainer.redact import refuse_redacted
 
 if TYPE_CHECKING:
     from trainer.flags import Flags
@@ -171,7 +172,8 @@ def _command(name: str, argv: list[str]) -> None:
         return
     reference = _one_positional(name, positionals)
     run_dir = Path(reference)
-    recipe, source = load_recipe(reference if COMMANDS[name] == "RECIPE" else str(_recipe_of(run_dir)))
+    of_run = COMMANDS[name] == "RUN_DIR"
+    recipe, source = load_recipe(str(_recipe_of(run_dir)) if of_run else reference, of_run=of_run)
     resolved = _resolve(recipe, source, flags, f"trainer {name} {reference} [flags]", lists, switches)
     if resolved is None:
         return
@@ -233,7 +235,7 @@ def _resolve(
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
     from trainer.flags import RecipeParser
     from trainer.locate import config_changes
-    from trainer.settings import change, dump_recipe
+    from trainer.settings import change, dump_recipe, settings_of
 
     parser = RecipeParser(recipe, usage, lists, switches)
     if ("help", None) in flags:
@@ -241,6 +243,7 @@ def _resolve(
         return None
     in_yaml = config_changes(parser, source, [text for name, text in flags if name == "config" and text])
     resolved = change(recipe, in_yaml, parser.read_flags(flags, in_yaml))
+    refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
     if ("print_config", None) in flags:
         print(dump_recipe(resolved, source), end="")
         return None

@@ -267,7 +267,7 @@ def test_auto_without_a_checkpoint_starts_anew(tmp_path, finished):
     ("run", "message"),
     [
         ({"resume": "auto", "dir": None}, "run.resume=auto needs run.dir"),
-        ({"resume": "nowhere"}, "run.resume=nowhere: there is no checkpoint in nowhere"),
+        ({"resume": "nowhere", "dir": "new"}, "run.resume=nowhere: there is no checkpoint in nowhere"),
         ({}, "already holds a run: go on with it by --run.resume auto"),
     ],
 )
