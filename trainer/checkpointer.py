@@ -60,6 +60,7 @@ class Checkpointer:
         every = self.wishes.every
         self.every_steps = every if isinstance(every, int) else None
         self.every_seconds = parse_duration("checkpoint.every", every) if isinstance(every, str) else math.inf
+        self.versions = versions()
         self.begin_at(0)
         self.background = Background()
         self.writer = Writer(
@@ -127,6 +128,7 @@ class Checkpointer:
         Raises:
             RunError: on all ranks alike, when there is no space for it.
         """
+        self.session.monitor.doing("checkpoint")
         self.background.wait()  # one copy in host memory at a time
         snapshot = self._snapshot(engine)
         self._require_space(snapshot)
@@ -135,6 +137,7 @@ class Checkpointer:
         self.background.run(partial(self.writer.write, snapshot))
         if not self.wishes.asynchronous:
             self.background.wait()
+        self.session.monitor.doing(None)
 
     def _snapshot(self, engine: Engine) -> Snapshot:
         fabric, counters = self.session.fabric, engine.counters
@@ -163,7 +166,7 @@ class Checkpointer:
             "world_size": session.fabric.world_size,
             "plan": session.plan.describe(),
             "recipe": origin.recipe,
-            "versions": versions(),
+            "versions": self.versions,
             "figures": figures,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }

@@ -92,7 +92,7 @@ def full_disk(trial: Trial) -> None:
 def two_runs(trial: Trial) -> None:
     """A second run in the same directory is refused by whose it is, and the first one does not notice."""
     first = trial.start(TRAINER_CHAOS="slow@0@0")
-    first.wait_for_step(trial.random.randint(1, 9))
+    first.wait_for_step(trial.random.randint(1, 4))
     second = ForkedRun(
         trial.folder / "second",
         trial.shape,

@@ -14,7 +14,7 @@ OF_EVERY_RANK = ("before tensors", "after tensors", "after sign")
 """Failpoints that not only rank 0 comes to."""
 
 SAVES = 6
-"""Checkpoints of a run, besides that of its end."""
+"""Checkpoints of a run."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

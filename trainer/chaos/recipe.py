@@ -1,4 +1,4 @@
-"""What is disturbed: a tiny Vision Transformer with dropout on 180 digits, 27 steps, a checkpoint every 4."""
+"""What is disturbed: a tiny Vision Transformer with dropout on 120 digits, 18 steps, a checkpoint every 3."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Few:
 
 @dataclass
 class FewDigits(Digits):
-    """180 digits to train on and 40 to test.
+    """120 digits to train on and 40 to test.
 
     Args:
         poisoned: the training sample whose pixels are NaN; none by default.
@@ -55,7 +55,7 @@ class FewDigits(Digits):
 
     def prepare(self, tokenizer: Any = None) -> None:
         super().prepare(tokenizer)
-        self.train, self.test = Few(self.train, 180, self.poisoned), Few(self.test, 40)
+        self.train, self.test = Few(self.train, 120, self.poisoned), Few(self.test, 40)
 
 
 @dataclass
@@ -81,13 +81,13 @@ def disturb(what: str) -> None:
 
 
 recipe = Recipe(
-    model=Disturbed("custom", patch_size=4, layers=2, heads=2, width=16, mlp_width=32, dropout=0.1),
+    model=Disturbed("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, dropout=0.1),
     data=FewDigits(),
     optim=Optim("adamw", lr=0.01, clip_norm=1.0, schedule="cosine"),
     batch_size=20,
     epochs=3,
     memory=Memory(micro_batch_size=5),
-    checkpoint=Checkpoint(every=4),
+    checkpoint=Checkpoint(every=3),
     run=Run(predict=False, accelerator="cpu"),
 )
 

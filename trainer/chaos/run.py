@@ -50,6 +50,7 @@ class ForkedRun:
         environment: of all ranks.
         launched: whether there is a launcher that does what that of ``torchrun --standalone`` does: it hosts the ranks'
             store and, when one rank has failed, asks the others to stop. Without it rank 0 hosts the store.
+        plots: whether it draws the plots that a run ends with, which take half of the time of one as short as this.
         port: a port to begin to look for a free one at; another one for every run that goes on at the same time.
     """
 
@@ -60,6 +61,7 @@ class ForkedRun:
         *flags: str,
         environment: Mapping[str, str] | None = None,
         launched: bool = True,
+        plots: bool = False,
         port: int = 0,
         run_dir: Path | None = None,
     ) -> None:
@@ -93,7 +95,7 @@ class ForkedRun:
             samples = self.samples(rank)
             samples.touch()
             self.pids[rank] = fork(
-                lambda own=own, samples=samples: _be_rank(arguments, own, samples), self.output(rank)
+                lambda own=own, samples=samples: _be_rank(arguments, own, samples, plots), self.output(rank)
             )
 
     def output(self, rank: int) -> Path:
@@ -182,12 +184,15 @@ class ForkedRun:
             self.store = None
 
 
-def _be_rank(arguments: list[str], environment: Mapping[str, str], samples: Path) -> int:
+def _be_rank(arguments: list[str], environment: Mapping[str, str], samples: Path, plots: bool) -> int:
+    from trainer import rundir
     from trainer.cli import entry
 
     os.environ.update(environment)
     _prepare_torch()
     log_windows(samples)
+    if not plots:
+        rundir.plot_curves = rundir.plot_memory = lambda *args: None  # type: ignore[assignment]
     sys.argv = ["trainer", *arguments]
     try:
         entry()

@@ -12,8 +12,8 @@ from typing import Any
 from trainer.chaos.compare import Samples, differences
 from trainer.chaos.run import ForkedRun, Shape
 
-STEPS = 27
-EVERY = 4
+STEPS = 18
+EVERY = 3
 """Steps of the recipe, and between two of its checkpoints."""
 
 LIMIT = 15.0
@@ -89,6 +89,7 @@ class Trial:
             *resume,
             environment=environment,
             launched=self.launched,
+            plots=self.number % 5 == 0,
             port=self.port,
         )
 
