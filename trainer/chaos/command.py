@@ -92,12 +92,15 @@ def _try_all(names: Sequence[str], asked: int, at_once: int, folder: Path) -> di
     planned = [(name, number) for name in names for number in range(FAULTS[name].trials(asked))]
     shapes = {(name, number): FAULTS[name].shape(number, FAULTS[name].trials(asked)) for name, number in planned}
     wanted = list(dict.fromkeys((shapes[name, number], FAULTS[name].poisoned) for name, number in planned))
-    made = _in_order([partial(_reference, *key, folder) for key in wanted], folder / "undisturbed", at_once)
+    made = _in_order(
+        [partial(_reference, *key, folder, 20 * at) for at, key in enumerate(wanted)], folder / "undisturbed", at_once
+    )
     references = dict(zip(wanted, made, strict=True))
     jobs = []
-    for name, number in planned:
+    for at, (name, number) in enumerate(planned):
         shape = shapes[name, number]
-        jobs.append(partial(_one, name, number, shape, references[shape, FAULTS[name].poisoned], folder))
+        reference = references[shape, FAULTS[name].poisoned]
+        jobs.append(partial(_one, name, Trial(name, number, shape, reference, folder, 20 * at)))
     found = _in_order(jobs, folder / "results", at_once, [f"{name} {number}" for name, number in planned])
     outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
     for (name, _), outcome in zip(planned, found, strict=True):
@@ -116,20 +119,19 @@ def _in_order(jobs: Sequence[Any], folder: Path, at_once: int, names: Sequence[s
     return [found[number] for number in range(len(jobs))]
 
 
-def _reference(shape: Shape, poisoned: bool, folder: Path) -> dict[str, Any]:
+def _reference(shape: Shape, poisoned: bool, folder: Path, port: int) -> dict[str, Any]:
     """The undisturbed run: its digest, and the samples of every window of every rank."""
     flags = ["--data.poisoned", str(POISONED)] if poisoned else []
-    run = ForkedRun(folder / f"{shape.strategy}-{shape.ranks}-{poisoned}", shape, *flags, port=shape.ranks)
+    run = ForkedRun(folder / f"{shape.strategy}-{shape.ranks}-{poisoned}", shape, *flags, port=port)
     run.wait()
     if any(run.codes.values()):
         raise RunError(f"the undisturbed run ended with {run.codes}: {run.text(0)[-2000:]}")
     return {"digest": digest(run.run_dir), "samples": [run.windows(rank) for rank in range(shape.ranks)]}
 
 
-def _one(name: str, number: int, shape: Shape, reference: dict[str, Any], folder: Path) -> dict[str, Any]:
-    trial = Trial(name, number, shape, reference, folder)
+def _one(name: str, trial: Trial) -> dict[str, Any]:
     FAULTS[name].disturb(trial)
-    trial.outcome.what = f"{shape}: {trial.outcome.what}"
+    trial.outcome.what = f"{trial.shape}: {trial.outcome.what}"
     if not trial.outcome.deviations:
         shutil.rmtree(trial.folder, ignore_errors=True)
     return trial.outcome.to_json()
@@ -157,14 +159,14 @@ def scores(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def table(faults: dict[str, dict[str, Any]]) -> str:
     """A line a fault."""
-    lines = [f"{'fault':14}{'trials':>7}{'in time':>9}{'named':>9}{'exact':>7}{'orphans':>9}{'redone':>8}{'seconds':>15}"]
+    heads = ("in time", "named", "exact", "orphans", "redone", "seconds")
+    lines = [f"{'fault':14}{'trials':>7}{''.join(map('{:>9}'.format, heads[:-1]))}{heads[-1]:>16}"]
     for name, row in faults.items():
         if not row["trials"]:
             lines.append(f"{name:14}skipped: {row['skipped']}")
             continue
-        seconds = f"{row['seconds_median']} to {row['seconds_max']}"
-        lines.append(
-            f"{name:14}{row['trials']:7}{row['ended_in_time']:9}{row['named']:5}/{row['to_name']:<3}"
-            f"{row['resumed_exactly']:7}{row['orphans']:9}{row['most_steps_redone']:8}{seconds:>15}"
-        )
+        named = f"{row['named']}/{row['to_name']}" if row["to_name"] else "-"
+        figures = (row["ended_in_time"], named, row["resumed_exactly"], row["orphans"], row["most_steps_redone"])
+        seconds = f"{row['seconds_median']}, max {row['seconds_max']}"
+        lines.append(f"{name:14}{row['trials']:7}{''.join(map('{:>9}'.format, figures))}{seconds:>16}")
     return "\n".join(lines)

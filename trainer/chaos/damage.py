@@ -46,8 +46,8 @@ def corrupt(trial: Trial) -> None:
     damage(path, kind, trial)
     trial.most_redone = 2 * EVERY + 1  # the newest checkpoint is lost, too
     trial.finish()
-    resumed = trial.folder / "output-1-0.txt"
-    trial.outcome.named = re.search(f"warning: .*{newest.name}.*{re.escape(path.name)}", resumed.read_text()) is not None
+    said = (trial.folder / "output-1-0.txt").read_text()
+    trial.outcome.named = re.search(f"warning: .*{newest.name}.*{re.escape(path.name)}", said) is not None
     if not trial.outcome.named:
         trial.outcome.deviations.append("the damaged file is not named")
 

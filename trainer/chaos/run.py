@@ -243,5 +243,3 @@ def _free_port(first: int) -> int:
                 continue
             return port
     raise RuntimeError("no free port")
-
-

@@ -62,14 +62,17 @@ class Trial:
         shape: of the run.
         reference: of the undisturbed run of that shape: its ``digest`` and its ``samples``.
         folder: for everything that is written.
+        port: where to begin to look for a free one; twenty are its own.
     """
 
-    def __init__(self, name: str, number: int, shape: Shape, reference: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self, name: str, number: int, shape: Shape, reference: dict[str, Any], folder: Path, port: int
+    ) -> None:
         self.number, self.shape, self.reference = number, shape, reference
         self.folder = folder / f"{name}-{number}"
         self.random = Random(f"{name} {number}")
         self.launched = shape.ranks == 1 or number % 2 == 0
-        self.port = self.random.randrange(100_000)
+        self.port = port
         self.samples = Samples(reference["samples"])
         self.outcome = Outcome()
         self.flags: list[str] = ["--checkpoint.asynchronous", "false"] if self.random.random() < 0.5 else []
@@ -157,5 +160,3 @@ class Trial:
     def pause(self, longest: float) -> None:
         """Any time up to ``longest`` seconds."""
         time.sleep(self.random.uniform(0, longest))
-
-

@@ -29,8 +29,8 @@ class StopSignals:
         self.first, self.expected = first, expected
         self.received: str | None = None
         self.leaving = False
-        """Whether all is saved and all ranks leave. A SIGTERM is then what a launcher sends the others when one rank has
-        left: it must not keep the first from writing its results."""
+        """Whether all is saved and all ranks leave. A SIGTERM is then what a launcher sends the others when one rank
+        has left: it must not keep the first from writing its results."""
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
 
