@@ -60,6 +60,7 @@ class Watchdog:
         """Why the run ends, once a rank has told."""
         self._main = threading.current_thread()
         self._ending = self._closed = False
+        self._cause: BaseException | None = None
         self._still = 0.0
         self._last_look = time.monotonic()
         self._position = (0, 0)
@@ -76,14 +77,19 @@ class Watchdog:
     def explain(self, error: BaseException) -> BaseException:
         """What to raise for ``error``, which the main thread ends with: itself, or what ended another rank before.
 
-        An error of this rank is reported and told to the others; one rank alone leaves that to who catches it.
+        An error of this rank is reported and told to the others; one rank alone leaves that to who catches it. What
+        goes wrong afterwards, as when results are written to the disk that is full, is not the cause.
         """
         if self._ending:
-            return error
+            return self._cause or error
         self._ending = True  # from here on, the thread does not end the process for what it hears
-        place = self.place()
         if isinstance(error, Stopped):  # on all ranks alike
             return error
+        self._cause = self._explained(error)
+        return self._cause
+
+    def _explained(self, error: BaseException) -> BaseException:
+        place = self.place()
         try:
             if self.peers is not None and is_echo(error):
                 told = self.peers.wait_told(SECONDS_TO_LEARN)
