@@ -20,6 +20,12 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step-" + 8 * "?"))
 
 
+def newest_step(run_dir: Path) -> int:
+    """The step of the newest checkpoint; 0 where there is none."""
+    found = checkpoints(run_dir)
+    return int(found[-1].name.removeprefix("step-")) if found else 0
+
+
 def digest(run_dir: Path) -> dict[str, Any]:
     """What a finished run has come to: its last checkpoint, its losses and the model that it wrote.
 

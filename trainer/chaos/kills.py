@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
+from trainer.chaos.compare import newest_step
 from trainer.chaos.run import ForkedRun
 from trainer.chaos.trial import STEPS, Trial
 from trainer.checkpoint.failpoints import NAMES, VARIABLE
@@ -22,28 +23,36 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 def kill(trial: Trial) -> None:
     """SIGKILL to one rank or, one time in four, to all, at any instant; then, one time in four, to the resumed run."""
     again = trial.random.random() < 0.25
-    _kill_once(trial)
-    if again:
-        _kill_once(trial)
-    trial.finish()
+    ended = _kill_once(trial) or (again and _kill_once(trial))
+    if ended:
+        trial.compare()
+    else:
+        trial.finish()
 
 
-def _kill_once(trial: Trial) -> None:
+def _kill_once(trial: Trial) -> bool:
+    """Whether the run had ended before."""
     ranks = range(trial.shape.ranks)
     everybody = trial.random.random() < 0.25
     victims = list(ranks) if everybody or len(ranks) == 1 else [trial.any_rank()]
     # Only a launcher can know of a rank that died before it met the others.
     first = 0 if trial.launched or len(victims) == len(ranks) else 1
-    step = trial.random.randint(first, STEPS)
+    left = STEPS - newest_step(trial.folder / "run")
+    step = trial.random.randint(min(first, left), left)
     run = trial.start()
-    trial.outcome.what += f"SIGKILL to {victims} in step {step}; "
+    trial.outcome.what += f"SIGKILL to {victims} in step {step} of those left; "
     if step:
         run.wait_for_step(step, victims[0])
     trial.pause(0.06 if step else 1.0)
+    if run.finished():
+        trial.outcome.what += "which it had ended before"
+        trial.closed(run)
+        return True
     run.send(victims, signal.SIGKILL)
     trial.ended(run, time.monotonic())
     if len(victims) < len(ranks) and step > 1:
         _names_victim(trial, run, victims[0])
+    return False
 
 
 def _names_victim(trial: Trial, run: ForkedRun, victim: int) -> None:

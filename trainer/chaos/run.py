@@ -135,18 +135,24 @@ class ForkedRun:
             time.sleep(SECONDS_BETWEEN_LOOKS)
         return True
 
-    def wait(self, ranks: Iterable[int] | None = None) -> bool:
-        """Wait for the end of ``ranks``, by default all; ``False`` when patience ends first: all are killed then."""
-        wanted = set(self.pids if ranks is None else ranks)
+    def finished(self) -> bool:
+        """Whether all ranks have ended, and well."""
+        self._look()
+        if self.codes.keys() != self.pids.keys() or any(self.codes.values()):
+            return False
+        self._end_store()
+        return True
+
+    def wait(self) -> bool:
+        """Wait for the end of all ranks; ``False`` when patience ends first: they are killed then."""
         until = time.monotonic() + PATIENCE
-        while wanted - self.codes.keys():
+        while self.codes.keys() != self.pids.keys():
             self._look()
             if time.monotonic() > until:
                 self.end()
                 return False
             time.sleep(SECONDS_BETWEEN_LOOKS)
-        if self.codes.keys() == self.pids.keys():
-            self._end_store()
+        self._end_store()
         return True
 
     def end(self) -> None:
