@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +62,22 @@ def in_forks(jobs: Sequence[Callable[[], Any]], folder: Path, at_once: int) -> I
         RuntimeError: when a job ended without a result: with what it printed.
     """
     waiting, running = list(enumerate(jobs)), dict[int, int]()
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            number, job = waiting.pop(0)
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, job = waiting.pop(0)
+                result = folder / f"{number}.json"
+                running[fork(partial(_work, job, result), folder / f"{number}.txt")] = number
+            pid, _ = os.wait()
+            number = running.pop(pid)
             result = folder / f"{number}.json"
-            running[fork(lambda job=job, result=result: _work(job, result), folder / f"{number}.txt")] = number
-        pid, _ = os.wait()
-        number = running.pop(pid)
-        result = folder / f"{number}.json"
-        if not result.exists():
-            raise RuntimeError(f"a trial broke:\n{(folder / f'{number}.txt').read_text()}")
-        yield number, json.loads(result.read_text())
+            if not result.exists():
+                raise RuntimeError(f"a trial broke:\n{(folder / f'{number}.txt').read_text()}")
+            yield number, json.loads(result.read_text())
+    finally:
+        for pid in running:  # what they have started ends with them
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _work(job: Callable[[], Any], result: Path) -> int:

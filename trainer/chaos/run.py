@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from trainer.chaos.forks import SECONDS_BETWEEN_LOOKS, fork, living_children
@@ -71,7 +72,7 @@ class ForkedRun:
         self.run_dir = run_dir or folder / "run"
         arguments = ["fit", str(RECIPE), "--run.dir", str(self.run_dir), "--memory.strategy", shape.strategy, *flags]
         port = _free_port(port)
-        self.store = fork(lambda: _host(port), folder / "store.txt") if launched else None
+        self.store = fork(partial(_host, port), folder / "store.txt") if launched else None
         shared = {
             "WORLD_SIZE": str(shape.ranks),
             "LOCAL_WORLD_SIZE": str(shape.ranks),
@@ -94,9 +95,7 @@ class ForkedRun:
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             samples = self.samples(rank)
             samples.touch()
-            self.pids[rank] = fork(
-                lambda own=own, samples=samples: _be_rank(arguments, own, samples, plots), self.output(rank)
-            )
+            self.pids[rank] = fork(partial(_be_rank, arguments, own, samples, plots), self.output(rank))
 
     def output(self, rank: int) -> Path:
         """What a rank prints."""
