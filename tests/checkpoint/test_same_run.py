@@ -51,7 +51,8 @@ def other(value: Any) -> list[Any]:
 
 def changed(before: Recipe, key: str) -> Recipe | None:
     """``before`` with another value of the setting ``key``; ``None`` where nothing else goes with the rest."""
-    for value in other(settings_of(before)[key].value):
+    was = settings_of(before)[key].value
+    for value in (value for value in other(was) if value != was):
         tree: dict[str, Any] = {}
         node = tree
         *sections, name = key.split(".")
