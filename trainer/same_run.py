@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manifest import Manifest
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
+from trainer.settings import did_you_mean
 
 IGNORED = ("run.dir", "run.resume", "run.allow_change")
 """Settings that say how to resume."""
@@ -35,6 +36,7 @@ def require_same_run(
     Raises:
         RecipeError: naming every difference that changes the training and was not allowed.
     """
+    _require_known(allowed, now)
     lines, refused = [], []
     for key, old, new in _differences(manifest, now, dataset, tokenizer):
         line = f"{key}: {_short(old)} in the checkpoint, {_short(new)} now"
@@ -49,6 +51,13 @@ def require_same_run(
             f"to train on with it, say --run.allow_change '{keys}'"
         )
     return lines
+
+
+def _require_known(allowed: list[str], now: Mapping[str, Any]) -> None:
+    sections = {key.partition(".")[0] for key in now}
+    known = sorted({*now, *sections, "data", "tokenizer"})
+    for key in allowed:
+        require(key in known, f"run.allow_change={key!r} is no setting{did_you_mean(key, known)}")
 
 
 def _is_free(key: str) -> bool:
