@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import trainer
 from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
 from trainer.recipe import Recipe
+from trainer.redact import refuse_redacted
 
 if TYPE_CHECKING:
     from trainer.flags import Flags
@@ -27,6 +28,8 @@ commands:
   plan RECIPE [flags]       find the fastest plan that fits a memory budget, for GPUs that need not be there
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
+  checkpoint list|verify|export DIR
+                            look at the checkpoints of a run, check them, or make a model of one
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]
                             classify texts or images with the trained model of a run directory
 
@@ -118,6 +121,10 @@ def _dispatch(argv: list[str]) -> None:
     first = argv[0] if argv else "--help"
     if first in COMMANDS:
         _command(first, argv[1:])
+    elif first == "checkpoint":
+        from trainer.checkpoint_command import checkpoint_command
+
+        checkpoint_command(argv[1:])
     elif first in ("-h", "--help"):
         _print_usage()
     elif first == "--version":
@@ -126,8 +133,9 @@ def _dispatch(argv: list[str]) -> None:
         from trainer.settings import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
-        suggestion = did_you_mean(first.lstrip("-"), COMMANDS)
-        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(COMMANDS)})")
+        known = [*COMMANDS, "checkpoint"]
+        suggestion = did_you_mean(first.lstrip("-"), known)
+        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(known)})")
 
 
 def _print_usage() -> None:
@@ -164,7 +172,8 @@ def _command(name: str, argv: list[str]) -> None:
         return
     reference = _one_positional(name, positionals)
     run_dir = Path(reference)
-    recipe, source = load_recipe(reference if COMMANDS[name] == "RECIPE" else str(_recipe_of(run_dir)))
+    of_run = COMMANDS[name] == "RUN_DIR"
+    recipe, source = load_recipe(str(_recipe_of(run_dir)) if of_run else reference, of_run=of_run)
     resolved = _resolve(recipe, source, flags, f"trainer {name} {reference} [flags]", lists, switches)
     if resolved is None:
         return
@@ -226,7 +235,7 @@ def _resolve(
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
     from trainer.flags import RecipeParser
     from trainer.locate import config_changes
-    from trainer.settings import change, dump_recipe
+    from trainer.settings import change, dump_recipe, settings_of
 
     parser = RecipeParser(recipe, usage, lists, switches)
     if ("help", None) in flags:
@@ -234,6 +243,7 @@ def _resolve(
         return None
     in_yaml = config_changes(parser, source, [text for name, text in flags if name == "config" and text])
     resolved = change(recipe, in_yaml, parser.read_flags(flags, in_yaml))
+    refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
     if ("print_config", None) in flags:
         print(dump_recipe(resolved, source), end="")
         return None
