@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.checkpoint.export import load_model
 from trainer.contract import Model
+from trainer.engine.algorithms import deterministic_algorithms
 from trainer.engine.events import Events
 from trainer.engine.forward import Forward
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
@@ -66,7 +67,12 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         NonFiniteError: when loss or gradient stayed non-finite for ``run.max_skipped_steps`` steps.
         OutOfMemory: when the device, or the host, has too little memory for it.
     """
-    with open_session(recipe) as session, _out_of_memory_explained(session), ExitStack() as closing:
+    with (
+        open_session(recipe) as session,
+        deterministic_algorithms(recipe.run.deterministic),
+        _out_of_memory_explained(session),
+        ExitStack() as closing,
+    ):
         run_dir = choose_run_dir(session, source)
         if recipe.run.snapshot:
             closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))

@@ -6,9 +6,10 @@ A step is exact however its batch is cut, so the cut is free to serve speed and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import tee
+from itertools import islice, tee
+from math import fsum
 from typing import Any
 
 from trainer.contract import PADDING_MULTIPLE, Request
@@ -25,12 +26,15 @@ class Cut:
         micro_batch_size: most samples of a micro-batch.
         accumulate: micro-batches per step and rank in a full batch (without a token budget, which may ask for more).
         micro_batch_tokens: most tokens of a micro-batch, padding included; ``None`` for no limit.
+        any_ranks: cut as for one rank on any number of them: where the ranks do not divide the micro-batches, some get
+            an empty one.
     """
 
     batch_size: int
     micro_batch_size: int
     accumulate: int
     micro_batch_tokens: int | None = None
+    any_ranks: bool = False
 
     def halved(self, world_size: int) -> Cut | None:
         """The same batches in micro-batches of half the size; ``None`` when they are of one sample already."""
@@ -38,7 +42,7 @@ class Cut:
             return None
         size = -(-self.micro_batch_size // 2)
         tokens = self.micro_batch_tokens and -(-self.micro_batch_tokens // 2)
-        return Cut(self.batch_size, size, -(-self.batch_size // (world_size * size)), tokens)
+        return Cut(self.batch_size, size, -(-self.batch_size // (world_size * size)), tokens, self.any_ranks)
 
 
 def at_epoch(schedule: int | Mapping[int, int] | None, epoch: int) -> int | None:
@@ -54,6 +58,7 @@ def decide_cut(
     accumulate: int | None,
     world_size: int,
     micro_batch_tokens: int | None = None,
+    any_ranks: bool = False,
 ) -> Cut:
     """Derive what was left open (``None``) of batch size, micro-batch size and accumulation.
 
@@ -63,7 +68,8 @@ def decide_cut(
     if batch_size is None:
         if accumulate is None or micro_batch_size is None:
             raise RecipeError("batch_size is missing: give it, or give accumulate and memory.micro_batch_size")
-        return Cut(micro_batch_size * accumulate * world_size, micro_batch_size, accumulate, micro_batch_tokens)
+        size = micro_batch_size * accumulate * world_size
+        return Cut(size, micro_batch_size, accumulate, micro_batch_tokens, any_ranks)
     share = -(-batch_size // world_size)
     given = micro_batch_size is not None
     if micro_batch_size is None:
@@ -81,7 +87,8 @@ def decide_cut(
             f"micro-batches: those of {micro_batch_size} samples make {derived}; use accumulate {derived}, or set "
             "memory.micro_batch_size instead"
         )
-    return Cut(batch_size, min(micro_batch_size, share), derived, micro_batch_tokens)
+    most = min(micro_batch_size, batch_size if any_ranks else share)
+    return Cut(batch_size, most, derived, micro_batch_tokens, any_ranks)
 
 
 def padded(length: int) -> int:
@@ -98,6 +105,9 @@ def cut_batch(
     ranks than samples. With ``lengths``, samples of like length share a micro-batch, the longest first, so that the
     peak comes first and the ranks pad alike.
     """
+    if cut.any_ranks:
+        pieces = cut_batch(indices, replace(cut, any_ranks=False), 1, lengths)
+        return pieces + [[] for _ in range(-len(pieces) % world_size)]
     if lengths is None:
         return _equal_pieces(list(indices), cut.micro_batch_size, world_size)
     by_length = sorted(indices, key=lambda index: -lengths[index])
@@ -181,12 +191,14 @@ class Window:
         micro_batches: what this rank puts through the model, in order.
         weights: of every loss, the weight of the whole batch over all ranks.
         samples: samples of the whole batch over all ranks.
+        pieces: micro-batches of the whole batch over all ranks, without the empty ones.
     """
 
     micro_batches: list[MicroBatch]
     weights: dict[str, float]
     samples: int
     epoch: int = 0
+    pieces: int = 0
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -254,7 +266,8 @@ class Windows:
         micro_batches = [
             MicroBatch(batch, 0, number == count - 1, False, indices) for number, batch in enumerate(batches)
         ]
-        return Window(micro_batches, self._weights(micro_batches), len(indices) * count * self.world_size)
+        pieces = count * self.world_size
+        return Window(micro_batches, self._weights(micro_batches), len(indices) * pieces, pieces=pieces)
 
     def steps(self, epoch: int) -> int:
         """Steps in ``epoch``."""
@@ -272,8 +285,8 @@ class Windows:
         steps = range(first_step, min(self.steps(epoch), last_step if last_step is not None else self.steps(epoch)))
         batch_size = self.cut(epoch).batch_size
         plans, ahead = tee(self._own(epoch, step) for step in steps)  # workers fetch ahead of the steps
-        batches = self.fetch(request for own in ahead for request, _ in own)
-        for step, own in zip(steps, plans, strict=True):
+        batches = self.fetch(request for own, _ in ahead for request, _ in own)
+        for step, (own, pieces) in zip(steps, plans, strict=True):
             micro_batches = [
                 MicroBatch(
                     next(batches), self._dropout_seed(epoch, step, number), number == len(own) - 1, is_empty, indices
@@ -281,10 +294,10 @@ class Windows:
                 for number, ((indices, _), is_empty) in enumerate(own)
             ]
             samples = min(batch_size, self.size - step * batch_size)
-            yield Window(micro_batches, self._weights(micro_batches), samples, epoch)
+            yield Window(micro_batches, self._weights(micro_batches), samples, epoch, pieces)
 
-    def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
-        """This rank's micro-batches of a step, and whether each is empty."""
+    def _own(self, epoch: int, step: int) -> tuple[list[tuple[Request, bool]], int]:
+        """This rank's micro-batches of a step, and whether each is empty; how many of all ranks' are not."""
         pieces = self.pieces(epoch, step)
         own = []
         for piece in pieces[self.rank :: self.world_size]:
@@ -292,15 +305,26 @@ class Windows:
             indices = piece or [max(pieces[0], key=lambda i: -self.lengths[i] if self.lengths else 0)]
             seeds = [derive_seed(self.seed, epoch, index) for index in indices] if self.augmented else None
             own.append((Request(indices, seeds), not piece))
-        return own
+        return own, sum(map(bool, pieces))
 
     def _dropout_seed(self, epoch: int, step: int, number: int) -> int:
         return derive_seed(self.seed, epoch, step, number * self.world_size + self.rank)
 
     def _weights(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
         weights = [self.weigh(micro.batch) for micro in micro_batches]
-        sums = [
-            sum(weight[name] for weight, micro in zip(weights, micro_batches, strict=True) if not micro.is_empty)
+        rows = [
+            [0.0 if micro.is_empty else weight[name] for weight, micro in zip(weights, micro_batches, strict=True)]
             for name in weights[0]
         ]
-        return dict(zip(weights[0], self.reduce(sums), strict=True))
+        in_order = self.cut(self.current_epoch).any_ranks
+        sums = self._sums_in_order(rows) if in_order else self.reduce([sum(row) for row in rows])
+        return dict(zip(weights[0], sums, strict=True))
+
+    def _sums_in_order(self, rows: list[list[float]]) -> list[float]:
+        """The sum of every row over the ranks, rounded once: the same however fractions are dealt to them."""
+        count = len(rows[0]) * self.world_size
+        places = [[0.0] * count for _ in rows]
+        for place, row in zip(places, rows, strict=True):
+            place[self.rank :: self.world_size] = row
+        whole = iter(self.reduce([value for place in places for value in place]))
+        return [fsum(islice(whole, count)) for _ in rows]
