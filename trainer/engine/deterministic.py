@@ -149,6 +149,7 @@ class ShardedTreeSync(TreeSync):
     def __init__(self, module: FSDPModule, parameters: Sequence[Tensor], world_size: int) -> None:
         super().__init__(parameters, world_size)
         self.module, self.comm = module, TreeReduceScatter()
+        self.gradients: list[DTensor] = []  # of the last micro-step
         for part in module.modules():  # type: ignore[attr-defined]
             if isinstance(part, FSDPModule):
                 part.set_custom_reduce_scatter(self.comm)
@@ -162,19 +163,15 @@ class ShardedTreeSync(TreeSync):
         self.module.set_is_last_backward(True)
 
     def _take(self) -> list[Tensor]:
-        return [p.grad.to_local() for p in self.reached if isinstance(p.grad, DTensor)]
+        self.gradients = [p.grad for p in self.reached if isinstance(p.grad, DTensor)]
+        return [gradient.to_local() for gradient in self.gradients]
 
     def _give(self, node: list[Tensor]) -> None:
-        for parameter, shard in zip(self.reached, node, strict=True):
-            assert isinstance(parameter, DTensor)
-            parameter.grad = DTensor.from_local(
-                shard,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+        # DTensor.from_local would move the shards of offloaded parameters to the device.
+        for parameter, gradient, shard in zip(self.reached, self.gradients, node, strict=True):
+            parameter.grad = gradient
+            gradient.to_local().copy_(shard)
+        self.gradients = []
 
 
 class TreeReduceScatter(ReduceScatter):

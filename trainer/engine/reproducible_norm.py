@@ -39,7 +39,7 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
     largest = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
         largest = torch.stack(torch._foreach_norm(list(parts), float("inf"))).amax().double()
-    largest = torch.where(largest.isfinite(), largest, torch.inf)  # a maximum over the ranks may lose NaN
+    largest = largest.masked_fill(~largest.isfinite(), torch.inf)  # a maximum over the ranks may lose NaN
     if over_ranks:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
     exponent = torch.frexp(largest).exponent.clamp(min=LEAST_EXPONENT)
@@ -54,7 +54,7 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
         torch.distributed.all_reduce(sums)
     high, low = sums.double().unbind()
     norm = ((high + low * 2.0**-bits) * 2.0**-bits).sqrt() / scale
-    return torch.where(largest.isfinite(), norm, torch.inf)
+    return norm.masked_fill(~largest.isfinite(), torch.inf)
 
 
 def _squares(chunk: Tensor, scale: Tensor, bits: int) -> Tensor:
