@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
-from trainer.contract import Data, Model
+from trainer.contract import BadSample, Data, Model, Request
 from trainer.data.loader import Loader
-from trainer.engine.window import Cut, Windows
+from trainer.engine.quarantine import Quarantine, Reduce
+from trainer.engine.window import Cut, MicroBatch, Windows, micro_batch
 from trainer.errors import require
 from trainer.memory.plan import cut_at
 from trainer.recipe import Recipe
@@ -38,14 +40,33 @@ def fill_from_data(model: Model, data: Data) -> Model:
     return dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
 
 
+def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
+    """What loads ``split`` of a recipe's prepared data."""
+    data = recipe.data
+    num_classes = getattr(recipe.model, "num_classes", None)
+    return Loader(
+        split,
+        data.collate,
+        workers=workers,
+        pin_memory=pin_memory,
+        num_classes=getattr(data, "num_classes", None) if num_classes is None else num_classes,
+        max_bad_samples=data.max_bad_samples,
+        worker_timeout=data.worker_timeout,
+    )
+
+
 def windows_of(
     recipe: Recipe,
     fetch: Loader,
     rank: int = 0,
     world_size: int = 1,
-    reduce: Callable[[list[float]], list[float]] = list,
+    reduce: Reduce = list,
+    quarantine: Quarantine | None = None,
 ) -> Windows:
-    """The share of one rank in the training batches of a recipe whose data is prepared; see ``Windows``."""
+    """The share of one rank in the training batches of a recipe whose data is prepared; see ``Windows``.
+
+    Without a ``quarantine``, bad samples are left out where they are met, and no other rank is told.
+    """
     train = recipe.data.train
     return Windows(
         size=len(train),
@@ -58,7 +79,44 @@ def windows_of(
         reduce=reduce,
         lengths=getattr(train, "lengths", None),
         augmented=bool(getattr(train, "augmented", False)),
+        quarantine=Quarantine(limit=None) if quarantine is None else quarantine,
     )
+
+
+def evaluation_micro_batches(
+    split: str,
+    pieces: Sequence[Sequence[int]],
+    loader: Loader,
+    quarantine: Quarantine,
+    rank: int = 0,
+    world_size: int = 1,
+    reduce: Reduce = list,
+    on_load: Callable[[Sequence[int]], None] = lambda samples: None,
+) -> Iterator[MicroBatch]:
+    """This rank's micro-batches of an evaluation, as many as any other's.
+
+    Args:
+        split: val or test.
+        pieces: the samples of all micro-batches, over all ranks.
+        loader: of the split.
+        quarantine: told, at the end, of the samples that could not be loaded.
+        reduce: sums a list of floats over the ranks.
+        on_load: called with the samples of each micro-batch before it is waited for.
+    """
+    kept = [list(quarantine.kept(split, piece)) for piece in pieces]
+    own = kept[rank::world_size]
+    # An empty piece borrows a sample, as in training: every rank makes the same number of forwards.
+    spare = next((piece for piece in kept if piece), list(pieces[0]))[-1:]
+    bad: list[BadSample] = []
+    batches = loader(Request(piece or spare) for piece in own)
+    for piece in own:
+        on_load(piece)
+        batch = next(batches)
+        micro, found = micro_batch(batch, piece, seed=0, is_last=False, is_empty=not piece)
+        bad += found
+        yield micro
+    if quarantine.limit and any(reduce([float(len(bad))])):
+        quarantine.share(split, bad, reduce, rank, world_size)
 
 
 def evaluation_cut(training: Cut, samples: int) -> Cut:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trainer
-from trainer.errors import RecipeError, RunError
+from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -47,14 +47,17 @@ PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"
 
 def entry() -> None:
     """The ``trainer`` command."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    _leave_failed_ranks(code)
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
     """Run a command line, without the program's name, and return its exit code.
 
     A setting that cannot work is one line on stderr and exit code 2, a run that could not go on one line and exit
-    code 1; any other exception is passed on.
+    code 1, an error of anybody's own code in a run a line that says where it was, its traceback and exit code 1, and a
+    run that stopped because it was asked to exit code 75; any other exception is passed on.
     """
     return _guarded(lambda: _dispatch(list(argv)))
 
@@ -62,25 +65,46 @@ def run(argv: Sequence[str]) -> int:
 def main(recipe: Recipe) -> None:
     """Train ``recipe``, with the flags of ``trainer fit``: for ``python my_recipe.py --epochs 3``."""
     if code := _guarded(lambda: _main(recipe)):
+        _leave_failed_ranks(code)
         sys.exit(code)
+
+
+def _leave_failed_ranks(code: int) -> None:
+    """End a rank that failed among several without Python's own end: gloo would abort in it, with another code."""
+    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from trainer.faults.launched import wait_for_children
+
+        wait_for_children()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _guarded(command: Callable[[], None]) -> int:
     _hide_foreign_bars()
     try:
         command()
-    except (RecipeError, RunError) as error:
-        message = " ".join(line.strip() for line in str(error).splitlines())
-        print(f"{_rank_prefix()}trainer: error: {message}", file=sys.stderr)
-        return 2 if isinstance(error, RecipeError) else 1
+    except Stopped as error:
+        print(error, file=sys.stderr)
+        return EXIT_REQUEUE
     except KeyboardInterrupt:
         return 130
-    except RuntimeError as error:
-        if not any(sign in str(error) for sign in LOST_PEER):
-            raise
-        print(f"{_rank_prefix()}trainer: error: another rank ended; its message says why", file=sys.stderr)
-        return 1
+    except Exception as error:
+        return _report(error)
     return 0
+
+
+def _report(error: Exception) -> int:
+    """Print an error whose cause is known, or where it happened in a run; raise any other."""
+    from trainer.faults.reports import place_of, report, say
+
+    if isinstance(error, RecipeError | RunError) or place_of(error) is not None:
+        report(error)
+    elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
+        say("another rank ended; its message says why")
+    else:
+        raise error
+    return 2 if isinstance(error, RecipeError) else 1
 
 
 def _hide_foreign_bars() -> None:
@@ -88,12 +112,6 @@ def _hide_foreign_bars() -> None:
     if not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):  # read when the libraries are imported, which is later
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
-
-
-def _rank_prefix() -> str:
-    """Which process speaks, when it is not the first: an error on one rank only must not be lost."""
-    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-    return "" if rank == "0" else f"[rank {rank}] "
 
 
 def _dispatch(argv: list[str]) -> None:

@@ -56,6 +56,34 @@ class Request(NamedTuple):
     seeds: list[int] | None = None
 
 
+class BadSample(NamedTuple):
+    """A sample that could not be loaded.
+
+    Args:
+        position: its place in its split.
+        description: its file or row.
+        reason: what is wrong with it.
+    """
+
+    position: int
+    description: str
+    reason: str
+
+
+class Incomplete(NamedTuple):
+    """A micro-batch without some of the samples that were asked for.
+
+    Args:
+        batch: the others, collated; where none is left, a sample of the same split that nobody asked for.
+        kept: the samples in ``batch`` that were asked for, by their place in the split.
+        bad: those that could not be loaded.
+    """
+
+    batch: Any
+    kept: list[int]
+    bad: list[BadSample]
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Where the value of a parameter or buffer is kept.
@@ -207,13 +235,21 @@ class Data:
     After ``prepare``, ``train``, ``val`` and ``test`` are map-style datasets (``len`` and ``[i]``) or ``None``.
     Such a dataset may also have ``lengths`` (tokens of each sample, for cutting a batch by length), ``augmented``
     (``True`` when ``[i]`` draws random numbers; they are then seeded per sample), ``__getitems__(indices)`` that
-    returns a collated batch at once, and ``describe(i)``, the file or row of a sample for error messages.
+    returns a collated batch at once, ``describe(i)``, the file or row of a sample for error messages, and
+    ``fingerprint()``, a text that differs wherever the content of the split does: a run is resumed on the same data
+    only. Without it, the fingerprint is made of the size, the lengths and up to 64 samples.
+
+    ``workers`` processes load ahead; a micro-batch that takes one of them more than ``worker_timeout`` seconds ends
+    the run. Up to ``max_bad_samples`` samples, over all splits and ranks, may turn out not to be loadable: they are
+    left out, as if they had no weight. Any of the three may be made a field, and so a flag.
     """
 
     train: Any = None
     val: Any = None
     test: Any = None
     workers: int = 0
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Find, download, check and tokenise; called on every rank, the first rank of a node first."""

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, get_args
+
+EXIT_REQUEUE = 75
+"""Exit code of a run that stopped because it was asked to, and goes on when it is resumed (EX_TEMPFAIL)."""
+
+MOST_LISTED = 8
 
 
 class RecipeError(ValueError):
@@ -12,6 +18,16 @@ class RecipeError(ValueError):
 
 class RunError(RuntimeError):
     """A run that could not go on. The message says where it was and what to do."""
+
+
+class Stopped(RunError):
+    """A run that was asked to stop, and has saved a checkpoint to go on from; its exit code is ``EXIT_REQUEUE``."""
+
+
+def listed(indices: Sequence[int]) -> str:
+    """The first few of ``indices``, such as ``4, 17, 23, …``."""
+    shown = ", ".join(map(str, indices[:MOST_LISTED]))
+    return f"{shown}, …" if len(indices) > MOST_LISTED else shown
 
 
 def require(condition: bool, message: str) -> None:

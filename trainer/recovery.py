@@ -102,7 +102,7 @@ class Recovery:
         assert scheduler is not None
         kept, position = capture(stack.module, stepper.optimizer), scheduler.state_dict()
         self._let_go()
-        self.windows.reduce = list  # keeps a group of the old ranks, and its connections
+        session.agreement.total = list  # keeps a group of the old ranks, and its connections
         if self.regrouping is not None:
             self.regrouping.meet()
         new, optimizer, sync = self.build(session)
@@ -115,7 +115,7 @@ class Recovery:
         if isinstance(sync, HostGradients):
             sync.send_back()
         stepper.module.train()
-        self.windows.reduce = host_sum(session.fabric)
+        session.agreement.total = host_sum(session.fabric)
 
     def _let_go(self) -> None:
         """Free the device of the old model before there is a new one."""

@@ -20,6 +20,7 @@ from trainer.engine.window import Windows, padding_share
 from trainer.errors import RecipeError, require
 from trainer.listeners import Stopwatch
 from trainer.memory.plan import idle_ranks, plan_warnings
+from trainer.recipe import Recipe
 from trainer.report.loggers import close_loggers, make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.plots import plot_curves, plot_memory
@@ -29,14 +30,17 @@ from trainer.settings import dump_recipe
 
 
 def choose_run_dir(session: Session, source: str | None) -> Path:
-    """The directory of this run, the same on every rank; one that holds a run, finished or not, is refused."""
-    wanted = session.recipe.run.dir
+    """The directory of this run, the same on every rank; one that holds a run is refused, unless that is resumed."""
+    wanted, resume = session.recipe.run.dir, session.recipe.run.resume
+    require(
+        resume != "auto" or wanted is not None, "run.resume=auto needs run.dir, the directory of the run to go on with"
+    )
     name = Path(source).stem if source else "recipe"
     chosen = wanted or f"runs/{name}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     run_dir = Path(session.fabric.broadcast(chosen)).absolute()
     require(
-        not (run_dir / "recipe.yaml").exists(),
-        f"run.dir={run_dir} already holds a run: choose another directory, or remove it",
+        not (run_dir / "recipe.yaml").exists() or _is_resumed(run_dir, resume),
+        f"run.dir={run_dir} already holds a run: go on with it by --run.resume auto, or choose another directory",
     )
     session.recipe = session.recipe.replace(run=dataclasses.replace(session.recipe.run, dir=str(run_dir)))
     session.fabric.barrier()
@@ -48,21 +52,26 @@ def choose_run_dir(session: Session, source: str | None) -> Path:
     return run_dir
 
 
+def _is_resumed(run_dir: Path, resume: str) -> bool:
+    return resume == "auto" or (resume != "none" and Path(resume).absolute().is_relative_to(run_dir))
+
+
 def write_recipe(session: Session, run_dir: Path, source: str | None) -> None:
     """Write ``recipe.yaml``, so that it can be repeated and evaluated from anywhere.
 
     Without the run directory, for a repetition is another run, and with paths that do not depend on where it starts.
     """
     recipe = session.recipe
-    repeated = recipe.replace(
-        run=dataclasses.replace(recipe.run, dir=None),
-        model=_with_absolute_paths(recipe.model),
-        data=_with_absolute_paths(recipe.data),
-    )
-    write_atomic(run_dir / "recipe.yaml", dump_recipe(repeated, source))
+    run = dataclasses.replace(recipe.run, dir=None, resume="none", allow_change=[])
+    write_atomic(run_dir / "recipe.yaml", dump_recipe(with_absolute_paths(recipe.replace(run=run)), source))
 
 
-def _with_absolute_paths(part: Any) -> Any:
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """The recipe with every path in its model and data that exists as seen from the root."""
+    return recipe.replace(model=_absolute(recipe.model), data=_absolute(recipe.data))
+
+
+def _absolute(part: Any) -> Any:
     """A model or dataset whose text fields that name an existing file or folder name it from the root."""
     texts = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.init}
     paths = {name: text for name, text in texts.items() if isinstance(text, str) and text and Path(text).exists()}
@@ -77,6 +86,20 @@ def open_loggers(session: Session, run_dir: Path) -> list[Any]:
     extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
     config = {field.name: getattr(session.recipe, field.name) for field in dataclasses.fields(session.recipe)}
     return make_loggers(session.recipe.run.logger, run_dir, config, extra)
+
+
+def read_history(run_dir: Path) -> bytes:
+    """``metrics.csv`` as it is on disk; empty when nothing was logged yet."""
+    path = run_dir / "metrics.csv"
+    return path.read_bytes() if path.exists() else b""
+
+
+def restore_history(run_dir: Path, history: bytes) -> None:
+    """Make ``metrics.csv`` what it was at a checkpoint: the steps after it are taken, and logged, again."""
+    if history:
+        write_atomic(run_dir / "metrics.csv", history)
+    else:
+        (run_dir / "metrics.csv").unlink(missing_ok=True)
 
 
 def summarise(

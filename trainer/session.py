@@ -7,18 +7,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric import Fabric
 
-from trainer.batches import evaluation_cut, fill_from_data, windows_of
-from trainer.contract import Request
+from trainer.agreement import Agreement
+from trainer.bad_samples import report_bad_samples
+from trainer.batches import evaluation_cut, evaluation_micro_batches, fill_from_data, loader_of, windows_of
 from trainer.data.loader import Loader
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
+from trainer.engine.quarantine import Finding, Quarantine
 from trainer.engine.window import MicroBatch, Windows, cut_batch
-from trainer.errors import require
+from trainer.errors import RecipeError, require
+from trainer.faults.signals import StopSignals
+from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
@@ -29,6 +33,8 @@ from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.world import adopt_fabric_run, detect_world, launch, on_first_rank_first
 
+T = TypeVar("T")
+
 
 @dataclass
 class Session:
@@ -38,17 +44,47 @@ class Session:
     plan: Plan
     fabric: Fabric
     forecast: Forecast | None = None
+    agreement: Agreement = field(init=False)
     monitor: Monitor = field(init=False)
+    quarantine: Quarantine = field(init=False)
     recoveries: int = 0
+    watchdog: Watchdog | None = None
+    signals: StopSignals | None = None
 
     def __post_init__(self) -> None:
         # From here on: everything is imported, nothing of the model is there.
         self.monitor = Monitor(self.fabric.device)
+        self.agreement = Agreement(host_sum(self.fabric))
+        self.quarantine = Quarantine(self.recipe.data.max_bad_samples, self._announce)
+
+    def _announce(self, quarantine: Quarantine, new: list[Finding]) -> None:
+        if self.is_first:
+            report_bad_samples(quarantine, new, self.recipe.run.dir)
+
+    def asked_to_stop(self) -> str | None:
+        """The name of the signal that asked this process to stop, if one has."""
+        return self.signals.received if self.signals is not None else None
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that prints and writes."""
         return self.fabric.global_rank == 0
+
+    def on_first(self, decide: Callable[[], T]) -> T:
+        """What ``decide`` returns on the first rank, on all ranks; what it refuses there, all refuse alike.
+
+        Raises:
+            RecipeError: the first rank's.
+        """
+        outcome: tuple[Any, str | None] = (None, None)
+        if self.is_first:
+            try:
+                outcome = decide(), None
+            except RecipeError as error:
+                outcome = None, str(error)
+        value, refusal = self.fabric.broadcast(outcome)
+        require(refusal is None, str(refusal))
+        return value
 
 
 @contextmanager
@@ -109,15 +145,19 @@ def keep_to_budget(recipe: Recipe, device: torch.device) -> None:
 
 
 def _loader(session: Session, split: Any) -> Loader:
-    data, fabric = session.recipe.data, session.fabric
-    return Loader(split, data.collate, workers=data.workers, pin_memory=fabric.device.type == "cuda")
+    recipe = session.recipe
+    return loader_of(recipe, split, recipe.data.workers, pin_memory=session.fabric.device.type == "cuda")
 
 
 def training_windows(session: Session) -> Windows:
     """This rank's share of the training batches."""
     recipe, fabric = session.recipe, session.fabric
     loader = _loader(session, recipe.data.train)
-    return windows_of(recipe, loader, fabric.global_rank, fabric.world_size, host_sum(fabric))
+    windows = windows_of(
+        recipe, loader, fabric.global_rank, fabric.world_size, session.agreement, quarantine=session.quarantine
+    )
+    windows.on_load = session.monitor.load
+    return windows
 
 
 def host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
@@ -130,6 +170,18 @@ def host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
     def total(values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         torch.distributed.all_reduce(tensor, group=group)
+        return tensor.tolist()
+
+    return total
+
+
+def device_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
+    """Sums floats over the ranks on the device, in whatever group the ranks are in by then."""
+
+    def total(values: list[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=fabric.device)
+        if fabric.world_size > 1:
+            torch.distributed.all_reduce(tensor)
         return tensor.tolist()
 
     return total
@@ -148,11 +200,16 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     def micro_batches() -> Iterator[MicroBatch]:
         cut = evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
         pieces = cut_batch(range(len(dataset)), cut, fabric.world_size, getattr(dataset, "lengths", None))
-        own = pieces[fabric.global_rank :: fabric.world_size]
-        # An empty piece borrows a sample, as in training: every rank makes the same number of forwards.
-        batches = loader(Request(piece or pieces[0][-1:]) for piece in own)
-        for piece, batch in zip(own, batches, strict=True):
-            yield MicroBatch(batch, seed=0, is_last=False, is_empty=not piece, indices=piece)
+        yield from evaluation_micro_batches(
+            split,
+            pieces,
+            loader,
+            session.quarantine,
+            fabric.global_rank,
+            fabric.world_size,
+            device_sum(fabric),
+            on_load=partial(session.monitor.doing, "evaluation"),
+        )
 
     def run() -> EvaluationResult:
         with session.monitor.evaluating():

@@ -14,6 +14,7 @@ from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
+from trainer.processes import end_with_launcher
 from trainer.recipe import Recipe
 
 # The names that `fabric run --precision` also takes, and ours for them.
@@ -113,6 +114,7 @@ def launch(plan: Plan, world: World) -> Fabric:
     Raises:
         RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
     """
+    end_with_launcher()
     fabric = Fabric(
         accelerator=world.accelerator,
         devices=world.devices,

@@ -23,12 +23,12 @@ def staged_file(path: Path) -> Iterator[Path]:
     part = _aside(path, "part")
     try:
         yield part
-        _sync(part)
+        sync_to_disk(part)
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync_to_disk(path.parent)
 
 
 @contextmanager
@@ -45,15 +45,15 @@ def staged_folder(target: Path) -> Iterator[Path]:
     try:
         yield part
         for path in part.rglob("*"):
-            _sync(path)
-        _sync(part)
-        _swap(part, target)
+            sync_to_disk(path)
+        sync_to_disk(part)
+        swap_in(part, target)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
 
 
-def _swap(part: Path, target: Path) -> None:
+def swap_in(part: Path, target: Path) -> None:
     """Move ``part`` to ``target``, and what was there out of the way."""
     old = _aside(target, "old") if target.exists() else None
     if old is not None:
@@ -65,7 +65,7 @@ def _swap(part: Path, target: Path) -> None:
             os.rename(old, target)
         raise
     # Before the old folder goes, the new name must be on disk.
-    _sync(target.parent)
+    sync_to_disk(target.parent)
     if old is not None:
         shutil.rmtree(old)
 
@@ -75,7 +75,7 @@ def _aside(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Wait until the file, or the names in the folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

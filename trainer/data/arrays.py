@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import default_collate
 from torchvision.transforms import v2
@@ -15,6 +19,7 @@ from torchvision.transforms.v2 import functional as F
 from tqdm import tqdm
 
 from trainer.data.common import reason
+from trainer.data.content import Content
 from trainer.errors import RecipeError
 
 
@@ -34,6 +39,7 @@ class Pixels:
         self.size = [image_size, image_size]
         self.mean, self.std = list(mean), list(std)
         self.augment = _augmentation(augment, image_size)
+        self.settings = (self.size, self.mean, self.std, augment)
 
     def __call__(self, images: Tensor) -> Tensor:
         """``(..., 1 or 3, H, W)`` uint8 to ``(..., channels, image_size, image_size)`` float32."""
@@ -94,6 +100,10 @@ class ImageArrays:
     def describe(self, index: int) -> str:
         return f"{self.source} image {self.rows[index]} (the first is image 0)"
 
+    def fingerprint(self) -> str:
+        """Of every pixel and label, in order, and of the transform."""
+        return Content("images", self.images, self.labels, self.pixels.settings).hexdigest()
+
 
 class ImageFiles:
     """Images read from files whenever they are asked for.
@@ -101,10 +111,13 @@ class ImageFiles:
     Args:
         samples: ``(path, class)`` pairs.
         pixels: the transform, of three channels.
+        checked: what :func:`check_images` said of every path, and perhaps others.
     """
 
-    def __init__(self, samples: Sequence[tuple[str, int]], pixels: Pixels) -> None:
+    def __init__(self, samples: Sequence[tuple[str, int]], pixels: Pixels, checked: Mapping[str, CheckedFile]) -> None:
         self.samples, self.pixels = samples, pixels
+        self.digests = [checked[path].digest for path, _ in samples]
+        self.broken = {path: fault for path, _ in samples if (fault := checked[path].fault)}
 
     @property
     def augmented(self) -> bool:
@@ -115,10 +128,17 @@ class ImageFiles:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         path, label = self.samples[index]
+        if path in self.broken:  # a decoder may make something of it all the same
+            raise RecipeError(f"{path} cannot be read as an image ({self.broken[path]}): replace or remove it")
         return {"pixel_values": self.pixels(read_image(path, "RGB")), "labels": label}
 
     def describe(self, index: int) -> str:
         return self.samples[index][0]
+
+    def fingerprint(self) -> str:
+        """Of every byte of every file as it was checked, and its label, in order, and of the transform."""
+        labels = [label for _, label in self.samples]
+        return Content("files", b"".join(self.digests), np.asarray(labels), self.pixels.settings).hexdigest()
 
 
 def read_image(path: str, mode: str) -> Tensor:
@@ -134,30 +154,52 @@ def read_image(path: str, mode: str) -> Tensor:
         raise RecipeError(f"{path} cannot be read as an image ({reason(error)}): replace or remove it") from error
 
 
-def verify_images(paths: Sequence[str]) -> None:
-    """Read every file to its end and check its structure, decoding as little as the format allows.
+class CheckedFile(NamedTuple):
+    """A file that was read to its end.
+
+    Args:
+        digest: sha256 of its content; empty for one that cannot be read at all.
+        fault: what is wrong with it as an image, if anything.
+    """
+
+    digest: bytes
+    fault: str | None
+
+
+def check_images(paths: Sequence[str], most_bad: int = 0) -> dict[str, CheckedFile]:
+    """Read every file to its end, hash it, and check its structure, decoding as little as the format allows.
 
     Raises:
-        RecipeError: naming the broken files.
+        RecipeError: naming the broken files when they are more than ``most_bad``.
     """
     with ThreadPoolExecutor(8) as pool:  # reading waits for the disk, or the network
         checks = tqdm(
-            pool.map(_fault, paths), total=len(paths), desc="checking images", unit="image", disable=None, leave=False
+            pool.map(_check, paths), total=len(paths), desc="checking images", unit="image", disable=None, leave=False
         )
-        faults = [fault for fault in checks if fault]
-    if faults:
+        checked = dict(zip(paths, checks, strict=True))
+    faults = [f"{path} ({found.fault})" for path, found in checked.items() if found.fault]
+    if len(faults) > most_bad:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
-        raise RecipeError(f"{len(faults)} of {len(paths)} images cannot be read: {shown}. Replace or remove them")
+        allowed = f" (data.max_bad_samples={most_bad})" if most_bad else ""
+        raise RecipeError(
+            f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}. Replace or remove them"
+        )
+    return checked
 
 
-def _fault(path: str) -> str | None:
+def _check(path: str) -> CheckedFile:
+    digest = b""
     try:
-        with Image.open(path) as image:
+        content = Path(path).read_bytes()
+        digest = hashlib.sha256(content).digest()
+        with Image.open(io.BytesIO(content)) as image:
             if image.format == "JPEG":  # verify() looks at nothing of it; at an eighth of its size, decoding is cheap
                 image.draft("RGB", (1, 1))
                 image.load()
             else:
                 image.verify()
+    except UnidentifiedImageError:  # its message has the address of the buffer
+        return CheckedFile(digest, "UnidentifiedImageError: no known image format")
     except Exception as error:  # as in read_image
-        return f"{path} ({reason(error)})"
-    return None
+        return CheckedFile(digest, reason(error))
+    return CheckedFile(digest, None)

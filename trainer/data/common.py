@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
+from trainer.contract import Data
 from trainer.errors import RecipeError, require
 
 _SPLIT_SEED = 0
@@ -25,6 +26,20 @@ def require_fraction(key: str, value: float, *, zero: bool = True) -> None:
     require(
         0 < value < 1 or (zero and value == 0),
         f"{key}={value} must be {'at least 0' if zero else 'more than 0'} and less than 1",
+    )
+
+
+def check_loading(data: Data) -> None:
+    """Refuse settings of the loader that cannot work.
+
+    Raises:
+        RecipeError: naming the setting.
+    """
+    require(data.workers >= 0, f"data.workers={data.workers} must not be negative; 0 loads in the main process")
+    require(data.worker_timeout > 0, f"data.worker_timeout={data.worker_timeout} must be more than 0 seconds")
+    require(
+        data.max_bad_samples >= 0,
+        f"data.max_bad_samples={data.max_bad_samples} must not be negative; 0 ends the run at the first bad sample",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Data
-from trainer.data.common import hold_out, local_path, reason, require_fraction
+from trainer.data.common import check_loading, hold_out, local_path, reason, require_fraction
 from trainer.errors import RecipeError, require, require_choice, require_positive
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class _Images(Data):
         require_fraction("data.val_fraction", getattr(self, "val_fraction", 0.0))
         require_choice("data.augment", self.augment, Augment)
         require_choice("data.normalize", self.normalize, Normalize)
-        require(self.workers >= 0, f"data.workers={self.workers} must not be negative; 0 loads in the main process")
+        check_loading(self)
 
     def load_image(self, path: str | Path) -> Tensor:
         """Read any image file as the evaluation sees it: float32 ``(channels, image_size, image_size)``.
@@ -94,12 +94,16 @@ class Digits(_Images):
         test_fraction: share of all images held out as the test set; always the same images.
         val_fraction: share of the remaining images held out for validation; always the same images.
         workers: processes that load data; 0 loads in the main process.
+        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
+        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
     image_size: int = 8
     test_fraction: float = 0.2
     val_fraction: float = 0.0
     workers: int = 0
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
 
     _statistics = (0.3053,), (0.3760,)
     _mode = "L"
@@ -138,6 +142,8 @@ class FashionMNIST(_Images):
             by up to 1/8 of the size, the border reflected).
         normalize: subtract and divide by the mean and standard deviation of this dataset, or of imagenet.
         workers: processes that load data; 0 loads in the main process.
+        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
+        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
     root: str = "data"
@@ -147,6 +153,8 @@ class FashionMNIST(_Images):
     augment: Augment = "none"
     normalize: Normalize = "dataset"
     workers: int = 0
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
 
     _statistics = (0.2860,), (0.3530,)
     _mode = "L"
@@ -183,6 +191,8 @@ class CIFAR10(_Images):
         normalize: subtract and divide by the mean and standard deviation of this dataset, or of imagenet, which
             pretrained models expect.
         workers: processes that load data; 0 loads in the main process.
+        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
+        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
     root: str = "data"
@@ -192,6 +202,8 @@ class CIFAR10(_Images):
     augment: Augment = "none"
     normalize: Normalize = "imagenet"
     workers: int = 0
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
 
     _statistics = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -230,6 +242,8 @@ class ImageFolder(_Images):
         augment: random changes of training images: none, flip (mirrored half of the time) or crop_flip (also shifted
             by up to 1/8 of the size, the border reflected).
         workers: processes that load data; 0 loads in the main process.
+        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
+        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
     root: str
@@ -237,6 +251,8 @@ class ImageFolder(_Images):
     val_fraction: float = 0.0
     augment: Augment = "none"
     workers: int = 0
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
 
     def prepare(self, tokenizer: Any = None) -> None:
         """List and check the files.
@@ -244,20 +260,22 @@ class ImageFolder(_Images):
         Raises:
             RecipeError: for missing folders, classes that differ between the parts, and broken images.
         """
-        from trainer.data.arrays import ImageFiles, verify_images
+        from trainer.data.arrays import ImageFiles, check_images
 
         found = {part: samples for part in ("train", "val", "test") if (samples := self._list(part)) is not None}
         self._check_parts(found)
-        verify_images([path for _, samples in found.values() for path, _ in samples])
+        paths = [path for _, samples in found.values() for path, _ in samples]
+        checked = check_images(paths, self.max_bad_samples)
         self._set_classes(found["train"][0])
         files = {part: samples for part, (_, samples) in found.items()}
         labels = [label for _, label in files["train"]]
         kept, held = hold_out(labels, self.val_fraction, "data.val_fraction")
         if held:
             files["val"] = [files["train"][i] for i in held]
-        self.train = ImageFiles([files["train"][i] for i in kept], self._pixels(self.augment))
+        self.train = ImageFiles([files["train"][i] for i in kept], self._pixels(self.augment), checked)
         self.val, self.test = (
-            ImageFiles(files[part], self._pixels("none")) if part in files else None for part in ("val", "test")
+            ImageFiles(files[part], self._pixels("none"), checked) if part in files else None
+            for part in ("val", "test")
         )
 
     def _list(self, part: str) -> tuple[list[str], list[tuple[str, int]]] | None:

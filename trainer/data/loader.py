@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from trainer.contract import Request
+from trainer.contract import BadSample, Incomplete, Request
 from trainer.data.common import reason
+from trainer.data.labels import stray_labels
+from trainer.data.workers import load_in_workers
 from trainer.errors import RecipeError
 
 
@@ -33,6 +32,11 @@ class Loader:
         workers: processes that load ahead; 0 loads in this process, when a micro-batch is asked for.
         pin_memory: put the tensors in page-locked memory, for asynchronous copies to a GPU.
         prefetch: micro-batches that each worker has ready or in work.
+        num_classes: classes that integer ``labels`` of a micro-batch are of; ``None`` does not look at them.
+        max_bad_samples: with more than 0, what cannot be loaded is left out: such a micro-batch comes as
+            :class:`trainer.contract.Incomplete`. Who counts them is the caller: see
+            :class:`trainer.engine.quarantine.Quarantine`.
+        worker_timeout: seconds that a micro-batch may take a worker.
     """
 
     def __init__(
@@ -43,49 +47,50 @@ class Loader:
         workers: int = 0,
         pin_memory: bool = False,
         prefetch: int = 2,
+        num_classes: int | None = None,
+        max_bad_samples: int = 0,
+        worker_timeout: float = 300.0,
     ) -> None:
-        self.fetch = _Fetch(split, collate)
+        fetch = _Fetch(split, collate, num_classes)
+        self.fetch = _TolerantFetch(fetch, max_bad_samples) if max_bad_samples else fetch
         self.workers, self.pin_memory, self.prefetch = workers, pin_memory, prefetch
+        self.worker_timeout = worker_timeout
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Any]:
         """Yield one micro-batch per request.
 
         Raises:
             SampleError: naming the sample that could not be loaded.
+            WorkerError: naming the worker that died or hung, and what it was loading.
         """
         if self.workers == 0 and not self.pin_memory:  # a DataLoader would add its overhead and nothing else
             yield from map(self.fetch.__getitem__, requests)
             return
         # Workers start anew for every pass, in a few tenths of a second: no state is carried between passes.
-        for item in self._dataloader(requests):
+        batches = load_in_workers(
+            _Guarded(self.fetch), requests, self.workers, self.prefetch, self.pin_memory, self.worker_timeout
+        )
+        for item in batches:
             if isinstance(item, _Failure):
                 raise SampleError(item.message)
             yield item
-
-    def _dataloader(self, requests: Iterable[Request]) -> DataLoader:
-        if self.workers:  # tokenizers warns once per process about forks after it has used threads
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        return DataLoader(
-            cast(Dataset, _Guarded(self.fetch)),
-            sampler=requests,
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=self.workers,
-            prefetch_factor=self.prefetch if self.workers else None,
-            pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # else it draws a number from the global generator
-        )
 
 
 class _Fetch:
     """A dataset whose items are micro-batches and whose indices are requests."""
 
-    def __init__(self, split: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.split, self.collate = split, collate
+    def __init__(self, split: Any, collate: Callable[[list[Any]], Any], num_classes: int | None) -> None:
+        self.split, self.collate, self.num_classes = split, collate, num_classes
         self.augmented = bool(getattr(split, "augmented", False))
         self.whole = None if self.augmented else getattr(split, "__getitems__", None)
 
     def __getitem__(self, request: Request) -> Any:
+        batch = self._load(request)
+        if self.num_classes is not None:
+            self._check_labels(batch, request.indices, self.num_classes)
+        return batch
+
+    def _load(self, request: Request) -> Any:
         indices, seeds = request
         if self.whole is not None:
             batch = self._guard(indices, self.whole, indices)
@@ -115,26 +120,95 @@ class _Fetch:
         """``function(argument)``, where any failure names the samples at ``indices``."""
         try:
             return function(argument)
-        except RecipeError:
-            raise  # it names the file itself
+        except (RecipeError, MemoryError):
+            raise  # the one names the file itself, the other is nobody's fault
         except Exception as error:
-            raise SampleError(f"{self._describe(indices)} could not be loaded: {reason(error)}") from error
+            raise SampleError(f"{self.describe(indices)} could not be loaded: {reason(error)}") from error
 
-    def _describe(self, indices: Sequence[int]) -> str:
+    def _check_labels(self, batch: Any, indices: Sequence[int], num_classes: int) -> None:
+        stray = stray_labels(batch, num_classes)
+        if not stray:
+            return
+        # A collate that makes several rows of a sample, or one of several, leaves open whose label it is.
+        label, row = stray[0]
+        named = [indices[row]] if row is not None and len(batch["labels"]) == len(indices) else indices
+        raise SampleError(
+            f"{self.describe(named)} has the label {label}, but there are {num_classes} classes, 0 to "
+            f"{num_classes - 1}: mend the label, or set num_classes to more"
+        )
+
+    def describe(self, indices: Sequence[int]) -> str:
+        """The files or rows of samples, the first four of them at least."""
         describe = getattr(self.split, "describe", lambda i: f"sample {i} of {type(self.split).__name__}")
         shown = ", ".join(describe(i) for i in indices[:4])
         return shown if len(indices) <= 4 else f"{shown} or one of the {len(indices) - 4} after it"
 
 
-@dataclass(frozen=True)
-class _Failure:
+class _TolerantFetch:
+    """Leaves out the samples that cannot be loaded.
+
+    Args:
+        fetch: loads.
+        max_bad_samples: most bad samples of a run.
+    """
+
+    def __init__(self, fetch: _Fetch, max_bad_samples: int) -> None:
+        self.fetch, self.max_bad_samples = fetch, max_bad_samples
+
+    def __getitem__(self, request: Request) -> Any:
+        try:
+            return self.fetch[request]
+        except RecipeError:
+            return self._without_bad(request)
+
+    def _without_bad(self, request: Request) -> Any:
+        seeds = request.seeds or [0] * len(request.indices)
+        tried = [(index, seed, self._fault(index, seed)) for index, seed in zip(request.indices, seeds, strict=True)]
+        bad = [fault for _, _, fault in tried if fault is not None]
+        good = [(index, seed) for index, seed, fault in tried if fault is None]
+        if not good:
+            return Incomplete(self._borrowed(bad), [], bad)
+        kept = [index for index, _ in good]
+        # Samples that only fail together, such as images of different sizes, end the run here.
+        batch = self.fetch[Request(kept, [seed for _, seed in good] if request.seeds else None)]
+        return Incomplete(batch, kept, bad) if bad else batch
+
+    def _fault(self, index: int, seed: int) -> BadSample | None:
+        try:
+            self.fetch[Request([index], [seed])]
+        except RecipeError as error:
+            why = str(error) if error.__cause__ is None else reason(error)
+            return BadSample(index, self.fetch.describe([index]), " ".join(why.split()))
+        return None
+
+    def _borrowed(self, bad: Sequence[BadSample]) -> Any:
+        """A micro-batch of another sample, which weighs nothing.
+
+        Raises:
+            SampleError: when as many have failed by now as a run may leave out.
+        """
+        size = len(self.fetch.split)
+        failed = list(bad)
+        for step in range(1, min(self.max_bad_samples + 1, size - 1) + 1):
+            index = (bad[-1].position + step) % size
+            fault = self._fault(index, 0)
+            if fault is None:
+                return self.fetch[Request([index], [0])]
+            failed.append(fault)
+        raise SampleError(
+            f"{len(failed)} samples in a row cannot be loaded, data.max_bad_samples is {self.max_bad_samples}; "
+            f"the last is {failed[-1].description}: {failed[-1].reason}"
+        )
+
+
+class _Failure(NamedTuple):
     message: str
 
 
 class _Guarded:
     """Hands failures over as values: an exception that crosses a process has a traceback for its message."""
 
-    def __init__(self, fetch: _Fetch) -> None:
+    def __init__(self, fetch: _Fetch | _TolerantFetch) -> None:
         self.fetch = fetch
 
     def __getitem__(self, request: Request) -> Any:
@@ -142,7 +216,3 @@ class _Guarded:
             return self.fetch[request]
         except RecipeError as error:
             return _Failure(str(error))
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

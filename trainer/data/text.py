@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.contract import Data
-from trainer.data.common import hold_out, local_path, require_fraction
+from trainer.data.common import check_loading, hold_out, local_path, require_fraction
 from trainer.errors import RecipeError, require, require_positive
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Texts(Data):
     def __post_init__(self) -> None:
         require_positive("data.max_length", self.max_length)
         require_fraction("data.val_fraction", self.val_fraction)
-        require(self.workers >= 0, f"data.workers={self.workers} must not be negative; 0 loads in the main process")
+        check_loading(self)
         require(
             self.text_column != self.label_column,
             f"data.text_column and data.label_column are both {self.text_column!r}: they must differ",
@@ -116,6 +116,8 @@ class IMDb(_Texts):
         label_column: column of the labels: 0 or 1, or negative or positive.
         cache_dir: folder of the cache for tokens; by default that of the datasets library.
         workers: processes that load data; 0 loads in the main process.
+        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
+        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
     root: str = "stanfordnlp/imdb"
@@ -125,6 +127,8 @@ class IMDb(_Texts):
     label_column: str = "label"
     cache_dir: str | None = None
     workers: int = 0
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
 
     def _read(self) -> dict[str, Rows]:
         from trainer.data.rows import read_file, read_folders, read_hub
@@ -165,6 +169,8 @@ class TextFiles(_Texts):
         val_fraction: share of the training texts held out for validation when there is no val_file.
         cache_dir: folder of the cache for tokens; by default that of the datasets library.
         workers: processes that load data; 0 loads in the main process.
+        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
+        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
     train_file: str
@@ -176,6 +182,8 @@ class TextFiles(_Texts):
     val_fraction: float = 0.0
     cache_dir: str | None = None
     workers: int = 0
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

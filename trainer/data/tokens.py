@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
 from trainer.contract import PADDING_MULTIPLE
+from trainer.data.content import Content
+from trainer.data.fingerprint import blocks
 from trainer.data.rows import Rows
 from trainer.errors import RecipeError, require
 
@@ -23,6 +26,7 @@ class Padder:
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
         self.tokenizer, self.max_length = tokenizer, max_length
+        self.settings = (max_length, tokenizer.pad_token_id, tokenizer.padding_side)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
         """Samples, or columns of them, to ``input_ids``, ``attention_mask`` and others ``(n, length)``; all int64."""
@@ -89,6 +93,19 @@ class Tokens:
 
     def describe(self, index: int) -> str:
         return self.rows.describe(self.chosen[index])
+
+    def fingerprint(self) -> str:
+        """Of every token (up to 1 GiB; beyond, of evenly spread blocks of texts), length and label, in order."""
+        labels = [self.labels[row] for row in self.chosen]
+        content = Content("tokens", np.asarray(self.lengths), np.asarray(labels), self.pad.settings)
+        table = self.table.with_format("arrow")
+        for block in blocks(len(self), 4 * sum(self.lengths)):
+            found = table[[self.chosen[position] for position in block]]
+            for key in _STORED:
+                if key in found.column_names:
+                    values = found.column(key).combine_chunks().flatten().to_numpy(zero_copy_only=False)
+                    content.add(values.astype(np.int32, copy=False))
+        return content.hexdigest()
 
 
 def check_tokenizer(tokenizer: Any, max_length: int) -> None:

@@ -1,8 +1,8 @@
 """``run.deterministic``: gradients, norms and losses that have the same bits on 1, 2, 4, 8, ... ranks.
 
-The batch is cut as for one rank, and rank r takes every ranks-th micro-batch from r on, so that the micro-batches of one
-micro-step are neighbours. Their gradients are summed over the ranks after every micro-step, along a binary tree, and the
-sums of the micro-steps along the rest of that tree: see ``tree``. Each rank keeps its part of these sums only.
+The batch is cut as for one rank, and rank r takes every ranks-th micro-batch from r on, so that the micro-batches of
+one micro-step are neighbours. Their gradients are summed over the ranks after every micro-step, along a binary tree,
+and the sums of the micro-steps along the rest of that tree: see ``tree``. Each rank keeps its part of these sums only.
 """
 
 from __future__ import annotations
@@ -42,24 +42,28 @@ class TreeSync(GradientSync):
     def __init__(self, parameters: Sequence[Tensor], world_size: int = 1) -> None:
         super().__init__(parameters)
         self.world_size, self.sums = world_size, PartialSums()
-        self.pieces = self.micro_steps = self.present = 0
+        self.micro_steps = 0
+        self.leaves: Sequence[bool] = ()  # which micro-batches of the batch, and of the micro-step, are not empty
+        self.present: Sequence[bool] = ()
         self.reached: list[Tensor] = []
 
     def begin(self, window: Window, world_size: int) -> LossTotals:
         self.sums.clear()
-        self.pieces, self.micro_steps = window.pieces, 0
+        self.leaves, self.micro_steps = window.present, 0
         return TotalsInOrder(window, world_size)
 
     def before(self, is_last: bool) -> None:
         if self.micro_steps:
             self._add()
-        self.present = min(self.world_size, self.pieces - self.micro_steps * self.world_size)
+        self.present = self.leaves[self.micro_steps * self.world_size :][: self.world_size]
         self.micro_steps += 1
 
+    @torch.no_grad()
     def after(self) -> None:
         self._add()
-        with torch.no_grad():
-            self._give(self.sums.total())
+        total = self.sums.total()
+        if total is not None:
+            self._give(total)
 
     def abandon(self) -> None:
         self.sums.clear()
@@ -85,10 +89,9 @@ class TreeSync(GradientSync):
                 "run.deterministic=true: a micro-batch gave gradients to other parameters than the first one did, and "
                 "the ranks sum in step: use run.deterministic false, or a model that uses all of them in every batch"
             )
-        node = self._take()
+        self.sums.add(self._take() if any(self.present) else None)
         for parameter in reached:
             parameter.grad = None
-        self.sums.add(node)
 
     def _prepare(self) -> None:
         """Called once it is known which parameters get gradients."""
@@ -177,8 +180,8 @@ class ShardedTreeSync(TreeSync):
 class TreeReduceScatter(ReduceScatter):
     """What FSDP calls in the place of a reduce-scatter, which would add in an order of its own."""
 
-    present = 0
-    """How many ranks, from the first on, have a micro-batch in this micro-step."""
+    present: Sequence[bool] = ()
+    """Which ranks have a micro-batch in this micro-step that is not empty."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -187,7 +190,8 @@ class TreeReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """Give this rank its part of the sum over ``group``, on the current stream."""
-        output_tensor.copy_(tree_reduce_scatter(input_tensor, self.present, group))
+        if any(self.present):  # else nobody looks at the output
+            output_tensor.copy_(tree_reduce_scatter(input_tensor, self.present, group))
 
 
 def tree_sync(module: nn.Module, parameters: Sequence[Tensor], world_size: int) -> TreeSync:

@@ -15,7 +15,7 @@ from trainer.engine.rehearsal import rehearse
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.sync import reshard
 from trainer.engine.window import MicroBatch, Window, Windows
-from trainer.errors import RunError
+from trainer.errors import RunError, listed
 
 
 class NonFiniteError(RunError):
@@ -70,6 +70,8 @@ class Engine:
         events: who wants to know.
         recover: called with an error that a step ended in; ``True`` says that it has been mended, and that the step can
             be taken again from its start. ``None`` mends nothing.
+        at_boundary: called between steps, when the batch of the next one is there: a place to save, or to stop by an
+            exception.
     """
 
     def __init__(
@@ -79,9 +81,11 @@ class Engine:
         evaluation: Callable[[], Any] | None = None,
         events: Events | None = None,
         recover: Callable[[Exception], bool] | None = None,
+        at_boundary: Callable[[Engine], None] | None = None,
     ) -> None:
         self.stepper, self.windows, self.evaluation, self.events = stepper, windows, evaluation, events or Events()
         self.recover = recover or (lambda error: False)
+        self.at_boundary = at_boundary or (lambda engine: None)
         self.counters = Counters()
         self.last_result: Any = None
 
@@ -102,7 +106,8 @@ class Engine:
             while not self._rest_of_epoch(total, eval_every, max_skipped):
                 pass
             self._evaluate()
-            counters.step_in_epoch = 0
+            if counters.step_in_epoch >= self.windows.steps(epoch):  # else max_steps ended it: more steps may follow
+                counters.epoch, counters.step_in_epoch = epoch + 1, 0
             if counters.step >= total:
                 break
         self.events.on_fit_end(counters)
@@ -125,6 +130,7 @@ class Engine:
         last = counters.step_in_epoch + total - counters.step
         try:
             for window in self.windows.epoch(counters.epoch, counters.step_in_epoch, last):
+                self.at_boundary(self)
                 self._step(window, max_skipped)
                 if eval_every and counters.step % eval_every == 0:
                     self._evaluate()
@@ -143,7 +149,7 @@ class Engine:
         counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if result.skipped else 0
         self.events.on_step(counters, result)
         if counters.skipped_in_a_row >= max_skipped:
-            raise NonFiniteError(_diagnosis(counters, result))
+            raise NonFiniteError(_diagnosis(counters, result, window))
 
     def _evaluate(self) -> None:
         """Evaluate, unless that has just been done: ``eval_every`` and the end of an epoch may fall together."""
@@ -153,13 +159,15 @@ class Engine:
             self.events.on_evaluation(self.counters, self.last_result)
 
 
-def _diagnosis(counters: Counters, result: StepResult) -> str:
+def _diagnosis(counters: Counters, result: StepResult, window: Window) -> str:
     bad = [f"loss {name!r} is {value}" for name, value in result.losses.items() if not math.isfinite(value)]
     if not bad and math.isfinite(result.grad_norm):
         bad = ["nothing in the batch has a weight (no label besides -100)"]
+    samples = [index for micro in window if not micro.is_empty for index in micro.indices]
+    share = f"; this rank's samples of the step: {listed(samples)}" if samples else ""
     cause = ", ".join(bad) or f"the gradient norm is {result.grad_norm}"
     return (
         f"step {counters.step} (epoch {counters.epoch}): {cause}, and {counters.skipped_in_a_row} steps in a row were "
         "skipped; the weights are those of the last finite step. Lower optim.lr, set optim.clip_norm, use "
-        "memory.precision bf16-mixed or 32-true, or look for bad samples"
+        f"memory.precision bf16-mixed or 32-true, or look for bad samples{share}"
     )

@@ -21,10 +21,22 @@ def rehearse(stepper: Stepper, window: Window) -> None:
 
 @contextmanager
 def _state_of(optimizer: Optimizer) -> Iterator[None]:
-    """Make the optimizer's state, if there is none yet, by a step of length 0; give it up in the end."""
+    """Make the optimizer's state, if there is none yet; give it up in the end."""
     if optimizer.state:
         yield
         return
+    try:
+        make_state(optimizer)
+        yield
+    finally:
+        optimizer.state.clear()
+
+
+def make_state(optimizer: Optimizer) -> None:
+    """Let the optimizer make its state as its first step would, in the types and on the devices that it wants.
+
+    By a step of length 0, with gradients of 0; no weight moves.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
@@ -33,10 +45,8 @@ def _state_of(optimizer: Optimizer) -> Iterator[None]:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+    finally:
         for parameter in parameters:
             parameter.grad = None
-        yield
-    finally:
-        optimizer.state.clear()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

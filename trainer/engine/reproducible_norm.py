@@ -1,8 +1,8 @@
 """A norm that does not depend on the order of its elements, nor on how ranks share them.
 
-A sum of squares in floating point rounds after every addition, so its bits depend on the order. Here every square is made
-an integer first, relative to the largest element, and integers are added exactly: as in Demmel and Nguyen, "Parallel
-Reproducible Summation" (2015), with two bins.
+A sum of squares in floating point rounds after every addition, so its bits depend on the order. Here every square is
+made an integer first, relative to the largest element, and integers are added exactly: the idea of Demmel and Nguyen,
+"Parallel Reproducible Summation" (2015), with two bins.
 """
 
 from __future__ import annotations

@@ -6,14 +6,15 @@ A step is exact however its batch is cut, so the cut is free to serve speed and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice, tee
 from math import fsum
 from typing import Any
 
-from trainer.contract import PADDING_MULTIPLE, Request
+from trainer.contract import PADDING_MULTIPLE, BadSample, Incomplete, Request
 from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
+from trainer.engine.quarantine import Quarantine
 from trainer.errors import RecipeError
 
 
@@ -190,15 +191,15 @@ class Window:
     Args:
         micro_batches: what this rank puts through the model, in order.
         weights: of every loss, the weight of the whole batch over all ranks.
-        samples: samples of the whole batch over all ranks.
-        pieces: micro-batches of the whole batch over all ranks, without the empty ones.
+        samples: samples of the whole batch over all ranks; bad ones are not counted.
+        present: of a batch that is cut as for one rank, which of its micro-batches over all ranks are not empty.
     """
 
     micro_batches: list[MicroBatch]
     weights: dict[str, float]
     samples: int
     epoch: int = 0
-    pieces: int = 0
+    present: Sequence[bool] = ()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -219,6 +220,8 @@ class Windows:
         reduce: sums a list of floats over all ranks.
         lengths: tokens of each sample, when there are such.
         augmented: whether reading a sample draws random numbers, so that each needs a seed.
+        quarantine: the samples that could not be loaded.
+        on_load: called with the samples of each micro-batch before it is waited for, and with none after the last.
     """
 
     size: int
@@ -231,6 +234,8 @@ class Windows:
     reduce: Callable[[list[float]], list[float]] = list
     lengths: Sequence[int] | None = None
     augmented: bool = False
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    on_load: Callable[[Sequence[int]], None] = lambda samples: None
 
     def __post_init__(self) -> None:
         self.cut = lru_cache(self._cut)  # asked for in every step
@@ -262,12 +267,13 @@ class Windows:
         indices = cut_batch(order[: cut.micro_batch_size], cut, 1, lengths)[0]
         seeds = [0] * len(indices) if self.augmented else None
         count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
-        batches = list(self.fetch(iter([Request(indices, seeds)] * count)))
+        fetched = self.fetch(iter([Request(indices, seeds)] * count))
         micro_batches = [
-            MicroBatch(batch, 0, number == count - 1, False, indices) for number, batch in enumerate(batches)
+            micro_batch(batch, indices, seed=0, is_last=number == count - 1, is_empty=False)[0]
+            for number, batch in enumerate(fetched)
         ]
-        pieces = count * self.world_size
-        return Window(micro_batches, self._weights(micro_batches), len(indices) * pieces, pieces=pieces)
+        weights, present, _ = self._weights(micro_batches)
+        return Window(micro_batches, weights, len(indices) * count * self.world_size, present=present)
 
     def steps(self, epoch: int) -> int:
         """Steps in ``epoch``."""
@@ -285,46 +291,87 @@ class Windows:
         steps = range(first_step, min(self.steps(epoch), last_step if last_step is not None else self.steps(epoch)))
         batch_size = self.cut(epoch).batch_size
         plans, ahead = tee(self._own(epoch, step) for step in steps)  # workers fetch ahead of the steps
-        batches = self.fetch(request for own, _ in ahead for request, _ in own)
-        for step, (own, pieces) in zip(steps, plans, strict=True):
-            micro_batches = [
-                MicroBatch(
-                    next(batches), self._dropout_seed(epoch, step, number), number == len(own) - 1, is_empty, indices
-                )
-                for number, ((indices, _), is_empty) in enumerate(own)
-            ]
-            samples = min(batch_size, self.size - step * batch_size)
-            yield Window(micro_batches, self._weights(micro_batches), samples, epoch, pieces)
+        batches = self.fetch(request for own in ahead for request, _ in own)
+        for step, own in zip(steps, plans, strict=True):
+            micro_batches: list[MicroBatch] = []
+            bad: list[BadSample] = []
+            for number, ((indices, _), is_empty) in enumerate(own):
+                self.on_load(indices)
+                seed, is_last = self._dropout_seed(epoch, step, number), number == len(own) - 1
+                micro, found = micro_batch(next(batches), indices, seed, is_last, is_empty)
+                micro_batches.append(micro)
+                bad += found
+            self.on_load(())
+            weights, present, any_bad = self._weights(micro_batches, len(bad))
+            if any_bad:
+                self.quarantine.share("train", bad, self.reduce, self.rank, self.world_size)
+            yield Window(micro_batches, weights, self._samples(epoch, step, batch_size), epoch, present)
 
-    def _own(self, epoch: int, step: int) -> tuple[list[tuple[Request, bool]], int]:
-        """This rank's micro-batches of a step, and whether each is empty; how many of all ranks' are not."""
-        pieces = self.pieces(epoch, step)
+    def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
+        """This rank's micro-batches of a step, and whether each is empty."""
+        pieces = [self.quarantine.kept("train", piece) for piece in self.pieces(epoch, step)]
         own = []
         for piece in pieces[self.rank :: self.world_size]:
             # A rank with nothing left does a zero-weight micro-step on another's sample, for the collectives' sake.
-            indices = piece or [max(pieces[0], key=lambda i: -self.lengths[i] if self.lengths else 0)]
+            indices = list(piece) or self._borrowed(pieces)
             seeds = [derive_seed(self.seed, epoch, index) for index in indices] if self.augmented else None
             own.append((Request(indices, seeds), not piece))
-        return own, sum(map(bool, pieces))
+        return own
 
     def _dropout_seed(self, epoch: int, step: int, number: int) -> int:
         return derive_seed(self.seed, epoch, step, number * self.world_size + self.rank)
 
-    def _weights(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
+    def _borrowed(self, pieces: Sequence[Sequence[int]]) -> list[int]:
+        """The shortest sample of the first micro-batch that has one; any good sample where the batch has none."""
+        others = next((piece for piece in pieces if piece), None)
+        if others is None:
+            others = self.quarantine.kept("train", range(self.size))[:1]
+            if not others:
+                raise RecipeError(f"none of the {self.size} training samples can be loaded: see quarantine.json")
+        return [max(others, key=lambda i: -self.lengths[i] if self.lengths else 0)]
+
+    def _samples(self, epoch: int, step: int, batch_size: int) -> int:
+        """The samples of a batch over all ranks that are not known as bad."""
+        if not len(self.quarantine):
+            return min(batch_size, self.size - step * batch_size)
+        return len(self.quarantine.kept("train", batch_indices(self.seed, epoch, step, self.size, batch_size)))
+
+    def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:
+        """What a window says of the batch over all ranks: weights, present; and whether any rank has ``bad`` samples."""
         weights = [self.weigh(micro.batch) for micro in micro_batches]
         rows = [
             [0.0 if micro.is_empty else weight[name] for weight, micro in zip(weights, micro_batches, strict=True)]
             for name in weights[0]
         ]
-        in_order = self.cut(self.current_epoch).any_ranks
-        sums = self._sums_in_order(rows) if in_order else self.reduce([sum(row) for row in rows])
-        return dict(zip(weights[0], sums, strict=True))
+        present: list[float] = []
+        if self.cut(self.current_epoch).any_ranks:
+            rows.append([float(not micro.is_empty) for micro in micro_batches])
+            *values, found = self.reduce([*self._in_places(rows), float(bad)])
+            columns = iter(values)
+            *tables, present = [list(islice(columns, len(values) // len(rows))) for _ in rows]
+            sums = [fsum(table) for table in tables]  # rounded once: the same however fractions are dealt to the ranks
+        else:
+            *sums, found = self.reduce([*map(sum, rows), float(bad)])
+        return dict(zip(weights[0], sums, strict=True)), [flag > 0 for flag in present], found > 0
 
-    def _sums_in_order(self, rows: list[list[float]]) -> list[float]:
-        """The sum of every row over the ranks, rounded once: the same however fractions are dealt to them."""
-        count = len(rows[0]) * self.world_size
-        places = [[0.0] * count for _ in rows]
-        for place, row in zip(places, rows, strict=True):
-            place[self.rank :: self.world_size] = row
-        whole = iter(self.reduce([value for place in places for value in place]))
-        return [fsum(islice(whole, count)) for _ in rows]
+    def _in_places(self, rows: list[list[float]]) -> list[float]:
+        """Room for what all ranks have in such ``rows``, in the order of the micro-batches, filled with this rank's."""
+        whole = []
+        for row in rows:
+            places = [0.0] * (len(row) * self.world_size)
+            places[self.rank :: self.world_size] = row
+            whole += places
+        return whole
+
+
+def micro_batch(
+    loaded: Any, indices: Sequence[int], seed: int, is_last: bool, is_empty: bool
+) -> tuple[MicroBatch, list[BadSample]]:
+    """A micro-batch of what was loaded for ``indices``, and the samples that could not be; see :class:`MicroBatch`.
+
+    One that has lost all its samples is empty. What an empty one fails to borrow is left to the rank whose it is.
+    """
+    if not isinstance(loaded, Incomplete):
+        return MicroBatch(loaded, seed, is_last, is_empty, indices), []
+    is_lost = is_empty or not loaded.kept
+    return MicroBatch(loaded.batch, seed, is_last, is_lost, loaded.kept), [] if is_empty else loaded.bad

@@ -6,15 +6,18 @@ GB is 1e9 bytes. Nothing here waits for the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from trainer.contract import Loss
 from trainer.engine.step import Stepper, StepResult
+from trainer.engine.sync import GradientSync
 from trainer.engine.window import MicroBatch, Window
 from trainer.memory.host import HostMemory, process_peak
 from trainer.memory.leak import LeakCheck
@@ -83,6 +86,14 @@ class Monitor:
         """What goes through the model at this moment, as it is on the host."""
         self.step = 0
         """Steps taken; a resumed run sets it."""
+        self.activity: str | None = "init"
+        """What this rank does: a phase, loading, or anything that was announced; ``None`` is what lies between."""
+        self.samples: Sequence[int] = ()
+        """The samples that it does it with, by their place in the dataset."""
+        self.moves = 0
+        """How often that changed since the last step ended."""
+        self.fresh = True
+        """Whether no step has been taken yet with the module as it was built last: compiling may make it a long one."""
         self.history: list[tuple[int, float]] = []
         """Steps, and memory at their ends in GB: allocated on a GPU, resident elsewhere."""
         self.warnings: list[str] = []
@@ -106,6 +117,16 @@ class Monitor:
         if self._looking:
             self._look()
         self.phase = phase
+        self.doing(phase, self.samples)
+
+    def doing(self, activity: str | None, samples: Sequence[int] = ()) -> None:
+        """This rank begins something: for those who watch that it moves on, and say where it was when it did not."""
+        self.activity, self.samples = activity, samples
+        self.moves += 1
+
+    def load(self, samples: Sequence[int]) -> None:
+        """A micro-batch of these is waited for; without any, all of the step are there."""
+        self.doing("loading" if samples else None, samples)
 
     def begin_step(self) -> None:
         """An optimizer step begins."""
@@ -119,6 +140,7 @@ class Monitor:
         """The step has ended."""
         self.batch = None
         self.step += 1
+        self.fresh, self.moves, self.samples = False, 0, ()
         self.enter(None)
         if not self._looking:
             return
@@ -133,6 +155,7 @@ class Monitor:
         self._looking = True
         self.enter("evaluation")
         yield
+        self.samples = ()
         self.enter(None)
         self.batch = None
         self._looking = False
@@ -242,8 +265,12 @@ class MonitoredStepper(Stepper):
     """A stepper that tells a monitor which phase it is in, and does nothing else besides."""
 
     def __init__(self, monitor: Monitor, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
         self.monitor = monitor
+        super().__init__(*args, **options)
+
+    def attach(self, module: nn.Module, optimizer: Optimizer, sync: GradientSync | None = None) -> None:
+        self.monitor.fresh = True
+        super().attach(module, optimizer, sync)
 
     def step(self, window: Window) -> StepResult:
         self.monitor.begin_step()
@@ -253,6 +280,7 @@ class MonitoredStepper(Stepper):
 
     def prepare(self, micro: MicroBatch, micro_steps: int) -> None:
         super().prepare(micro, micro_steps)
+        self.monitor.samples = micro.indices
         self.monitor.enter("forward")
 
     def losses(self, batch: Any) -> Iterator[Loss]:
@@ -271,5 +299,6 @@ class MonitoredStepper(Stepper):
                 self.monitor.enter("forward")
 
     def clip_gradients(self) -> torch.Tensor:
+        self.monitor.samples = ()
         self.monitor.enter("step")
         return super().clip_gradients()

@@ -37,8 +37,8 @@ def build_optimizer(
         optim: which optimizer, and its learning rate and decay.
         memory: how many bits its state has, how it rounds, and whether it updates during the backward.
         device: where the parameters are.
-        fused: use torch's fused kernels where there are some. On a CPU they round the last elements of a tensor otherwise
-            than the others, so that a weight's update depends on where it is in its shard.
+        fused: use torch's fused kernels where there are some. On a CPU they round the last elements of a tensor
+            otherwise than the others, so that a weight's update depends on where it is in its shard.
 
     Raises:
         RecipeError: when no parameter trains, or the optimizer's package is not installed.
@@ -54,9 +54,7 @@ def build_optimizer(
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
 
 
-def _make(
-    optim: Optim, memory: Memory, device: torch.device, sharded: bool, fused: bool
-) -> Callable[[Any], Optimizer]:
+def _make(optim: Optim, memory: Memory, device: torch.device, sharded: bool, fused: bool) -> Callable[[Any], Optimizer]:
     """What makes an optimizer of parameter groups."""
     options: dict[str, Any] = {"lr": optim.lr}
     if memory.optimizer_state_bits < 32 or memory.stochastic_rounding:

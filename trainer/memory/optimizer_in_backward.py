@@ -40,6 +40,11 @@ class OptimizerInBackward(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: the weights were updated in the backward."""
 
+    def put_together(self) -> Optimizer:
+        """The optimizer that updates all parameters at once, with the same groups and state."""
+        self.optimizer.param_groups, self.optimizer.state = self.param_groups, self.state
+        return self.optimizer
+
     def forget_norms(self) -> None:
         """Begin to record the gradient norms of another step."""
         self.norms, self.shard_norms = [], []

@@ -154,8 +154,8 @@ def idle_ranks(plan: Plan) -> str | None:
         return None
     fix = "use a smaller memory.micro_batch_size" if cut.micro_batch_size > 1 else "use fewer ranks"
     return (
-        f"run.deterministic cuts a batch of {cut.batch_size} into {_count(pieces, 'micro-batch', 'es')} on any number of "
-        f"ranks: {idle} of {plan.world_size} have nothing to do in the last micro-step; {fix}"
+        f"run.deterministic cuts a batch of {cut.batch_size} into {_count(pieces, 'micro-batch', 'es')} on any number "
+        f"of ranks: {idle} of {plan.world_size} have nothing to do in the last micro-step; {fix}"
     )
 
 

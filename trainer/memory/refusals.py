@@ -217,8 +217,8 @@ def _deterministic(recipe: Recipe, world_size: int) -> None:
     )
     require(
         memory.cpu_offload != "optimizer",
-        f"{key} sums gradients where they are computed, and memory.cpu_offload=optimizer adds them up in host memory as "
-        "they come: use memory.cpu_offload none or parameters",
+        f"{key} sums gradients where they are computed, and memory.cpu_offload=optimizer adds them up in host memory "
+        "as they come: use memory.cpu_offload none or parameters",
     )
     require(
         memory.replicas == 1,
@@ -246,6 +246,6 @@ def _deterministic(recipe: Recipe, world_size: int) -> None:
     )
     require(
         not sharded or len(recipe.model.loss_names) == 1,
-        f"{key} cannot train {type(recipe.model).__name__}, which has several losses a batch, with memory.strategy fsdp, "
-        "which reduces after each: use memory.strategy ddp or single",
+        f"{key} cannot train {type(recipe.model).__name__}, which has several losses a batch, with memory.strategy "
+        "fsdp, which reduces after each: use memory.strategy ddp or single",
     )

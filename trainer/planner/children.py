@@ -6,12 +6,10 @@ nothing is pickled, and results come back as JSON.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +20,7 @@ from typing import Any
 import torch
 
 from trainer.errors import RecipeError, RunError
-
-PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+from trainer.processes import become_helper
 
 Job = Callable[[], Any]
 """Returns something that JSON can hold."""
@@ -118,7 +114,7 @@ def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tup
 
 def _work(job: Job, connection: Connection, sees_gpu: bool, gpu_in_use: bool) -> None:
     """Do ``job`` in the child, silently: what it prints is about a machine that is not there."""
-    _end_with_parent()
+    become_helper()
     torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
     gc.freeze()  # what was there before is not looked through again and again
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -137,12 +133,6 @@ def _work(job: Job, connection: Connection, sees_gpu: bool, gpu_in_use: bool) ->
     connection.send_bytes(json.dumps(answer).encode())
     connection.close()
     os._exit(0)  # no destructor may touch a GPU that is not there
-
-
-def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _cores() -> int:

@@ -99,8 +99,9 @@ def does_more(settings: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
     """Samples of a micro-batch to consider, the most first; ``[None]`` where the recipe decides."""
-    decided = recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None or recipe.batch_size is None
-    if decided or recipe.run.deterministic:  # for which it must not depend on the ranks
+    if recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None or recipe.batch_size is None:
+        return [None]
+    if recipe.run.deterministic:  # for which it must not depend on the ranks
         return [None]
     share = -(-recipe.batch_size // ranks)
     sizes: list[int | None] = []

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from trainer.engine.deterministic import TreeSync
 from trainer.engine.sync import GradientSync
-from trainer.engine.tree import PartialSums
+from trainer.engine.tree import Node, PartialSums
 
 ABOVE_ALL = 64
 """A height that no sum of micro-steps reaches: such sums are added to nothing until the end of a window."""
@@ -24,9 +23,9 @@ class LaterSums(PartialSums):
         super().__init__()
         self.earlier = earlier
 
-    def add(self, node: list[Tensor]) -> None:
+    def add(self, node: Node) -> None:
         """As if the first node of a window came late in it."""
-        if not self.sums:
+        if not self.sums and node is not None:
             self.sums = [
                 (ABOVE_ALL + self.earlier - number, [torch.empty_like(tensor) for tensor in node])
                 for number in range(self.earlier)
@@ -35,7 +34,7 @@ class LaterSums(PartialSums):
 
 
 def begin_late(sync: GradientSync, traced: int, skipped: int) -> None:
-    """Let ``sync`` keep as many sums in a window of ``traced`` micro-steps as with the ``skipped`` ones between them."""
+    """Let ``sync`` keep as many sums in ``traced`` micro-steps as in a window that has the ``skipped`` ones, too."""
     if isinstance(sync, TreeSync):
         sync.sums = LaterSums(most_sums(traced + skipped) - most_sums(traced))
 

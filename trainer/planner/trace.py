@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from trainer.batches import evaluation_cut, windows_of
-from trainer.contract import Loss, Model, Request
-from trainer.data.loader import Loader
+from trainer.batches import evaluation_cut, evaluation_micro_batches, loader_of, windows_of
+from trainer.contract import Loss, Model
 from trainer.engine.loop import evaluate
+from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.window import MicroBatch, Window, cut_batch
 from trainer.memory import optimizer_offload
@@ -68,7 +68,7 @@ def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
     """The samples that ``plan`` would meet first, and the longest ones, from the recipe's prepared data."""
     windows = windows_of(
         recipe,
-        Loader(recipe.data.train, recipe.data.collate),
+        loader_of(recipe, recipe.data.train),
         world_size=plan.world_size,
         reduce=lambda values: [value * plan.world_size for value in values],
     )
@@ -90,8 +90,8 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
         return []
     cut = evaluation_cut(plan.first_cut, len(dataset))
     pieces = cut_batch(range(len(dataset)), cut, plan.world_size, getattr(dataset, "lengths", None))
-    batch = next(iter(Loader(dataset, recipe.data.collate)([Request(pieces[0])])))
-    return [MicroBatch(batch, seed=0, is_last=False, is_empty=False)]
+    loader = loader_of(recipe, dataset)
+    return list(evaluation_micro_batches("val", pieces[:1], loader, Quarantine(limit=None)))
 
 
 def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, nodes: int = 1) -> Trace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,11 @@ class EvaluationResult:
     def figures(self) -> dict[str, float]:
         """``loss`` and, if there is one, ``accuracy``: what goes to the loggers, the progress and the summary."""
         return {"loss": self.loss} | ({} if self.accuracy is None else {"accuracy": self.accuracy})
+
+
+def score(figures: Mapping[str, float]) -> float:
+    """By which evaluations are compared, higher is better: the accuracy, or else the negative loss."""
+    return figures["accuracy"] if "accuracy" in figures else -figures["loss"]
 
 
 class ClassificationMetrics:

@@ -1,0 +1,110 @@
+"""The checkpoints of a run: which there are, which are kept, and how one comes to be there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, folder_name, read_manifest
+from trainer.checkpoint.store import swap_in, sync_to_disk
+from trainer.errors import RunError
+
+NAME = re.compile(r"step-\d{8,}")
+MARGIN = 2**20
+"""Bytes that the JSON files of a checkpoint and the file system's own records may take, besides the tensors."""
+
+Score = Callable[[Mapping[str, float]], float]
+
+
+class CheckpointFolder:
+    """``RUN_DIR/checkpoints``: a folder ``step-00000100`` a checkpoint, and nothing half-written under such a name.
+
+    A new one grows in a hidden folder on the same file system and is moved to its name when its manifest, the last
+    file, is on disk. Only the process that holds the run directory's lock may change anything here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def newest_first(self) -> list[Path]:
+        """All checkpoints, by the step in their names; none is opened."""
+        if not self.path.is_dir():
+            return []
+        found = [path for path in self.path.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+    def clean(self) -> None:
+        """Remove what a run that died here has left half-written, and put back what it was about to replace."""
+        for path in self.path.glob(".step-*.old") if self.path.is_dir() else ():
+            home = self.path / path.name.split(".")[1]
+            if not home.exists():
+                os.rename(path, home)
+        for path in self.path.glob(".step-*") if self.path.is_dir() else ():
+            shutil.rmtree(path)
+
+    def staging(self, step: int, attempt: str) -> Path:
+        """The hidden folder that the checkpoint of ``step`` grows in; ``attempt`` tells this start of the run."""
+        return self.path / f".{folder_name(step)}.{attempt}.part"
+
+    def commit(self, staging: Path, step: int) -> Path:
+        """Give a complete checkpoint its name. One of that name, of a run that was resumed before it, gives way."""
+        sync_to_disk(staging)
+        target = self.path / folder_name(step)
+        swap_in(staging, target)
+        return target
+
+    def rotate(self, keep_last: int, keep_best: int, score: Score) -> None:
+        """Delete all but the newest and the best, by their manifests; one that cannot be read is left for a person."""
+        manifests = self.manifests()
+        newest = sorted(manifests, key=lambda path: manifests[path].step, reverse=True)[:keep_last]
+        rated = {path: manifest.figures for path, manifest in manifests.items() if manifest.figures}
+        best = sorted(rated, key=lambda path: score(rated[path]), reverse=True)[:keep_best]
+        for path in manifests.keys() - {*newest, *best}:
+            self.remove(path)
+
+    def manifests(self) -> dict[Path, Manifest]:
+        """The manifests that can be read, by checkpoint."""
+        found = {}
+        for path in self.newest_first():
+            try:
+                found[path] = read_manifest(path)
+            except CorruptCheckpoint:  # noqa: PERF203
+                continue
+        return found
+
+    def remove(self, path: Path) -> None:
+        """Delete a checkpoint: under another name first, so that half of it is never taken for one."""
+        doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+    def set_aside(self, path: Path, why: str) -> Path:
+        """Give a checkpoint that no run shall take up again another name, such as ``step-00000100.corrupt``."""
+        aside = path.with_name(f"{path.name}.{why}")
+        if aside.exists():
+            aside = path.with_name(f"{path.name}.{why}-{secrets.token_hex(4)}")
+        os.rename(path, aside)
+        return aside
+
+
+def missing_space(folder: Path, needed: int) -> int:
+    """Bytes that are missing on the file system of ``folder`` for ``needed`` more; 0 when there are enough."""
+    return max(0, needed + MARGIN - shutil.disk_usage(folder).free)
+
+
+def no_space(folder: Path, step: int, needed: int, missing: int) -> RunError:
+    """What is said when a checkpoint does not fit."""
+    return RunError(
+        f"no space for the checkpoint of step {step}: it takes {needed / 1e9:.3f} GB, and {missing:,} bytes are "
+        f"missing on the file system of {folder}. Older checkpoints are untouched: free some space, or lower "
+        "checkpoint.keep_last, then resume"
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` looks like a single checkpoint, rather than a run directory."""
+    return (path / MANIFEST).exists() or NAME.fullmatch(path.name) is not None

@@ -1,0 +1,138 @@
+"""The manifest of a checkpoint: what it is of, and the size and hash of every file. It is written last."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import RunError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+CHUNK = 16 * 2**20
+
+
+class CorruptCheckpoint(RunError):
+    """A checkpoint is not what was saved. The message names the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What ``manifest.json`` holds.
+
+    Args:
+        run: the run that saved it: a random name, kept when it is resumed.
+        step: optimizer steps taken.
+        epoch: epochs completed.
+        step_in_epoch: steps taken in the epoch that comes next or goes on.
+        seed: of the recipe; the seeds of everything else follow from it and the position.
+        world_size: ranks that saved it.
+        plan: the memory knobs that were decided, in words.
+        recipe: the settings of the recipe by their dotted names.
+        dataset: fingerprint of the data.
+        tokenizer: hash of the tokenizer; ``None`` without one.
+        versions: of the trainer and of the libraries.
+        figures: of the last evaluation, if it was made after this very step.
+        created: when, UTC.
+        files: ``{"bytes", "sha256"}`` of every other file, by name.
+    """
+
+    run: str
+    step: int
+    epoch: int
+    step_in_epoch: int
+    seed: int
+    world_size: int
+    plan: str
+    recipe: Mapping[str, Any]
+    dataset: str
+    tokenizer: str | None
+    versions: Mapping[str, str | None]
+    figures: Mapping[str, float] | None
+    created: str
+    files: Mapping[str, Mapping[str, Any]]
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """With a hash of its own content, so that a changed manifest is found as well as a changed file."""
+        content = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps({**content, "digest": _digest(content)}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of the checkpoint ``folder``, and that every file has the size that it says.
+
+    Raises:
+        CorruptCheckpoint: naming the file that is missing, changed, or not one of the checkpoint.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+        stated = content.pop("digest")
+    except FileNotFoundError:
+        raise CorruptCheckpoint(f"{path} is missing: the checkpoint was never complete") from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path} is corrupt: {error}") from error
+    if stated != _digest(content):
+        raise CorruptCheckpoint(f"{path} is corrupt: its content does not have the hash that it states")
+    if content.get("format") != FORMAT:
+        raise CorruptCheckpoint(f"{path} has format {content.get('format')}, and this version reads format {FORMAT}")
+    manifest = Manifest(**content)
+    if folder.name != folder_name(manifest.step):
+        raise CorruptCheckpoint(f"{path} is of step {manifest.step}, not of {folder.name}: files were swapped")
+    _require_sizes(folder, manifest)
+    return manifest
+
+
+def folder_name(step: int) -> str:
+    """The name of the checkpoint of ``step``."""
+    return f"step-{step:08d}"
+
+
+def _require_sizes(folder: Path, manifest: Manifest) -> None:
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file() or path.is_symlink():
+            raise CorruptCheckpoint(f"{path} is missing, or is not a file")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise CorruptCheckpoint(f"{path} has {size} bytes instead of {entry['bytes']}")
+    others = sorted({path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST})
+    if others:
+        raise CorruptCheckpoint(f"{folder / others[0]} is not a file of this checkpoint: remove it")
+
+
+def verify_files(folder: Path, manifest: Manifest, names: Sequence[str] | None = None) -> None:
+    """Check the hashes of the files ``names`` (by default of all).
+
+    Raises:
+        CorruptCheckpoint: naming the first file that is not what was saved.
+    """
+    for name in manifest.files if names is None else names:
+        path = folder / name
+        try:
+            found = hash_file(path)
+        except OSError as error:
+            raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        if found != manifest.files[name]["sha256"]:
+            raise CorruptCheckpoint(f"{path} is corrupt: it does not have the hash that {MANIFEST} states")
+
+
+def hash_file(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal; hashlib uses the processor's instructions for it where there are any."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
+    return digest.hexdigest()

@@ -1,0 +1,204 @@
+"""Tensors as a checkpoint keeps them: parts of whole ones, each in the file of the rank that had it.
+
+A file is safetensors: a header in JSON and the bytes, nothing that could be executed. Which part of which tensor it is
+stands beside it in JSON, so that any number of ranks can read what any other number has written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trainer.errors import RecipeError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names that safetensors has for types."""
+
+CHUNK = 16 * 2**20
+"""Bytes that are written and hashed at once."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a tensor.
+
+    Args:
+        tensor: on any device.
+        offset: where it begins in the whole tensor, one number a dimension.
+        shape: of the whole tensor.
+        writer: the rank that writes it, ``None`` for one that every rank has the same of.
+    """
+
+    tensor: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    writer: int | None = None
+
+
+def whole(tensor: Tensor) -> Part:
+    """A tensor that every rank has the same of."""
+    return Part(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+
+
+def share_out(parts: Mapping[str, Part], rank: int, world_size: int) -> dict[str, Part]:
+    """What ``rank`` writes: its own parts, and its share of those that every rank has; all agree on the shares."""
+    own = {name: part for name, part in parts.items() if part.writer == rank and part.tensor.numel()}
+    loads = [0] * world_size
+    for name in sorted(name for name, part in parts.items() if part.writer is None):
+        least = loads.index(min(loads))
+        loads[least] += parts[name].tensor.nbytes
+        if least == rank:
+            own[name] = parts[name]
+    return own
+
+
+@torch.no_grad()
+def on_host(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Copies in host memory, which training does not change any more."""
+    return {
+        name: Part(part.tensor.detach().to("cpu", copy=True).contiguous(), part.offset, part.shape, part.writer)
+        for name, part in parts.items()
+    }
+
+
+def write_parts(path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Write ``parts`` (contiguous, in host memory) to the new safetensors file ``path`` and to the disk.
+
+    Returns:
+        ``{"bytes": its size, "sha256": the hash of what was to be written}``: the hash is made of the memory, while the
+        file is written, so that a disk that writes something else is found out.
+    """
+    header = _header(parts)
+    digest = hashlib.sha256()
+    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+        for chunk in _chunks(header, parts):
+            hashed = beside.submit(digest.update, chunk)
+            _write_all(file.fileno(), chunk)
+            hashed.result()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _header(parts: Mapping[str, Part]) -> bytes:
+    entries, position = {}, 0
+    for name, part in parts.items():
+        end = position + part.tensor.nbytes
+        entries[name] = {
+            "dtype": DTYPES[part.tensor.dtype],
+            "shape": list(part.tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at multiples of eight bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunks(header: bytes, parts: Mapping[str, Part]) -> Iterator[memoryview]:
+    yield memoryview(header)
+    for part in parts.values():
+        content = memoryview(part.tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for start in range(0, len(content), CHUNK):
+            yield content[start : start + CHUNK]
+
+
+def _write_all(descriptor: int, content: memoryview) -> None:
+    """One ``write`` may take a part only, and says how much."""
+    while len(content):
+        content = content[os.write(descriptor, content) :]
+
+
+def describe_parts(file: str, parts: Mapping[str, Part]) -> dict[str, Any]:
+    """Where the parts in ``file`` belong, as JSON: by name, the whole shape, and file, offset and size of the part."""
+    return {
+        name: {
+            "shape": list(part.shape),
+            "parts": [{"file": file, "offset": list(part.offset), "size": list(part.tensor.shape)}],
+        }
+        for name, part in parts.items()
+    }
+
+
+class PartsReader:
+    """Reads tensors, or slices of them, from the files of all ranks that have written a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        indices: what :func:`describe_parts` gave on each of those ranks.
+    """
+
+    def __init__(self, folder: Path, indices: Sequence[Mapping[str, Any]]) -> None:
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.parts: dict[str, list[Mapping[str, Any]]] = {}
+        self.files: dict[str, Any] = {}
+        for index in indices:
+            for name, entry in index.items():
+                self.shapes[name] = tuple(entry["shape"])
+                self.parts.setdefault(name, []).extend(entry["parts"])
+
+    @torch.no_grad()
+    def read_into(self, name: str, target: Part) -> None:
+        """Fill the tensor of ``target``, a part of the tensor ``name``, in place.
+
+        Raises:
+            RecipeError: when the checkpoint has another shape of it, or does not have all of it.
+        """
+        if self.shapes.get(name) != target.shape:
+            found = f"of shape {self.shapes[name]}" if name in self.shapes else "not there"
+            raise RecipeError(f"{self.folder}: {name} is {found}, and the model needs it of shape {target.shape}")
+        filled = 0
+        for part in self.parts[name]:
+            filled += self._copy(name, part, target)
+        if filled != target.tensor.numel():
+            raise RecipeError(
+                f"{self.folder}: {name} is incomplete: {filled} of {target.tensor.numel()} numbers were found"
+            )
+
+    def _copy(self, name: str, part: Mapping[str, Any], target: Part) -> int:
+        """Copy what ``part`` and ``target`` have in common, and say how many numbers that is."""
+        starts = [max(a, b) for a, b in zip(part["offset"], target.offset, strict=True)]
+        ends = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(part["offset"], part["size"], target.offset, target.tensor.shape, strict=True)
+        ]
+        if any(start >= end for start, end in zip(starts, ends, strict=True)):
+            return 0
+        file = self._open(part["file"])
+        if not starts:
+            target.tensor.copy_(file.get_tensor(name))
+            return 1
+        there = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, part["offset"], strict=True))
+        here = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, target.offset, strict=True))
+        target.tensor[here].copy_(file.get_slice(name)[there])
+        return math.prod(e - s for s, e in zip(starts, ends, strict=True))
+
+    def _open(self, name: str) -> Any:
+        if name not in self.files:
+            self.files[name] = safe_open(self.folder / name, framework="pt", device="cpu")
+        return self.files[name]

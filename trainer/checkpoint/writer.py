@@ -1,0 +1,212 @@
+"""How the ranks write a checkpoint together, each beside its training and none waiting for another.
+
+Every rank writes its file and then, as a sign that it is on disk, a small JSON file that says what is in it. The first
+rank waits for the signs of all, adds what all have in common and the manifest, and gives the folder its name. They
+meet in the file system alone: collectives belong to training.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.failpoints import failpoint
+from trainer.checkpoint.folder import CheckpointFolder, Score, missing_space, no_space
+from trainer.checkpoint.manifest import MANIFEST, Manifest
+from trainer.checkpoint.parts import Part, describe_parts, write_parts
+from trainer.checkpoint.store import write_atomic
+from trainer.errors import RunError
+
+STATE = "state.json"
+HISTORY = "metrics.csv"
+SECONDS_BETWEEN_LOOKS = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The state of training at a step boundary, in host memory: this rank's share.
+
+    Args:
+        parts: what this rank writes.
+        own: what else belongs to this rank, as JSON: numbers of its optimizer's state, its random generators.
+        common: what all ranks have the same of, as JSON; only the first rank's is written.
+        history: ``metrics.csv`` so far; only of the first rank.
+        manifest: from the files' sizes and hashes to the manifest.
+    """
+
+    step: int
+    parts: Mapping[str, Part]
+    own: Mapping[str, Any]
+    common: Mapping[str, Any]
+    history: bytes
+    manifest: Callable[[Mapping[str, Any]], Manifest]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's tensors."""
+        return sum(part.tensor.nbytes for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes snapshots into ``folder``.
+
+    Args:
+        folder: of the run's checkpoints.
+        rank: this one.
+        world_size: how many write.
+        attempt: a name for this start of the run, the same on all ranks.
+        patience: seconds that the first rank waits for the others.
+        keep_last: how many of the newest are kept.
+        keep_best: how many of the best are kept besides.
+        score: of an evaluation's figures; higher is better.
+    """
+
+    folder: CheckpointFolder
+    rank: int
+    world_size: int
+    attempt: str
+    patience: float
+    keep_last: int
+    keep_best: int
+    score: Score
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Write this rank's share and, on the first rank, complete the checkpoint.
+
+        Raises:
+            RunError: when the disk is full, or cannot be written to; older checkpoints are then untouched.
+        """
+        staging = self.folder.staging(snapshot.step, self.attempt)
+        try:
+            staging.mkdir(parents=True, exist_ok=True)
+            self._write_own(staging, snapshot)
+            if self.rank == 0:
+                self._complete(staging, snapshot)
+        except OSError as error:
+            failure = self._explained(error, snapshot)
+            self._give_up(staging, str(failure))
+            raise failure from error
+        except RunError as error:
+            self._give_up(staging, str(error))
+            raise
+
+    def _write_own(self, staging: Path, snapshot: Snapshot) -> None:
+        name = rank_file(self.rank)
+        failpoint("before tensors")
+        entry = write_parts(staging / name, snapshot.parts)
+        failpoint("after tensors")
+        content = {**snapshot.own, "file": {name: entry}, "tensors": describe_parts(name, snapshot.parts)}
+        write_atomic(staging / sign_of(self.rank), json.dumps(content))
+        failpoint("after sign")
+
+    def _complete(self, staging: Path, snapshot: Snapshot) -> None:
+        files: dict[str, Any] = {}
+        for rank in range(self.world_size):
+            text = self._wait_for(staging, rank)
+            files |= json.loads(text)["file"]
+            files[sign_of(rank)] = _entry(text)
+        for name, content in ((STATE, json.dumps(snapshot.common).encode()), (HISTORY, snapshot.history)):
+            write_atomic(staging / name, content)
+            files[name] = _entry(content)
+        failpoint("before manifest")
+        write_atomic(staging / MANIFEST, snapshot.manifest(files).to_json())
+        failpoint("before name")
+        self.folder.commit(staging, snapshot.step)
+        failpoint("after name")
+        self.folder.rotate(self.keep_last, self.keep_best, self.score)
+        failpoint("after rotation")
+
+    def _wait_for(self, staging: Path, rank: int) -> bytes:
+        """The sign of ``rank``, as soon as it is there."""
+        until = time.monotonic() + self.patience
+        while time.monotonic() < until:
+            try:
+                return (staging / sign_of(rank)).read_bytes()
+            except FileNotFoundError:
+                pass
+            failure = staging / failure_of(rank)
+            if failure.exists():
+                raise RunError(f"rank {rank}: {failure.read_text()}")
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        raise RunError(
+            f"rank {rank} has not written its part of {staging.name.split('.')[1]} within "
+            f"{self.patience:.0f} s: is {self.folder.path} the same folder on all machines?"
+        )
+
+    def _give_up(self, staging: Path, why: str) -> None:
+        """Tell the first rank; the first rank leaves nothing behind."""
+        if self.rank:
+            with suppress(OSError):  # the first rank's patience ends, then
+                (staging / failure_of(self.rank)).write_text(why)
+        elif staging.exists():
+            self.folder.remove(staging)
+
+    def _explained(self, error: OSError, snapshot: Snapshot) -> RunError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            needed = snapshot.nbytes
+            return no_space(self.folder.path, snapshot.step, needed, max(1, missing_space(self.folder.path, needed)))
+        return RunError(
+            f"the checkpoint of step {snapshot.step} could not be written: {error.strerror or error} "
+            f"({error.filename or self.folder.path}). Older checkpoints are untouched"
+        )
+
+
+class Background:
+    """Runs one piece of work at a time beside the main thread, and hands its failure over when it is asked."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Begin ``work``, as soon as what was begun before has ended."""
+        self.wait()
+        self.thread = threading.Thread(target=self._guarded, args=(work,), name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is at work; raises what the last work raised."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what the work raised, once."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.failure = error
+
+
+def rank_file(rank: int) -> str:
+    """The file with the tensors of ``rank``."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def sign_of(rank: int) -> str:
+    """The file that says that those tensors are on disk, and what they are."""
+    return f"rank-{rank:05d}.json"
+
+
+def failure_of(rank: int) -> str:
+    """The file that says why there is no such sign."""
+    return f"rank-{rank:05d}.failed"
+
+
+def _entry(content: bytes) -> dict[str, Any]:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

@@ -1,0 +1,192 @@
+"""Loading in processes beside this one, whose death or standstill is found and named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainer.contract import Request
+from trainer.errors import RunError
+from trainer.processes import become_helper
+
+SECONDS_BETWEEN_LOOKS = 1.0
+"""How often a wait for a micro-batch is interrupted to see whether the workers live."""
+
+HINTS = {
+    signal.SIGKILL: "; the kernel does this when memory runs out: lower data.workers, or look into its log",
+    signal.SIGBUS: "; shared memory (/dev/shm) may be full: lower data.workers, or give it more",
+    signal.SIGSEGV: "; a library that decodes samples has crashed: load them with data.workers 0 to see where",
+}
+
+
+class WorkerError(RunError):
+    """A process that loads data died or hung. The message names it, how it ended and what it was loading."""
+
+
+def load_in_workers(
+    fetch: Any, requests: Iterable[Request], workers: int, prefetch: int, pin_memory: bool, timeout: float
+) -> Iterator[Any]:
+    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader.
+
+    Args:
+        fetch: picklable where processes are spawned.
+        workers: processes; 0 loads in this one.
+        prefetch: requests that each worker has ready or in work.
+        pin_memory: put tensors in page-locked memory.
+        timeout: seconds that a request may take a worker; not checked in this process.
+
+    Raises:
+        WorkerError: within a second or two of needing what a dead worker owes, and after ``timeout`` for a hung one.
+    """
+    if workers:  # tokenizers warns once per process about forks after it has used threads
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    log = _Requests(requests)
+    loader = DataLoader(
+        cast(Dataset, fetch),
+        sampler=log,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        pin_memory=pin_memory,
+        timeout=SECONDS_BETWEEN_LOOKS if workers else 0,
+        worker_init_fn=_begin if workers else None,
+        generator=torch.Generator(),  # else it draws a number from the global generator
+    )
+    if not workers:
+        yield from loader
+        return
+    with _torch_raises_nothing_between():
+        batches: Any = iter(loader)
+    watch = _Watch(batches, log, timeout)
+    try:
+        yield from watch
+    except WorkerError:
+        watch.kill()
+        raise
+    finally:
+        batches._shutdown_workers()  # in peace, where they answer
+        watch.kill()  # else the end of this process would wait for one that is stopped
+
+
+class _Requests:
+    """Hands requests on and keeps those that are under way, in order."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = requests
+        self.under_way: deque[Request] = deque()
+        self.done = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self.requests:
+            self.under_way.append(request)
+            yield request
+
+    def finish(self) -> None:
+        """The first one under way has been answered."""
+        self.under_way.popleft()
+        self.done += 1
+
+    def of_worker(self, number: int, workers: int) -> list[int]:
+        """The samples that a worker has in work or ready: requests are dealt in turn."""
+        first = (number - self.done) % workers
+        return [index for request in list(self.under_way)[first::workers] for index in request.indices]
+
+
+class _Watch:
+    """Iterates over what workers load, and looks after them while it waits."""
+
+    def __init__(self, batches: Any, log: _Requests, timeout: float) -> None:
+        self.batches, self.log, self.timeout = batches, log, timeout
+        self.processes = list(batches._workers)  # the only way to their exit codes
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            try:
+                batch = self._next()
+            except StopIteration:
+                return
+            self.log.finish()
+            yield batch
+
+    def _next(self) -> Any:
+        since = time.monotonic()
+        while True:
+            try:
+                return next(self.batches)
+            except RuntimeError as error:  # noqa: PERF203
+                self._diagnose(error, time.monotonic() - since)
+
+    def _diagnose(self, error: RuntimeError, waited: float) -> None:
+        """Return if the wait can go on."""
+        for number, process in enumerate(self.processes):
+            if not process.is_alive():
+                raise WorkerError(self._died(number)) from error
+        if not str(error).startswith("DataLoader timed out"):
+            raise error
+        if waited >= self.timeout:
+            raise WorkerError(self._hung()) from error
+
+    def _died(self, number: int) -> str:
+        code = self.processes[number].exitcode
+        ended, hint = f"exited with code {code}", ""
+        if code < 0:
+            ended = f"was killed by {signal.Signals(-code).name}"
+            hint = HINTS.get(signal.Signals(-code), "")
+        return f"{self._name(number)} {ended} while it loaded {self._samples(number)}{hint}"
+
+    def _hung(self) -> str:
+        number = self.log.done % len(self.processes)
+        return (
+            f"{self._name(number)} has not answered for {self.timeout:g} s while it loaded {self._samples(number)}: "
+            "look at these samples and at the storage, or raise data.worker_timeout"
+        )
+
+    def _name(self, number: int) -> str:
+        return f"data worker {number} of {len(self.processes)} (pid {self.processes[number].pid})"
+
+    def _samples(self, number: int) -> str:
+        indices = self.log.of_worker(number, len(self.processes))
+        shown = ", ".join(map(str, indices[:8]))
+        more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+        return f"samples {shown}{more}" if indices else "nothing"
+
+    def kill(self) -> None:
+        """End all workers that are left, also those that are stopped."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+@contextmanager
+def _torch_raises_nothing_between() -> Iterator[None]:
+    """Keep torch from raising an error about a worker wherever this process happens to be, in a collective, say.
+
+    Its handler of SIGCHLD, set when workers are first started, does so. What it would find is found by ``_Watch``.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers; torch knows this
+        yield
+        return
+    previous = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+
+
+def _begin(worker: int) -> None:
+    become_helper()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,116 @@
+"""Samples that could not be loaded: left out, counted over all ranks, and never asked for again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from trainer.contract import BadSample
+from trainer.errors import RecipeError
+
+Reduce = Callable[[list[float]], list[float]]
+SHOWN = 5
+"""Bad samples that a message names; a file of the run has all."""
+
+
+class Finding(NamedTuple):
+    """A bad sample and the split (train, val, test) that it is of."""
+
+    split: str
+    sample: BadSample
+
+    def describe(self) -> str:
+        return f"{self.sample.description} ({self.split} sample {self.sample.position}): {self.sample.reason}"
+
+
+class Quarantine:
+    """The bad samples of all splits, the same on every rank at every step.
+
+    Ranks find bad samples on their own and share them at a point that all of them come to: the sum of the weights of a
+    batch, the end of an evaluation. From there on no rank asks for them, whoever's share they fall into.
+
+    Args:
+        limit: most bad samples of a run; ``None`` leaves them out without sharing or counting them, for a prediction.
+        announce: told of what was found, with this quarantine; called on every rank.
+    """
+
+    def __init__(
+        self, limit: int | None = 0, announce: Callable[[Quarantine, list[Finding]], None] | None = None
+    ) -> None:
+        self.limit, self.announce = limit, announce
+        self.found: dict[tuple[str, int], BadSample] = {}
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def kept(self, split: str, indices: Sequence[int]) -> Sequence[int]:
+        """``indices`` without the known bad samples of ``split``."""
+        return [index for index in indices if (split, index) not in self.found] if self.found else indices
+
+    def share(self, split: str, bad: Iterable[BadSample], reduce: Reduce, rank: int, world_size: int) -> None:
+        """Tell all ranks what this one has found in ``split``, and learn what they have: a collective.
+
+        Args:
+            reduce: sums a list of floats over all ranks.
+
+        Raises:
+            RecipeError: on all ranks alike, naming the samples, when there are more than the limit.
+        """
+        if self.limit is None:
+            return
+        texts = gather_texts(json.dumps(list(bad)), reduce, rank, world_size)
+        everywhere = sorted({BadSample(*fields) for text in texts for fields in json.loads(text)})
+        new = []
+        for sample in everywhere:  # a transient fault may have two reasons on two ranks: the first is kept
+            if (split, sample.position) not in self.found:
+                self.found[split, sample.position] = sample
+                new.append(Finding(split, sample))
+        if new and self.announce is not None:
+            self.announce(self, new)
+        self._check()
+
+    def findings(self) -> list[Finding]:
+        """All bad samples, in the order in which they were found."""
+        return [Finding(split, sample) for (split, _), sample in self.found.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``restore`` takes; JSON can hold it."""
+        return {"samples": [{"split": split, **sample._asdict()} for (split, _), sample in self.found.items()]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what ``to_dict`` of an earlier run gave.
+
+        Raises:
+            RecipeError: when that is more than the limit.
+        """
+        self.found = {}
+        for entry in state["samples"]:
+            sample = BadSample(int(entry["position"]), str(entry["description"]), str(entry["reason"]))
+            self.found[str(entry["split"]), sample.position] = sample
+        if self.found and self.announce is not None:
+            self.announce(self, [])
+        self._check()
+
+    def _check(self) -> None:
+        if self.limit is None or len(self.found) <= self.limit:
+            return
+        shown = "; ".join(finding.describe() for finding in self.findings()[:SHOWN])
+        more = f"; and {len(self.found) - SHOWN} more" if len(self.found) > SHOWN else ""
+        raise RecipeError(
+            f"{len(self.found)} samples cannot be loaded, more than data.max_bad_samples={self.limit}: {shown}{more}. "
+            "Mend or remove them, or allow more"
+        )
+
+
+def gather_texts(text: str, reduce: Reduce, rank: int, world_size: int) -> list[str]:
+    """The ``text`` of every rank, on every rank, by sums alone: each rank adds zeros where the others write."""
+    content = text.encode()
+    lengths = [0.0] * world_size
+    lengths[rank] = float(len(content))
+    sizes = [int(size) for size in reduce(lengths)]
+    before = sum(sizes[:rank])
+    padding = sum(sizes) - before - len(content)
+    whole = bytes(map(int, reduce([*[0.0] * before, *map(float, content), *[0.0] * padding])))
+    ends = [sum(sizes[: number + 1]) for number in range(world_size)]
+    return [whole[end - size : end].decode() for end, size in zip(ends, sizes, strict=True)]

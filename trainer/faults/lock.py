@@ -1,0 +1,132 @@
+"""One run a directory: a second one is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import RecipeError
+from trainer.processes import boot_id
+
+NAME = "run.lock"
+
+_held: set[Path] = set()
+"""Locks of this process. The kernel would let it take one twice, and drop it when the second is closed."""
+
+
+class RunLock:
+    """The lock of a run directory, for its first rank.
+
+    The kernel holds it (a POSIX record lock on ``run.lock``): it ends with the process, however that ends, and a
+    process that is forked from this one does not inherit it. Between machines that share a directory without sharing
+    its locks, what is written in the file decides: host, pid, boot_id and when it was taken.
+
+    Args:
+        run_dir: an existing directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir.resolve() / NAME
+        self._descriptor: int | None = None
+
+    def acquire(self) -> str | None:
+        """Take the lock; return a line that says so when it was that of a run that has died.
+
+        Raises:
+            RecipeError: naming the run that holds it, or why there can be no lock.
+        """
+        if self.path in _held:
+            raise RecipeError(f"run.dir={self.path.parent} is in use by another run of this process ({_own()})")
+        try:
+            descriptor = self._locked()
+        except OSError as error:
+            raise RecipeError(
+                f"run.dir={self.path.parent} cannot be locked ({error.strerror}): choose a directory on a disk that "
+                "can lock files"
+            ) from error
+        before = _read(descriptor)
+        if before is not None and _may_live(before):
+            os.close(descriptor)
+            raise RecipeError(
+                f"run.dir={self.path.parent} is in use by the run of {_described(before)}, another machine: choose "
+                f"another directory, or remove {self.path} if that run has ended"
+            )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_owner()).encode(), 0)
+        os.fsync(descriptor)
+        _held.add(self.path)
+        self._descriptor = descriptor
+        return None if before is None else f"the run of {_described(before)} has died: its lock is taken over"
+
+    def release(self) -> None:
+        """Give the lock back; nothing if it is not held."""
+        if self._descriptor is None:
+            return
+        self.path.unlink(missing_ok=True)  # before it is free: what another process opens from here on is its own
+        os.close(self._descriptor)
+        self._descriptor = None
+        _held.discard(self.path)
+
+    def _locked(self) -> int:
+        """A locked descriptor of the file that is at the path now, and not of one that its owner has removed."""
+        while True:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(self.path)):
+                    return descriptor
+            except (BlockingIOError, PermissionError) as error:
+                owner = _read(descriptor)
+                os.close(descriptor)
+                raise RecipeError(
+                    f"run.dir={self.path.parent} is in use by the run of "
+                    f"{_described(owner) if owner else 'a process that has just begun'}: wait for its end, stop it, or "
+                    "choose another directory"
+                ) from error
+            except FileNotFoundError:
+                pass  # removed between the two looks
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+
+def _owner() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "boot_id": boot_id(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def _own() -> str:
+    return f"pid {os.getpid()}"
+
+
+def _read(descriptor: int) -> dict[str, Any] | None:
+    """Who wrote the file; ``None`` when it is empty or was not written to its end."""
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _may_live(owner: dict[str, Any]) -> bool:
+    """Whether an owner whose lock is free may be alive all the same: on a machine whose locks are not seen here.
+
+    On this kernel a free lock says that its owner is dead, and a host of this name with another boot_id was this one
+    before it was started again.
+    """
+    same_kernel = bool(boot_id()) and owner.get("boot_id") == boot_id()
+    return not same_kernel and owner.get("host") != socket.gethostname()
+
+
+def _described(owner: dict[str, Any]) -> str:
+    return f"pid {owner.get('pid')} on {owner.get('host')} since {owner.get('started')}"

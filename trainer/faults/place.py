@@ -1,0 +1,73 @@
+"""Where a rank is in its work, in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import MOST_LISTED, listed
+
+if TYPE_CHECKING:
+    from trainer.memory.monitor import Monitor
+
+AFTER_A_STEP = (None, "evaluation", "checkpoint")
+"""What lies between two steps."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a rank, at one moment.
+
+    Args:
+        rank: over all machines.
+        steps: taken so far.
+        activity: a phase, loading or anything that was announced to the monitor; ``None`` between them.
+        samples: what it works on, by their place in the dataset; no more than are shown, and one.
+        moves: how often the activity changed since the last step ended.
+    """
+
+    rank: int
+    steps: int
+    activity: str | None
+    samples: tuple[int, ...] = ()
+    moves: int = 0
+
+    @classmethod
+    def of(cls, rank: int, monitor: Monitor) -> Place:
+        """Where ``rank`` is by its monitor."""
+        samples = tuple(map(int, monitor.samples[: MOST_LISTED + 1]))
+        return cls(rank, monitor.step, monitor.activity, samples, monitor.moves)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Place:
+        """What :meth:`to_dict` gave."""
+        return cls(**values | {"samples": tuple(values["samples"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Rises as a rank moves on, alike on all ranks."""
+        return self.steps, self.moves
+
+    def when(self) -> str:
+        """The step: that which is being taken, from 1, or the one taken last."""
+        if self.activity == "init":
+            return "before step 1" if not self.steps else f"after step {self.steps}"
+        return f"after step {self.steps}" if self.activity in AFTER_A_STEP else f"step {self.steps + 1}"
+
+    def what(self) -> str:
+        """The activity."""
+        return {"init": "building the model", None: "between steps"}.get(self.activity, self.activity or "")
+
+    def __str__(self) -> str:
+        samples = [f"samples {listed(self.samples)}"] if self.samples else []
+        return ", ".join([f"rank {self.rank}", self.when(), self.what(), *samples])
+
+    def at(self) -> str:
+        """The same without the rank, as the end of a sentence."""
+        when = self.when() if self.when()[0] != "s" else f"at {self.when()}"
+        samples = f" (samples {listed(self.samples)})" if self.samples else ""
+        return f"{when} in {self.what()}{samples}" if self.activity else f"{when}, between steps"

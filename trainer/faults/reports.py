@@ -1,0 +1,61 @@
+"""The first lines of an error: rank, step, phase, samples and cause, then the traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from trainer.errors import RecipeError, RunError
+
+LONGEST = 400
+
+
+def note_place(error: BaseException, place: str) -> None:
+    """Keep with ``error`` where it happened; Python 3.11 and later show it below the traceback."""
+    notes = [*getattr(error, "__notes__", ()), place]
+    vars(error).update(__notes__=notes, trainer_place=place)
+
+
+def place_of(error: BaseException) -> str | None:
+    """Where ``error`` happened in a run, if it did in one."""
+    return getattr(error, "trainer_place", None)
+
+
+def report(error: BaseException) -> None:
+    """Print ``error`` to standard error, once: a line, and the traceback of one that is nobody's setting or message."""
+    if getattr(error, "trainer_reported", False):
+        return
+    vars(error)["trainer_reported"] = True
+    place = place_of(error)
+    if isinstance(error, RecipeError | RunError):
+        say(in_one_line(error))
+    elif place is None:
+        say(cause(error))
+    else:
+        say(f"{place}: {cause(error)}")
+    if not isinstance(error, RecipeError | RunError):
+        vars(error).pop("__notes__", None)  # the first line says it
+        traceback.print_exception(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+
+
+def say(message: str) -> None:
+    """Print ``trainer: error: message``; with its rank, where that is not the first."""
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+    prefix = "" if rank == "0" else f"[rank {rank}] "
+    print(f"{prefix}trainer: error: {message}", file=sys.stderr, flush=True)
+
+
+def in_one_line(error: BaseException) -> str:
+    """The message."""
+    return " ".join(line.strip() for line in str(error).splitlines())
+
+
+def cause(error: BaseException) -> str:
+    """Type and message, in one line that is not too long."""
+    text = in_one_line(error)
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
+    if isinstance(error, RecipeError | RunError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,59 @@
+"""Signals that ask a run to stop: noted, and answered at the end of the step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+STOP_SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+"""Of a scheduler that wants the machine back, of a person, and of Slurm's ``--signal``."""
+
+
+class StopSignals:
+    """While it lasts, the first of :data:`STOP_SIGNALS` is noted in ``received``; a second one ends the process.
+
+    Only the main thread can do this; elsewhere it does nothing, and ``received`` stays ``None``. A process that is
+    forked meanwhile has the signals' own effects: see :func:`trainer.processes.become_helper`.
+
+    Args:
+        first: whether this process is the one that tells the person.
+        expected: whether a signal is the launcher's answer to a failure, which is reported already, and not a request.
+    """
+
+    def __init__(self, first: bool = True, expected: Callable[[], bool] = lambda: False) -> None:
+        self.first, self.expected = first, expected
+        self.received: str | None = None
+        self._pid = os.getpid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for name in STOP_SIGNALS:
+                number = getattr(signal, name)
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # forked, and not yet what it is to become
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = signal.Signals(number).name
+        if self.first and not self.expected():
+            # Not print: the signal may have come in the middle of one, whose buffer is not to be entered again.
+            text = "saving a checkpoint at the end of this step, then leaving; once more leaves at once"
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{self.received} received: {text}\n".encode())

@@ -1,0 +1,193 @@
+"""A thread of each rank that notices when this rank, or another one, does not go on, and ends the process then."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+
+from trainer.errors import RecipeError, RunError, Stopped
+from trainer.faults.peers import SECONDS_BETWEEN_LOOKS, Peers, Told, is_echo
+from trainer.faults.place import Place
+from trainer.faults.reports import cause, note_place, report, say
+from trainer.memory.monitor import Monitor
+
+WATCHED = ("loading", "forward", "backward", "step", "evaluation", "checkpoint")
+"""What may take ``run.hang_after`` at most."""
+
+LONG = 1800.0
+"""Seconds that anything else may take, and the first step of a module that was just built: it may compile."""
+
+SECONDS_TO_LEARN = 15.0
+"""How long a rank whose collective broke waits to hear why."""
+
+SECONDS_TO_HEAR = 3.0
+"""How long a rank that failed waits for the others to hear of it, before the launcher ends them."""
+
+SECONDS_TO_END = 5.0
+"""How long a rank that heard of a failure has to come out of its collective, before it is ended."""
+
+
+class PeerError(RunError):
+    """Another rank could not go on. The message says which one, where it was, and why."""
+
+
+class Watchdog:
+    """Watches over this rank's main thread and, where there are several ranks, over the next one.
+
+    Args:
+        monitor: knows where the main thread is.
+        rank: this one.
+        world_size: ranks.
+        hang_after: seconds that a phase may take.
+    """
+
+    def __init__(self, monitor: Monitor, rank: int, world_size: int, hang_after: float) -> None:
+        self.monitor, self.rank, self.hang_after = monitor, rank, hang_after
+        self.peers = Peers(rank, world_size, hang_after) if world_size > 1 else None
+        self.heard: Told | None = None
+        """Why the run ends, once a rank has told."""
+        self._main = threading.current_thread()
+        self._ending = self._closed = False
+        self._still = 0.0
+        self._last_look = time.monotonic()
+        self._position = (0, 0)
+        self._wake = threading.Event()
+        if self.peers is not None:
+            self.peers.beat(self.place())
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def place(self) -> Place:
+        """Where this rank is."""
+        return Place.of(self.rank, self.monitor)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise for ``error``, which the main thread ends with: itself, or what ended another rank before.
+
+        An error of this rank is reported and told to the others; one rank alone leaves that to who catches it.
+        """
+        if self._ending:
+            return error
+        self._ending = True  # from here on, the thread does not end the process for what it hears
+        place = self.place()
+        if isinstance(error, Stopped):  # on all ranks alike
+            return error
+        try:
+            if self.peers is not None and is_echo(error):
+                told = self.peers.wait_told(SECONDS_TO_LEARN)
+                if told is not None:
+                    return PeerError(told.text)
+            note_place(error, str(place))
+            if self.peers is not None:
+                if not isinstance(error, KeyboardInterrupt):
+                    report(error)
+                _leave_for_torchrun(error)
+                self.peers.tell(Told(f"rank {self.rank} ended {place.at()}: {cause(error)}"))
+                self.peers.wait_heard(SECONDS_TO_HEAR)
+        except (RuntimeError, ValueError):
+            note_place(error, str(place))  # the store is gone, and its other users with it
+        return error
+
+    def close(self) -> None:
+        """Stop watching: the run has ended on this rank."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join(SECONDS_TO_HEAR)
+        if self.peers is not None:
+            with suppress(RuntimeError, ValueError):  # the store may be gone already
+                self.peers.beat(self.place(), leaving=True)
+
+    # --------------------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while not self._wake.wait(SECONDS_BETWEEN_LOOKS):
+            if self.peers is not None:
+                try:
+                    self._look_at_peers(self.peers)
+                except (RuntimeError, ValueError) as error:
+                    self._store_gone(error)
+                    return
+            if not self._ending:
+                self._look_at_self()
+
+    def _look_at_peers(self, peers: Peers) -> None:
+        peers.beat(self.place())
+        wrong = peers.look()
+        if wrong is not None:
+            peers.tell(wrong)
+        told = peers.told()
+        if told is None or self.heard is not None:
+            return
+        self.heard = told
+        if told.process is None:
+            self._wait_for_main(
+                SECONDS_TO_END
+            )  # its connections close, and with them the collective that this rank waits in
+        if not (self._closed or self._ending):
+            self._end(told.text)
+        if told.process is not None:
+            told.process.kill()
+
+    def _look_at_self(self) -> None:
+        now, place = time.monotonic(), self.place()
+        # A process that was stopped for an hour has not been hanging for an hour.
+        self._still += min(now - self._last_look, 2 * SECONDS_BETWEEN_LOOKS)
+        self._last_look = now
+        if place.position != self._position:
+            self._position, self._still = place.position, 0.0
+        if self._still < self._patience(place):
+            return
+        text = f"{place}: no progress for {self._still:.0f} s"
+        if self.peers is not None:
+            behind = self.peers.furthest_behind()
+            if behind is not None and behind.position < place.position:
+                self._wait_for_main(SECONDS_TO_END)  # it tells that itself, if it can
+                text = f"{place}: waits for rank {behind.rank}, which is {behind.at()}, for {self._still:.0f} s now"
+                if self.peers.told() is not None:  # heard in the next look
+                    return
+        if self.place().position == place.position and not (self._ending or self._closed):
+            self._end(text, stack=True)
+
+    def _patience(self, place: Place) -> float:
+        usual = place.activity in WATCHED and not self.monitor.fresh
+        return self.hang_after if usual else max(self.hang_after, LONG)
+
+    def _store_gone(self, error: Exception) -> None:
+        self._wait_for_main(SECONDS_TO_END)
+        if not (self._closed or self._ending):
+            self._end(f"{self.place()}: the launcher, or the rank that it began with, has ended ({cause(error)})")
+
+    def _wait_for_main(self, seconds: float) -> None:
+        """Give the main thread time to end by itself, and go on beating meanwhile."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not (self._ending or self._wake.wait(SECONDS_BETWEEN_LOOKS / 4)):
+            if self.peers is not None:
+                with suppress(RuntimeError, ValueError):
+                    self.peers.beat(self.place())
+
+    def _end(self, text: str, stack: bool = False) -> None:
+        """End the process, whatever its main thread waits for."""
+        say(text)
+        if stack:
+            frame = sys._current_frames().get(self._main.ident or 0)
+            print("".join(traceback.format_stack(frame)), file=sys.stderr, flush=True)
+        if self.peers is not None and self.heard is None:
+            with suppress(RuntimeError, ValueError):
+                self.peers.tell(Told(text))
+                self.peers.wait_heard(SECONDS_TO_HEAR)
+        if self.heard is not None and self.heard.process is not None:
+            self.heard.process.kill()
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _leave_for_torchrun(error: BaseException) -> None:
+    """Write the file from which torchrun's own report takes the first failure and its traceback."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE") and not isinstance(error, RecipeError | RunError):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)

@@ -1,0 +1,50 @@
+"""What a run is made of, as far as a checkpoint must be resumed with the same."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from functools import cached_property
+from typing import Any
+
+from trainer.data.fingerprint import fingerprint, tokenizer_hash
+from trainer.recipe import Recipe
+from trainer.rundir import with_absolute_paths
+from trainer.session import Session
+from trainer.settings import settings_of
+
+
+class Origin:
+    """Which run it is, which start of it, and the recipe, data and tokenizer that it was started with.
+
+    Args:
+        session: launched; all ranks make their origin at the same time.
+        run: the name of the run that is resumed; ``None`` draws a new one.
+    """
+
+    def __init__(self, session: Session, run: str | None = None) -> None:
+        drawn = session.fabric.broadcast((secrets.token_hex(8), secrets.token_hex(4)))
+        self.run, self.attempt = run or drawn[0], drawn[1]
+        self.recipe = flat_settings(session.recipe)
+        self._data, self._tokenizer = session.recipe.data, session.recipe.model.tokenizer_or_none()
+
+    @cached_property
+    def dataset(self) -> str:
+        """Fingerprint of the prepared data; takes seconds, so it is made when it is first needed, on the first rank."""
+        return fingerprint(self._data)
+
+    @cached_property
+    def tokenizer(self) -> str | None:
+        """Hash of the tokenizer; ``None`` without one."""
+        return tokenizer_hash(self._tokenizer) if self._tokenizer is not None else None
+
+
+def flat_settings(recipe: Recipe) -> dict[str, Any]:
+    """Every setting by its dotted name, as JSON would give it back, and the classes of model and data.
+
+    Paths are absolute: the same recipe, started from its file or from the run's ``recipe.yaml``, is the same.
+    """
+    recipe = with_absolute_paths(recipe)
+    settings = {key: setting.value for key, setting in settings_of(recipe).items()}
+    classes = {part: type(getattr(recipe, part)).__qualname__ for part in ("model", "data")}
+    return json.loads(json.dumps({**classes, **settings}, default=str))

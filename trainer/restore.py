@@ -1,0 +1,91 @@
+"""Model and optimizer filled from a checkpoint, each rank with what it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.parts import Part, PartsReader
+from trainer.checkpoint.writer import HISTORY, sign_of
+from trainer.engine.rehearsal import make_state
+from trainer.engine.step import Stepper
+from trainer.errors import require
+from trainer.memory.optimizer_in_backward import OptimizerInBackward
+from trainer.memory.sharding import local
+from trainer.memory.stack import Stack
+from trainer.state_parts import optimizer_parts, trained_parameters, weight_parts
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was found to be what was saved."""
+
+    path: Path
+    manifest: Manifest
+
+    def json(self, name: str) -> Any:
+        """The content of one of its JSON files."""
+        return json.loads((self.path / name).read_bytes())
+
+    def history(self) -> bytes:
+        """``metrics.csv`` as it was then."""
+        return (self.path / HISTORY).read_bytes()
+
+
+@torch.no_grad()
+def restore_tensors(found: Found, stack: Stack, stepper: Stepper) -> None:
+    """Fill the model and the optimizer from the checkpoint: every rank reads what it holds, wherever that was saved.
+
+    Raises:
+        RecipeError: naming the tensor that is missing, of another shape, or not needed.
+    """
+    signs = [found.json(sign_of(rank)) for rank in range(found.manifest.world_size)]
+    reader = PartsReader(found.path, [sign["tensors"] for sign in signs])
+    values = {name: value for sign in signs for name, value in sign["values"].items()}
+    optimizer = stepper.optimizer
+    make_state(optimizer.put_together() if isinstance(optimizer, OptimizerInBackward) else optimizer)
+    _forget_unreached(stack, stepper, {*reader.shapes, *values})
+    wanted = weight_parts(stack)
+    of_optimizer, own_values = optimizer_parts(stack, optimizer)
+    wanted |= of_optimizer
+    _require_all(found, reader, wanted)
+    for name, part in wanted.items():
+        reader.read_into(name, part)
+    for name, _, trained in trained_parameters(stack, optimizer):
+        state = optimizer.state.get(trained, {})
+        state |= {key: values[f"optimizer/{name}/{key}"] for key in state if f"optimizer/{name}/{key}" in own_values}
+    for parameter, master in (stack.masters or {}).items():
+        local(parameter).copy_(master)
+
+
+def _forget_unreached(stack: Stack, stepper: Stepper, saved: set[str]) -> None:
+    """A parameter that no gradient had reached had no state."""
+    known = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
+    for name, _, trained in trained_parameters(stack, stepper.optimizer):
+        if name not in known:
+            stepper.optimizer.state.pop(trained, None)
+
+
+def _require_all(found: Found, reader: PartsReader, wanted: Mapping[str, Part]) -> None:
+    """Under several ranks each holds some parts of quantised state, so only what is missing here can be told."""
+    missing = sorted(wanted.keys() - reader.shapes.keys())
+    quantised = [name for name in missing if "@" in name]
+    require(
+        not quantised,
+        f"{found.path}: the optimizer's state of 8 or 4 bits was quantised in other shards: resume with the "
+        f"memory.strategy and the number of ranks ({found.manifest.world_size}) that it was saved with",
+    )
+    surplus = sorted(name for name in reader.shapes.keys() - wanted.keys() if "@" not in name)
+    require(
+        not missing and not surplus,
+        f"{found.path} does not fit the model and its optimizer: "
+        + "; ".join(
+            f"{what}: {', '.join(names[:3])}" for what, names in (("missing", missing), ("left over", surplus)) if names
+        ),
+    )

@@ -1,0 +1,165 @@
+"""Going on from a checkpoint: which one, whether it is what was saved, whether it fits, and putting everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
+from trainer.checkpoint.manifest import CorruptCheckpoint, read_manifest, verify_files
+from trainer.checkpoint.writer import STATE, sign_of
+from trainer.engine.loop import Engine
+from trainer.engine.rehearsal import rehearse
+from trainer.errors import require
+from trainer.listeners import Stopwatch
+from trainer.memory.stack import Stack
+from trainer.origin import Origin
+from trainer.random_state import restore_random_state
+from trainer.restore import Found, restore_tensors
+from trainer.rundir import restore_history
+from trainer.same_run import require_same_run
+from trainer.session import Session
+from trainer.training_state import is_overlapped, restore_common_state
+
+FOLDER = "checkpoints"
+
+
+def find_checkpoint(session: Session, own: CheckpointFolder, say: Callable[[str], None]) -> Found | None:
+    """The checkpoint that ``run.resume`` names, or the newest valid one; the same on all ranks, all of which call it.
+
+    Every rank checks the hashes of a share of the files. A checkpoint that is not what was saved is passed over for the
+    one before it, and said so; in the run's own directory it is also renamed.
+
+    Args:
+        session: launched.
+        own: the checkpoints in the run directory.
+        say: tells the person; called on the first rank only.
+
+    Raises:
+        RecipeError: when there is none to resume from, or none that is valid.
+    """
+    wanted = session.recipe.run.resume
+    if wanted == "none":
+        return None
+    if wanted != "auto" and is_checkpoint(Path(wanted)):
+        candidates = [Path(wanted)]
+    else:
+        folder = own if wanted == "auto" else CheckpointFolder(_checkpoints_of(Path(wanted)))
+        candidates = session.fabric.broadcast(folder.newest_first())
+        require(bool(candidates) or wanted == "auto", f"run.resume={wanted}: there is no checkpoint in {folder.path}")
+    problems: list[tuple[Path, str]] = []
+    for path in candidates:
+        problem = _problem(session, path)
+        if problem is None:
+            _tidy(session, own, path, problems, say)
+            return Found(path, read_manifest(path))
+        problems.append((path, problem))
+    require(not problems, _none_valid(problems))
+    return None
+
+
+def _checkpoints_of(path: Path) -> Path:
+    return path / FOLDER if (path / FOLDER).is_dir() else path
+
+
+def _none_valid(problems: list[tuple[Path, str]]) -> str:
+    rest = f" (and {len(problems) - 1} older ones are not valid, either)" if len(problems) > 1 else ""
+    return (
+        (f"{problems[0][1]}{rest}: give another checkpoint to run.resume, or start anew in another run.dir")
+        if problems
+        else ""
+    )
+
+
+def _problem(session: Session, path: Path) -> str | None:
+    """What is wrong with the checkpoint ``path``, if anything: the files are dealt out to the ranks."""
+    rank, size = session.fabric.global_rank, session.fabric.world_size
+    problem = None
+    try:
+        manifest = read_manifest(path)
+        verify_files(path, manifest, sorted(manifest.files)[rank::size])
+    except CorruptCheckpoint as error:
+        problem = str(error)
+    if size == 1:
+        return problem
+    problems: list[Any] = [None] * size
+    torch.distributed.all_gather_object(problems, problem)
+    return next((text for text in problems if text is not None), None)
+
+
+def _tidy(
+    session: Session, own: CheckpointFolder, chosen: Path, problems: list[tuple[Path, str]], say: Callable[[str], None]
+) -> None:
+    """Say what was passed over, and keep it from being taken for the newest again."""
+    if not session.is_first:
+        return
+    for _, problem in problems:
+        say(f"warning: {problem}; resuming from {chosen.name} instead")
+    if chosen.parent.resolve() != own.path.resolve():
+        return
+    corrupt = [path for path, _ in problems]
+    for path in own.newest_first():
+        if path.name == chosen.name:
+            break
+        aside = own.set_aside(path, "corrupt" if path in corrupt else "abandoned")
+        say(f"{path.name} is after the checkpoint that is resumed: renamed to {aside.name}")
+
+
+class Resumption:
+    """What a run goes on from, if it does, and what its own checkpoints say of it. Made by all ranks together.
+
+    Args:
+        session: launched.
+        run_dir: of this run.
+        say: tells the person.
+
+    Raises:
+        RecipeError: when there is nothing valid to resume from, or it is of another recipe, dataset or tokenizer.
+    """
+
+    def __init__(self, session: Session, run_dir: Path, say: Callable[[str], None]) -> None:
+        self.session, self.folder = session, CheckpointFolder(run_dir / FOLDER)
+        session.on_first(self.folder.clean)
+        self.found = find_checkpoint(session, self.folder, say)
+        self.origin = Origin(session, self.found.manifest.run if self.found is not None else None)
+        if self.found is not None:
+            for line in session.on_first(partial(self._compare, self.found)):
+                say(f"changed since the checkpoint: {line}")
+            say(f"resuming from {self.found.path}, after step {self.found.manifest.step:,}")
+        elif session.recipe.run.resume == "auto":
+            say(f"no checkpoint in {self.folder.path}: starting from step 0")
+
+    def _compare(self, found: Found) -> list[str]:
+        """On the first rank: what is different now, a line each. The others need make no fingerprint."""
+        return require_same_run(
+            found.path,
+            found.manifest,
+            self.origin.recipe,
+            self.origin.dataset,
+            self.origin.tokenizer,
+            self.session.recipe.run.allow_change,
+        )
+
+    def restore_history(self, run_dir: Path) -> None:
+        """Put ``metrics.csv`` back, on the first rank."""
+        if self.session.is_first:
+            restore_history(run_dir, self.found.history() if self.found is not None else b"")
+
+    def restore(self, engine: Engine, stack: Stack, stopwatch: Stopwatch) -> None:
+        """Put everything else back."""
+        if self.found is None:
+            return
+        session, stepper, windows = self.session, engine.stepper, engine.windows
+        restore_tensors(self.found, stack, stepper)
+        restore_common_state(self.found.json(STATE), engine.counters, stepper, windows, stopwatch)
+        session.monitor.step = engine.counters.step
+        if is_overlapped(stepper) and session.fabric.world_size > 2 and engine.counters.step > 1:
+            # DDP orders its buckets anew after the first gradients, and sums of three depend on what shares a bucket.
+            rehearse(stepper, windows.longest(session.recipe.epochs))
+        if self.found.manifest.world_size == session.fabric.world_size:
+            own = self.found.json(sign_of(session.fabric.global_rank))
+            restore_random_state(own["random"], session.fabric.device)

@@ -1,0 +1,73 @@
+"""Whether what is resumed is what is asked for: recipe, data and tokenizer, those of the checkpoint against today's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.manifest import Manifest
+from trainer.errors import RecipeError
+
+IGNORED = ("run.dir", "run.resume", "run.allow_change")
+"""Settings that say how to resume."""
+
+BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate")
+"""Settings of the section run that change what is trained or found; the others of run and checkpoint do not."""
+
+
+def require_same_run(
+    path: Path, manifest: Manifest, now: Mapping[str, Any], dataset: str, tokenizer: str | None, allowed: list[str]
+) -> list[str]:
+    """Compare what is resumed with what is asked for now.
+
+    Args:
+        path: the checkpoint.
+        now: the settings that are asked for, by their dotted names.
+        dataset: fingerprint of the data as it is now.
+        tokenizer: hash of the tokenizer as it is now.
+        allowed: ``run.allow_change``.
+
+    Returns:
+        A line for each difference.
+
+    Raises:
+        RecipeError: naming every difference that changes the training and was not allowed.
+    """
+    lines, refused = [], []
+    for key, old, new in _differences(manifest, now, dataset, tokenizer):
+        line = f"{key}: {_short(old)} in the checkpoint, {_short(new)} now"
+        lines.append(line)
+        section = key.partition(".")[0]
+        if not _is_free(key) and key not in allowed and section not in allowed:
+            refused.append((key, line))
+    if refused:
+        keys = json.dumps([key for key, _ in refused])
+        raise RecipeError(
+            f"{path} was saved by another recipe: {'; '.join(line for _, line in refused)}. Undo the change, or, "
+            f"to train on with it, say --run.allow_change '{keys}'"
+        )
+    return lines
+
+
+def _is_free(key: str) -> bool:
+    return key.partition(".")[0] in ("run", "checkpoint") and key not in BINDING
+
+
+def _differences(
+    manifest: Manifest, now: Mapping[str, Any], dataset: str, tokenizer: str | None
+) -> Iterator[tuple[str, Any, Any]]:
+    for key in sorted({*manifest.recipe, *now} - {*IGNORED}):
+        old, new = manifest.recipe.get(key, "nothing"), now.get(key, "nothing")
+        if old != new:
+            yield key, old, new
+    if manifest.dataset != dataset:
+        yield "data", manifest.dataset[:12], dataset[:12]
+    if manifest.tokenizer != tokenizer:
+        yield "tokenizer", (manifest.tokenizer or "none")[:12], (tokenizer or "none")[:12]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
