@@ -1,7 +1,7 @@
 """Sums along one binary tree, whose shape depends on the number of leaves and on nothing else.
 
 Leaf i is what micro-batch i of a batch adds to its gradient. Every inner node is the sum of the nodes 2i and 2i + 1
-below it, or the one of them that is there: for a leaf that is missing nothing is added, as zeros would turn -0.0 to 0.0.
+below it, or the one of them that is there: for a missing leaf nothing is added, as a zero would turn -0.0 to 0.0.
 Floating-point addition commutes but is not associative: the tree decides the bits of the sum, and who adds does not.
 """
 

@@ -337,7 +337,7 @@ class Windows:
         return len(self.quarantine.kept("train", batch_indices(self.seed, epoch, step, self.size, batch_size)))
 
     def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:
-        """What a window says of the batch over all ranks: weights, present; and whether any rank has ``bad`` samples."""
+        """What a window says of the batch over all ranks: weights, present; and if any rank has ``bad`` samples."""
         weights = [self.weigh(micro.batch) for micro in micro_batches]
         rows = [
             [0.0 if micro.is_empty else weight[name] for weight, micro in zip(weights, micro_batches, strict=True)]
