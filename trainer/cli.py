@@ -24,6 +24,8 @@ usage: trainer COMMAND ...
 
 commands:
   fit RECIPE [flags]        train, evaluate and write a run directory
+  run [--restarts N] -- RECIPE [flags]
+                            fit, started again from its newest checkpoint when it dies; `trainer run --help`
   plan RECIPE [flags]       find the fastest plan that fits a memory budget, for GPUs that need not be there
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
@@ -59,6 +61,10 @@ def run(argv: Sequence[str]) -> int:
     code 1, an error of anybody's own code in a run a line that says where it was, its traceback and exit code 1, and a
     run that stopped because it was asked to exit code 75; any other exception is passed on.
     """
+    if argv and argv[0] == "run":
+        from trainer.supervise.command import run_command
+
+        return _guarded(lambda: run_command(argv[1:]))
     return _guarded(lambda: _dispatch(list(argv)))
 
 
@@ -80,10 +86,11 @@ def _leave_failed_ranks(code: int) -> None:
         os._exit(code)
 
 
-def _guarded(command: Callable[[], None]) -> int:
+def _guarded(command: Callable[[], int | None]) -> int:
+    """Run a command; its exit code, 0 where it returns none."""
     _hide_foreign_bars()
     try:
-        command()
+        return command() or 0
     except Stopped as error:
         print(error, file=sys.stderr)
         return EXIT_REQUEUE
@@ -91,7 +98,6 @@ def _guarded(command: Callable[[], None]) -> int:
         return 130
     except Exception as error:
         return _report(error)
-    return 0
 
 
 def _report(error: Exception) -> int:
@@ -126,8 +132,9 @@ def _dispatch(argv: list[str]) -> None:
         from trainer.settings import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
-        suggestion = did_you_mean(first.lstrip("-"), COMMANDS)
-        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(COMMANDS)})")
+        commands = [*COMMANDS, "run"]
+        suggestion = did_you_mean(first.lstrip("-"), commands)
+        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(commands)})")
 
 
 def _print_usage() -> None:
