@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from trainer.checkpoint.store import write_atomic
 from trainer.engine.quarantine import Finding, Quarantine
+from trainer.redact import redact, redact_value
 
 FILE = "quarantine.json"
 
@@ -20,8 +21,8 @@ def report_bad_samples(quarantine: Quarantine, new: list[Finding], run_dir: str 
     The file holds ``max_bad_samples`` and ``samples``: of each its split, its index there, its file or row, and why it
     could not be loaded.
     """
-    for finding in new:
-        tqdm.write(f"trainer: warning: left out: {finding.describe()}", file=sys.stderr)  # above a bar, if there is one
+    for finding in new:  # above a bar, if there is one
+        tqdm.write(f"trainer: warning: left out: {redact(finding.describe())}", file=sys.stderr)
     if run_dir is not None:
-        content = {"max_bad_samples": quarantine.limit, **quarantine.to_dict()}
+        content = {"max_bad_samples": quarantine.limit, **redact_value(quarantine.to_dict())}
         write_atomic(Path(run_dir) / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -127,6 +127,7 @@ class Checkpointer:
         Raises:
             RunError: on all ranks alike, when there is no space for it.
         """
+        self.session.monitor.doing("checkpoint")
         self.background.wait()  # one copy in host memory at a time
         snapshot = self._snapshot(engine)
         self._require_space(snapshot)
@@ -135,6 +136,7 @@ class Checkpointer:
         self.background.run(partial(self.writer.write, snapshot))
         if not self.wishes.asynchronous:
             self.background.wait()
+        self.session.monitor.doing(None)
 
     def _snapshot(self, engine: Engine) -> Snapshot:
         fabric, counters = self.session.fabric, engine.counters

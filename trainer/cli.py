@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import trainer
 from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
 from trainer.recipe import Recipe
+from trainer.redact import refuse_redacted
 
 if TYPE_CHECKING:
     from trainer.flags import Flags
@@ -26,9 +27,12 @@ commands:
   fit RECIPE [flags]        train, evaluate and write a run directory
   run [--restarts N] -- RECIPE [flags]
                             fit, started again from its newest checkpoint when it dies; `trainer run --help`
+  doctor RECIPE [flags]     check this machine, the data and the model before a run: each finding with its fix
   plan RECIPE [flags]       find the fastest plan that fits a memory budget, for GPUs that need not be there
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
+  checkpoint list|verify|export DIR
+                            look at the checkpoints of a run, check them, or make a model of one
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]
                             classify texts or images with the trained model of a run directory
 
@@ -43,7 +47,10 @@ options:
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 """What a collective says when another rank is gone."""
 
-COMMANDS = {"fit": "RECIPE", "plan": "RECIPE", "ladder": "RECIPE", "evaluate": "RUN_DIR", "predict": "RUN_DIR"}
+COMMANDS = {
+    **dict.fromkeys(("fit", "doctor", "plan", "ladder"), "RECIPE"),
+    **dict.fromkeys(("evaluate", "predict"), "RUN_DIR"),
+}
 PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
 
 
@@ -61,10 +68,6 @@ def run(argv: Sequence[str]) -> int:
     code 1, an error of anybody's own code in a run a line that says where it was, its traceback and exit code 1, and a
     run that stopped because it was asked to exit code 75; any other exception is passed on.
     """
-    if argv and argv[0] == "run":
-        from trainer.supervise.command import run_command
-
-        return _guarded(lambda: run_command(argv[1:]))
     return _guarded(lambda: _dispatch(list(argv)))
 
 
@@ -120,10 +123,18 @@ def _hide_foreign_bars() -> None:
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
-def _dispatch(argv: list[str]) -> None:
+def _dispatch(argv: list[str]) -> int:
     first = argv[0] if argv else "--help"
     if first in COMMANDS:
         _command(first, argv[1:])
+    elif first == "run":
+        from trainer.supervise.command import run_command
+
+        return run_command(argv[1:])
+    elif first == "checkpoint":
+        from trainer.checkpoint_command import checkpoint_command
+
+        checkpoint_command(argv[1:])
     elif first in ("-h", "--help"):
         _print_usage()
     elif first == "--version":
@@ -132,9 +143,10 @@ def _dispatch(argv: list[str]) -> None:
         from trainer.settings import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
-        commands = [*COMMANDS, "run"]
-        suggestion = did_you_mean(first.lstrip("-"), commands)
-        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(commands)})")
+        known = [*COMMANDS, "run", "checkpoint"]
+        suggestion = did_you_mean(first.lstrip("-"), known)
+        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(known)})")
+    return 0
 
 
 def _print_usage() -> None:
@@ -171,7 +183,8 @@ def _command(name: str, argv: list[str]) -> None:
         return
     reference = _one_positional(name, positionals)
     run_dir = Path(reference)
-    recipe, source = load_recipe(reference if COMMANDS[name] == "RECIPE" else str(_recipe_of(run_dir)))
+    of_run = COMMANDS[name] == "RUN_DIR"
+    recipe, source = load_recipe(str(_recipe_of(run_dir)) if of_run else reference, of_run=of_run)
     resolved = _resolve(recipe, source, flags, f"trainer {name} {reference} [flags]", lists, switches)
     if resolved is None:
         return
@@ -179,6 +192,10 @@ def _command(name: str, argv: list[str]) -> None:
         from trainer.fit import fit
 
         fit(resolved, source=source)
+    elif name == "doctor":
+        from trainer.doctor.command import doctor_command
+
+        doctor_command(resolved, reference, flags)
     elif name == "plan":
         from trainer.plan_command import plan_command
 
@@ -205,6 +222,10 @@ def _own_flags(name: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
         from trainer import plan_command
 
         return plan_command.FLAGS, plan_command.SWITCHES
+    if name == "doctor":
+        from trainer.doctor.command import SWITCHES
+
+        return {}, SWITCHES
     return PREDICT_FLAGS if name == "predict" else {}, {}
 
 
@@ -233,7 +254,7 @@ def _resolve(
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
     from trainer.flags import RecipeParser
     from trainer.locate import config_changes
-    from trainer.settings import change, dump_recipe
+    from trainer.settings import change, dump_recipe, settings_of
 
     parser = RecipeParser(recipe, usage, lists, switches)
     if ("help", None) in flags:
@@ -241,6 +262,7 @@ def _resolve(
         return None
     in_yaml = config_changes(parser, source, [text for name, text in flags if name == "config" and text])
     resolved = change(recipe, in_yaml, parser.read_flags(flags, in_yaml))
+    refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
     if ("print_config", None) in flags:
         print(dump_recipe(resolved, source), end="")
         return None

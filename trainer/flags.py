@@ -7,17 +7,17 @@ from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from re import findall, search
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from docstring_parser import parse as parse_docstring
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_loader
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.settings import did_you_mean, settings_of
+from trainer.yaml_files import load_yaml
 
 SWITCHES = ("help", "print_config")
 
@@ -166,44 +166,6 @@ class RecipeParser:
                 raise RecipeError(f"{key}={given[key]!r}: {duplicate[0]}") from error
             raise RecipeError(_explain(key, self.settings[key].hint, given[key])) from error
         return {key: value for key, value in found.items() if key in self.settings}
-
-
-def load_yaml_file(path: Path) -> dict[Any, Any]:
-    """The settings in a YAML file, nested as they are written.
-
-    Raises:
-        RecipeError: naming the file, when it is missing, not YAML, gives a key twice, or is not a mapping.
-    """
-    try:
-        tree = load_yaml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"{path}: no such file") from None
-    except RecipeError as error:
-        raise RecipeError(f"{path} {error}") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise RecipeError(f"{path} line {line}: not valid YAML: {error.problem}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}") from error
-    if not isinstance(tree or {}, dict):
-        raise RecipeError(f"{path} must hold a mapping of settings, not a {type(tree).__name__}")
-    return tree or {}
-
-
-def load_yaml(text: str) -> Any:
-    """What jsonargparse makes of YAML, but for duplicate keys: it would silently keep the last one."""
-    nodes = [yaml.compose(text, yaml.SafeLoader)]
-    while nodes:
-        node = nodes.pop()
-        lines: dict[str, int] = {}
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            line = key.start_mark.line + 1
-            if key.value in lines:
-                raise RecipeError(f"line {line}: duplicate key {key.value}, first given on line {lines[key.value]}")
-            lines[key.value] = line
-            nodes.append(value)
-        nodes += node.value if isinstance(node, yaml.SequenceNode) else ()
-    return get_loader("yaml")(text)
 
 
 def _value(text: str) -> Any:

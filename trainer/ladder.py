@@ -17,6 +17,7 @@ from trainer.checkpoint.store import write_atomic
 from trainer.errors import RecipeError, require
 from trainer.own_flags import count, new_folder
 from trainer.recipe import Memory, Recipe
+from trainer.redact import redact_words
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean, settings_of
 from trainer.trial import RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
@@ -91,7 +92,7 @@ def ladder(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None
     base = baseline(recipe)
     rungs = choose(rungs_of(recipe, base, machine), own.get("rungs"))
     out = new_folder("ladder", own.get("out"), reference)
-    report = Report(out, reference, machine, {"steps": steps, "flags": passed}, rungs)
+    report = Report(out, reference, machine, {"steps": steps, "flags": redact_words(passed)}, rungs)
     given = {name for name, _ in flags}
     fixed = {"max_steps": steps, "epochs": max(recipe.epochs, steps), "run.logger": ["csv"]}
     fixed |= {"run.evaluate": False, "run.recover": False}

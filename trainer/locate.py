@@ -31,12 +31,14 @@ def packaged_recipes() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.py") if not path.stem.startswith("_"))
 
 
-def load_recipe(reference: str) -> tuple[Recipe, str]:
+def load_recipe(reference: str, *, of_run: bool = False) -> tuple[Recipe, str]:
     """The recipe that ``reference`` names, and its source: a packaged name or the absolute path of a Python file.
 
     Args:
         reference: a packaged name, a path to a ``.py`` file that defines ``recipe``, or a path to a ``.yaml`` file
             whose key ``recipe`` names one of these; the YAML file's other settings are then applied.
+        of_run: the YAML file is that of a run directory, which may be somebody else's: Python that came with it is
+            not executed.
 
     Raises:
         RecipeError: when there is no such recipe, or it does not load.
@@ -44,7 +46,8 @@ def load_recipe(reference: str) -> tuple[Recipe, str]:
     if not reference.endswith((".yaml", ".yml")):
         source = source_of(reference)
         return import_recipe(_path_of(source)), source
-    from trainer.flags import RecipeParser, load_yaml_file  # jsonargparse, which `trainer --help` does without
+    from trainer.flags import RecipeParser  # jsonargparse, which `trainer --help` does without
+    from trainer.yaml_files import load_yaml_file
 
     path = Path(reference)
     tree = load_yaml_file(path)
@@ -53,6 +56,8 @@ def load_recipe(reference: str) -> tuple[Recipe, str]:
         raise RecipeError(
             f"{path}: the key recipe must name a packaged recipe or a .py file, to say which model and data are meant"
         )
+    if of_run:
+        _refuse_code_of_run(path, str(tree["recipe"]), named)
     recipe = import_recipe(_path_of(named))
     return change(recipe, yaml_changes(RecipeParser(recipe), path, tree)), named
 
@@ -77,6 +82,15 @@ def source_of(reference: str, folder: Path | None = None) -> str:
     return path.stem if packaged else str(path)
 
 
+def _refuse_code_of_run(path: Path, reference: str, source: str) -> None:
+    """A run writes a packaged name or an absolute path; a relative one leads to what came with the directory."""
+    if os.path.isabs(source) and (not os.path.isabs(reference) or reference.startswith("/proc/")):
+        raise RecipeError(
+            f"{path}: recipe={reference!r} is Python code that came with the run directory, and is not executed: "
+            "write its absolute path there if you trust it"
+        )
+
+
 def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:
     """The recipe that a YAML file says it belongs to, or ``None``."""
     reference = tree.get("recipe")
@@ -90,7 +104,7 @@ def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:
 
 def config_changes(parser: RecipeParser, source: str, paths: Sequence[str]) -> dict[str, Any]:
     """The changes that the ``--config`` files ask for, later files over earlier ones."""
-    from trainer.flags import load_yaml_file
+    from trainer.yaml_files import load_yaml_file
 
     changes: dict[str, Any] = {}
     for path in map(Path, paths):

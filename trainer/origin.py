@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.data.fingerprint import fingerprint, tokenizer_hash
 from trainer.recipe import Recipe
+from trainer.redact import redact_value
 from trainer.rundir import with_absolute_paths
 from trainer.session import Session
 from trainer.settings import settings_of
@@ -42,9 +43,10 @@ class Origin:
 def flat_settings(recipe: Recipe) -> dict[str, Any]:
     """Every setting by its dotted name, as JSON would give it back, and the classes of model and data.
 
-    Paths are absolute: the same recipe, started from its file or from the run's ``recipe.yaml``, is the same.
+    Paths are absolute: the same recipe, started from its file or from the run's ``recipe.yaml``, is the same. Secrets
+    are redacted, so a URL may be signed anew.
     """
     recipe = with_absolute_paths(recipe)
-    settings = {key: setting.value for key, setting in settings_of(recipe).items()}
+    settings = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
     classes = {part: type(getattr(recipe, part)).__qualname__ for part in ("model", "data")}
     return json.loads(json.dumps({**classes, **settings}, default=str))

@@ -17,6 +17,7 @@ from trainer.errors import RunError, require
 from trainer.own_flags import count, new_folder, yes_or_no
 from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
+from trainer.redact import redact_value
 
 if TYPE_CHECKING:
     from trainer.planner.report import PlanReport
@@ -139,7 +140,7 @@ def fit_command(
     chosen = {**run, **report.chosen.flags}
     kept = [(name, text) for name, text in passed if name not in chosen and text is not None]
     decided = [(name, as_text(value)) for name, value in chosen.items()]
-    return [start, *(f"--{name} {shlex.quote(text)}" for name, text in [*kept, *decided])]
+    return [start, *(f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in [*kept, *decided])]
 
 
 def _content(reference: str, parameters: tuple[int, int], report: PlanReport, command: Sequence[str]) -> dict[str, Any]:

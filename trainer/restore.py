@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest
 from trainer.checkpoint.parts import Part, PartsReader
 from trainer.checkpoint.writer import HISTORY, sign_of
+from trainer.contract import Model
 from trainer.engine.rehearsal import make_state
 from trainer.engine.step import Stepper
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 from trainer.memory.optimizer_in_backward import OptimizerInBackward
 from trainer.memory.sharding import local
 from trainer.memory.stack import Stack
@@ -31,7 +34,25 @@ class Found:
 
     def json(self, name: str) -> Any:
         """The content of one of its JSON files."""
-        return json.loads((self.path / name).read_bytes())
+        with self.explained(name):
+            return json.loads((self.path / name).read_bytes())
+
+    @contextmanager
+    def explained(self, name: str) -> Iterator[None]:
+        """Say that the file ``name`` is what cannot be used. Its hash is right, but anybody can write a manifest.
+
+        Raises:
+            CorruptCheckpoint: naming the file.
+        """
+        try:
+            yield
+        except RecipeError:
+            raise
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise CorruptCheckpoint(
+                f"{self.path / name} holds something else than a run has written: {what}"
+            ) from error
 
     def history(self) -> bytes:
         """``metrics.csv`` as it was then."""
@@ -45,9 +66,7 @@ def restore_tensors(found: Found, stack: Stack, stepper: Stepper) -> None:
     Raises:
         RecipeError: naming the tensor that is missing, of another shape, or not needed.
     """
-    signs = [found.json(sign_of(rank)) for rank in range(found.manifest.world_size)]
-    reader = PartsReader(found.path, [sign["tensors"] for sign in signs])
-    values = {name: value for sign in signs for name, value in sign["values"].items()}
+    reader, values = _open(found)
     optimizer = stepper.optimizer
     make_state(optimizer.put_together() if isinstance(optimizer, OptimizerInBackward) else optimizer)
     _forget_unreached(stack, stepper, {*reader.shapes, *values})
@@ -62,6 +81,34 @@ def restore_tensors(found: Found, stack: Stack, stepper: Stepper) -> None:
         state |= {key: values[f"optimizer/{name}/{key}"] for key in state if f"optimizer/{name}/{key}" in own_values}
     for parameter, master in (stack.masters or {}).items():
         local(parameter).copy_(master)
+
+
+def load_whole_model(found: Found, model: Model) -> nn.Module:
+    """The module of ``model`` in host memory, with the weights and buffers of the checkpoint in the types saved there.
+
+    Raises:
+        RecipeError: naming what is missing.
+    """
+    reader, _ = _open(found)
+    module = model.unloaded().build()
+    wanted: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in module.named_parameters()}
+    wanted |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
+    missing = sorted(wanted.keys() - reader.shapes.keys())
+    require(not missing, f"{found.path} does not fit the model: missing: {', '.join(missing[:3])}")
+    for name, tensor in wanted.items():
+        tensor.data = reader.read(name)
+    return module
+
+
+def _open(found: Found) -> tuple[PartsReader, dict[str, Any]]:
+    """A reader of the tensors of all ranks that saved the checkpoint, and the numbers beside them."""
+    reader, values = PartsReader(found.path), dict[str, Any]()
+    for rank in range(found.manifest.world_size):
+        with found.explained(sign_of(rank)):
+            sign = found.json(sign_of(rank))
+            reader.add(sign["tensors"])
+            values.update(sign["values"])
+    return reader, values
 
 
 def _forget_unreached(stack: Stack, stepper: Stepper, saved: set[str]) -> None:

@@ -155,11 +155,13 @@ class Resumption:
             return
         session, stepper, windows = self.session, engine.stepper, engine.windows
         restore_tensors(self.found, stack, stepper)
-        restore_common_state(self.found.json(STATE), engine.counters, stepper, windows, stopwatch)
+        with self.found.explained(STATE):
+            restore_common_state(self.found.json(STATE), engine.counters, stepper, windows, stopwatch)
         session.monitor.step = engine.counters.step
         if is_overlapped(stepper) and session.fabric.world_size > 2 and engine.counters.step > 1:
             # DDP orders its buckets anew after the first gradients, and sums of three depend on what shares a bucket.
             rehearse(stepper, windows.longest(session.recipe.epochs))
         if self.found.manifest.world_size == session.fabric.world_size:
-            own = self.found.json(sign_of(session.fabric.global_rank))
-            restore_random_state(own["random"], session.fabric.device)
+            sign = sign_of(session.fabric.global_rank)
+            with self.found.explained(sign):
+                restore_random_state(self.found.json(sign)["random"], session.fabric.device)

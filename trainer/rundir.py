@@ -21,6 +21,7 @@ from trainer.errors import RecipeError, require
 from trainer.listeners import Stopwatch
 from trainer.memory.plan import plan_warnings
 from trainer.recipe import Recipe
+from trainer.redact import redact
 from trainer.report.loggers import close_loggers, make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.plots import plot_curves, plot_memory
@@ -84,8 +85,13 @@ def open_loggers(session: Session, run_dir: Path) -> list[Any]:
         return []
     names = session.recipe.model.loss_names
     extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
-    config = {field.name: getattr(session.recipe, field.name) for field in dataclasses.fields(session.recipe)}
+    config = {field.name: _shown(getattr(session.recipe, field.name)) for field in dataclasses.fields(session.recipe)}
     return make_loggers(session.recipe.run.logger, run_dir, config, extra)
+
+
+def _shown(part: Any) -> Any:
+    """A field of a recipe as the loggers keep it: sections as text, without their secrets."""
+    return redact(str(part)) if dataclasses.is_dataclass(part) else part
 
 
 def read_history(run_dir: Path) -> bytes:

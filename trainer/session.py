@@ -21,6 +21,7 @@ from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Finding, Quarantine
 from trainer.engine.window import MicroBatch, Windows, cut_batch
 from trainer.errors import RecipeError, require
+from trainer.faults.launched import SECONDS_TO_LEAVE, ended_after
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
@@ -105,7 +106,8 @@ def open_session(recipe: Recipe, saved_in: Path | None = None) -> Iterator[Sessi
         if session is not None and session.forecast is not None:
             session.forecast.close()
         if not joined and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()  # else gloo aborts one process in five at its exit
+            with ended_after(SECONDS_TO_LEAVE):
+                torch.distributed.destroy_process_group()  # else gloo aborts one process in five at its exit
 
 
 def _open(recipe: Recipe, saved_in: Path | None) -> Session:

@@ -15,6 +15,7 @@ import yaml
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
+from trainer.redact import redact_value
 
 _Node = TypeVar("_Node")
 
@@ -74,10 +75,12 @@ def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
 def dump_recipe(recipe: Recipe, source: str | None) -> str:
     """``recipe`` as YAML: the name or path of its file first, then every field; ``trainer fit`` reads it back.
 
-    Without a file (``None``) the YAML is a record only: the classes of model and data are not in it.
+    Without a file (``None``) the YAML is a record only: the classes of model and data are not in it. Secrets are
+    redacted; what lacks them is refused when it is read back, until they are given again.
     """
     # Not with jsonargparse's dump, which writes the epochs of a schedule as strings: {'0': 8, '4': 2}.
-    tree = {"recipe": source, **_nest({key: setting.value for key, setting in settings_of(recipe).items()})}
+    values = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
+    tree = {"recipe": source, **_nest(values)}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 

@@ -92,9 +92,15 @@ def stored_in(path: str | Path) -> dict[str, tuple[Stored, tuple[int, ...]]]:
 
 def _index(path: Path) -> dict[str, str]:
     try:
-        return dict(json.loads(path.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        index = dict(json.loads(path.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecipeError(f"{path} is corrupt or not an index of safetensors files: {error!r}") from error
+    for name in index.values():
+        require(
+            isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors"),
+            f"{path} names {name!r}: shards must be .safetensors files in the same folder",
+        )
+    return index
 
 
 @contextmanager

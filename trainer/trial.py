@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import trainer
+from trainer.redact import redact_words
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 
@@ -93,7 +94,7 @@ class Trial:
             "peak_gb": self.peak_gb,
             "memory": dict(self.memory),
             "seconds": round(self.seconds, 2),
-            "command": shlex.join(map(_anywhere, self.command)),
+            "command": shlex.join(map(_anywhere, redact_words(self.command))),
         }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.errors import RecipeError, require
 
@@ -47,7 +47,22 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     require(isinstance(content, Mapping), f"{path} holds a {type(content).__name__}, not a state dict: tensors by name")
     others = [f"{name} ({type(item).__name__})" for name, item in content.items() if not isinstance(item, Tensor)]
     require(not others, f"{path} holds more than tensors: {shortened(others)}. Save the state dict alone")
-    return dict(content)
+    odd = [f"{name} ({kind})" for name, item in content.items() if (kind := _oddity(name, item))]
+    require(not odd, f"{path} holds what no module can load: {shortened(odd)}. Save plain, dense tensors by name")
+    return {name: item.detach() for name, item in content.items()}
+
+
+def _oddity(name: object, tensor: Tensor) -> str | None:
+    """What makes ``tensor`` another thing than plain numbers under a name."""
+    if not isinstance(name, str):
+        return "not under a name"
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return type(tensor).__name__
+    if tensor.is_quantized:
+        return "quantised"
+    if tensor.layout is not torch.strided:
+        return "sparse"
+    return "without values" if tensor.is_meta else None
 
 
 def shortened(names: Collection[str]) -> str:

@@ -12,6 +12,7 @@ import torchvision
 from PIL import Image
 
 from trainer.data import CIFAR10, Digits, FashionMNIST, ImageFolder
+from trainer.data.arrays import FORMATS, read_image
 from trainer.errors import RecipeError
 
 
@@ -163,6 +164,12 @@ def test_a_missing_test_folder_asks_for_a_part_to_hold_out(folder):
     assert sorted(label for _, label in data.val.samples) == [0, 0, 1, 1]
     assert not {path for path, _ in data.val.samples} & {path for path, _ in data.train.samples}
     assert not data.val.augmented
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_read_whatever_the_file_is_called(tmp_path, name):
+    Image.new("RGB", (8, 8), (255, 0, 0)).save(tmp_path / "x.png", format=name)
+    assert read_image(str(tmp_path / "x.png"), "RGB").float().mean((1, 2)).tolist() == pytest.approx([255, 0, 0], abs=2)
 
 
 def test_a_corrupt_image_is_named_before_training(folder):

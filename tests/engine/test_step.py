@@ -294,12 +294,19 @@ def test_a_batch_without_labels_is_skipped_and_the_reason_is_said():
         def losses(self, module, batch):
             yield Loss((module(batch["x"]) * 0).sum(), 0.0)
 
-    engine, _ = linear_engine([1.0, 2.0])
+    class Losses(Listener):
+        def on_step(self, counters: Counters, result) -> None:
+            losses.append(result.loss)
+
+    losses: list[float] = []
+    engine, _ = linear_engine([1.0, 2.0], listener=Losses())
     engine.stepper.model = Weightless()
     engine.stepper.check = LossCheck(Weightless())
     engine.windows.weigh = Weightless().weigh
-    with pytest.raises(NonFiniteError, match=r"nothing in the batch has a weight"):
+    with pytest.raises(NonFiniteError, match=r"nothing in the batch has a weight.*samples of the step: \d, \d$"):
         engine.fit(epochs=5, max_skipped=3)
+    assert len(losses) == 3
+    assert all(map(math.isnan, losses))  # and not 0, which would be a perfect one
 
 
 def test_schedules_start_warm_and_end_at_zero_with_the_last_step():

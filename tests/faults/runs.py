@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from trainer import Memory, Optim, Recipe, Run, main
+from trainer.errors import RunError
 from trainer.data import Digits
 from trainer.models import VisionTransformer
 
@@ -34,6 +35,38 @@ class Disturbed(VisionTransformer):
         yield from super().losses(module, batch)
 
 
+class Waits:
+    "A split that hangs at its seventh micro-batch on every rank but the first."
+
+    def __init__(self, split):
+        self.split, self.fetched = split, 0
+
+    def __getattr__(self, name):
+        return getattr(self.split, name)
+
+    def __len__(self):
+        return len(self.split)
+
+    def __getitem__(self, i):
+        return self.split[i]
+
+    def __getitems__(self, indices):
+        self.fetched += 1
+        if self.fetched == 7 and os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(1000)
+        return self.split.__getitems__(indices)
+
+
+@dataclass
+class DisturbedDigits(Digits):
+    waits: bool = False
+
+    def prepare(self, tokenizer=None):
+        super().prepare(tokenizer)
+        if self.waits:
+            self.train = Waits(self.train)
+
+
 def disturb(what):
     if what == "raise":
         1 / 0
@@ -43,11 +76,15 @@ def disturb(what):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "hang":
         time.sleep(1000)
+    elif what == "no memory":
+        raise torch.OutOfMemoryError("no memory for these activations")
+    elif what == "run error":
+        raise RunError("this rank has had enough")
 
 
 recipe = Recipe(
     model=Disturbed("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32),
-    data=Digits(),
+    data=DisturbedDigits(),
     optim=Optim("sgd", lr=0.1),
     batch_size=24,
     max_steps=2000,

@@ -190,12 +190,15 @@ def report_of(flags: dict[str, Any], recipe: Any, devices: int, nodes: int) -> P
 def test_flags_that_were_given_stay_unless_the_plan_has_decided_them():
     recipe = load_recipe("vit_digits")[0]
     passed = [("memory.micro_batch_size", "auto"), ("run.dir", "a folder"), ("run.devices", "4"), ("epochs", "1")]
+    passed += [("data.url", "https://me:pass@host/x"), ("data.token", "abc")]
     report = report_of({"memory.micro_batch_size": 8, "memory.activation_offload": True}, recipe, 8, 2)
     assert fit_command("my recipe.py", passed, recipe, report) == [
         "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m trainer fit "
         "'my recipe.py'",
         "--run.dir 'a folder'",
         "--epochs 1",
+        "--data.url 'https://<redacted>@host/x'",
+        "--data.token '<redacted>'",
         "--run.devices 4",
         "--memory.micro_batch_size 8",
         "--memory.activation_offload true",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.store import staged_file, write_atomic
 from trainer.errors import require
+from trainer.redact import redact_value
 from trainer.weights import read_weights, shortened
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _config(model: Any) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(model)] if dataclasses.is_dataclass(model) else []
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
-        "fields": {name: getattr(model, name) for name in names if _is_json(getattr(model, name))},
+        "fields": {name: redact_value(getattr(model, name), name) for name in names if _is_json(getattr(model, name))},
     }
 
 

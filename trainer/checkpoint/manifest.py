@@ -77,21 +77,30 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
-        stated = content.pop("digest")
+        written = path.read_bytes()
+        content = json.loads(written)
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{path} is missing: the checkpoint was never complete") from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path} is corrupt: {error}") from error
-    if stated != _digest(content):
+    found = content.get("format") if isinstance(content, dict) else None
+    if isinstance(found, int) and found > FORMAT:
+        raise CorruptCheckpoint(f"{path} has format {found}, of a later version; this one reads format {FORMAT}")
+    manifest = _parsed(content)
+    if manifest is None or manifest.to_json().encode() != written:  # down to the last blank
         raise CorruptCheckpoint(f"{path} is corrupt: its content does not have the hash that it states")
-    if content.get("format") != FORMAT:
-        raise CorruptCheckpoint(f"{path} has format {content.get('format')}, and this version reads format {FORMAT}")
-    manifest = Manifest(**content)
     if folder.name != folder_name(manifest.step):
         raise CorruptCheckpoint(f"{path} is of step {manifest.step}, not of {folder.name}: files were swapped")
     _require_sizes(folder, manifest)
     return manifest
+
+
+def _parsed(content: Any) -> Manifest | None:
+    """The manifest with this content; ``None`` where it is not one."""
+    try:
+        return Manifest(**{name: value for name, value in content.items() if name != "digest"})
+    except (AttributeError, TypeError):
+        return None
 
 
 def folder_name(step: int) -> str:

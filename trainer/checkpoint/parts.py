@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.errors import RecipeError
@@ -37,6 +37,8 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """The names that safetensors has for types."""
+
+NAMES = {name: dtype for dtype, name in DTYPES.items()}
 
 CHUNK = 16 * 2**20
 """Bytes that are written and hashed at once."""
@@ -152,15 +154,19 @@ class PartsReader:
         indices: what :func:`describe_parts` gave on each of those ranks.
     """
 
-    def __init__(self, folder: Path, indices: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, folder: Path, indices: Sequence[Mapping[str, Any]] = ()) -> None:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.parts: dict[str, list[Mapping[str, Any]]] = {}
         self.files: dict[str, Any] = {}
         for index in indices:
-            for name, entry in index.items():
-                self.shapes[name] = tuple(entry["shape"])
-                self.parts.setdefault(name, []).extend(entry["parts"])
+            self.add(index)
+
+    def add(self, index: Mapping[str, Any]) -> None:
+        """Take in what :func:`describe_parts` gave on one more rank."""
+        for name, entry in index.items():
+            self.shapes[name] = tuple(entry["shape"])
+            self.parts.setdefault(name, []).extend(entry["parts"])
 
     @torch.no_grad()
     def read_into(self, name: str, target: Part) -> None:
@@ -179,6 +185,14 @@ class PartsReader:
             raise RecipeError(
                 f"{self.folder}: {name} is incomplete: {filled} of {target.tensor.numel()} numbers were found"
             )
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor ``name``, in the type that it was saved in."""
+        first = self._open(self.parts[name][0]["file"])
+        dtype = NAMES[first.get_slice(name).get_dtype()]
+        tensor = torch.empty(self.shapes[name], dtype=dtype)
+        self.read_into(name, whole(tensor))
+        return tensor
 
     def _copy(self, name: str, part: Mapping[str, Any], target: Part) -> int:
         """Copy what ``part`` and ``target`` have in common, and say how many numbers that is."""
@@ -200,5 +214,11 @@ class PartsReader:
 
     def _open(self, name: str) -> Any:
         if name not in self.files:
-            self.files[name] = safe_open(self.folder / name, framework="pt", device="cpu")
+            path = self.folder / name
+            if path.parent != self.folder:
+                raise RecipeError(f"{self.folder}: the tensors must lie in its own files, not in {name!r}")
+            try:
+                self.files[name] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise RecipeError(f"{path} is corrupt or not a safetensors file: {error}") from error
         return self.files[name]

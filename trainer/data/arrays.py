@@ -22,6 +22,9 @@ from trainer.data.common import reason
 from trainer.data.content import Content
 from trainer.errors import RecipeError
 
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+"""What is read, whatever a file's name says. PIL knows others that start programs: Ghostscript reads EPS."""
+
 
 class Pixels:
     """Turn raw images into a model's input.
@@ -148,7 +151,7 @@ def read_image(path: str, mode: str) -> Tensor:
         RecipeError: naming the file when it is missing, broken or no image.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             return F.pil_to_tensor(image.convert(mode))
     except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error... for broken files
         raise RecipeError(f"{path} cannot be read as an image ({reason(error)}): replace or remove it") from error
@@ -192,7 +195,7 @@ def _check(path: str) -> CheckedFile:
     try:
         content = Path(path).read_bytes()
         digest = hashlib.sha256(content).digest()
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if image.format == "JPEG":  # verify() looks at nothing of it; at an eighth of its size, decoding is cheap
                 image.draft("RGB", (1, 1))
                 image.load()

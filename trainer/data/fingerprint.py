@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,16 +13,11 @@ import torch
 
 from trainer.contract import Data
 from trainer.data.content import Content
+from trainer.data.tables import add_rows, blocks, spread
 from trainer.errors import require
 
 SAMPLES = 64
 """Samples that are looked at where a split has no fingerprint of its own."""
-
-MOST_BYTES = 1 << 30
-"""A table on disk is read whole up to this size, in about a second or two; of a larger one, a part of this size."""
-
-BLOCK = 1024
-"""Rows that are read at once."""
 
 _SEED = 0
 
@@ -68,37 +63,12 @@ def split_fingerprint(split: Any) -> str:
     content.add(None if lengths is None else np.asarray(lengths))
     if _is_table(split):
         for rows in blocks(size, split.data.nbytes * size // max(1, split.data.num_rows)):
-            content.add(arrow_bytes(split, rows))
+            add_rows(content, split, rows)
     with _fixed_generators():
         for index in spread(size, SAMPLES):
             content.add(index)
             content.add(_sample(split, index))
     return content.hexdigest()
-
-
-def spread(size: int, count: int) -> list[int]:
-    """Up to ``count`` evenly spread numbers from 0 to ``size`` - 1, the first and the last among them."""
-    if size <= count:
-        return list(range(size))
-    return [number * (size - 1) // (count - 1) for number in range(count)]
-
-
-def blocks(size: int, total_bytes: int, most_bytes: int = MOST_BYTES) -> list[range]:
-    """Rows to read of ``size`` that take ``total_bytes``: blocks of them, all or evenly spread ones."""
-    count = -(-size // BLOCK)
-    wanted = count if total_bytes <= most_bytes else max(2, count * most_bytes // total_bytes)
-    return [range(block * BLOCK, min((block + 1) * BLOCK, size)) for block in spread(count, wanted)]
-
-
-def arrow_bytes(table: Any, rows: Sequence[int]) -> bytes:
-    """The rows of a ``datasets.Dataset`` in Arrow's stream format, however they are chunked in its files."""
-    import pyarrow
-
-    found = table.with_format("arrow")[rows].combine_chunks().replace_schema_metadata(None)
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, found.schema) as stream:
-        stream.write_table(found)
-    return sink.getvalue().to_pybytes()
 
 
 def _is_table(split: Any) -> bool:

@@ -169,6 +169,7 @@ class FashionMNIST(_Images):
 
         folder = local_path(self.root) / "FashionMNIST" / "raw"
         train, test = (_open(Source, self, train, folder, Source.mirrors[0]) for train in (True, False))
+        _require_grey(train, test, str(folder.parent))
         self._set_classes(Source.classes)
         train, test = ((part.data[:, None], part.targets.long()) for part in (train, test))
         self._set_splits(train, test, self.val_fraction)
@@ -329,6 +330,16 @@ def _open(source: Callable[..., Any], data: FashionMNIST | CIFAR10, train: bool,
         raise RecipeError(f"data.root={data.root!r}: {name} {advice} ({reason(error)})") from error
 
 
+def _require_grey(train: Any, test: Any, folder: str) -> None:
+    """Where there are files of an old torchvision, it takes whatever tensors are in them."""
+    from torch import Tensor, uint8
+
+    for part in (train, test):
+        fits = isinstance(part.data, Tensor) and isinstance(part.targets, Tensor)
+        fits = fits and part.data.dtype == uint8 and part.data.ndim == 3 and part.targets.shape == part.data.shape[:1]
+        require(fits, f"data.root: {folder} holds no grey images with labels: delete it to have it downloaded again")
+
+
 def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
     import numpy as np
 
@@ -340,6 +351,12 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
         raise RecipeError(
             f"data.root: {path} cannot be read ({reason(error)}): it needs images, labels, split and class_names"
         ) from error
+    for key, array in {"images": images, "labels": labels, "split": split, "class_names": names}.items():
+        require(isinstance(array, np.ndarray), f"data.root: {key} in {path} is no array")
+    require(
+        labels.ndim == split.ndim == names.ndim == 1 and labels.dtype.kind in "iu",
+        f"data.root: labels, split and class_names in {path} must be lists, labels of integers",
+    )
     require(
         images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3,
         f"data.root: images in {path} are {images.dtype} {images.shape}, not uint8 (n, height, width, 3)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import datasets
 import pandas
+from datasets.utils.extract import Extractor
 
 from trainer.data.common import reason
 from trainer.errors import RecipeError, require
@@ -83,6 +85,9 @@ def read_file(path: Path, cache_dir: str | None) -> Rows:
     require(path.is_file(), f"there is no file {path}: check the path")
     require(kind in _BUILDERS, f"{path} is none of {', '.join(_BUILDERS)}: convert it to one of them")
     try:
+        _refuse_archive(path)
+        if kind == ".jsonl":
+            _parse_lines(path)
         options = _csv_options(path) if kind == ".csv" else {}
         table = datasets.load_dataset(
             _BUILDERS[kind], data_files=str(path), split="train", cache_dir=cache_dir, **options
@@ -91,6 +96,24 @@ def read_file(path: Path, cache_dir: str | None) -> Rows:
         raise RecipeError(f"{path} cannot be read as {kind[1:]} ({reason(error)}): mend the file") from error
     require(len(table) > 0, f"{path} has no rows")
     return Rows(table, str(path), *_COUNTING[kind])
+
+
+def _refuse_archive(path: Path) -> None:
+    """datasets would unpack one, whatever its name says."""
+    if Extractor.infer_extractor_format(path) is not None:
+        raise ValueError("it is compressed or an archive: unpack it first, where you can see what is in it")
+
+
+def _parse_lines(path: Path) -> None:
+    """Parse every line here first: one that is nested some thousand times would end the process within datasets."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number}: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} holds no JSON object")  # noqa: TRY004
 
 
 def _csv_options(path: Path) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trainer.contract import PADDING_MULTIPLE
 from trainer.data.content import Content
-from trainer.data.fingerprint import blocks
 from trainer.data.rows import Rows
+from trainer.data.tables import add_rows, blocks
 from trainer.errors import RecipeError, require
 
 _STORED = ("input_ids", "token_type_ids")
@@ -98,13 +98,9 @@ class Tokens:
         """Of every token (up to 1 GiB; beyond, of evenly spread blocks of texts), length and label, in order."""
         labels = [self.labels[row] for row in self.chosen]
         content = Content("tokens", np.asarray(self.lengths), np.asarray(labels), self.pad.settings)
-        table = self.table.with_format("arrow")
+        table = self.table.select_columns([key for key in _STORED if key in self.table.column_names])
         for block in blocks(len(self), 4 * sum(self.lengths)):
-            found = table[[self.chosen[position] for position in block]]
-            for key in _STORED:
-                if key in found.column_names:
-                    values = found.column(key).combine_chunks().flatten().to_numpy(zero_copy_only=False)
-                    content.add(values.astype(np.int32, copy=False))
+            add_rows(content, table, [self.chosen[position] for position in block])
         return content.hexdigest()
 
 

@@ -21,7 +21,10 @@ class Finding(NamedTuple):
     sample: BadSample
 
     def describe(self) -> str:
-        return f"{self.sample.description} ({self.split} sample {self.sample.position}): {self.sample.reason}"
+        place = f"{self.split} sample {self.sample.position}"
+        if self.sample.description in self.sample.reason:
+            return f"{place}: {self.sample.reason}"
+        return f"{self.sample.description} ({place}): {self.sample.reason}"
 
 
 class Quarantine:

@@ -153,7 +153,9 @@ class Stepper(Forward):
         self.steps_taken += 1
         for parameter in self.parameters:  # what optimizer.zero_grad does, without its bookkeeping
             parameter.grad = None
-        return StepResult(sum(losses.values()), losses, grad_norm, lr, window.samples, skipped)
+        # The mean over no items at all is no number; 0 would be a perfect one.
+        loss = sum(losses.values()) if any(window.weights.values()) else math.nan
+        return StepResult(loss, losses, grad_norm, lr, window.samples, skipped)
 
     def skip(self) -> None:
         """Leave everything as it was before the step, but for the loss scale of fp16, which must adapt."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from trainer.errors import RunError
 from trainer.faults.launched import adopt_children
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
@@ -48,7 +49,8 @@ def _explained(session: Session, watchdog: Watchdog) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        known = _out_of_memory(session, error) if is_out_of_memory(error) else error
+        raw = not isinstance(error, RunError) and is_out_of_memory(error)  # else a message, which may quote one
+        known = _out_of_memory(session, error) if raw else error
         explained = watchdog.explain(known)
         if explained is error:
             raise

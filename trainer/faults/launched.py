@@ -1,15 +1,21 @@
-"""The ranks that Fabric has started from this process: it does not end before them."""
+"""The end of a rank: not before those that Fabric has started from it, and not after others have left it alone."""
 
 from __future__ import annotations
 
 import atexit
+import os
 import subprocess
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from lightning.fabric import Fabric
 
 SECONDS_TO_END = 15.0
+
+SECONDS_TO_LEAVE = 30.0
+"""How long leaving the process group may take."""
 
 _children: list[subprocess.Popen] = []
 
@@ -36,3 +42,15 @@ def wait_for_children() -> None:
             child.wait(max(0.0, until - time.monotonic()))
         if child.poll() is None:
             child.kill()
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """End the process should this take longer: a GPU's process group waits for collectives that others have left."""
+    timer = threading.Timer(seconds, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

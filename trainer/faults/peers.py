@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +11,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from trainer.errors import RecipeError, RunError
+from trainer.faults.black_box import BlackBox, open_box, read_box
 from trainer.faults.place import Place
+from trainer.memory.monitor import Monitor
 from trainer.processes import ProcessId
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -40,11 +44,12 @@ class Peers:
     Args:
         rank: this one.
         size: ranks, two or more.
+        monitor: of this rank.
         patience: seconds of silence after which a rank is given up whose process is there, and runs: one that computes
             without letting Python's other threads run is silent, and well.
     """
 
-    def __init__(self, rank: int, size: int, patience: float) -> None:
+    def __init__(self, rank: int, size: int, monitor: Monitor, patience: float) -> None:
         self.rank, self.size, self.patience = rank, size, patience
         self.store = distributed_c10d._get_default_store().clone()  # a connection of its own
         self.store.set_timeout(STORE_TIMEOUT)
@@ -52,6 +57,8 @@ class Peers:
         self.run = self.store.add(f"watchdogs/{rank}", 1)
         self.next = (rank + 1) % size
         self.own = ProcessId.own().to_dict()
+        self.box = BlackBox(monitor)
+        self._others_box: mmap.mmap | None = None
         self._beats = self._silent = 0
         self._last = b""
         self._acknowledged = False
@@ -59,7 +66,10 @@ class Peers:
     def beat(self, place: Place, leaving: bool = False) -> None:
         """Show that this rank lives, and where it is; or that it leaves, and need not be watched any more."""
         self._beats += 1
-        beat = {"place": place.to_dict(), "process": self.own, "beat": self._beats, "leaving": leaving}
+        beat = {"place": place.to_dict(), "process": self.own, "beat": self._beats, "box": self.box.path}
+        if leaving:
+            self.box.close()
+            beat["leaving"] = True
         self.store.set(self._key("beat", self.rank), json.dumps(beat))
 
     def tell(self, told: Told) -> None:
@@ -95,11 +105,15 @@ class Peers:
         found = self._beat_of(self.next)
         if found is None:  # it has not begun yet
             return None
-        self._silent = self._silent + 1 if found == self._last else 0
-        self._last = found
         beat = json.loads(found)
         process, place = ProcessId(**beat["process"]), Place.from_dict(beat["place"])
-        return None if beat["leaving"] else self._judge(process, place)
+        if not self._last and process.is_here():
+            self._others_box = open_box(beat["box"])
+        self._silent = self._silent + 1 if found == self._last else 0
+        self._last = found
+        if self._others_box is not None:  # a beat is as old as a second
+            place = read_box(self._others_box, self.next)
+        return None if "leaving" in beat else self._judge(process, place)
 
     def furthest_behind(self) -> Place | None:
         """Where the rank is that has moved on the least."""
@@ -112,14 +126,14 @@ class Peers:
         silent = self._silent * SECONDS_BETWEEN_LOOKS
         state = process.state() if process.is_here() else "unknown"
         if state == "gone":
-            return Told(f"{name} was killed or crashed: it was last seen {place.at()}")
+            return Told(f"{name} was killed or crashed: it was last {place.at()}")
         if self._silent < LOOKS_OF_SILENCE or (state == "running" and silent < self.patience):
             return None
         if state == "stopped":
-            return Told(f"{name} is stopped by a signal, for {silent:g} s now: it was last seen {place.at()}", process)
+            return Told(f"{name} is stopped by a signal, for {silent:g} s now: it was last {place.at()}", process)
         if state == "running":
             return Told(f"{name} gave no sign for {silent:g} s, last {place.at()}, though its process runs", process)
-        return Told(f"{name} gave no sign for {silent:g} s: it or its machine is gone; it was last seen {place.at()}")
+        return Told(f"{name} gave no sign for {silent:g} s: it or its machine is gone; it was last {place.at()}")
 
     def _beat_of(self, rank: int) -> bytes | None:
         key = self._key("beat", rank)
@@ -131,6 +145,8 @@ class Peers:
 
 def is_echo(error: BaseException) -> bool:
     """Whether ``error`` may be what a collective says when another rank has gone."""
+    if isinstance(error, RecipeError | RunError):
+        return False
     if not dist.is_initialized():  # the group was aborted
         return True
     signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "collectives were aborted")

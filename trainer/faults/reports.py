@@ -7,6 +7,7 @@ import sys
 import traceback
 
 from trainer.errors import RecipeError, RunError
+from trainer.redact import redact
 
 LONGEST = 400
 
@@ -36,15 +37,15 @@ def report(error: BaseException) -> None:
         say(f"{place}: {cause(error)}")
     if not isinstance(error, RecipeError | RunError):
         vars(error).pop("__notes__", None)  # the first line says it
-        traceback.print_exception(type(error), error, error.__traceback__)
-        sys.stderr.flush()
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        print(redact("".join(lines)), end="", file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:
-    """Print ``trainer: error: message``; with its rank, where that is not the first."""
+    """Print ``trainer: error: message``, without secrets; with its rank, where that is not the first."""
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     prefix = "" if rank == "0" else f"[rank {rank}] "
-    print(f"{prefix}trainer: error: {message}", file=sys.stderr, flush=True)
+    print(f"{prefix}trainer: error: {redact(message)}", file=sys.stderr, flush=True)
 
 
 def in_one_line(error: BaseException) -> str:

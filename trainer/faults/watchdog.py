@@ -31,6 +31,10 @@ SECONDS_TO_END = 5.0
 """How long a rank that heard of a failure has to come out of its collective, before it is ended."""
 
 
+COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"torch{os.sep}nn{os.sep}parallel{os.sep}")
+"""Where the code is in which a rank waits for others."""
+
+
 class PeerError(RunError):
     """Another rank could not go on. The message says which one, where it was, and why."""
 
@@ -47,7 +51,7 @@ class Watchdog:
 
     def __init__(self, monitor: Monitor, rank: int, world_size: int, hang_after: float) -> None:
         self.monitor, self.rank, self.hang_after = monitor, rank, hang_after
-        self.peers = Peers(rank, world_size, hang_after) if world_size > 1 else None
+        self.peers = Peers(rank, world_size, monitor, hang_after) if world_size > 1 else None
         self.heard: Told | None = None
         """Why the run ends, once a rank has told."""
         self._main = threading.current_thread()
@@ -141,16 +145,24 @@ class Watchdog:
             self._position, self._still = place.position, 0.0
         if self._still < self._patience(place):
             return
-        text = f"{place}: no progress for {self._still:.0f} s"
-        if self.peers is not None:
-            behind = self.peers.furthest_behind()
-            if behind is not None and behind.position < place.position:
-                self._wait_for_main(SECONDS_TO_END)  # it tells that itself, if it can
-                text = f"{place}: waits for rank {behind.rank}, which is {behind.at()}, for {self._still:.0f} s now"
-                if self.peers.told() is not None:  # heard in the next look
-                    return
+        if self.peers is not None and (other := self._waits_for(self.peers, place)):
+            if self.peers.wait_told(SECONDS_TO_END) is not None:  # that one tells it itself, if it can
+                self._look_at_peers(self.peers)
+                return
+            text = f"{place}: {other}, for {self._still:.0f} s now"
+        else:
+            text = f"{place}: no progress for {self._still:.0f} s"
         if self.place().position == place.position and not (self._ending or self._closed):
             self._end(text, stack=True)
+
+    def _waits_for(self, peers: Peers, place: Place) -> str | None:
+        """What this rank waits for, where it only waits for others; ``None`` where it is itself what takes long."""
+        behind = peers.furthest_behind()
+        if behind is not None and behind.position < place.position:
+            return f"waits for rank {behind.rank}, which is {behind.at()}"
+        frame = sys._current_frames().get(self._main.ident or 0)
+        innermost = frame.f_code.co_filename if frame is not None else ""
+        return "waits for other ranks" if any(part in innermost for part in COLLECTIVES) else None
 
     def _patience(self, place: Place) -> float:
         usual = place.activity in WATCHED and not self.monitor.fresh
@@ -181,6 +193,8 @@ class Watchdog:
                 self.peers.wait_heard(SECONDS_TO_HEAR)
         if self.heard is not None and self.heard.process is not None:
             self.heard.process.kill()
+        if self.peers is not None:
+            self.peers.box.close()
         sys.stdout.flush()
         os._exit(1)
 

@@ -6,7 +6,7 @@ GB is 1e9 bytes. Nothing here waits for the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -92,6 +92,8 @@ class Monitor:
         """The samples that it does it with, by their place in the dataset."""
         self.moves = 0
         """How often that changed since the last step ended."""
+        self.on_move: Callable[[], None] | None = None
+        """Called after each of them."""
         self.fresh = True
         """Whether no step has been taken yet with the module as it was built last: compiling may make it a long one."""
         self.history: list[tuple[int, float]] = []
@@ -123,6 +125,8 @@ class Monitor:
         """This rank begins something: for those who watch that it moves on, and say where it was when it did not."""
         self.activity, self.samples = activity, samples
         self.moves += 1
+        if self.on_move is not None:
+            self.on_move()
 
     def load(self, samples: Sequence[int]) -> None:
         """A micro-batch of these is waited for; without any, all of the step are there."""

@@ -11,6 +11,7 @@ from trainer.blocks import find_blocks
 from trainer.contract import Loss, Model, Pretrained
 from trainer.errors import RecipeError, require
 from trainer.models.common import classification_loss, require_filled, train_last_blocks
+from trainer.models.hub import from_hub, is_local, local_folder, refuse_code
 from trainer.models.lora import LoRA, add_adapters, merged_state
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class TextClassifier(Model):
         """Fetch configuration, tokenizer and weights into the hub's cache."""
         self.tokenizer_or_none()
         self._configuration()
-        if self.weights is not None and not _is_local(self.weights):
+        if self.weights is not None and not is_local(self.weights):
             self._snapshot()
 
     def tokenizer_or_none(self) -> Any:
@@ -88,12 +89,17 @@ class TextClassifier(Model):
             from transformers import AutoTokenizer
 
             source = self.tokenizer or self.weights or self.name
-            if not _is_local(source) and _is_model_type(source):
+            if not is_local(source) and _is_model_type(source):
                 raise RecipeError(
                     f"model.tokenizer is missing: model.name={source} is a model type and has no tokenizer"
                 )
-            self._cached_tokenizer = _from_hub(
-                "tokenizer", source, AutoTokenizer.from_pretrained, _local(source), revision=self.revision
+            self._cached_tokenizer = from_hub(
+                "tokenizer",
+                source,
+                AutoTokenizer.from_pretrained,
+                local_folder(source),
+                revision=self.revision,
+                trust_remote_code=False,
             )
             # Of a folder that has a configuration only, transformers makes one to which every word is unknown.
             words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
@@ -121,14 +127,19 @@ class TextClassifier(Model):
         from transformers import AutoModelForSequenceClassification
 
         require_filled(type(self).__name__, num_classes=self.num_classes)
-        module, found = _from_hub(
+        require(
+            not Path(local_folder(weights), "adapter_config.json").exists(),  # transformers would load what it names
+            f"model.weights={weights} is or holds a PEFT adapter: merge it into its model and save that",
+        )
+        module, found = from_hub(
             "weights",
             weights,
             AutoModelForSequenceClassification.from_pretrained,
-            _local(weights),
+            local_folder(weights),
             config=self._configuration(),
             dtype=torch.get_default_dtype(),  # it does not look at it itself
             revision=self.revision,
+            trust_remote_code=False,
             use_safetensors=True,  # never a pickle
             ignore_mismatched_sizes=True,  # a head for another number of classes is replaced
             output_loading_info=True,
@@ -147,7 +158,15 @@ class TextClassifier(Model):
 
         require_filled(type(self).__name__, num_classes=self.num_classes)
         dtype = torch.get_default_dtype()  # from_config does not look at it itself
-        return self._finished(AutoModelForSequenceClassification.from_config(self._configuration(), dtype=dtype))
+        module = from_hub(
+            "name",
+            self.name,
+            AutoModelForSequenceClassification.from_config,
+            self._configuration(),
+            dtype=dtype,
+            trust_remote_code=False,
+        )
+        return self._finished(module)
 
     def pretrained(self) -> Pretrained:
         """The tensors of ``weights`` under the names that transformers loads them to; the head may be new.
@@ -174,9 +193,9 @@ class TextClassifier(Model):
     def _folder(self) -> Path:
         """Where the files of ``weights`` are: a local folder, or one in the hub's cache, filled by ``prepare``."""
         source = str(self.weights)
-        if _is_local(source) or source.startswith(("file://", "/", "./", "../")):
-            require(_is_local(source), f"model.weights={source} is not a folder")
-            return Path(_local(source))
+        if is_local(source) or source.startswith(("file://", "/", "./", "../")):
+            require(is_local(source), f"model.weights={source} is not a folder")
+            return Path(local_folder(source))
         return self._snapshot()
 
     def _snapshot(self) -> Path:
@@ -185,7 +204,7 @@ class TextClassifier(Model):
 
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model"]
         return Path(
-            _from_hub(
+            from_hub(
                 "weights",
                 str(self.weights),
                 snapshot_download,
@@ -254,13 +273,20 @@ class TextClassifier(Model):
     def _configuration(self) -> Any:
         from transformers import AutoConfig
 
-        is_type = _is_model_type(self.name) and not _is_local(self.name)
+        is_type = _is_model_type(self.name) and not is_local(self.name)
         if is_type:
             config = AutoConfig.for_model(self.name)
             tokenizer = self.tokenizer_or_none()
             config.vocab_size, config.pad_token_id = len(tokenizer), tokenizer.pad_token_id
         else:
-            config = _from_hub("name", self.name, AutoConfig.from_pretrained, _local(self.name), revision=self.revision)
+            config = from_hub(
+                "name",
+                self.name,
+                AutoConfig.from_pretrained,
+                local_folder(self.name),
+                revision=self.revision,
+                trust_remote_code=False,
+            )
         unknown = [key for key in self.config if not hasattr(config, key)]
         if unknown:
             from difflib import get_close_matches
@@ -283,6 +309,7 @@ class TextClassifier(Model):
             names = self.class_names or [f"LABEL_{number}" for number in range(self.num_classes)]
             config.id2label = dict(enumerate(names))
             config.label2id = {name: number for number, name in enumerate(names)}
+        refuse_code(self.name, config)
         return config
 
 
@@ -318,31 +345,7 @@ def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
     return name_of
 
 
-def _local(source: str) -> str:
-    return source.removeprefix("file://")
-
-
-def _is_local(source: str) -> bool:
-    return Path(_local(source)).is_dir()
-
-
 def _is_model_type(name: str) -> bool:
     from transformers import CONFIG_MAPPING
 
     return name in CONFIG_MAPPING
-
-
-def _from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a loader of transformers; what goes wrong becomes one line that names the key."""
-    from safetensors import SafetensorError
-
-    if source.startswith(("file://", "/", "./", "../")) and not _is_local(source):
-        raise RecipeError(f"model.{key}={source} is not a folder")
-    try:
-        return load(*args, **kwargs)
-    except (OSError, ValueError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise RecipeError(
-            f"model.{key}={source!r} cannot be loaded: {first_line} Give a local folder as save_pretrained writes it, "
-            "or a hub id"
-        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from trainer.errors import RecipeError
+from trainer.redact import redact_words
 
 TRAINING_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "samples_per_second")
 EVALUATION_COLUMNS = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
@@ -156,10 +158,15 @@ def _tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Logger:
 def _wandb(run_dir: Path, config: Mapping[str, Any]) -> Logger:
     require_loggers(["wandb"])
     from lightning.pytorch.loggers import WandbLogger
+    from wandb import Settings
     from wandb.errors import Error
 
+    # Its description of the machine has the command line in it.
+    settings = Settings(x_disable_meta=redact_words(sys.argv) != sys.argv)
     try:
-        logger = WandbLogger(project="trainer", name=run_dir.name, save_dir=run_dir, config=dict(config))
+        logger = WandbLogger(
+            project="trainer", name=run_dir.name, save_dir=run_dir, config=dict(config), settings=settings
+        )
         _ = logger.experiment  # logs in
     except Error as error:
         raise RecipeError(f"run.logger=wandb: {error} (or set WANDB_MODE=offline)") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,12 @@ class EvaluationResult:
 
 
 def score(figures: Mapping[str, float]) -> float:
-    """By which evaluations are compared, higher is better: the accuracy, or else the negative loss."""
+    """By which evaluations are compared, higher is better: the accuracy, or else the negative loss.
+
+    Where any figure is not finite it is minus infinity: logits that are NaN have an accuracy, too, that of class 0.
+    """
+    if not all(map(math.isfinite, figures.values())):
+        return -math.inf
     return figures["accuracy"] if "accuracy" in figures else -figures["loss"]
 
 

@@ -1,0 +1,210 @@
+"""Whatever happens to the files of a checkpoint, it is found before anything of it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.checkpoint.folder import CheckpointFolder
+from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest, verify_files
+from trainer.checkpoint.parts import on_host, share_out, whole
+from trainer.checkpoint.writer import Snapshot, Writer
+
+RANKS = 2
+MUTATIONS = 1000
+
+
+def save(folder: CheckpointFolder, step: int, ranks: int = RANKS, figures: dict | None = None, **options) -> Path:
+    """A checkpoint of a few tensors, written as a run of ``ranks`` ranks writes it; the first rank comes last."""
+    tensors = {f"t{number}": whole(torch.full((5, number + 1), float(step + number))) for number in range(6)}
+
+    def manifest(files):
+        return Manifest(
+            run="r", step=step, epoch=0, step_in_epoch=step, seed=0, world_size=ranks, plan="p", recipe={"seed": 0},
+            dataset="d", tokenizer=None, versions={}, figures=figures, created="now", files=files,
+        )  # fmt: skip
+
+    for rank in reversed(range(ranks)):
+        snapshot = Snapshot(
+            step=step,
+            parts=on_host(share_out(tensors, rank, ranks)),
+            own={"random": {}, "values": {}},
+            common={"counters": {"step": step}},
+            history=b"step,loss\n1,0.5\n",
+            manifest=manifest,
+        )
+        settings = {"keep_last": 9, "keep_best": 0, "score": lambda figures: -figures["loss"]} | options
+        Writer(folder, rank, ranks, "attempt", 5.0, **settings).write(snapshot)
+    return folder.path / f"step-{step:08d}"
+
+
+def verify(path: Path) -> None:
+    verify_files(path, read_manifest(path))
+
+
+def complaint_about(path: Path) -> str | None:
+    try:
+        verify(path)
+    except CorruptCheckpoint as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    folder = CheckpointFolder(tmp_path_factory.mktemp("originals"))
+    return [save(folder, step) for step in (10, 20)]
+
+
+def mutate(path: Path, other: Path, draw: random.Random) -> str:
+    """Do something to the checkpoint ``path`` that makes it another, and say what."""
+    victim = path / draw.choice(sorted(os.listdir(path)))
+    content = bytearray(victim.read_bytes())
+    kind = draw.choice(
+        ["bit", "byte", "cut", "append", "zeros", "delete", "swap", "foreign", "insert", "link", "extra"]
+    )
+    if kind == "bit":
+        at = draw.randrange(len(content))
+        content[at] ^= 1 << draw.randrange(8)
+    elif kind == "byte":
+        at = draw.randrange(len(content))
+        content[at] = (content[at] + draw.randrange(1, 256)) % 256
+    elif kind == "cut":
+        del content[draw.randrange(len(content)) :]
+    elif kind == "append":
+        content += draw.randbytes(draw.randrange(1, 9))
+    elif kind == "insert":
+        at = draw.randrange(len(content))
+        content[at:at] = draw.choice([b" ", b"\n", b"0", b"\x00"])
+    elif kind == "zeros":  # a block that the disk lost
+        start = draw.randrange(len(content))
+        length = min(512, len(content) - start)
+        if not any(content[start : start + length]):
+            return mutate(path, other, draw)
+        content[start : start + length] = bytes(length)
+    elif kind == "delete":
+        victim.unlink()
+        return f"{kind} {victim.name}"
+    elif kind == "swap":  # with another file of the same checkpoint
+        second = path / draw.choice([name for name in sorted(os.listdir(path)) if name != victim.name])
+        content = bytearray(second.read_bytes())
+        second.write_bytes(victim.read_bytes())
+    elif kind == "foreign":  # the same file of another checkpoint
+        content = bytearray((other / victim.name).read_bytes())
+        if content == victim.read_bytes():
+            return mutate(path, other, draw)
+    elif kind == "link":
+        victim.unlink()
+        victim.symlink_to(other / victim.name)
+        return f"{kind} {victim.name}"
+    else:
+        (path / draw.choice(["notes.txt", "model.pt", "rank-00002.safetensors", "manifest.json.bak"])).write_text("x")
+        return kind
+    victim.write_bytes(content)
+    return f"{kind} {victim.name}"
+
+
+def test_no_mutation_is_accepted(originals, tmp_path):
+    draw = random.Random(0)
+    accepted, kinds = [], set()
+    for trial in range(MUTATIONS):
+        copy = tmp_path / originals[0].name
+        shutil.copytree(originals[0], copy)
+        what = mutate(copy, originals[1], draw)
+        kinds.add(what)
+        complaint = complaint_about(copy)
+        if complaint is None or str(copy) not in complaint:  # it names the file
+            accepted.append((trial, what, complaint))
+        shutil.rmtree(copy)
+    assert accepted == []
+    assert len(kinds) > 40
+
+
+def test_untouched_checkpoints_are_valid(originals):
+    for path in originals:
+        verify(path)
+
+
+def test_a_manifest_of_a_later_version_is_refused(originals, tmp_path):
+    copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
+    content = json.loads((copy / MANIFEST).read_text())
+    (copy / MANIFEST).write_text(json.dumps({**content, "format": 99}))
+    with pytest.raises(CorruptCheckpoint, match="has format 99, of a later version; this one reads format 1"):
+        read_manifest(copy)
+
+
+def test_a_checkpoint_under_another_steps_name_is_refused(originals, tmp_path):
+    copy = shutil.copytree(originals[0], tmp_path / "step-00000011")
+    with pytest.raises(CorruptCheckpoint, match="is of step 10, not of step-00000011: files were swapped"):
+        read_manifest(copy)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '"x"', "{}", '{"digest": 1}', "[" * 100_000, "\ufeff{}"])
+def test_a_manifest_that_is_none_is_refused(originals, tmp_path, text):
+    copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
+    (copy / MANIFEST).write_text(text)
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is corrupt"):
+        read_manifest(copy)
+
+
+def test_the_newest_and_the_best_are_kept_by_their_manifests(tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    losses = {1: 0.9, 2: 0.1, 3: 0.5, 4: 0.2, 5: 0.7, 6: None}
+    for step, loss in losses.items():
+        path = save(folder, step, 1, None if loss is None else {"loss": loss}, keep_last=2, keep_best=2)
+        os.utime(path, (0, 0))  # times are not asked
+    assert [path.name[-1] for path in folder.newest_first()] == ["6", "5", "4", "2"]
+    assert not list(folder.path.glob(".*"))
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_is_missing(tmp_path, monkeypatch):
+    from trainer.errors import RunError
+
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    first = save(folder, 1, 1)
+
+    def full(*args):
+        raise OSError(28, "No space left on device", "file")
+
+    monkeypatch.setattr("trainer.checkpoint.parts._write_all", full)
+    with pytest.raises(RunError, match=r"no space for the checkpoint of step 2: .* bytes are missing on"):
+        save(folder, 2, 1)
+    verify(first)
+    assert [path.name for path in folder.path.iterdir()] == [first.name]
+
+
+def test_a_failure_on_another_rank_is_told_to_the_first(tmp_path, monkeypatch):
+    from trainer.errors import RunError
+
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    original = Writer._write_own
+
+    def broken(self, staging, snapshot):
+        if self.rank == 1:
+            raise OSError(5, "Input/output error", str(staging))
+        original(self, staging, snapshot)
+
+    monkeypatch.setattr(Writer, "_write_own", broken)
+    with pytest.raises(RunError, match="could not be written: Input/output error"):
+        save(folder, 3)
+    first = Writer(folder, 0, 2, "attempt", 5.0, 1, 0, lambda figures: 0.0)
+    snapshot = Snapshot(step=3, parts={}, own={}, common={}, history=b"", manifest=lambda files: None)
+    with pytest.raises(RunError, match="rank 1: the checkpoint of step 3 could not be written: Input/output error"):
+        first.write(snapshot)
+    assert list(folder.path.iterdir()) == []
+
+
+def test_what_a_dead_run_left_is_cleared_away(tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    path = save(folder, 4, 1)
+    (folder.path / ".step-00000005.abcd.part").mkdir()
+    os.rename(path, folder.path / f".{path.name}.0123.old")  # died between the two moves of a replacement
+    folder.clean()
+    verify(path)
+    assert [found.name for found in folder.path.iterdir()] == [path.name]

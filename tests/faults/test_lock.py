@@ -1,0 +1,149 @@
+"""One run a directory."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from trainer.errors import RecipeError
+from trainer.faults.lock import RunLock
+from trainer.processes import boot_id
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from trainer.faults.lock import RunLock
+line = RunLock(Path(sys.argv[1])).acquire()
+print(line or "held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that holds the lock of ``tmp_path``."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def write(folder, **owner):
+    (folder / "run.lock").write_text(json.dumps({"host": socket.gethostname(), "started": "2026-01-02", **owner}))
+
+
+def test_a_lock_says_whose_it_is_and_leaves_nothing(tmp_path):
+    lock = RunLock(tmp_path)
+    assert lock.acquire() is None
+    owner = json.loads((tmp_path / "run.lock").read_text())
+    assert (owner["host"], owner["pid"], owner["boot_id"]) == (socket.gethostname(), os.getpid(), boot_id())
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+    assert lock.acquire() is None
+    lock.release()
+
+
+def test_a_second_run_is_refused(holder, tmp_path):
+    with pytest.raises(RecipeError, match=rf"in use by the run of pid {holder.pid} on {socket.gethostname()} since \d"):
+        RunLock(tmp_path).acquire()
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == holder.pid
+
+
+def test_a_second_run_of_the_same_process_is_refused_and_does_not_drop_the_lock(tmp_path):
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    with pytest.raises(RecipeError, match="another run of this process"):
+        RunLock(tmp_path / "." / "").acquire()
+    other = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert f"in use by the run of pid {os.getpid()}" in other.stderr
+    lock.release()
+
+
+def test_the_lock_of_a_killed_run_is_taken_over(holder, tmp_path):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    lock = RunLock(tmp_path)
+    line = lock.acquire()
+    assert f"pid {holder.pid}" in line
+    assert "has died: its lock is taken over" in line
+    lock.release()
+
+
+def test_a_number_that_another_process_has_now_does_not_matter(tmp_path):
+    write(tmp_path, pid=1, boot_id=boot_id())
+    lock = RunLock(tmp_path)
+    assert "pid 1 " in lock.acquire()
+    lock.release()
+
+
+def test_the_lock_of_this_machine_before_it_was_started_again_is_taken_over(tmp_path):
+    write(tmp_path, pid=4, boot_id="another")
+    lock = RunLock(tmp_path)
+    assert "pid 4 " in lock.acquire()
+    lock.release()
+
+
+def test_a_run_on_another_machine_is_not_ours_to_judge(tmp_path):
+    write(tmp_path, pid=7, host="elsewhere", boot_id="another")
+    with pytest.raises(
+        RecipeError, match=r"pid 7 on elsewhere since 2026-01-02, another machine: .*remove .*run\.lock"
+    ):
+        RunLock(tmp_path).acquire()
+    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == 7
+
+
+def test_a_lock_that_was_not_written_to_its_end_is_free(tmp_path):
+    (tmp_path / "run.lock").write_text('{"host": "elsew')
+    lock = RunLock(tmp_path)
+    assert lock.acquire() is None
+    lock.release()
+
+
+def compete(folder, begin, answers):
+    time.sleep(max(0.0, begin - time.time()))
+    won, until = 0, time.monotonic() + 50
+    while won < 30 and time.monotonic() < until:
+        lock = RunLock(folder)
+        try:
+            lock.acquire()
+        except RecipeError:
+            continue
+        won += 1
+        with open(folder / "inside", "x"):  # fails if another one is inside
+            time.sleep(0.0005)
+        (folder / "inside").unlink()
+        lock.release()
+    answers.put(won)
+
+
+def test_of_two_that_race_exactly_one_wins_again_and_again(tmp_path):
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    begin = time.time() + 0.2
+    racers = [context.Process(target=compete, args=(tmp_path, begin, answers)) for _ in range(3)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(60)
+    assert [racer.exitcode for racer in racers] == [0, 0, 0]
+    assert [answers.get() for _ in racers] == [30, 30, 30]
+
+
+def test_a_forked_child_neither_holds_the_lock_nor_drops_it(tmp_path):
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    child = multiprocessing.get_context("fork").Process(target=str)
+    child.start()
+    child.join()
+    other = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert "in use by" in other.stderr
+    lock.release()

@@ -1,0 +1,157 @@
+"""Files that execute code when they are loaded carelessly: they make a folder, whose absence shows that none ran."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Trap:
+    """Unpickling this makes the folder ``marker``."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = str(marker)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.marker,)
+
+
+def code(marker: Path) -> str:
+    """Python that makes ``marker`` when it is imported, and defines what a configuration may ask for."""
+    return f"import os\nos.mkdir({str(marker)!r})\nclass Evil:\n    pass\n"
+
+
+def _saved(content: Any, path: Path, **options: Any) -> None:
+    torch.save(content, path, **options)
+
+
+def _zip_of(path: Path, content: bytes) -> None:
+    """What torch.save writes, with a pickle of one's own in it."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", content)
+        file.writestr("archive/version", "3\n")
+
+
+def _opcodes(marker: Path) -> bytes:
+    """A pickle written by hand, of the oldest protocol."""
+    return b"cos\nmkdir\n(S" + repr(str(marker)).encode() + b"\ntR."
+
+
+PICKLES: dict[str, Callable[[Path, Path], None]] = {
+    "zip.pth": lambda path, marker: _saved({"a": Trap(marker)}, path),
+    "zip.bin": lambda path, marker: _saved({"a": torch.zeros(2), "b": Trap(marker)}, path),
+    "legacy.pt": lambda path, marker: _saved(Trap(marker), path, _use_new_zipfile_serialization=False),
+    "nested.pt": lambda path, marker: _saved({"state_dict": [{"a": Trap(marker)}]}, path),
+    "plain.pt": lambda path, marker: path.write_bytes(pickle.dumps({"a": Trap(marker)}, protocol=2)) and None,
+    "protocol5.pth": lambda path, marker: path.write_bytes(pickle.dumps(Trap(marker), protocol=5)) and None,
+    "opcodes.bin": lambda path, marker: path.write_bytes(_opcodes(marker)) and None,
+    "handmade.pt": lambda path, marker: _zip_of(path, _opcodes(marker)),
+}
+"""Weights: what ``torch.load`` without ``weights_only`` would execute."""
+
+
+def safetensors_file(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
+    """A safetensors file with a ``header`` of one's own; ``length`` is what it says that the header has."""
+    return struct.pack("<Q", len(header) if length is None else length) + header + data
+
+
+def _tensor(start: int, end: int, shape: list[int]) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+
+
+LYING: dict[str, bytes] = {
+    "huge header": safetensors_file(b"{}", length=2**62),
+    "longer header": safetensors_file(b"{}", length=100),
+    "overlapping": safetensors_file(
+        json.dumps({"a": _tensor(0, 8, [2]), "b": _tensor(4, 12, [2])}).encode(), b"\0" * 12
+    ),
+    "beyond the end": safetensors_file(json.dumps({"a": _tensor(0, 4096, [1024])}).encode(), b"\0" * 8),
+    "wrong shape": safetensors_file(json.dumps({"a": _tensor(0, 8, [2**40, 2**40])}).encode(), b"\0" * 8),
+    "deep": safetensors_file(b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
+    "no JSON": safetensors_file(b"cos\nmkdir\n"),
+    "a pickle": pickle.dumps({"a": 1}),
+    "empty": b"",
+}
+"""Safetensors files that are not what they say."""
+
+
+def yaml_tags(marker: Path) -> dict[str, str]:
+    """YAML that constructs objects, or more of them than it has letters; as the value of ``seed``."""
+    levels = "\n".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12))
+    return {
+        "apply": f"seed: !!python/object/apply:os.mkdir ['{marker}']",
+        "new": f"seed: !!python/object/new:os.mkdir ['{marker}']",
+        "apply with state": f"seed: !!python/object/apply:os.mkdir\n  args: ['{marker}']",
+        "name": "seed: !!python/name:os.mkdir",
+        "module": "seed: !!python/module:antigravity",
+        "object": "seed: !!python/object:subprocess.Popen {}",
+        "key": f"? !!python/object/apply:os.mkdir ['{marker}']\n: 1",
+        "merge": f"<<: !!python/object/apply:os.mkdir ['{marker}']",
+        "aliases": f"l0: &l0 [1]\n{levels}\nseed: *l11",
+        "alias of itself": "seed: &a [*a]",
+        "deep": "seed: " + "[" * 3_000 + "]" * 3_000,
+        "list as key": "? [seed]\n: 1",
+        "no integer": "seed: !!int x",
+        "no date": "seed: 2024-99-99",
+        "control": "seed: \x01",
+    }
+
+
+def write_npz(path: Path, **arrays: Any) -> None:
+    """A CIFAR-10 file of four images, with ``arrays`` in the place of its own."""
+    own = {
+        "images": np.zeros((4, 32, 32, 3), np.uint8),
+        "labels": np.array([0, 1, 0, 1]),
+        "split": np.array([0, 0, 1, 1]),
+        "class_names": np.array(["a", "b"]),
+    }
+    np.savez(path, **{**own, **arrays})
+
+
+def object_array(marker: Path) -> np.ndarray:
+    """One that NumPy writes as a pickle."""
+    array = np.empty(4, dtype=object)
+    array[0] = Trap(marker)
+    return array
+
+
+def tar_with_links(path: Path, outside: Path) -> None:
+    """Members that would be written ``outside`` the folder that they are unpacked to."""
+    with tarfile.open(path, "w") as tar:
+        for name in (f"../../{outside.name}", str(outside)):
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"bad"))
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, str(outside.parent)
+        tar.addfile(link)
+        info = tarfile.TarInfo(f"link/{outside.name}")
+        info.size = 3
+        tar.addfile(info, io.BytesIO(b"bad"))
+
+
+def zip_with_dots(path: Path, outside: Path) -> None:
+    """The same as a zip archive."""
+    with zipfile.ZipFile(path, "w") as file:
+        for name in (f"../../{outside.name}", str(outside), "train.csv"):
+            file.writestr(name, "text,label\ngood,0\n")
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set entries of a JSON file."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | changes))
+
+
+DEEP_JSON = '{"a":' * 100_000 + "1" + "}" * 100_000

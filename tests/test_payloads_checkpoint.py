@@ -1,0 +1,84 @@
+"""Checkpoints of somebody else, with manifests that fit: no code is executed, and each fault names its file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shutil
+
+import pytest
+from payloads import DEEP_JSON, LYING, Trap
+
+from trainer.checkpoint.manifest import Manifest
+from trainer.cli import run
+
+SMALL = ["vit_digits", "--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--max_steps=2"]
+QUIET = ["--run.evaluate=false", "--checkpoint.every=1", "--checkpoint.asynchronous=false"]
+JSON_FILES = ("state.json", "rank-00000.json")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    assert run(["fit", *SMALL, *QUIET, f"--run.dir={run_dir}"]) == 0
+    return run_dir / "checkpoints" / "step-00000001"
+
+
+@pytest.fixture
+def resumed(original, tmp_path, capsys):
+    """A function: resume from the checkpoint with one file replaced, and its manifest made to fit; the last line."""
+
+    def attempt(file, content):
+        folder = tmp_path / original.name
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(original, folder)
+        (folder / file).write_bytes(content)
+        forge(folder, file, content)
+        capsys.readouterr()
+        words = [*SMALL, *QUIET, f"--run.resume={folder}", f"--run.dir={tmp_path / 'again'}"]
+        code, errors = run(["fit", *words]), capsys.readouterr().err.strip().splitlines()
+        shutil.rmtree(tmp_path / "again", ignore_errors=True)
+        assert not (tmp_path / "executed").exists()
+        return code, errors
+
+    return attempt
+
+
+def forge(folder, file, content):
+    """What anybody can do who can write the file: the hashes find accidents, not intentions."""
+    stated = json.loads((folder / "manifest.json").read_text())
+    stated["files"][file] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    del stated["digest"]
+    (folder / "manifest.json").write_text(Manifest(**stated).to_json())
+
+
+def test_an_unchanged_file_is_resumed_from(original, resumed):
+    assert resumed("state.json", (original / "state.json").read_bytes())[0] == 0
+
+
+@pytest.mark.parametrize("file", [*JSON_FILES, "rank-00000.safetensors"])
+@pytest.mark.parametrize("content", ["pickle", "deep", "[1]", "{}", "null", '{"tensors": 1, "values": 2}'])
+def test_what_is_no_state_is_refused(resumed, tmp_path, file, content):
+    known = {"pickle": pickle.dumps(Trap(tmp_path / "executed")), "deep": DEEP_JSON.encode()}
+    code, errors = resumed(file, known.get(content, content.encode()))
+    assert code in (1, 2)
+    assert errors[-1].startswith("trainer: error: ")
+    assert file in errors[-1]
+
+
+@pytest.mark.parametrize("name", LYING)
+def test_tensors_that_lie_are_refused(resumed, name):
+    code, errors = resumed("rank-00000.safetensors", LYING[name])
+    assert code in (1, 2)
+    assert "rank-00000.safetensors" in errors[-1]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", *JSON_FILES])
+def test_files_that_nothing_needs_are_not_read(original, tmp_path, name):
+    folder = tmp_path / original.name
+    shutil.copytree(original, folder)
+    for extra in (".metadata", "optimizer.pt", "__init__.py", f"{name}.pkl"):
+        (folder / extra).write_bytes(pickle.dumps(Trap(tmp_path / "executed")))
+    run(["fit", *SMALL, *QUIET, f"--run.resume={folder}", f"--run.dir={tmp_path / 'again'}"])
+    assert not (tmp_path / "executed").exists()

@@ -1,0 +1,118 @@
+"""No secret that is given to a run is in a file that it writes, nor in what it prints."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import yaml
+
+from trainer.cli import run
+from trainer.redact import REDACTED
+from trainer.trial import Trial
+
+SECRETS = {
+    "--data.url": "https://me:pa55w0rdInUrl@host/x?version=2&sig=sign4tureInUrl",
+    "--data.token": "t0kenByItsName",
+    "--model.url": "s3://me:s3cretOfTheModel@bucket/weights",
+    "--data.root": "/data/hf_abcdefghijklmnopqrstuvwxyz0123",
+}
+HIDDEN = ("pa55w0rdInUrl", "sign4tureInUrl", "t0kenByItsName", "s3cretOfTheModel", "hf_abcdef", "0ther-wandb-key")
+RECIPE = """
+from dataclasses import dataclass
+
+from trainer import Recipe, Run
+from trainer.data import Digits
+from trainer.errors import RecipeError
+from trainer.models import MLP
+
+
+@dataclass
+class Remote(Digits):
+    url: str = ""
+    token: str | None = None
+    root: str = ""
+
+    def prepare(self, tokenizer=None):
+        if "absent" in self.url:
+            raise RecipeError(f"data.url={self.url!r} with token={self.token!r} is not there: check the network")
+        super().prepare(tokenizer)
+
+
+@dataclass
+class Stored(MLP):
+    url: str = ""
+
+
+recipe = Recipe(
+    model=Stored([8]),
+    data=Remote(),
+    batch_size=64,
+    max_steps=1,
+    run=Run(logger=["tensorboard", "wandb"], evaluate=False),
+)
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_API_KEY", "0ther-wandb-key")
+    path = tmp_path / "remote_recipe.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def command(*words, **secrets):
+    """A command line with the secrets, as a process has it."""
+    return [*map(str, words), *(word for pair in {**SECRETS, **secrets}.items() for word in pair)]
+
+
+def shown(text):
+    return [secret for secret in HIDDEN if secret in text]
+
+
+def test_no_file_of_a_run_holds_a_secret(recipe_file, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("wandb")
+    run_dir = tmp_path / "run"
+    words = command("fit", recipe_file, "--run.dir", run_dir)
+    monkeypatch.setattr(sys, "argv", ["trainer", *words])  # which wandb would write
+    assert run(words) == 0
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert {"recipe.yaml", "summary.json", "config.json", "metrics.csv"} <= names
+    assert any("tfevents" in name for name in names)
+    assert any(name.endswith(".wandb") for name in names)
+    assert {path.name: found for path in files if (found := shown(path.read_bytes().decode("latin-1")))} == {}
+    assert shown("".join(capfd.readouterr())) == []
+    written = yaml.safe_load((run_dir / "recipe.yaml").read_text())
+    assert written["data"]["url"] == f"https://{REDACTED}@host/x?version=2&sig={REDACTED}"
+
+    repeated = ["fit", str(run_dir / "recipe.yaml"), f"--run.dir={tmp_path / 'again'}", "--run.logger=csv"]
+    assert run(repeated) == 2
+    message = "trainer: error: model.url was written without its credentials: give it again as --model.url\n"
+    assert capfd.readouterr().err == message
+    assert run(["evaluate", str(run_dir)]) == 2
+    assert run([*repeated, *command()]) == 0
+
+
+def test_a_printed_recipe_and_an_error_hold_no_secret(recipe_file, tmp_path, capsys):
+    assert run([*command("fit", recipe_file), "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    assert shown(printed) == []
+    (tmp_path / "own.yaml").write_text(printed)
+    assert run(["fit", str(recipe_file), "--config", str(tmp_path / "own.yaml")]) == 2
+    assert "was written without its credentials" in capsys.readouterr().err
+    absent = {"--data.url": "https://me:pa55w0rdInUrl@host/absent?token=sign4tureInUrl"}
+    assert run(command("fit", recipe_file, **absent)) == 2
+    error = capsys.readouterr().err
+    assert shown(error) == []
+    assert f"data.url='https://{REDACTED}@host/absent?token={REDACTED}' with token='{REDACTED}' is not there" in error
+
+
+def test_the_command_of_a_trial_holds_no_secret():
+
+    trial = Trial("finished", None, command("python", "-m", "trainer", "fit"), 1.0)
+    assert shown(str(trial.to_json())) == []
+    assert trial.to_json()["command"].count(REDACTED) == 5

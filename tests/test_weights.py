@@ -1,0 +1,78 @@
+"""Files of weights: what is in them is plain numbers under names, or they are refused."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from trainer.errors import RecipeError
+from trainer.weights import read_weights
+
+QUANTISED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": torch.eye(3).to_sparse()}, r"a \(sparse\)"),
+        ({"a": torch.eye(3).to_sparse_csr()}, r"a \(sparse\)"),
+        ({"a": torch.zeros(2), "b": QUANTISED}, r"b \(quantised\)"),
+        ({"a": torch.zeros(2, device="meta")}, r"a \(without values\)"),
+        ({1: torch.zeros(2)}, r"1 \(not under a name\)"),
+        ({("a", "b"): torch.zeros(2)}, r"\(not under a name\)"),
+    ],
+)
+def test_tensors_that_no_module_can_load_are_refused(tmp_path, state, message, zipped):
+    torch.save(state, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(RecipeError, match=rf"w\.pt holds what no module can load: .*{message}"):
+        read_weights(tmp_path / "w.pt")
+
+
+def test_parameters_are_read_as_tensors_without_gradients(tmp_path):
+    module = nn.Linear(2, 2)
+    torch.save(dict(module.named_parameters()), tmp_path / "w.pt")
+    found = read_weights(tmp_path / "w.pt")
+    assert {name: torch.equal(found[name], value) for name, value in module.named_parameters()} == dict.fromkeys(
+        found, 1
+    )
+    assert [(type(value), value.requires_grad) for value in found.values()] == [(torch.Tensor, False)] * 2
+
+
+def test_views_keep_their_values(tmp_path):
+    whole = torch.arange(12.0).view(3, 4)
+    state = {"column": whole[:, 1], "turned": whole.T, "wide": torch.ones(1).expand(5)}
+    torch.save(state, tmp_path / "w.pt")
+    found = read_weights(tmp_path / "w.pt")
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def test_a_link_is_followed_and_one_to_nowhere_is_named(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "real.safetensors")
+    (tmp_path / "link.safetensors").symlink_to("real.safetensors")
+    assert torch.equal(read_weights(tmp_path / "link.safetensors")["a"], torch.ones(2))
+    (tmp_path / "dangling.pt").symlink_to("nowhere.pt")
+    (tmp_path / "circle.pt").symlink_to("circle.pt")
+    os.mkfifo(tmp_path / "pipe.pt")  # reading it would wait for ever
+    (tmp_path / "folder.pt").mkdir()
+    for name in ("dangling.pt", "circle.pt", "pipe.pt", "folder.pt"):
+        with pytest.raises(RecipeError, match=rf"{name} is not there"):
+            read_weights(tmp_path / name)
+
+
+def test_a_large_file_is_mapped_and_not_read(tmp_path):
+    """16 GB that are not on the disk: a hole in the file."""
+    path = tmp_path / "w.safetensors"
+    header = b'{"a":{"dtype":"F32","shape":[4000000000],"data_offsets":[0,16000000000]}}'
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 16_000_000_000)
+    from trainer.streaming import WeightFiles, stored_in
+
+    assert stored_in(path)["a"][1] == (4_000_000_000,)
+    with WeightFiles() as files:
+        assert files.read(path, "a", (slice(3_999_999_990, 4_000_000_000),)).tolist() == [0.0] * 10

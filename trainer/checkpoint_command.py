@@ -1,0 +1,147 @@
+"""``trainer checkpoint list | verify | export``: what a person does with checkpoints besides resuming from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
+from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest, verify_files
+from trainer.errors import require
+
+USAGE = """\
+usage: trainer checkpoint list DIR
+       trainer checkpoint verify DIR
+       trainer checkpoint export DIR [--out FOLDER]
+
+list    every checkpoint: step, epoch, size, ranks, figures
+verify  check the hash of every file; exit code 1 when one is not what was saved
+export  write the model of a checkpoint as a finished run does: for trainer evaluate and trainer predict, for
+        transformers, for anything that reads safetensors. FOLDER is RUN_DIR/model by default
+
+DIR is a run directory (export takes its newest valid checkpoint) or one checkpoint, such as
+RUN_DIR/checkpoints/step-00000100.
+"""
+
+ACTIONS = ("list", "verify", "export")
+
+
+def checkpoint_command(argv: Sequence[str]) -> None:
+    """Carry out a command line, without ``trainer checkpoint``.
+
+    Raises:
+        RecipeError: for a command that cannot be carried out.
+        RunError: when a checkpoint is not what was saved.
+    """
+    from trainer.flags import scan
+
+    positionals, flags = scan(argv)
+    if ("help", None) in flags or not positionals:
+        print(USAGE, end="")
+        return
+    action, *rest = positionals
+    unknown = [name for name, _ in flags if (action, name) != ("export", "out")]
+    require(action in ACTIONS, f"checkpoint {action}: no such action (there are {', '.join(ACTIONS)})")
+    require(not unknown, f"checkpoint {action}: unknown flag --{'/--'.join(unknown)}: see trainer checkpoint --help")
+    require(len(rest) == 1, f"checkpoint {action} takes one DIR: see trainer checkpoint --help")
+    found = find(Path(rest[0]))
+    if action == "list":
+        list_checkpoints(found)
+    elif action == "verify":
+        verify_checkpoints(found)
+    else:
+        out = next((text for name, text in flags if name == "out"), None)
+        export_checkpoint(found, Path(out) if out else None)
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoint ``path``, or all of a run directory or of a folder of checkpoints, the newest first."""
+    require(path.is_dir(), f"{path}: no such directory")
+    if is_checkpoint(path):
+        return [path]
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = CheckpointFolder(folder).newest_first()
+    require(bool(found), f"{folder} holds no checkpoint")
+    return found
+
+
+def list_checkpoints(paths: Sequence[Path]) -> None:
+    """Print a line each, by the manifests alone."""
+    for path in paths:
+        try:
+            print(f"{path}  {_described(read_manifest(path))}")
+        except CorruptCheckpoint as error:  # noqa: PERF203
+            print(f"{path}  CORRUPT: {error}")
+
+
+def _described(manifest: Manifest) -> str:
+    size = sum(entry["bytes"] for entry in manifest.files.values())
+    figures = [f"{name} {value:.4f}" for name, value in (manifest.figures or {}).items()]
+    parts = [
+        f"step {manifest.step:,} (epoch {manifest.epoch}, {manifest.step_in_epoch:,} steps in)",
+        f"{size / 1e9:.3f} GB",
+        f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
+        *figures,
+        manifest.created,
+    ]
+    return " · ".join(parts)
+
+
+def verify_checkpoints(paths: Sequence[Path]) -> None:
+    """Check every file of every checkpoint, and print a line each.
+
+    Raises:
+        CorruptCheckpoint: in the end, saying how many were not what was saved.
+    """
+    corrupt = 0
+    for path in paths:
+        problem = _problem(path)
+        corrupt += problem is not None
+        print(f"{path}  {'ok' if problem is None else f'CORRUPT: {problem}'}")
+    if corrupt:
+        raise CorruptCheckpoint(f"{corrupt} of {len(paths)} checkpoint(s) are corrupt")
+
+
+def _problem(path: Path) -> str | None:
+    """What is wrong with the checkpoint, if anything."""
+    try:
+        verify_files(path, read_manifest(path))
+    except CorruptCheckpoint as error:
+        return str(error)
+    return None
+
+
+def export_checkpoint(paths: Sequence[Path], out: Path | None) -> None:
+    """Write the model of the first valid one of ``paths`` to ``out``.
+
+    Raises:
+        RecipeError: when there is no recipe to build the model from, or ``out`` exists.
+        CorruptCheckpoint: when none is valid.
+    """
+    path = _first_valid(paths)
+    run_dir = path.parent.parent
+    require(
+        (run_dir / "recipe.yaml").is_file(),
+        f"{run_dir} has no recipe.yaml, which says what model {path.name} is of: export from within its run directory",
+    )
+    target = out or run_dir / "model"
+    require(not target.exists(), f"{target} exists: give another folder by --out, or remove it")
+    from trainer.checkpoint.export import save_model
+    from trainer.checkpoint.store import staged_folder
+    from trainer.locate import load_recipe
+    from trainer.restore import Found, load_whole_model
+
+    recipe, _ = load_recipe(str(run_dir / "recipe.yaml"))
+    module = load_whole_model(Found(path, read_manifest(path)), recipe.model)
+    with staged_folder(target) as folder:
+        save_model(recipe.model, module, folder)
+    print(f"the model of {path.name} is in {target}")
+
+
+def _first_valid(paths: Sequence[Path]) -> Path:
+    for path in paths:
+        problem = _problem(path)
+        if problem is None:
+            return path
+        print(f"warning: {problem}")
+    raise CorruptCheckpoint(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is what was saved")

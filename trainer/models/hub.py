@@ -1,0 +1,73 @@
+"""What transformers reads from folders and from the hub, with no code executed that comes from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import RecipeError, require
+
+
+def local_folder(source: str) -> str:
+    """The path of a ``file://`` URL; anything else as it is."""
+    return source.removeprefix("file://")
+
+
+def is_local(source: str) -> bool:
+    """Whether ``source`` is a folder here."""
+    return Path(local_folder(source)).is_dir()
+
+
+def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a loader of transformers; what goes wrong becomes one line that names the key.
+
+    Args:
+        key: of the setting, without ``model.``.
+        source: its value: a hub id, a folder or a ``file://`` URL of one.
+        load: called with the other arguments.
+
+    Raises:
+        RecipeError: whatever ``load`` raises, but for a lack of memory.
+    """
+    from safetensors import SafetensorError
+
+    if source.startswith(("file://", "/", "./", "../")) and not is_local(source):
+        raise RecipeError(f"model.{key}={source} is not a folder")
+    try:
+        return load(*args, **kwargs)
+    except Exception as error:  # transformers checks little of what is in a file before it uses it
+        if isinstance(error, MemoryError | RuntimeError) and "memory" in str(error):
+            raise  # no fault of the files
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        if "trust_remote_code" in str(error):
+            raise RecipeError(
+                f"model.{key}={source!r} cannot be loaded: it needs Python code that comes with it (auto_map), and no "
+                "such remote code is executed. Give a model of an architecture that transformers has itself, or read "
+                "the code and write a trainer.Model that imports it"
+            ) from error
+        if not isinstance(error, OSError | ValueError | SafetensorError):
+            first_line = f"{type(error).__name__}: {first_line}."
+        raise RecipeError(
+            f"model.{key}={source!r} cannot be loaded: {first_line} Give a local folder as save_pretrained writes it, "
+            "or a hub id"
+        ) from error
+
+
+def refuse_code(name: str, config: Any) -> None:
+    """Refuse a configuration for which transformers would fetch and run compiled code from the hub.
+
+    Raises:
+        RecipeError: naming ``name``, the folder or hub id of ``config``, and the entry.
+    """
+    wished = [getattr(config, key, None) for key in ("_attn_implementation", "_experts_implementation")]
+    kernels = [text for text in map(str, wished) if "/" in text]
+    require(
+        not kernels,
+        f"model.name={name!r}: its configuration asks for the kernel {', '.join(kernels)}, which is code from the hub, "
+        "and is not executed: take attn_implementation out of its config.json",
+    )
+    require(
+        getattr(config, "quantization_config", None) is None,
+        f"model.name={name!r}: its configuration asks for quantised weights, which cannot be trained and may need code "
+        "from the hub: give a model without quantization_config in its config.json",
+    )
