@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError, require
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -57,12 +57,16 @@ def doctor_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, st
 def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
     """Every finding, as soon as it is there."""
     from trainer.doctor import disk, machine, model, ranks, samples, trial
-    from trainer.doctor.finding import findings
+    from trainer.doctor.finding import fail, findings
     from trainer.doctor.subject import Subject
     from trainer.planner.predict import prepared
     from trainer.world import detect_world
 
-    subject = Subject(recipe, reference, detect_world(recipe))
+    try:
+        subject = Subject(recipe, reference, detect_world(recipe))
+    except RecipeError as error:  # no device, or a launcher that is not known: nothing else can be looked at
+        yield fail("devices", str(error))
+        return
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("libraries", partial(machine.libraries, subject)),
         ("devices", partial(machine.devices, subject)),

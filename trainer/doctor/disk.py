@@ -25,6 +25,10 @@ def run_directory(subject: Subject) -> Iterator[Finding]:
     check, folder = "run directory", subject.run_dir
     if (folder / "recipe.yaml").exists() and subject.recipe.run.resume == "none":
         yield fail(check, f"{folder} already holds a run", "--run.resume auto, or another --run.dir")
+    in_the_way = next(path for path in (folder, *folder.parents) if path.exists())
+    if not in_the_way.is_dir():
+        yield fail(check, f"{in_the_way} is not a directory", "another --run.dir")
+        return
     if not os.access(subject.disk, os.W_OK):
         yield fail(check, f"{subject.disk} is not writable", "another --run.dir")
         return

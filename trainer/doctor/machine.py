@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,20 @@ def devices(subject: Subject) -> Iterator[Finding]:
         else:
             yield ok(check, text)
         return
-    found = within(30.0, _gpus, sees_gpu=True)
-    if world.devices > len(found["gpus"]):
-        fix = f"--run.devices {len(found['gpus'])}, or CUDA_VISIBLE_DEVICES"
-        yield fail(check, f"{world.devices} GPUs were asked for and {len(found['gpus'])} are there", fix)
-    for number, (name, free, total) in enumerate(found["gpus"][: world.devices]):
+    yield from of_gpus(within(30.0, _gpus, sees_gpu=True), world.devices)
+
+
+def of_gpus(found: Mapping[str, Any], wanted: int) -> Iterator[Finding]:
+    """What there is to say of the GPUs of this machine, of which ``wanted`` are to be used.
+
+    Args:
+        found: the ``driver``, and of each of the ``gpus`` its name and its free and whole memory in bytes.
+    """
+    check, gpus = "devices", found["gpus"]
+    if wanted > len(gpus):
+        text = f"{wanted} GPUs were asked for and {len(gpus)} are there"
+        yield fail(check, text, f"--run.devices {len(gpus)}, or CUDA_VISIBLE_DEVICES")
+    for number, (name, free, total) in enumerate(gpus[:wanted]):
         text = f"GPU {number}: {name}, {free / GB:.1f} of {total / GB:.1f} GB free, driver {found['driver']}"
         if free < (1 - BUSY) * total:
             yield warning(check, text, "end the other processes on it, or choose another by CUDA_VISIBLE_DEVICES")
