@@ -28,10 +28,11 @@ class RunLock:
 
     Args:
         run_dir: an existing directory.
+        name: of the file: a run and its supervisor have a lock each.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir.resolve() / NAME
+    def __init__(self, run_dir: Path, name: str = NAME) -> None:
+        self.path = run_dir.resolve() / name
         self._descriptor: int | None = None
 
     def acquire(self) -> str | None:
