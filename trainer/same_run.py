@@ -17,6 +17,9 @@ IGNORED = ("run.dir", "run.resume", "run.allow_change")
 BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate")
 """Settings of the section run that change what is trained or found; the others of run and checkpoint do not."""
 
+LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples")
+"""Settings of the section data that do not change what is in a sample."""
+
 
 def require_same_run(
     path: Path, manifest: Manifest, now: Mapping[str, Any], dataset: str, tokenizer: str | None, allowed: list[str]
@@ -61,7 +64,7 @@ def _require_known(allowed: list[str], now: Mapping[str, Any]) -> None:
 
 
 def _is_free(key: str) -> bool:
-    return key.partition(".")[0] in ("run", "checkpoint") and key not in BINDING
+    return key in LOADING or (key.partition(".")[0] in ("run", "checkpoint") and key not in BINDING)
 
 
 def _differences(
