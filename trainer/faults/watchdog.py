@@ -201,8 +201,6 @@ class Watchdog:
                 self.peers.wait_heard(SECONDS_TO_HEAR)
         if self.heard is not None and self.heard.process is not None:
             self.heard.process.kill()
-        if self.peers is not None:
-            self.peers.box.close()
         sys.stdout.flush()
         os._exit(1)
 
