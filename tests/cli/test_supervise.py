@@ -262,7 +262,7 @@ def test_out_of_memory_is_mended_by_smaller_micro_batches(supervise):
 @pytest.mark.parametrize("whole_job", [False, True], ids=["supervisor alone", "every process"])
 def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(supervise, whole_job):
     run = supervise("--model.what", "slow", "--max_steps", "2000", own=("--nproc", "2"))
-    run.wait_for("step 10/")
+    run.wait_for_step(10)
     for pid in run.pids() if whole_job else [run.process.pid]:
         os.kill(pid, signal.SIGTERM)
     assert run.wait(60) == 75, run.text
@@ -276,7 +276,7 @@ def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(s
 @pytest.mark.slow
 def test_a_preempted_rank_is_not_the_end(supervise):
     run = supervise("--model.what", "slow", "--max_steps", "60")
-    run.wait_for("step 10/")
+    run.wait_for_step(10)
     (own,) = [pid for pid in run.pids() if pid != run.process.pid]
     os.kill(own, signal.SIGTERM)
     assert run.wait() == 0, run.text
@@ -288,7 +288,7 @@ def test_a_preempted_rank_is_not_the_end(supervise):
 def test_a_killed_supervisor_leaves_no_process_behind(supervise, moment):
     run = supervise("--model.what", "slow", "--max_steps", "2000", own=("--nproc", "2"))
     if moment == "training":
-        run.wait_for("step 10/")
+        run.wait_for_step(10)
     else:
         until = time.monotonic() + 60
         while len(run.pids()) < 3:  # the second rank imports what it needs
@@ -302,7 +302,7 @@ def test_a_killed_supervisor_leaves_no_process_behind(supervise, moment):
 @pytest.mark.slow
 def test_a_second_signal_kills_and_the_second_supervisor_is_refused(supervise):
     run = supervise("--model.what", "slow", "--max_steps", "2000")
-    run.wait_for("step 10/")
+    run.wait_for_step(10)
     command = [sys.executable, "-m", "trainer", "run", "--", "vit_digits", "--run.dir", str(run.run_dir)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 2
