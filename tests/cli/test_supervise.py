@@ -18,6 +18,7 @@ if not sys.platform.startswith("linux"):
 from cli.supervised import Supervised
 
 from trainer.errors import RecipeError
+from trainer.supervise import memory
 from trainer.supervise.attempt import Attempt, Ending
 from trainer.supervise.command import fit_command, split
 from trainer.supervise.memory import known_sizes, ran_out_of_memory
@@ -204,6 +205,19 @@ def test_sizes_are_those_of_the_plan_or_of_the_last_recovery(capfd, tmp_path):
 )
 def test_out_of_memory_is_told_from_other_ends(ending, kills, expected):
     assert ran_out_of_memory(ending, kills) is expected
+
+
+def test_the_kernel_s_count_is_that_of_the_own_group(tmp_path, monkeypatch):
+    assert memory.kernel_kills() >= 0
+    for name in ("VMSTAT", "CGROUPS", "CGROUP_ROOT"):
+        monkeypatch.setattr(memory, name, tmp_path / name)
+    assert memory.kernel_kills() == 0
+    (tmp_path / "VMSTAT").write_text("nr_free_pages 12\noom_kill 7\n")
+    assert memory.kernel_kills() == 7
+    (tmp_path / "CGROUPS").write_text("1:name=x:/y\n0::/job/step\n")
+    (tmp_path / "CGROUP_ROOT" / "job" / "step").mkdir(parents=True)
+    (tmp_path / "CGROUP_ROOT" / "job" / "step" / "memory.events").write_text("oom 3\noom_kill 2\n")
+    assert memory.kernel_kills() == 2
 
 
 # ---------------------------------------------------------------------------------------------------------- whole runs
