@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -112,7 +113,8 @@ class ProcessId:
     def kill(self) -> None:
         """End it at once, if it is here and still the same."""
         if self.is_here() and self.state() != "gone":
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

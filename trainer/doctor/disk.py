@@ -68,7 +68,7 @@ def _write_and_rename(folder: Path) -> float:
 
 
 def _in_use(subject: Subject) -> Iterator[Finding]:
-    if not (subject.run_dir / "run.lock").exists():
+    if not (subject.run_dir / ".run.lock").exists():
         return
     lock = RunLock(subject.run_dir)
     try:

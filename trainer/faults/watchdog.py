@@ -31,6 +31,9 @@ SECONDS_TO_END = 5.0
 """How long a rank that heard of a failure has to come out of its collective, before it is ended."""
 
 
+SECONDS_TO_CLEAN_UP = 300.0
+"""How long a rank may take, once its run has failed, to write down what there is and leave."""
+
 COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"torch{os.sep}nn{os.sep}parallel{os.sep}")
 """Where the code is in which a rank waits for others."""
 
@@ -108,15 +111,13 @@ class Watchdog:
     # --------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        while not self._wake.wait(SECONDS_BETWEEN_LOOKS):
-            if self.peers is not None:
-                try:
+        try:
+            while not self._wake.wait(SECONDS_BETWEEN_LOOKS):
+                if self.peers is not None:
                     self._look_at_peers(self.peers)
-                except (RuntimeError, ValueError) as error:
-                    self._store_gone(error)
-                    return
-            if not self._ending:
                 self._look_at_self()
+        except (RuntimeError, ValueError) as error:  # of the store
+            self._store_gone(error)
 
     def _look_at_peers(self, peers: Peers) -> None:
         peers.beat(self.place())
@@ -128,9 +129,8 @@ class Watchdog:
             return
         self.heard = told
         if told.process is None:
-            self._wait_for_main(
-                SECONDS_TO_END
-            )  # its connections close, and with them the collective that this rank waits in
+            # The one that ended closes its connections, and with them the collective that the main thread waits in.
+            self._wait_for_main(SECONDS_TO_END)
         if not (self._closed or self._ending):
             self._end(told.text)
         if told.process is not None:
@@ -143,6 +143,9 @@ class Watchdog:
         self._last_look = now
         if place.position != self._position:
             self._position, self._still = place.position, 0.0
+        if self._ending:
+            self._require_end(place)
+            return
         if self._still < self._patience(place):
             return
         if self.peers is not None and (other := self._waits_for(self.peers, place)):
@@ -154,6 +157,11 @@ class Watchdog:
             text = f"{place}: no progress for {self._still:.0f} s"
         if self.place().position == place.position and not (self._ending or self._closed):
             self._end(text, stack=True)
+
+    def _require_end(self, place: Place) -> None:
+        """A run that failed may still wait in a collective for one that failed otherwise."""
+        if self._still > SECONDS_TO_CLEAN_UP and not self._closed:
+            self._end(f"{place}: the run has failed, and does not come to its end", stack=True)
 
     def _waits_for(self, peers: Peers, place: Place) -> str | None:
         """What this rank waits for, where it only waits for others; ``None`` where it is itself what takes long."""
