@@ -29,7 +29,7 @@ flags:
 The run directory is --run.dir, or one that is chosen and printed; --run.resume is auto.
 """
 
-LOCK = "supervisor.lock"
+LOCK = ".supervisor.lock"
 """Held besides the run's own lock, which is free between two attempts."""
 
 LEAST = {"restarts": 0, "nproc": 1, "grace": 0, "patience": 1, "backoff": 0}
