@@ -77,6 +77,11 @@ class Trial:
             return json.loads((self.run_dir / "supervisor.json").read_text())["attempts"]
         return []
 
+    def _running(self, count: int) -> dict[str, Any] | None:
+        """The newest attempt, if it runs and comes after ``count`` others."""
+        attempts = self.attempts()
+        return attempts[-1] if len(attempts) > count and attempts[-1]["end"] is None else None
+
     def first_step(self, since: float) -> float | None:
         """When the first step after ``since`` had ended: a process that begins a second one has taken one."""
         seen = set()
@@ -91,11 +96,13 @@ class Trial:
     def kill_once(self) -> None:
         """Wait for an instant of the newest attempt, and kill one of its processes."""
         count = len(self.kills)
-        attempts = self._wait(lambda: len(self.attempts()) > count and self.attempts())
-        began = _seconds(attempts[count]["start"])
-        expected = statistics.median(self.startups) if self.startups else 10.0
-        instant = began + self.random.uniform(0.0, expected + AFTER_FIRST_STEP)
-        time.sleep(max(0.0, instant - time.time()))
+        newest = self._wait(lambda: self._running(count))
+        began = _seconds(newest["start"])
+        if not self.startups:  # the first attempt shows how long that takes on this machine
+            self._wait(lambda: self.first_step(began))
+        else:
+            longest = statistics.median(self.startups) + AFTER_FIRST_STEP
+            time.sleep(max(0.0, began + self.random.uniform(0.0, longest) - time.time()))
         pids = self._wait(self._ranks)
         step = self.first_step(began)
         if step is not None:
@@ -179,6 +186,7 @@ def measure(folder: Path, ranks: int, kills: int, seed: int, minutes: float) -> 
         "kills": len(trial.kills),
         "in_training": sum(kill.training for kill in trial.kills),
         "recoveries": min(started, len(trial.kills)),
+        "other_crashes": started - len(trial.kills),
         "exit_code_when_asked_to_stop": code,
         "steps": len(losses),
         "losses_are_those_of_an_undisturbed_run": losses == trial.reference(len(losses)),
