@@ -204,11 +204,12 @@ def test_what_the_data_knows_fills_the_model_and_must_agree(tmp_path):
 
 def test_a_run_can_be_evaluated_from_another_folder(tmp_path, monkeypatch):
     from trainer.data import TextFiles
-    from trainer.rundir import _with_absolute_paths
+    from trainer.rundir import with_absolute_paths
 
     (tmp_path / "t.csv").write_text("text,label")
     monkeypatch.chdir(tmp_path)
-    kept = _with_absolute_paths(TextFiles("t.csv", test_file="missing.csv", val_fraction=0.1))
+    data = TextFiles("t.csv", test_file="missing.csv", val_fraction=0.1)
+    kept = with_absolute_paths(dataclasses.replace(recipe("x"), data=data)).data
     assert (kept.train_file, kept.test_file, kept.text_column) == (str(tmp_path / "t.csv"), "missing.csv", "text")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -92,7 +93,7 @@ class Checkpointer:
         if engine.counters.step > self.saved_at and (stop or is_time or self._is_due(engine)):
             self.save(engine)
         if stop:
-            self.background.wait()
+            self._wait()
             raise Stopped(self._stopped(engine))
 
     def begin_at(self, step: int) -> None:
@@ -104,7 +105,19 @@ class Checkpointer:
         """After the last step: the end of training is saved, too, where checkpoints were due on the way."""
         if engine.counters.step > self.saved_at and (self.writes or self._is_due(engine)):
             self.save(engine)
-        self.background.wait()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Until the last checkpoint is on disk; raises why it is not."""
+        with self._announced():
+            self.background.wait()
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """To those who watch that this rank moves on."""
+        self.session.monitor.doing("checkpoint")
+        yield
+        self.session.monitor.doing(None)
 
     def _is_due(self, engine: Engine) -> bool:
         step = engine.counters.step
@@ -129,14 +142,15 @@ class Checkpointer:
             RunError: on all ranks alike, when there is no space for it.
         """
         self.session.monitor.doing("checkpoint")
-        self.background.wait()  # one copy in host memory at a time
-        snapshot = self._snapshot(engine)
-        self._require_space(snapshot)
+        self._wait()  # one copy in host memory at a time
+        with self._announced():
+            snapshot = self._snapshot(engine)
+            self._require_space(snapshot)
         self.saved_at, self.saved_when = engine.counters.step, time.monotonic()
         self.writes += 1
         self.background.run(partial(self.writer.write, snapshot))
         if not self.wishes.asynchronous:
-            self.background.wait()
+            self._wait()
         self.session.monitor.doing(None)
 
     def _snapshot(self, engine: Engine) -> Snapshot:

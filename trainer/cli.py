@@ -25,6 +25,9 @@ usage: trainer COMMAND ...
 
 commands:
   fit RECIPE [flags]        train, evaluate and write a run directory
+  run [--restarts N] -- RECIPE [flags]
+                            fit, started again from its newest checkpoint when it dies; `trainer run --help`
+  doctor RECIPE [flags]     check this machine, the data and the model before a run: each finding with its fix
   plan RECIPE [flags]       find the fastest plan that fits a memory budget, for GPUs that need not be there
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
@@ -46,7 +49,10 @@ options:
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 """What a collective says when another rank is gone."""
 
-COMMANDS = {"fit": "RECIPE", "plan": "RECIPE", "ladder": "RECIPE", "evaluate": "RUN_DIR", "predict": "RUN_DIR"}
+COMMANDS = {
+    **dict.fromkeys(("fit", "doctor", "plan", "ladder"), "RECIPE"),
+    **dict.fromkeys(("evaluate", "predict"), "RUN_DIR"),
+}
 PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
 
 
@@ -85,10 +91,11 @@ def _leave_failed_ranks(code: int) -> None:
         os._exit(code)
 
 
-def _guarded(command: Callable[[], None]) -> int:
+def _guarded(command: Callable[[], int | None]) -> int:
+    """Run a command; its exit code, 0 where it returns none."""
     _hide_foreign_bars()
     try:
-        command()
+        return command() or 0
     except Stopped as error:
         print(error, file=sys.stderr)
         return EXIT_REQUEUE
@@ -96,7 +103,6 @@ def _guarded(command: Callable[[], None]) -> int:
         return 130
     except Exception as error:
         return _report(error)
-    return 0
 
 
 def _report(error: Exception) -> int:
@@ -119,10 +125,14 @@ def _hide_foreign_bars() -> None:
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
 
 
-def _dispatch(argv: list[str]) -> None:
+def _dispatch(argv: list[str]) -> int:
     first = argv[0] if argv else "--help"
     if first in COMMANDS:
         _command(first, argv[1:])
+    elif first == "run":
+        from trainer.supervise.command import run_command
+
+        return run_command(argv[1:])
     elif first == "chaos":
         _chaos(argv[1:])
     elif first == "checkpoint":
@@ -137,9 +147,10 @@ def _dispatch(argv: list[str]) -> None:
         from trainer.settings import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
-        known = [*COMMANDS, "checkpoint", "chaos"]
+        known = [*COMMANDS, "run", "checkpoint", "chaos"]
         suggestion = did_you_mean(first.lstrip("-"), known)
         raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(known)})")
+    return 0
 
 
 def _print_usage() -> None:
@@ -185,6 +196,10 @@ def _command(name: str, argv: list[str]) -> None:
         from trainer.fit import fit
 
         fit(resolved, source=source)
+    elif name == "doctor":
+        from trainer.doctor.command import doctor_command
+
+        doctor_command(resolved, reference, flags)
     elif name == "plan":
         from trainer.plan_command import plan_command
 
@@ -225,6 +240,10 @@ def _own_flags(name: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
         from trainer import plan_command
 
         return plan_command.FLAGS, plan_command.SWITCHES
+    if name == "doctor":
+        from trainer.doctor.command import SWITCHES
+
+        return {}, SWITCHES
     return PREDICT_FLAGS if name == "predict" else {}, {}
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.checkpoint.export import load_model
 from trainer.contract import Model
+from trainer.engine.algorithms import deterministic_algorithms
 from trainer.engine.forward import Forward
 from trainer.errors import require
 from trainer.faults.guard import guarded
@@ -52,6 +53,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         Stopped: when it was asked to stop; everything is saved then.
     """
     with open_session(recipe) as session, guarded(session), ExitStack() as closing:
+        closing.enter_context(deterministic_algorithms(recipe.run.deterministic))
         run_dir = choose_run_dir(session, source)
         if recipe.run.snapshot:
             closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))

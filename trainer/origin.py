@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 from functools import cached_property
@@ -47,6 +48,19 @@ def flat_settings(recipe: Recipe) -> dict[str, Any]:
     are redacted, so a URL may be signed anew.
     """
     recipe = with_absolute_paths(recipe)
-    settings = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
-    classes = {part: type(getattr(recipe, part)).__qualname__ for part in ("model", "data")}
-    return json.loads(json.dumps({**classes, **settings}, default=str))
+    settings: dict[str, Any] = {}
+    for part in ("model", "data"):
+        chosen = getattr(recipe, part)
+        settings[part] = type(chosen).__qualname__
+        fields = [field.name for field in dataclasses.fields(chosen) if field.init]
+        settings |= {f"{part}.{name}": _name_of(getattr(chosen, name)) for name in fields}
+    settings |= {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
+    return json.loads(json.dumps(settings, default=str))
+
+
+def _name_of(value: Any) -> Any:
+    """For what YAML cannot hold, and settings leave out (a function, classes of blocks): its name, in every process."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_name_of(item) for item in value]
+    name = getattr(value, "__qualname__", None)
+    return name if name is not None else type(value).__qualname__

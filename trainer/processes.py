@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +16,9 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
+
+SUPERVISOR = "TRAINER_SUPERVISOR"
+"""Variable in which ``trainer run`` tells the ranks that it starts which process it is."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STOPPED, GONE = "T", "ZX"
@@ -31,6 +36,18 @@ def end_with_launcher() -> None:
     by_fabric = "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
     if "TORCHELASTIC_RUN_ID" in os.environ or (by_fabric and "SLURM_NTASKS" not in os.environ):
         end_with_parent()
+    _require_supervisor()
+
+
+def _require_supervisor() -> None:
+    """End a rank whose supervisor has ended, and with it the first rank, while this one was not yet bound to it."""
+    text = os.environ.get(SUPERVISOR)
+    if text is None:
+        return
+    supervisor = ProcessId(**json.loads(text))
+    if supervisor.is_here() and supervisor.state() == "gone":
+        print("trainer: error: the supervisor of this run has ended", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def become_helper() -> None:
@@ -96,7 +113,8 @@ class ProcessId:
     def kill(self) -> None:
         """End it at once, if it is here and still the same."""
         if self.is_here() and self.state() != "gone":
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:

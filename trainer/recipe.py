@@ -201,7 +201,8 @@ class Run:
             also on out of memory; to be dropped on pytorch.org/memory_viz.
         evaluate: evaluate after every epoch and at the end; false trains only, to measure memory and speed.
         predict: predict the memory before training, in a process beside it, to compare with what is measured.
-        recover: after an out of memory, take the step again in micro-batches of half the size; false ends the run.
+        recover: after an out of memory, take the step again in micro-batches of half the size; false, or deterministic,
+            ends the run.
         resume: none; auto, from the newest valid checkpoint in run.dir, or from the start where there is none yet; or
             the path of a checkpoint, or of a run directory.
         allow_change: what may differ from the run that is resumed: settings, such as optim.lr, or whole sections, such

@@ -54,7 +54,8 @@ class Recovery:
     ) -> None:
         self.session, self.stack, self.stepper, self.windows = session, stack, stepper, windows
         self.build, self.schedule, self.say = build, schedule, say
-        self.wanted = session.recipe.run.recover
+        # Other micro-batches would have other bits: a run that is to be compared with others ends, and says so.
+        self.wanted = session.recipe.run.recover and not session.plan.deterministic
         several = session.fabric.world_size > 1
         self.regrouping = Regrouping(session.fabric) if several and self.wanted else None
 

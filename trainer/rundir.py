@@ -19,7 +19,7 @@ from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share
 from trainer.errors import RecipeError, require
 from trainer.listeners import Stopwatch
-from trainer.memory.plan import plan_warnings
+from trainer.memory.plan import idle_ranks, plan_warnings
 from trainer.recipe import Recipe
 from trainer.redact import redact
 from trainer.report.loggers import close_loggers, make_loggers
@@ -187,7 +187,8 @@ def describe_run(session: Session, module: nn.Module, windows: Windows) -> list[
         f"{name}: {parameters:,} parameters{frozen}; {windows.size:,} samples, {steps:,} steps",
     ]
     on_gpu = session.fabric.device.type == "cuda"
-    lines += [f"warning: {text}" for text in plan_warnings(session.recipe, on_gpu)]
+    warnings = [*plan_warnings(session.recipe, on_gpu), idle_ranks(session.plan)]
+    lines += [f"warning: {text}" for text in warnings if text is not None]
     if session.forecast is not None:
         lines += session.forecast.lines()
     if windows.lengths is not None:

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manifest import Manifest
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
+from trainer.settings import did_you_mean
 
 IGNORED = ("run.dir", "run.resume", "run.allow_change")
 """Settings that say how to resume."""
 
 BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate")
 """Settings of the section run that change what is trained or found; the others of run and checkpoint do not."""
+
+LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples")
+"""Settings of the section data that do not change what is in a sample."""
 
 
 def require_same_run(
@@ -35,6 +39,7 @@ def require_same_run(
     Raises:
         RecipeError: naming every difference that changes the training and was not allowed.
     """
+    _require_known(allowed, now)
     lines, refused = [], []
     for key, old, new in _differences(manifest, now, dataset, tokenizer):
         line = f"{key}: {_short(old)} in the checkpoint, {_short(new)} now"
@@ -51,8 +56,15 @@ def require_same_run(
     return lines
 
 
+def _require_known(allowed: list[str], now: Mapping[str, Any]) -> None:
+    sections = {key.partition(".")[0] for key in now}
+    known = sorted({*now, *sections, "data", "tokenizer"})
+    for key in allowed:
+        require(key in known, f"run.allow_change={key!r} is no setting{did_you_mean(key, known)}")
+
+
 def _is_free(key: str) -> bool:
-    return key.partition(".")[0] in ("run", "checkpoint") and key not in BINDING
+    return key in LOADING or (key.partition(".")[0] in ("run", "checkpoint") and key not in BINDING)
 
 
 def _differences(

@@ -12,53 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from resumed import OPTIM, losses, recipe, resume, saved
 from torch import nn
 
-from trainer import Checkpoint, Memory, Optim, Recipe, RecipeError, Run
+from trainer import Checkpoint, Optim, RecipeError
 from trainer.contract import Loss
 from trainer.data import Digits
 from trainer.fit import fit
-from trainer.models import MLP, VisionTransformer
-
-TINY = {"patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32, "dropout": 0.2}
-OPTIM = Optim("adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, clip_norm=1.0)
-
-
-def recipe(run_dir: Path, **changes: Any) -> Recipe:
-    """Two epochs of three steps (the last of 6 samples), saved after every second step."""
-    run = changes.pop("run", {})
-    memory = changes.pop("memory", {})
-    settings: dict[str, Any] = {
-        "model": VisionTransformer("custom", **TINY),
-        "data": Digits(test_fraction=0.97),  # 54 samples to train on
-        "optim": OPTIM,
-        "batch_size": 24,
-        "epochs": 2,
-        "checkpoint": Checkpoint(every=2, keep_last=9),
-        "memory": Memory(**{"micro_batch_size": 4} | memory),
-        "run": Run(**{"dir": str(run_dir), "progress": False, "evaluate": False} | run),
-    }
-    return Recipe(**settings | changes)
-
-
-def losses(run_dir: Path) -> list[float]:
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-
-
-def saved(run_dir: Path, step: int) -> dict[str, Any]:
-    """Hashes of all tensors and random generators, and the state, of a checkpoint."""
-    folder = run_dir / "checkpoints" / f"step-{step:08d}"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    state = json.loads((folder / "state.json").read_text())
-    del state["stopwatch"]
-    return {"state": state} | {n: f["sha256"] for n, f in manifest["files"].items() if n.startswith("rank-")}
-
-
-def resume(source: Path, run_dir: Path, step: int, **changes: Any) -> None:
-    """Go on from a checkpoint of ``source`` in the new directory ``run_dir``."""
-    run = changes.pop("run", {}) | {"resume": str(source / "checkpoints" / f"step-{step:08d}")}
-    fit(recipe(run_dir, run=run, **changes))
+from trainer.models import MLP
 
 
 class Normed(MLP):

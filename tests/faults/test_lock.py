@@ -38,13 +38,13 @@ def holder(tmp_path):
 
 
 def write(folder, **owner):
-    (folder / "run.lock").write_text(json.dumps({"host": socket.gethostname(), "started": "2026-01-02", **owner}))
+    (folder / ".run.lock").write_text(json.dumps({"host": socket.gethostname(), "started": "2026-01-02", **owner}))
 
 
 def test_a_lock_says_whose_it_is_and_leaves_nothing(tmp_path):
     lock = RunLock(tmp_path)
     assert lock.acquire() is None
-    owner = json.loads((tmp_path / "run.lock").read_text())
+    owner = json.loads((tmp_path / ".run.lock").read_text())
     assert (owner["host"], owner["pid"], owner["boot_id"]) == (socket.gethostname(), os.getpid(), boot_id())
     lock.release()
     assert list(tmp_path.iterdir()) == []
@@ -55,7 +55,7 @@ def test_a_lock_says_whose_it_is_and_leaves_nothing(tmp_path):
 def test_a_second_run_is_refused(holder, tmp_path):
     with pytest.raises(RecipeError, match=rf"in use by the run of pid {holder.pid} on {socket.gethostname()} since \d"):
         RunLock(tmp_path).acquire()
-    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == holder.pid
+    assert json.loads((tmp_path / ".run.lock").read_text())["pid"] == holder.pid
 
 
 def test_a_second_run_of_the_same_process_is_refused_and_does_not_drop_the_lock(tmp_path):
@@ -98,11 +98,11 @@ def test_a_run_on_another_machine_is_not_ours_to_judge(tmp_path):
         RecipeError, match=r"pid 7 on elsewhere since 2026-01-02, another machine: .*remove .*run\.lock"
     ):
         RunLock(tmp_path).acquire()
-    assert json.loads((tmp_path / "run.lock").read_text())["pid"] == 7
+    assert json.loads((tmp_path / ".run.lock").read_text())["pid"] == 7
 
 
 def test_a_lock_that_was_not_written_to_its_end_is_free(tmp_path):
-    (tmp_path / "run.lock").write_text('{"host": "elsew')
+    (tmp_path / ".run.lock").write_text('{"host": "elsew')
     lock = RunLock(tmp_path)
     assert lock.acquire() is None
     lock.release()

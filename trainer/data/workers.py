@@ -186,6 +186,9 @@ def _torch_raises_nothing_between() -> Iterator[None]:
 
 def _begin(worker: int) -> None:
     become_helper()
+    # Slurm signals every process of a job, whatever its group. What ends a worker is the rank, or the rank's end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_it_is(batch: Any) -> Any:

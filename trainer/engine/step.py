@@ -88,7 +88,7 @@ class Stepper(Forward):
 
     def accumulate(self, window: Window) -> LossTotals:
         """Forward and backward, micro-batch by micro-batch; the gradients are then those of the whole batch."""
-        totals = LossTotals(window, self.world_size)
+        totals = self.sync.begin(window, self.world_size)
         if self.batchnorm:
             self.batchnorm.remember()
         for micro in window:

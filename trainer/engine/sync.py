@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract import Model
+from trainer.engine.totals import LossTotals
+from trainer.engine.window import Window
 from trainer.errors import RunError
 
 
@@ -27,6 +29,10 @@ class GradientSync:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.alike = len({(p.device, p.dtype, type(p)) for p in self.parameters}) == 1
+
+    def begin(self, window: Window, world_size: int) -> LossTotals:
+        """Called before the first micro-step of a window; returns what its losses are summed up in."""
+        return LossTotals(window, world_size)
 
     def before(self, is_last: bool) -> None:
         """Called before the forward of every micro-step: a wrapper's own state is never trusted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain, islice
 
 import torch
@@ -20,7 +21,7 @@ class LossTotals:
     """
 
     def __init__(self, window: Window, world_size: int) -> None:
-        self.weights, self.world_size = window.weights, world_size
+        self.weights, self.world_size, self.factor = window.weights, world_size, world_size
         self.parts: dict[str, list[Tensor]] = {name: [] for name in window.weights}
         self.scales: dict[str, Tensor] = {}
 
@@ -31,7 +32,7 @@ class LossTotals:
         """
         if loss.name not in self.scales:
             weight = self.weights[loss.name] or 1.0
-            self.scales[loss.name] = torch.full_like(loss.total.detach(), self.world_size / weight)
+            self.scales[loss.name] = torch.full_like(loss.total.detach(), self.factor / weight)
         scale = self.scales[loss.name]
         return torch.zeros_like(scale) if is_empty else scale
 
@@ -48,11 +49,41 @@ class LossTotals:
             sums = torch.cat([sums, sums.new_ones(1)])
             torch.distributed.all_reduce(sums)
             first, *values, ranks = torch.cat([norm.detach().to(sums).reshape(1), sums]).tolist()
-            if ranks != self.world_size:  # NCCL says nothing of a collective that was aborted while a rank waited
-                raise RuntimeError("the ranks did not all come to the end of the step: its collectives were aborted")
+            self._require_all(ranks)
         else:
             first, *numbers = torch.stack([norm, *chain.from_iterable(self.parts.values())]).tolist()
             left = iter(numbers)
             values = [sum(islice(left, len(parts))) for parts in self.parts.values()]
+        return first, self._means(values)
+
+    def _means(self, sums: Iterable[float]) -> dict[str, float]:
         weights = self.weights
-        return first, {name: value / (weights[name] or 1.0) for name, value in zip(weights, values, strict=True)}
+        return {name: value / (weights[name] or 1.0) for name, value in zip(weights, sums, strict=True)}
+
+    def _require_all(self, ranks: float) -> None:
+        if ranks != self.world_size:  # NCCL says nothing of a collective that was aborted while a rank waited
+            raise RuntimeError("the ranks did not all come to the end of the step: its collectives were aborted")
+
+
+class TotalsInOrder(LossTotals):
+    """Adds the losses of all ranks in the order of the micro-batches: the same bits on any number of ranks.
+
+    Gradients are summed over the ranks, not averaged, so each starts from 1 / weight: a factor of the number of ranks
+    would be taken back exactly only where nothing is denormal.
+    """
+
+    def __init__(self, window: Window, world_size: int) -> None:
+        super().__init__(window, world_size)
+        self.factor = 1
+
+    def read(self, norm: Tensor) -> tuple[float, dict[str, float]]:
+        own = torch.stack([torch.stack(parts) for parts in self.parts.values()]).double()
+        places = own.new_zeros(*own.shape, self.world_size)  # each is filled by one rank: adding zeros rounds nothing
+        places[..., torch.distributed.get_rank() if self.world_size > 1 else 0] = own
+        numbers = torch.cat([places.flatten(), own.new_ones(1)])
+        if self.world_size > 1:
+            torch.distributed.all_reduce(numbers)
+        first, *values, ranks = torch.cat([norm.detach().to(numbers).reshape(1), numbers]).tolist()
+        self._require_all(ranks)
+        left = iter(values)
+        return first, self._means(sum(islice(left, places[0].numel())) for _ in self.parts)

@@ -6,9 +6,10 @@ A step is exact however its batch is cut, so the cut is free to serve speed and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import tee
+from itertools import islice, tee
+from math import fsum
 from typing import Any
 
 from trainer.contract import PADDING_MULTIPLE, BadSample, Incomplete, Request
@@ -26,12 +27,15 @@ class Cut:
         micro_batch_size: most samples of a micro-batch.
         accumulate: micro-batches per step and rank in a full batch (without a token budget, which may ask for more).
         micro_batch_tokens: most tokens of a micro-batch, padding included; ``None`` for no limit.
+        any_ranks: cut as for one rank on any number of them: where the ranks do not divide the micro-batches, some get
+            an empty one.
     """
 
     batch_size: int
     micro_batch_size: int
     accumulate: int
     micro_batch_tokens: int | None = None
+    any_ranks: bool = False
 
     def halved(self, world_size: int) -> Cut | None:
         """The same batches in micro-batches of half the size; ``None`` when they are of one sample already."""
@@ -39,7 +43,7 @@ class Cut:
             return None
         size = -(-self.micro_batch_size // 2)
         tokens = self.micro_batch_tokens and -(-self.micro_batch_tokens // 2)
-        return Cut(self.batch_size, size, -(-self.batch_size // (world_size * size)), tokens)
+        return Cut(self.batch_size, size, -(-self.batch_size // (world_size * size)), tokens, self.any_ranks)
 
 
 def at_epoch(schedule: int | Mapping[int, int] | None, epoch: int) -> int | None:
@@ -55,6 +59,7 @@ def decide_cut(
     accumulate: int | None,
     world_size: int,
     micro_batch_tokens: int | None = None,
+    any_ranks: bool = False,
 ) -> Cut:
     """Derive what was left open (``None``) of batch size, micro-batch size and accumulation.
 
@@ -64,7 +69,8 @@ def decide_cut(
     if batch_size is None:
         if accumulate is None or micro_batch_size is None:
             raise RecipeError("batch_size is missing: give it, or give accumulate and memory.micro_batch_size")
-        return Cut(micro_batch_size * accumulate * world_size, micro_batch_size, accumulate, micro_batch_tokens)
+        size = micro_batch_size * accumulate * world_size
+        return Cut(size, micro_batch_size, accumulate, micro_batch_tokens, any_ranks)
     share = -(-batch_size // world_size)
     given = micro_batch_size is not None
     if micro_batch_size is None:
@@ -82,7 +88,8 @@ def decide_cut(
             f"micro-batches: those of {micro_batch_size} samples make {derived}; use accumulate {derived}, or set "
             "memory.micro_batch_size instead"
         )
-    return Cut(batch_size, min(micro_batch_size, share), derived, micro_batch_tokens)
+    most = min(micro_batch_size, batch_size if any_ranks else share)
+    return Cut(batch_size, most, derived, micro_batch_tokens, any_ranks)
 
 
 def padded(length: int) -> int:
@@ -95,10 +102,13 @@ def cut_batch(
 ) -> list[list[int]]:
     """Cut a batch into a multiple of ``world_size`` micro-batches; rank r gets every ``world_size``-th from r on.
 
-    Micro-batches are as equal in size as can be: the same peak on every rank, and empty ones only when there are more
-    ranks than samples. With ``lengths``, samples of like length share a micro-batch, the longest first, so that the
-    peak comes first and the ranks pad alike.
+    Micro-batches are as equal in size as can be: the same peak on every rank, and empty ones only when there are fewer
+    samples than micro-batches. With ``lengths``, samples of like length share a micro-batch, the longest first, so that
+    the peak comes first and the ranks pad alike.
     """
+    if cut.any_ranks:
+        pieces = cut_batch(indices, replace(cut, any_ranks=False), 1, lengths)
+        return pieces + [[] for _ in range(-len(pieces) % world_size)]
     if lengths is None:
         return _equal_pieces(list(indices), cut.micro_batch_size, world_size)
     by_length = sorted(indices, key=lambda index: -lengths[index])
@@ -182,12 +192,14 @@ class Window:
         micro_batches: what this rank puts through the model, in order.
         weights: of every loss, the weight of the whole batch over all ranks.
         samples: samples of the whole batch over all ranks; bad ones are not counted.
+        present: of a batch that is cut as for one rank, which of its micro-batches over all ranks are not empty.
     """
 
     micro_batches: list[MicroBatch]
     weights: dict[str, float]
     samples: int
     epoch: int = 0
+    present: Sequence[bool] = ()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -260,7 +272,8 @@ class Windows:
             micro_batch(batch, indices, seed=0, is_last=number == count - 1, is_empty=False)[0]
             for number, batch in enumerate(fetched)
         ]
-        return Window(micro_batches, self._weights(micro_batches)[0], len(indices) * count * self.world_size)
+        weights, present, _ = self._weights(micro_batches)
+        return Window(micro_batches, weights, len(indices) * count * self.world_size, present=present)
 
     def steps(self, epoch: int) -> int:
         """Steps in ``epoch``."""
@@ -289,10 +302,10 @@ class Windows:
                 micro_batches.append(micro)
                 bad += found
             self.on_load(())
-            weights, any_bad = self._weights(micro_batches, len(bad))
+            weights, present, any_bad = self._weights(micro_batches, len(bad))
             if any_bad:
                 self.quarantine.share("train", bad, self.reduce, self.rank, self.world_size)
-            yield Window(micro_batches, weights, self._samples(epoch, step, batch_size), epoch)
+            yield Window(micro_batches, weights, self._samples(epoch, step, batch_size), epoch, present)
 
     def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
         """This rank's micro-batches of a step, and whether each is empty."""
@@ -323,15 +336,32 @@ class Windows:
             return min(batch_size, self.size - step * batch_size)
         return len(self.quarantine.kept("train", batch_indices(self.seed, epoch, step, self.size, batch_size)))
 
-    def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], bool]:
-        """The weights of the batch over all ranks, and whether any rank has found ``bad`` samples in it."""
+    def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:
+        """What a window says of the batch over all ranks: weights, present; and if any rank has ``bad`` samples."""
         weights = [self.weigh(micro.batch) for micro in micro_batches]
-        sums = [
-            sum(weight[name] for weight, micro in zip(weights, micro_batches, strict=True) if not micro.is_empty)
+        rows = [
+            [0.0 if micro.is_empty else weight[name] for weight, micro in zip(weights, micro_batches, strict=True)]
             for name in weights[0]
         ]
-        *totals, found = self.reduce([*sums, float(bad)])
-        return dict(zip(weights[0], totals, strict=True)), found > 0
+        present: list[float] = []
+        if self.cut(self.current_epoch).any_ranks:
+            rows.append([float(not micro.is_empty) for micro in micro_batches])
+            *values, found = self.reduce([*self._in_places(rows), float(bad)])
+            columns = iter(values)
+            *tables, present = [list(islice(columns, len(values) // len(rows))) for _ in rows]
+            sums = [fsum(table) for table in tables]  # rounded once: the same however fractions are dealt to the ranks
+        else:
+            *sums, found = self.reduce([*map(sum, rows), float(bad)])
+        return dict(zip(weights[0], sums, strict=True)), [flag > 0 for flag in present], found > 0
+
+    def _in_places(self, rows: list[list[float]]) -> list[float]:
+        """Room for what all ranks have in such ``rows``, in the order of the micro-batches, filled with this rank's."""
+        whole = []
+        for row in rows:
+            places = [0.0] * (len(row) * self.world_size)
+            places[self.rank :: self.world_size] = row
+            whole += places
+        return whole
 
 
 def micro_batch(

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.errors import RecipeError
 from trainer.processes import boot_id
 
-NAME = "run.lock"
+NAME = ".run.lock"
 
 _held: set[Path] = set()
 """Locks of this process. The kernel would let it take one twice, and drop it when the second is closed."""
@@ -22,16 +22,17 @@ _held: set[Path] = set()
 class RunLock:
     """The lock of a run directory, for its first rank.
 
-    The kernel holds it (a POSIX record lock on ``run.lock``): it ends with the process, however that ends, and a
+    The kernel holds it (a POSIX record lock on ``.run.lock``): it ends with the process, however that ends, and a
     process that is forked from this one does not inherit it. Between machines that share a directory without sharing
     its locks, what is written in the file decides: host, pid, boot_id and when it was taken.
 
     Args:
         run_dir: an existing directory.
+        name: of the file: a run and its supervisor have a lock each.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir.resolve() / NAME
+    def __init__(self, run_dir: Path, name: str = NAME) -> None:
+        self.path = run_dir.resolve() / name
         self._descriptor: int | None = None
 
     def acquire(self) -> str | None:

@@ -10,7 +10,7 @@ import traceback
 from contextlib import suppress
 
 from trainer.errors import RecipeError, RunError, Stopped
-from trainer.faults.peers import SECONDS_BETWEEN_LOOKS, Peers, Told, is_echo
+from trainer.faults.peers import LOOKS_OF_SILENCE, SECONDS_BETWEEN_LOOKS, Peers, Told, is_echo
 from trainer.faults.place import Place
 from trainer.faults.reports import cause, note_place, report, say
 from trainer.memory.monitor import Monitor
@@ -30,6 +30,9 @@ SECONDS_TO_HEAR = 3.0
 SECONDS_TO_END = 5.0
 """How long a rank that heard of a failure has to come out of its collective, before it is ended."""
 
+
+SECONDS_TO_CLEAN_UP = 300.0
+"""How long a rank may take, once its run has failed, to write down what there is and leave."""
 
 COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"torch{os.sep}nn{os.sep}parallel{os.sep}")
 """Where the code is in which a rank waits for others."""
@@ -59,7 +62,7 @@ class Watchdog:
         self.heard: Told | None = None
         """Why the run ends, once a rank has told."""
         self._main = threading.current_thread()
-        self._ending = self._closed = False
+        self._ending = self._closed = self._store_is_gone = False
         self._cause: BaseException | None = None
         self._still = 0.0
         self._last_look = time.monotonic()
@@ -69,6 +72,8 @@ class Watchdog:
             self.peers.beat(self.place())
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
+        if self.peers is not None:
+            threading.Thread(target=self._watch_store, args=(self.peers,), name="store watch", daemon=True).start()
 
     def place(self) -> Place:
         """Where this rank is."""
@@ -120,15 +125,24 @@ class Watchdog:
     # --------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        while not self._wake.wait(SECONDS_BETWEEN_LOOKS):
-            if self.peers is not None:
-                try:
+        try:
+            while not self._wake.wait(SECONDS_BETWEEN_LOOKS):
+                if self.peers is not None:
                     self._look_at_peers(self.peers)
-                except (RuntimeError, ValueError) as error:
-                    self._store_gone(error)
-                    return
-            if not self._ending:
                 self._look_at_self()
+        except (RuntimeError, ValueError) as error:  # of the store
+            self._store_gone(error)
+
+    def _watch_store(self, peers: Peers) -> None:
+        """In a thread of its own: a store whose process is stopped keeps every thread that asks it, without a limit."""
+        silent = answers = 0
+        while not (self._wake.wait(SECONDS_BETWEEN_LOOKS) or self._store_is_gone):
+            silent = silent + 1 if peers.answers == answers else 0
+            answers = peers.answers
+            if silent >= LOOKS_OF_SILENCE:
+                told = peers.why_silent()
+                say(f"{self.place()}: {told.text}")
+                self._leave(told)
 
     def _look_at_peers(self, peers: Peers) -> None:
         peers.beat(self.place())
@@ -140,9 +154,8 @@ class Watchdog:
             return
         self.heard = told
         if told.process is None:
-            self._wait_for_main(
-                SECONDS_TO_END
-            )  # its connections close, and with them the collective that this rank waits in
+            # The one that ended closes its connections, and with them the collective that the main thread waits in.
+            self._wait_for_main(SECONDS_TO_END)
         if not (self._closed or self._ending):
             self._end(told.text)
         if told.process is not None:
@@ -155,6 +168,9 @@ class Watchdog:
         self._last_look = now
         if place.position != self._position:
             self._position, self._still = place.position, 0.0
+        if self._ending:
+            self._require_end(place)
+            return
         if self._still < self._patience(place):
             return
         if self.peers is not None and (other := self._waits_for(self.peers, place)):
@@ -166,6 +182,11 @@ class Watchdog:
             text = f"{place}: no progress for {self._still:.0f} s"
         if self.place().position == place.position and not (self._ending or self._closed):
             self._end(text, stack=True)
+
+    def _require_end(self, place: Place) -> None:
+        """A run that failed may still wait in a collective for one that failed otherwise."""
+        if self._still > SECONDS_TO_CLEAN_UP and not self._closed:
+            self._end(f"{place}: the run has failed, and does not come to its end", stack=True)
 
     def _waits_for(self, peers: Peers, place: Place) -> str | None:
         """What this rank waits for, where it only waits for others; ``None`` where it is itself what takes long."""
@@ -205,8 +226,6 @@ class Watchdog:
                 self.peers.wait_heard(SECONDS_TO_HEAR)
         if self.heard is not None and self.heard.process is not None:
             self.heard.process.kill()
-        if self.peers is not None:
-            self.peers.box.close()
         sys.stdout.flush()
         os._exit(1)
 

@@ -25,7 +25,9 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 FUSED = ("adamw", "adam", "sgd", "adagrad")
 
 
-def build_optimizer(parameters: Sequence[Tensor], optim: Optim, memory: Memory, device: torch.device) -> Optimizer:
+def build_optimizer(
+    parameters: Sequence[Tensor], optim: Optim, memory: Memory, device: torch.device, fused: bool = True
+) -> Optimizer:
     """The optimizer over the ``parameters`` that train.
 
     Matrices decay; biases and norm weights do not, for decay would pull scales to 0 (as in transformers and nanoGPT).
@@ -35,6 +37,8 @@ def build_optimizer(parameters: Sequence[Tensor], optim: Optim, memory: Memory, 
         optim: which optimizer, and its learning rate and decay.
         memory: how many bits its state has, how it rounds, and whether it updates during the backward.
         device: where the parameters are.
+        fused: use torch's fused kernels where there are some. On a CPU they round the last elements of a tensor
+            otherwise than the others, so that a weight's update depends on where it is in its shard.
 
     Raises:
         RecipeError: when no parameter trains, or the optimizer's package is not installed.
@@ -46,11 +50,11 @@ def build_optimizer(parameters: Sequence[Tensor], optim: Optim, memory: Memory, 
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     sharded = any(isinstance(p, DTensor) for p in parameters)
-    optimizer = _make(optim, memory, device, sharded)([group for group in groups if group["params"]])
+    optimizer = _make(optim, memory, device, sharded, fused)([group for group in groups if group["params"]])
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
 
 
-def _make(optim: Optim, memory: Memory, device: torch.device, sharded: bool) -> Callable[[Any], Optimizer]:
+def _make(optim: Optim, memory: Memory, device: torch.device, sharded: bool, fused: bool) -> Callable[[Any], Optimizer]:
     """What makes an optimizer of parameter groups."""
     options: dict[str, Any] = {"lr": optim.lr}
     if memory.optimizer_state_bits < 32 or memory.stochastic_rounding:
@@ -67,7 +71,7 @@ def _make(optim: Optim, memory: Memory, device: torch.device, sharded: bool) -> 
     if optim.momentum:
         options["momentum"] = optim.momentum
     # Fused kernels want to unscale fp16 gradients themselves, which clipping comes too late for.
-    if _has_fused_kernel(optim.name, device, sharded) and memory.precision != "16-mixed":
+    if fused and _has_fused_kernel(optim.name, device, sharded) and memory.precision != "16-mixed":
         options["fused"] = True
     return lambda groups: OPTIMIZERS[optim.name](groups, **options)
 

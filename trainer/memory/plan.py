@@ -22,12 +22,14 @@ class Plan:
         first_cut: how the batches of epoch 0 are cut; after a recovery, those of the epoch that it was in.
         lossy: what of it changes the result by more than the order of summation, and is done because the recipe
             asks for it.
+        deterministic: whether the result has the same bits on any number of ranks: see engine/deterministic.py.
     """
 
     memory: Memory
     world_size: int
     first_cut: Cut
     lossy: tuple[str, ...] = ()
+    deterministic: bool = False
 
     @property
     def strategy(self) -> Strategy:
@@ -71,7 +73,8 @@ class Plan:
         }
         changed = {key: getattr(memory, key) not in (getattr(default, key), False, 0, None) for key in words}
         changed["reshard_after_forward"] = not memory.reshard_after_forward
-        return [text for key, text in words.items() if changed[key]]
+        deterministic = ["the same bits on any number of ranks"] if self.deterministic else []
+        return [text for key, text in words.items() if changed[key]] + deterministic
 
 
 def _count(number: int, noun: str, plural: str) -> str:
@@ -94,11 +97,11 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     require_compatible(recipe, world_size, cuts)
     memory = recipe.memory
     strategy = decide_strategy(memory, world_size)
-    every = memory.sync_every_micro_step
-    if every is None:
-        every = strategy == "fsdp" and memory.cpu_offload != "none"  # else whole gradients would stay on the device
+    every, deterministic = memory.sync_every_micro_step, recipe.run.deterministic
+    if every is None:  # else whole gradients would stay on the device, or be summed over micro-steps first
+        every = strategy == "fsdp" and (memory.cpu_offload != "none" or deterministic)
     decided = dataclasses.replace(memory, strategy=strategy, sync_every_micro_step=every)
-    return Plan(decided, world_size, cuts[0], tuple(_lossy(recipe)))
+    return Plan(decided, world_size, cuts[0], tuple(_lossy(recipe)), deterministic)
 
 
 def decide_strategy(memory: Memory, world_size: int) -> Strategy:
@@ -142,9 +145,30 @@ def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
     return found
 
 
+def idle_ranks(plan: Plan) -> str | None:
+    """A line for a person, where ``run.deterministic`` leaves ranks idle in a full batch."""
+    cut = plan.first_cut
+    pieces = -(-cut.batch_size // cut.micro_batch_size)
+    idle = -pieces % plan.world_size
+    if not plan.deterministic or cut.micro_batch_tokens is not None or not idle:
+        return None
+    fix = "use a smaller memory.micro_batch_size" if cut.micro_batch_size > 1 else "use fewer ranks"
+    return (
+        f"run.deterministic cuts a batch of {cut.batch_size} into {_count(pieces, 'micro-batch', 'es')} on any number "
+        f"of ranks: {idle} of {plan.world_size} have nothing to do in the last micro-step; {fix}"
+    )
+
+
 def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:
     """How the batches of ``epoch`` are cut."""
     memory = recipe.memory
     micro_batch_size = None if memory.micro_batch_size == "auto" else memory.micro_batch_size
     accumulate = at_epoch(recipe.accumulate, epoch)
-    return decide_cut(recipe.batch_size, micro_batch_size, accumulate, world_size, memory.micro_batch_tokens)
+    return decide_cut(
+        recipe.batch_size,
+        micro_batch_size,
+        accumulate,
+        world_size,
+        memory.micro_batch_tokens,
+        any_ranks=recipe.run.deterministic,
+    )

@@ -34,6 +34,8 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
         _meta(recipe)
     if recipe.memory.optimizer_in_backward:
         _in_backward(recipe, world_size, cuts)
+    if recipe.run.deterministic:
+        _deterministic(recipe, world_size)
 
 
 def _strategy(recipe: Recipe, world_size: int) -> None:
@@ -183,4 +185,67 @@ def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
         memory.cpu_offload == "none",
         f"{key} frees gradients on the device, and memory.cpu_offload={memory.cpu_offload} moves them to host memory: "
         "use one of the two",
+    )
+
+
+def _deterministic(recipe: Recipe, world_size: int) -> None:
+    """What the bits of the weights must not depend on: the number of ranks, and how they share weights."""
+    memory, key = recipe.memory, "run.deterministic=true"
+    sharded = memory.strategy == "fsdp" or memory.cpu_offload == "parameters"
+    require(
+        world_size & (world_size - 1) == 0,
+        f"{key} sums gradients along a binary tree over 1, 2, 4, 8, ... ranks, and there are {world_size}: use a power "
+        "of two",
+    )
+    require(
+        recipe.batch_size is not None,
+        f"{key} needs the same batch on any number of ranks: give batch_size in the place of accumulate",
+    )
+    require(
+        memory.micro_batch_size != "auto",
+        f"{key} needs the same micro-batches on any number of ranks: give memory.micro_batch_size as a number",
+    )
+    require(
+        memory.precision in ("32-true", "64-true", "bf16-mixed"),
+        f"{key} sums gradients in fp32 or fp64, and not with memory.precision={memory.precision}: use 32-true, 64-true "
+        "or bf16-mixed",
+    )
+    require(
+        memory.compile == "none",
+        f"{key} cannot be kept with memory.compile={memory.compile}: the compiler makes other code for other sequences "
+        "of shapes, and each rank sees its own; use memory.compile none",
+    )
+    require(
+        memory.cpu_offload != "optimizer",
+        f"{key} sums gradients where they are computed, and memory.cpu_offload=optimizer adds them up in host memory "
+        "as they come: use memory.cpu_offload none or parameters",
+    )
+    require(
+        memory.replicas == 1,
+        f"{key} sums gradients over all ranks along one tree, and not with memory.replicas={memory.replicas}: use "
+        "replicas 1",
+    )
+    require(
+        not memory.optimizer_in_backward,
+        f"{key} needs the norm of all gradients before the update, and memory.optimizer_in_backward=true has updated "
+        "by then: leave it at false",
+    )
+    require(
+        memory.optimizer_state_bits == 32 and not memory.stochastic_rounding,
+        f"{key} cannot be kept with memory.optimizer_state_bits below 32 or memory.stochastic_rounding: both round by "
+        "where a weight is in its shard; use 32 and false",
+    )
+    require(
+        memory.sync_every_micro_step is not False,
+        f"{key} reduces gradients in every micro-step: leave memory.sync_every_micro_step at null",
+    )
+    require(
+        not recipe.model.conditional,
+        f"{key} cannot train {type(recipe.model).__name__}: some of its micro-batches leave parameters without a "
+        "gradient (conditional), and the ranks sum in step",
+    )
+    require(
+        not sharded or len(recipe.model.loss_names) == 1,
+        f"{key} cannot train {type(recipe.model).__name__}, which has several losses a batch, with memory.strategy "
+        "fsdp, which reduces after each: use memory.strategy ddp or single",
     )

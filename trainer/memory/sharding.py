@@ -31,7 +31,7 @@ def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
         return ShardedStrategy(_backend(plan, accelerator))
     if plan.strategy == "single":
         return SingleDeviceStrategy(device="cuda:0" if accelerator == "cuda" else "cpu")
-    if plan.memory.cpu_offload == "optimizer":
+    if plan.memory.cpu_offload == "optimizer" or plan.deterministic:
         return ReplicatedStrategy(process_group_backend=_backend(plan, accelerator))
     return DDPStrategy(gradient_as_bucket_view=True)  # gradients live in DDP's buckets: one copy, not two
 
@@ -42,7 +42,10 @@ def _backend(plan: Plan, accelerator: str) -> str | None:
 
 
 class ReplicatedStrategy(DDPStrategy):
-    """The same weights on every rank, without the buckets of DDP: gradients do not stay on the device (see offload)."""
+    """The same weights on every rank, without the buckets of DDP.
+
+    For gradients that do not stay on the device (see offload), or that are summed in an order of their own.
+    """
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Give every rank the first one's weights and buffers."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainer.blocks import find_blocks, require_blocks
 from trainer.contract import Model
+from trainer.engine.deterministic import tree_sync
 from trainer.engine.sync import GradientSync, gradient_sync
 from trainer.memory.activation_offload import offload_activations
 from trainer.memory.checkpointing import checkpoint_blocks
@@ -111,10 +112,12 @@ def build_updates(
         return optimizer, HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas)
     parameters = [p for p in stack.module.parameters() if p.requires_grad]
     device = torch.device("cpu") if memory.cpu_offload == "parameters" else fabric.device
-    optimizer = build_optimizer(parameters, optim, memory, device)
+    optimizer = build_optimizer(parameters, optim, memory, device, fused=not plan.deterministic)
     if isinstance(optimizer, OptimizerInBackward):
         return optimizer, AppliedInBackward(optimizer)
     forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
+    if plan.deterministic:
+        return optimizer, tree_sync(forward_module, parameters, plan.world_size)
     return optimizer, gradient_sync(
         forward_module, model, parameters, every_micro_step=bool(memory.sync_every_micro_step), replicas=memory.replicas
     )

@@ -101,6 +101,8 @@ def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
     """Samples of a micro-batch to consider, the most first; ``[None]`` where the recipe decides."""
     if recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None or recipe.batch_size is None:
         return [None]
+    if recipe.run.deterministic:  # for which it must not depend on the ranks
+        return [None]
     share = -(-recipe.batch_size // ranks)
     sizes: list[int | None] = []
     parts = 1

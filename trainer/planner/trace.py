@@ -34,6 +34,7 @@ from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.planner.device import install
 from trainer.planner.events import Trace
 from trainer.planner.fake_mode import FakeGPUMode
+from trainer.planner.partial_sums import begin_late
 from trainer.planner.patches import patch_transformers
 from trainer.planner.ranks import fake_ranks
 from trainer.planner.target import Target
@@ -173,6 +174,7 @@ class _Run:
         self.tracer.enter("init")
         stack = self._build(module)
         optimizer, sync = build_updates(self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan)
+        begin_late(sync, len(samples.first), samples.skipped)
         stepper = MonitoredStepper(
             _Phases(self.tracer, stack, optimizer),  # type: ignore[arg-type]
             self.fabric,

@@ -32,6 +32,7 @@ LEAST_HOST_BYTES = 2**16
 COLLECTIVES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
+    "alltoall_base_": "reduce_scatter",  # as many bytes
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",

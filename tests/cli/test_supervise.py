@@ -1,0 +1,327 @@
+"""``trainer run``: restarts, and when there are none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+if not sys.platform.startswith("linux"):
+    pytest.skip("reads /proc", allow_module_level=True)
+
+from cli.supervised import Supervised
+
+from trainer.errors import RecipeError
+from trainer.supervise import memory
+from trainer.supervise.attempt import Attempt, Ending
+from trainer.supervise.command import fit_command, split
+from trainer.supervise.memory import known_sizes, ran_out_of_memory
+from trainer.supervise.policy import Policy, Restart, Stop
+
+
+@pytest.fixture
+def supervise(tmp_path):
+    """A function that starts a :class:`Supervised` run."""
+    started = []
+
+    def begin(*flags, own=()):
+        started.append(Supervised(tmp_path, *flags, own=own))
+        return started[-1]
+
+    yield begin
+    for run in started:
+        run.end()
+
+
+# ------------------------------------------------------------------------------------------------------------- policy
+
+
+def test_restarts_are_counted_anew_when_there_is_a_newer_checkpoint():
+    policy = Policy(allowed=2, patience=5, first_wait=1.0)
+    waits = [policy.after_crash(-1, "x"), policy.after_crash(-1, "x"), policy.after_crash(10, "x")]
+    assert [one.wait for one in waits] == [1.0, 2.0, 1.0]
+    assert isinstance(policy.after_crash(10, "x"), Restart)
+    assert "2 restarts are used up" in policy.after_crash(10, "x").why
+
+
+def test_waits_double_up_to_a_minute():
+    policy = Policy(allowed=9, patience=100, first_wait=1.0)
+    assert [policy.after_crash(-1, "x").wait for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_two_crashes_with_the_same_newest_checkpoint_are_enough():
+    policy = Policy(allowed=9, patience=2, first_wait=0.0)
+    assert isinstance(policy.after_crash(10, "x"), Restart)
+    stop = policy.after_crash(10, "ZeroDivisionError")
+    assert isinstance(stop, Stop)
+    assert "2 crashes in a row without a checkpoint after step 10" in stop.why
+    assert "ZeroDivisionError" in stop.why
+
+
+def test_a_checkpoint_that_was_set_aside_is_no_progress():
+    policy = Policy(allowed=9, patience=2, first_wait=0.0, newest=-1)
+    policy.after_crash(20, "x")
+    assert isinstance(policy.after_crash(15, "x"), Stop)
+
+
+def test_smaller_micro_batches_are_another_attempt_than_the_crashes_before():
+    policy = Policy(allowed=3, patience=2, first_wait=0.0)
+    assert isinstance(policy.after_crash(-1, "x"), Restart)
+    assert "micro-batches of 4" in policy.after_out_of_memory(-1, 4).why
+    assert isinstance(policy.after_crash(-1, "x"), Restart)
+    assert isinstance(policy.after_out_of_memory(-1, 0), Stop)
+
+
+def test_a_preemption_is_no_crash_and_is_counted():
+    policy = Policy(allowed=2, patience=1, first_wait=0.0)
+    assert [type(policy.after_preemption(5)) for _ in range(3)] == [Restart, Restart, Stop]
+
+
+def test_without_restarts_the_first_crash_is_the_end():
+    assert Policy(allowed=0, patience=1, first_wait=0.0).after_crash(3, "x") == Stop("no restart is allowed")
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def test_own_flags_come_before_the_recipe():
+    own, words = split(["--restarts", "5", "--grace=30", "--", "vit_digits", "--epochs", "3"])
+    assert (own.restarts, own.grace, own.nproc, words) == (5, 30, None, ["vit_digits", "--epochs", "3"])
+    assert split(["--nproc", "2", "vit_digits"])[1] == ["vit_digits"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--restarts", "many", "--", "r"], "--restarts='many'"),
+        (["--restarts", "1.5", "--", "r"], "integer"),
+        (["--nproc", "0", "--", "r"], "--nproc='0'"),
+        (["--epochs", "3", "--", "r"], "unknown flag --epochs"),
+        (["--restarts"], "needs a value"),
+    ],
+)
+def test_a_wrong_flag_is_named(argv, named):
+    with pytest.raises(RecipeError, match=named):
+        split(argv)
+
+
+def test_the_fit_command_resumes_in_one_directory(tmp_path):
+    words = fit_command(["vit_digits", "--epochs", "3", f"--run.dir={tmp_path}"], ranks=2).words()
+    assert words[:4] == ["fit", "vit_digits", "--epochs", "3"]
+    given = dict(zip(words[4::2], words[5::2], strict=True))
+    assert given == {"--run.devices": "2", "--run.dir": str(tmp_path), "--run.resume": "auto"}
+    assert "runs/vit_digits/" in fit_command(["vit_digits"], ranks=None).run_dir
+
+
+def test_smaller_micro_batches_keep_the_batch_and_what_may_change():
+    command = fit_command(["r", "--accumulate", "4", "--run.allow_change", "[optim.lr]"], None).cut_smaller(64, 8)
+    words = command.words()
+    assert "--accumulate" not in words
+    given = dict(zip(words[2::2], words[3::2], strict=True))
+    assert (given["--batch_size"], given["--memory.micro_batch_size"]) == ("64", "8")
+    allowed = json.loads(given["--run.allow_change"])
+    assert allowed == ["optim.lr", "batch_size", "accumulate", "memory.micro_batch_size"]
+
+
+@pytest.mark.parametrize(
+    "words", [["r", "--run.resume", "elsewhere"], ["r", "--run.devices", "3"], ["--epochs", "3"], []]
+)
+def test_flags_that_the_supervisor_gives_itself_are_refused(words):
+    with pytest.raises(RecipeError, match=r"resumes by itself|contradict|needs a RECIPE"):
+        fit_command(words, ranks=2)
+
+
+def test_the_supervisor_starts_without_torch():
+    code = "import sys, trainer.cli, trainer.supervise.supervisor; print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+# ------------------------------------------------------------------------------------------------------------ attempts
+
+
+def ended(attempt, seconds=20.0):
+    until = time.monotonic() + seconds
+    while (ending := attempt.wait()) is None:
+        assert time.monotonic() < until
+    return ending
+
+
+def started(code):
+    return Attempt([sys.executable, "-c", code])
+
+
+def test_an_attempt_tells_its_first_error_and_passes_on_what_it_says(capfd):
+    say = (
+        "import sys; print('a\\n[rank 1] trainer: error: first\\ntrainer: error: second', file=sys.stderr); sys.exit(3)"
+    )
+    ending = ended(started(say))
+    assert (ending, ending.exit_code) == (Ending(3, "first"), 3)
+    assert "trainer: error: second" in capfd.readouterr().err
+
+
+def test_without_an_error_of_the_trainer_the_last_words_are_told(capfd):
+    assert ended(started("1 / 0")) == Ending(1, "ZeroDivisionError: division by zero")
+    killed = ended(started("import os; os.kill(os.getpid(), 9)"))
+    assert (killed.code, killed.exit_code, killed.describe()) == (-9, 137, "killed by SIGKILL")
+
+
+def test_no_process_of_an_attempt_outlives_it(capfd):
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, file=sys.stderr)"
+    pid = int(ended(started(code)).cause)
+    status = Path(f"/proc/{pid}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_sizes_are_those_of_the_plan_or_of_the_last_recovery(capfd, tmp_path):
+    plan = "plan: batch 64 = 2 ranks × 2 micro-batches of 16, ddp, 32-true on CPU"
+    smaller = "out of memory in forward on rank 1: from here on in micro-batches of at most 8"
+    attempt = started(f"import sys; print({plan!r}, {smaller!r}, sep='\\n', file=sys.stderr)")
+    ended(attempt)
+    found = known_sizes(tmp_path, attempt, since=0.0)
+    assert (found.batch, found.micro_batch) == (64, 8)
+    (tmp_path / "summary.json").write_text('{"batch_size": 64, "micro_batch_size": 4}')
+    assert known_sizes(tmp_path, attempt, since=0.0).micro_batch == 4
+    assert known_sizes(tmp_path, attempt, since=time.time() + 60).micro_batch == 8
+    (tmp_path / "recipe.yaml").write_text("seed: 0\naccumulate: {0: 8, 4: 2}\n")
+    assert known_sizes(tmp_path, attempt, since=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("ending", "kills", "expected"),
+    [
+        (Ending(1, "out of memory in backward on rank 0"), 0, True),
+        (Ending(-signal.SIGKILL, ""), 1, True),
+        (Ending(-signal.SIGKILL, ""), 0, False),
+        (Ending(1, "rank 1 (pid 7 on host) was killed or crashed"), 1, True),
+        (Ending(1, "ZeroDivisionError"), 1, False),
+    ],
+)
+def test_out_of_memory_is_told_from_other_ends(ending, kills, expected):
+    assert ran_out_of_memory(ending, kills) is expected
+
+
+def test_the_kernel_s_count_is_that_of_the_own_group(tmp_path, monkeypatch):
+    assert memory.kernel_kills() >= 0
+    for name in ("VMSTAT", "CGROUPS", "CGROUP_ROOT"):
+        monkeypatch.setattr(memory, name, tmp_path / name)
+    assert memory.kernel_kills() == 0
+    (tmp_path / "VMSTAT").write_text("nr_free_pages 12\noom_kill 7\n")
+    assert memory.kernel_kills() == 7
+    (tmp_path / "CGROUPS").write_text("1:name=x:/y\n0::/job/step\n")
+    (tmp_path / "CGROUP_ROOT" / "job" / "step").mkdir(parents=True)
+    (tmp_path / "CGROUP_ROOT" / "job" / "step" / "memory.events").write_text("oom 3\noom_kill 2\n")
+    assert memory.kernel_kills() == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_a_killed_run_is_finished_by_the_next_attempt(supervise):
+    run = supervise("--model.what", "kill")
+    assert run.wait() == 0, run.text
+    assert run.codes == [-9, 0]
+    first, second = run.journal["attempts"]
+    assert (first["from_step"], first["step"], second["from_step"], second["step"]) == (None, 5, 5, 20)
+    assert "killed by SIGKILL" in run.text
+    assert "newest checkpoint: step 5; restart 1 of 3 in 0.2 s" in run.text
+    assert "resuming from" in run.text
+    assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 20
+    assert run.journal["status"] == "finished"
+
+
+def test_a_setting_that_cannot_work_is_not_tried_again(supervise):
+    run = supervise("--batch_size", "24", "--accumulate", "5", "--memory.micro_batch_size", "7")
+    assert run.wait() == 2, run.text
+    assert run.codes == [2]
+    assert "no restart" in run.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_killed_rank_is_replaced_with_all_others(supervise, rank):
+    run = supervise("--model.what", "kill", "--model.rank", rank, "--model.at", "7", own=("--nproc", "2"))
+    assert run.wait() == 0, run.text
+    assert run.codes[-1] == 0
+    assert len(run.codes) == 2
+    assert run.journal["attempts"][1]["from_step"] == 5
+
+
+@pytest.mark.slow
+def test_the_same_crash_again_and_again_ends_the_run(supervise):
+    run = supervise("--model.what", "raise", "--model.at", "6", "--model.times", "99", own=("--restarts", "9"))
+    assert run.wait() == 1, run.text
+    assert run.codes == [1, 1]
+    assert "2 crashes in a row without a checkpoint after the start" in run.text
+    assert "ZeroDivisionError" in run.journal["attempts"][0]["cause"]
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_mended_by_smaller_micro_batches(supervise):
+    run = supervise("--model.most", "3", "--run.recover", "false")
+    assert run.wait() == 0, run.text
+    assert run.codes == [1, 1, 0]
+    assert "restart 2 of 3 with micro-batches of 3" in run.text
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["batch_size"], summary["micro_batch_size"], summary["steps"]) == (24, 3, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_job", [False, True], ids=["supervisor alone", "every process"])
+def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(supervise, whole_job):
+    run = supervise("--model.what", "slow", "--max_steps", "2000", own=("--nproc", "2"))
+    run.wait_for_step(10)
+    for pid in run.pids() if whole_job else [run.process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    assert run.wait(60) == 75, run.text
+    assert "nothing is lost" in run.text
+    assert run.codes == [75]
+    assert run.journal["attempts"][0]["step"] >= 10
+    assert run.journal["status"] == "stopped"
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_preempted_rank_is_not_the_end(supervise):
+    run = supervise("--model.what", "slow", "--max_steps", "60")
+    run.wait_for_step(10)
+    (own,) = [pid for pid in run.pids() if pid != run.process.pid]
+    os.kill(own, signal.SIGTERM)
+    assert run.wait() == 0, run.text
+    assert run.codes == [75, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["starting", "training"])
+def test_a_killed_supervisor_leaves_no_process_behind(supervise, moment):
+    run = supervise("--model.what", "slow", "--max_steps", "2000", own=("--nproc", "2"))
+    if moment == "training":
+        run.wait_for_step(10)
+    else:
+        until = time.monotonic() + 60
+        while len(run.pids()) < 3:  # the second rank imports what it needs
+            assert time.monotonic() < until, run.text
+            time.sleep(0.02)
+    run.process.kill()
+    run.process.wait()
+    run.assert_nothing_left(30.0)
+
+
+@pytest.mark.slow
+def test_a_second_signal_kills_and_the_second_supervisor_is_refused(supervise):
+    run = supervise("--model.what", "slow", "--max_steps", "2000")
+    run.wait_for_step(10)
+    command = [sys.executable, "-m", "trainer", "run", "--", "vit_digits", "--run.dir", str(run.run_dir)]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode == 2
+    assert "is in use by the run of pid" in second.stderr
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(30) == 137, run.text
+    run.assert_nothing_left()

@@ -1,0 +1,336 @@
+"""run.deterministic: the same bits on 1, 2 and 4 ranks, replicated or sharded, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import tee
+from typing import Any
+
+import pytest
+import torch
+from matrix import ADAMW, Case, set_up
+from matrix import plain_run as plain_steps
+from problems import Branch, BranchOnly, TwoLosses, make_model, make_samples
+from problems import Problem as Samples
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.contract import BadSample, Data, Incomplete, Model, Request
+from trainer.engine.algorithms import CUBLAS, deterministic_algorithms
+from trainer.engine.deterministic import tree_sync
+from trainer.engine.quarantine import Quarantine
+from trainer.engine.window import Window, Windows
+from trainer.errors import RecipeError, RunError
+from trainer.memory.plan import decide_plan, idle_ranks
+from trainer.models import MLP
+from trainer.recipe import Memory, Optim, Recipe, Run
+
+WAYS = [("single", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 4), ("fsdp", 4)]
+
+
+@dataclass(frozen=True)
+class EvenCase(Case):
+    """A case of ``matrix`` with ``run.deterministic``, for more steps than an epoch has."""
+
+    steps: int = 5
+    deterministic: bool = True
+
+    @property
+    def recipe(self) -> Recipe:
+        return super().recipe.replace(run=Run(deterministic=self.deterministic))
+
+    @property
+    def model(self) -> Model:
+        name = self.name.removeprefix("frozen ")
+        if name == "two_losses":
+            return TwoLosses()
+        model = dataclasses.replace(make_model(name), dropout=self.dropout)
+        if name == "mlp":
+            model.blocks = (nn.Linear,)
+        return model if name == self.name else dataclasses.replace(model, train_last_blocks=1)
+
+    @property
+    def samples(self) -> list[dict[str, Tensor]]:
+        return make_samples(Samples(self.name.removeprefix("frozen "), self.size, self.batch_size, 1))
+
+    def observe(self, windows: Windows) -> None:
+        """Look at the windows, or change them."""
+
+
+class PoisonedCase(EvenCase):
+    """One of the samples is not a number."""
+
+    @property
+    def samples(self) -> list[dict[str, Tensor]]:
+        samples = super().samples
+        samples[5]["pixel_values"] = samples[5]["pixel_values"] * torch.nan
+        return samples
+
+
+SPOILT = (2, 7, 11)
+
+
+class SpoiltCase(EvenCase):
+    """Three of the samples cannot be loaded."""
+
+    def observe(self, windows: Windows) -> None:
+        fetch = windows.fetch
+
+        def spoilt(requests: Iterator[Request]) -> Iterator[Any]:
+            ours, theirs = tee(requests)
+            for request, batch in zip(ours, fetch(theirs), strict=True):
+                bad = [
+                    BadSample(index, f"sample {index}", "spoilt") for index in request.indices if index in (2, 7, 11)
+                ]
+                kept = [index for index in request.indices if index not in SPOILT]
+                yield Incomplete(batch, kept, bad) if bad else batch
+
+        windows.fetch, windows.quarantine = spoilt, Quarantine(limit=3)
+
+
+def train(case: EvenCase) -> dict[str, Any]:
+    """The hash of all weights, of the optimizer's state, and the figures of every step."""
+    with deterministic_algorithms(case.deterministic):
+        fabric, stepper, windows, stack = set_up(case, decide_plan(case.recipe, case.world_size))
+        assert fabric.world_size == case.world_size
+        case.observe(windows)
+        per_epoch = -(-case.size // case.batch_size)
+        results = []
+        for number in range(case.steps):
+            epoch, step = divmod(number, per_epoch)
+            (window,) = windows.epoch(epoch, step, step + 1)
+            results.append(stepper.step(window))
+        parameters = dict(stack.module.named_parameters())
+        state = {
+            f"{name}.{key}": value
+            for name, parameter in parameters.items()
+            for key, value in stepper.optimizer.state[parameter].items()
+        }
+        return {
+            "weights": digest(parameters),
+            "state": digest(state),
+            "losses": [result.loss.hex() for result in results],
+            "norms": [result.grad_norm.hex() for result in results],
+            "skipped": [result.skipped for result in results],
+        }
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """The hash of every bit of them, put together where they are sharded."""
+    whole = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+def decimal(answer: dict[str, Any]) -> list[float]:
+    """Its losses, as numbers."""
+    return [float.fromhex(loss) for loss in answer["losses"]]
+
+
+def answers(case: EvenCase, ranks: Any, ways: list[tuple[str, int]] = WAYS) -> dict[tuple[str, int], dict[str, Any]]:
+    """The answer of every way to train, the same on all of its ranks."""
+    found = {}
+    for strategy, world_size in ways:
+        memory = dataclasses.replace(case.memory, strategy=strategy)
+        own = dataclasses.replace(case, world_size=world_size, memory=memory)
+        replies = [train(own)] if world_size == 1 else ranks(world_size).run(train, own)
+        assert all(reply == replies[0] for reply in replies)
+        found[strategy, world_size] = replies[0]
+    return found
+
+
+def check(case: EvenCase, ranks: Any, ways: list[tuple[str, int]] = WAYS) -> dict[str, Any]:
+    """All ways must come to the same bits; returns them."""
+    found = answers(case, ranks, ways)
+    first = found[ways[0]]
+    different = {way: [key for key in first if answer[key] != first[key]] for way, answer in found.items()}
+    assert not any(different.values()), {way: keys for way, keys in different.items() if keys}
+    assert not any(first["skipped"])
+    return first
+
+
+HARD = dataclasses.replace(ADAMW, clip_norm=0.1)
+"""Clipped in every step."""
+
+ON_2 = [("single", 1), ("ddp", 2), ("fsdp", 2)]
+
+
+def test_the_same_bits_on_1_2_and_4_ranks_replicated_and_sharded(ranks):
+    # Two epochs of batches of 8, 8 and 3 samples: 3 micro-batches or 1, which fill neither 2 nor 4 ranks.
+    check(EvenCase("vit", Memory(micro_batch_size=3), dropout=0.2, optim=HARD), ranks)
+
+
+@pytest.mark.parametrize("name", ["distilbert", "mlp"])
+def test_the_same_bits_on_1_and_2_ranks(name, ranks):
+    # Texts are cut by length. 8 micro-batches a batch: partial sums of 1, 2 and 4 micro-steps.
+    case = EvenCase(name, Memory(micro_batch_size=1), dropout=0.2, optim=HARD, steps=4)
+    ours = check(case, ranks, ON_2)
+    if name == "distilbert":  # the matrix has a plain loop for models that have one input
+        assert decimal(ours)[:3] == pytest.approx(plain_steps(case)["losses"], rel=1e-6)
+
+
+SLOW_CASES = {
+    "distilbert": EvenCase("distilbert", Memory(micro_batch_size=3), dropout=0.2, optim=HARD),
+    "mlp": EvenCase("mlp", Memory(micro_batch_size=3), dropout=0.2, optim=HARD),
+    "bigbird": EvenCase("bigbird", Memory(micro_batch_size=2), dropout=0.2, optim=HARD),
+    "one sample a micro-batch": EvenCase("vit", Memory(micro_batch_size=1), dropout=0.2, optim=HARD),
+    "no clipping": EvenCase("vit", Memory(micro_batch_size=2), optim=dataclasses.replace(ADAMW, clip_norm=None)),
+    "cut by tokens": EvenCase("distilbert", Memory(micro_batch_size=4, micro_batch_tokens=64), dropout=0.2),
+    "fp64": EvenCase("vit", Memory(micro_batch_size=3, precision="64-true"), dropout=0.2, optim=HARD),
+    "checkpointing": EvenCase("vit", Memory(micro_batch_size=3, activation_checkpointing="full"), dropout=0.2),
+    "fewer micro-batches than ranks": EvenCase("vit", Memory(micro_batch_size=8), size=11, dropout=0.2),
+    "frozen": EvenCase("frozen vit", Memory(micro_batch_size=3), dropout=0.2, optim=HARD),
+    **{
+        name: EvenCase("vit", Memory(micro_batch_size=3), optim=Optim(name, lr=1e-3, weight_decay=0.1, clip_norm=1.0))
+        for name in ("sgd", "adam", "adagrad", "rmsprop", "lion")
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", SLOW_CASES)
+def test_the_same_bits_whatever_is_trained(which, ranks):
+    check(SLOW_CASES[which], ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [[("single", 1), ("ddp", 2), ("ddp", 4)], [("fsdp", 1), ("fsdp", 2), ("fsdp", 4)]])
+def test_the_same_bits_in_mixed_precision_by_the_same_way(ways, ranks):
+    # FSDP casts weights where autocast casts operations, so that the two differ from each other.
+    check(EvenCase("vit", Memory(micro_batch_size=3, precision="bf16-mixed"), dropout=0.2, optim=HARD), ranks, ways)
+
+
+@pytest.mark.slow
+def test_the_same_bits_with_offloaded_parameters(ranks):
+    plain = check(SLOW_CASES["no clipping"], ranks, [("single", 1)])
+    memory = Memory(micro_batch_size=2, cpu_offload="parameters")
+    offloaded = check(dataclasses.replace(SLOW_CASES["no clipping"], memory=memory), ranks, WAYS[1::2])
+    assert offloaded == plain
+
+
+@pytest.mark.slow
+def test_several_losses_and_parameters_that_none_reaches(ranks):
+    check(
+        EvenCase("two_losses", Memory(micro_batch_size=2), optim=HARD), ranks, [("single", 1), ("ddp", 2), ("ddp", 4)]
+    )
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_any_number_of_ranks(ranks):
+    case = PoisonedCase("mlp", Memory(micro_batch_size=1), steps=3)
+    found = answers(case, ranks, [("single", 1), ("ddp", 2)])
+    assert found["single", 1] == found["ddp", 2]
+    assert found["single", 1]["skipped"].count(True) == 1
+
+
+def test_samples_that_cannot_be_loaded_are_left_out_on_any_number_of_ranks(ranks):
+    # Micro-batches of one sample: those of a bad one are found to be empty when they are loaded, in any place.
+    found = answers(SpoiltCase("mlp", Memory(micro_batch_size=1), optim=HARD, steps=6), ranks, ON_2)
+    assert found["single", 1] == found["ddp", 2] == found["fsdp", 2]
+    whole = answers(EvenCase("mlp", Memory(micro_batch_size=1), optim=HARD, steps=6), ranks, ON_2[:1])
+    assert found["single", 1]["losses"] != whole["single", 1]["losses"]
+
+
+def test_without_it_the_bits_differ(ranks):
+    case = EvenCase("mlp", Memory(micro_batch_size=1), optim=HARD, deterministic=False)
+    found = answers(case, ranks, [("single", 1), ("ddp", 2)])
+    assert found["single", 1]["weights"] != found["ddp", 2]["weights"]
+    assert decimal(found["single", 1]) == pytest.approx(decimal(found["ddp", 2]), rel=1e-6)
+
+
+# -------------------------------------------------------------------------------------- what is refused, what is said
+
+
+def recipe(memory: Memory | None = None, **settings: Any) -> Recipe:
+    fields = {"model": MLP(num_classes=3), "data": Data(), "batch_size": 8, "run": Run(deterministic=True)}
+    return Recipe(memory=memory or Memory(micro_batch_size=2), **{**fields, **settings})
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "message"),
+    [
+        (recipe(), 3, "there are 3: use a power of two"),
+        (recipe(Memory()), 2, "give memory.micro_batch_size as a number"),
+        (recipe(batch_size=None, accumulate=2), 2, "give batch_size in the place of accumulate"),
+        (recipe(Memory(micro_batch_size=2, precision="16-mixed")), 2, "memory.precision=16-mixed"),
+        (recipe(Memory(micro_batch_size=2, precision="bf16-true")), 2, "memory.precision=bf16-true"),
+        (recipe(Memory(micro_batch_size=2, compile="blocks")), 1, "memory.compile=blocks"),
+        (recipe(Memory(micro_batch_size=2, cpu_offload="optimizer")), 1, "memory.cpu_offload=optimizer"),
+        (recipe(Memory(micro_batch_size=2, strategy="fsdp", replicas=2)), 4, "memory.replicas=2"),
+        (recipe(Memory(micro_batch_size=8, optimizer_in_backward=True)), 1, "memory.optimizer_in_backward"),
+        (recipe(Memory(micro_batch_size=2, optimizer_state_bits=8)), 1, "memory.optimizer_state_bits"),
+        (
+            recipe(Memory(micro_batch_size=2, strategy="fsdp", sync_every_micro_step=False)),
+            2,
+            "leave memory.sync_every_micro_step at null",
+        ),
+        (recipe(model=Branch()), 2, "cannot train Branch"),
+        (recipe(Memory(micro_batch_size=2, strategy="fsdp"), model=TwoLosses()), 2, "cannot train TwoLosses"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line_that_names_the_key(asked, ranks, message):
+    with pytest.raises(RecipeError, match=r"^run\.deterministic=true[^\n]*" + message):
+        decide_plan(asked, ranks)
+
+
+def test_running_statistics_are_refused():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(RecipeError, match=r"run\.deterministic=true: the model has BatchNorm"):
+        tree_sync(module, list(module.parameters()), 2)
+    module[1] = nn.BatchNorm1d(2, track_running_stats=False)
+    assert tree_sync(module, list(module.parameters()), 1).world_size == 1
+
+
+def test_a_micro_batch_that_leaves_out_parameters_ends_the_run():
+    module = BranchOnly()
+    sync = tree_sync(module, list(module.parameters()), 1)
+    sync.begin(Window([], {}, samples=2, present=[True, True]), 1)
+    sync.before(is_last=False)
+    module(torch.ones(1, 48), both=True).sum().backward()
+    sync.before(is_last=True)
+    module(torch.ones(1, 48), both=False).sum().backward()
+    with pytest.raises(RunError, match="gave gradients to other parameters than the first one"):
+        sync.after()
+
+
+def test_the_plan_says_so_and_counts_micro_steps_by_rank():
+    plan = decide_plan(recipe(Memory(micro_batch_size=4)), 2)
+    assert plan.describe().endswith("ddp, 32-true, the same bits on any number of ranks")
+    assert (plan.first_cut.micro_batch_size, plan.first_cut.accumulate) == (4, 1)
+    assert decide_plan(recipe(Memory(micro_batch_size=4, strategy="fsdp")), 2).memory.sync_every_micro_step is True
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "said"),
+    [
+        (4, 2, None),
+        (4, 4, "2 of 4 have nothing to do in the last micro-step; use a smaller"),
+        (1, 16, "use fewer ranks"),
+    ],
+)
+def test_idle_ranks_are_spoken_of(size, ranks, said):
+    line = idle_ranks(decide_plan(recipe(Memory(micro_batch_size=size)), ranks))
+    assert line is None if said is None else said in line
+
+
+def test_torch_is_left_as_it_was_and_names_what_has_no_deterministic_version(monkeypatch):
+    monkeypatch.delenv(CUBLAS, raising=False)
+    seen = []
+    refused = pytest.raises(RecipeError, match=r"run\.deterministic=true: put_ has no deterministic implementation")
+    with refused, deterministic_algorithms(True):
+        seen += [torch.are_deterministic_algorithms_enabled(), os.environ[CUBLAS]]
+        torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]))
+    assert seen == [True, ":4096:8"]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert CUBLAS not in os.environ
+    with pytest.raises(RuntimeError, match="something else"), deterministic_algorithms(True):
+        raise RuntimeError("something else")
+    with deterministic_algorithms(False):
+        assert not torch.are_deterministic_algorithms_enabled()

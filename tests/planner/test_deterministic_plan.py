@@ -1,0 +1,63 @@
+"""What run.deterministic keeps is predicted, though most of its micro-steps are left out of a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+from tiny import target_of
+from traced import own_recipe, traces
+
+from trainer.batches import windows_of
+from trainer.data.loader import Loader
+from trainer.errors import RecipeError
+from trainer.memory.plan import decide_plan
+from trainer.planner.blocks import AllocatorSettings
+from trainer.planner.events import Trace
+from trainer.planner.knobs import micro_batch_sizes
+from trainer.planner.partial_sums import most_sums
+from trainer.planner.replay import replay
+from trainer.planner.trace import draw_samples, trace_run
+from trainer.recipe import Memory, Recipe, Run
+
+WAYS = [("single", 1), ("ddp", 2), ("fsdp", 2)]
+
+
+def recipe(strategy: str) -> Recipe:
+    """A batch of 64 in 16 micro-batches of 4."""
+    return own_recipe(Memory(micro_batch_size=4, strategy=strategy), run=Run(deterministic=True))
+
+
+def trace(asked: Recipe, ranks: int, whole: bool) -> Trace:
+    """With all micro-steps of a batch, or with those that a prediction traces."""
+    plan = decide_plan(asked, ranks)
+    samples = draw_samples(asked, plan)
+    assert samples.skipped == 16 // ranks - 2
+    if whole:
+        windows = windows_of(asked, Loader(asked.data.train, asked.data.collate), world_size=ranks, reduce=list)
+        samples = dataclasses.replace(samples, first=next(iter(windows.epoch(0, 0, 1))), skipped=0)
+    return trace_run(asked, plan, samples, target_of("a100-80gb"))
+
+
+def test_partial_sums_are_counted_as_if_every_micro_step_were_traced():
+    jobs = {
+        (strategy, ranks, whole): partial(trace, recipe(strategy), ranks, whole)
+        for strategy, ranks in WAYS
+        for whole in (True, False)
+    }
+    peaks = {key: replay(found, AllocatorSettings()).peak_allocated for key, found in traces(jobs).items()}
+    for strategy, ranks in WAYS:
+        assert peaks[strategy, ranks, False] == pytest.approx(peaks[strategy, ranks, True], rel=0.01)
+
+
+def test_the_most_sums_that_are_kept_while_a_gradient_is_computed():
+    for micro_steps in range(1, 200):
+        assert most_sums(micro_steps) == max(bin(done).count("1") for done in range(micro_steps))
+
+
+def test_no_micro_batch_is_chosen_by_the_number_of_ranks():
+    asked = own_recipe(Memory(micro_batch_size="auto"), run=Run(deterministic=True))
+    assert micro_batch_sizes(asked, 2) == [None]
+    with pytest.raises(RecipeError, match="as a number"):
+        decide_plan(asked, 2)

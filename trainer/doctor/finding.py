@@ -1,0 +1,93 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from trainer.errors import RecipeError, RunError
+from trainer.faults.reports import cause
+from trainer.planner.children import Child
+
+Status = Literal["ok", "warning", "FAIL", "skipped"]
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line.
+
+    Args:
+        check: what was looked at, in a word or two.
+        status: ok; warning, of what may go wrong; FAIL, of what will; skipped, of what could not be looked at.
+        text: what was found.
+        fix: what to do about it.
+    """
+
+    check: str
+    status: Status
+    text: str
+    fix: str = ""
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{self.status:<8} {self.check:<18} {self.text}" + (f"; fix: {self.fix}" if self.fix else "")
+
+    def to_json(self) -> dict[str, str]:
+        """For a program."""
+        return asdict(self)
+
+
+def ok(check: str, text: str) -> Finding:
+    """Nothing is wrong."""
+    return Finding(check, "ok", text)
+
+
+def warning(check: str, text: str, fix: str) -> Finding:
+    """Something may go wrong."""
+    return Finding(check, "warning", text, fix)
+
+
+def fail(check: str, text: str, fix: str = "") -> Finding:
+    """Something will go wrong; messages of a :class:`RecipeError` have their fix within."""
+    return Finding(check, "FAIL", text, fix)
+
+
+def skipped(check: str, why: str) -> Finding:
+    """It was not looked at."""
+    return Finding(check, "skipped", why)
+
+
+def findings(check: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What ``look`` finds; an error that it ends with is a finding, too."""
+    try:
+        yield from look()
+    except (RecipeError, RunError) as error:
+        yield fail(check, cause(error))
+    except Exception as error:
+        yield fail(check, f"the check ended with {cause(error)}", "if the run starts all the same, report this")
+
+
+def within(seconds: float, job: Callable[[], Any], sees_gpu: bool = False) -> Any:
+    """The result of ``job``, which JSON can hold, done in a process of its own.
+
+    Raises:
+        TimeoutError: when it takes longer.
+        RecipeError: as the job did.
+        Failed: when it raised anything else, or its process ended.
+    """
+    child = Child(job, sees_gpu)
+    if not child.wait(seconds):
+        child.kill()
+        raise TimeoutError(f"it took more than {seconds:g} s")
+    result = child.result()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

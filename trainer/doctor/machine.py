@@ -1,0 +1,146 @@
+"""The machine: libraries, devices, host and shared memory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+
+from trainer.doctor.finding import GB, Finding, cores, fail, ok, skipped, warning, within
+from trainer.doctor.subject import Subject
+
+DISTRIBUTION = "exactbatch-trainer"
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+MEMINFO, SHARED = Path("/proc/meminfo"), Path("/dev/shm")
+CGROUP = Path("/sys/fs/cgroup")
+SMALL_SHARED = 1e9
+"""Bytes of shared memory below which loading workers may run out of it; containers have 64 MB unless told otherwise."""
+
+BUSY = 0.1
+"""Share of a GPU's memory that others may hold before that is worth a word."""
+
+
+def libraries(subject: Subject) -> Iterator[Finding]:
+    """Whether the installed versions are those that the project asks for."""
+    check, wrong, count = "libraries", [], 0
+    for text in required():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        count += 1
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            wrong.append((f"{requirement.name} is not installed", requirement))
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append((f"{requirement.name} {version} does not fit {requirement.specifier}", requirement))
+    if wrong:
+        install = " ".join(f"'{requirement.name}{requirement.specifier}'" for _, requirement in wrong)
+        yield fail(check, "; ".join(text for text, _ in wrong), f"pip install {install}")
+    else:
+        yield ok(check, f"{count} as required; torch {torch.__version__}")
+
+
+def required() -> list[str]:
+    """What the project needs: as it was installed, or as its ``pyproject.toml`` says for a checkout that was not."""
+    try:
+        return metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        listed = re.search(r"^dependencies = \[(.*?)^\]", PROJECT.read_text(), re.MULTILINE | re.DOTALL)
+        return re.findall(r'^ *"([^"]+)"', listed[1], re.MULTILINE) if listed else []
+
+
+def devices(subject: Subject) -> Iterator[Finding]:
+    """Whether the devices are there, and free."""
+    check, world = "devices", subject.world
+    if world.accelerator == "cpu":
+        threads = world.devices * torch.get_num_threads()
+        text = f"CPU: {cores()} cores for {world.devices} rank(s) of {torch.get_num_threads()} thread(s)"
+        if threads > cores():
+            yield warning(check, text, f"OMP_NUM_THREADS={max(1, cores() // world.devices)}")
+        else:
+            yield ok(check, text)
+        return
+    yield from of_gpus(within(30.0, _gpus, sees_gpu=True), world.devices)
+
+
+def of_gpus(found: Mapping[str, Any], wanted: int) -> Iterator[Finding]:
+    """What there is to say of the GPUs of this machine, of which ``wanted`` are to be used.
+
+    Args:
+        found: the ``driver``, and of each of the ``gpus`` its name and its free and whole memory in bytes.
+    """
+    check, gpus = "devices", found["gpus"]
+    if wanted > len(gpus):
+        text = f"{wanted} GPUs were asked for and {len(gpus)} are there"
+        yield fail(check, text, f"--run.devices {len(gpus)}, or CUDA_VISIBLE_DEVICES")
+    for number, (name, free, total) in enumerate(gpus[:wanted]):
+        text = f"GPU {number}: {name}, {free / GB:.1f} of {total / GB:.1f} GB free, driver {found['driver']}"
+        if free < (1 - BUSY) * total:
+            yield warning(check, text, "end the other processes on it, or choose another by CUDA_VISIBLE_DEVICES")
+        else:
+            yield ok(check, text)
+
+
+def _gpus() -> dict[str, Any]:
+    found: list[list[Any]] = []
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        found.append([torch.cuda.get_device_name(number), free, total])
+    driver = Path("/proc/driver/nvidia/version")
+    known = re.search(r"Module[^\d]+([\d.]+)", driver.read_text()) if driver.exists() else None
+    return {"gpus": found, "driver": known[1] if known else f"for CUDA {torch.version.cuda}"}
+
+
+def host_memory(subject: Subject) -> Iterator[Finding]:
+    """Whether the weights and their optimizer's state fit the host, where they are to be there."""
+    check, available = "host memory", available_bytes()
+    if available is None:
+        yield skipped(check, "this system does not say how much is available")
+        return
+    memory = subject.recipe.memory
+    on_host = subject.world.accelerator == "cpu" or memory.cpu_offload != "none"
+    needed = 0
+    if subject.ready and on_host:
+        sharded = memory.strategy == "fsdp" or memory.cpu_offload == "parameters"
+        needed = subject.checkpoint_bytes * (1 if sharded else subject.world.devices)
+    text = f"{available / GB:.1f} GB available" + (f", {needed / GB:.2f} GB of weights and state" if needed else "")
+    if needed > available:
+        yield fail(check, text, "end other processes, fewer ranks, or a smaller model")
+    else:
+        yield ok(check, text)
+
+
+def available_bytes() -> int | None:
+    """What this process and its children may still take, within its control group."""
+    if not MEMINFO.exists():
+        return None
+    entries = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+    free = int(entries["MemAvailable"].split()[0]) * 1024
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
+
+
+def shared_memory(subject: Subject) -> Iterator[Finding]:
+    """Whether workers can hand their batches over, which they do in /dev/shm."""
+    check, workers = "shared memory", subject.recipe.data.workers
+    if not SHARED.is_dir():
+        yield skipped(check, f"there is no {SHARED} on this system")
+        return
+    free = shutil.disk_usage(SHARED).free
+    text = f"{free / GB:.2f} GB free in {SHARED} for {workers * subject.world.devices} worker(s)"
+    if workers and free < SMALL_SHARED:
+        yield warning(check, text, "docker run --shm-size 8g, or --data.workers 0")
+    elif workers * subject.world.devices > cores():
+        yield warning("workers", f"{text} on {cores()} cores", f"--data.workers {cores() // subject.world.devices}")
+    else:
+        yield ok(check, text)

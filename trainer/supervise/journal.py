@@ -1,0 +1,68 @@
+"""``supervisor.json``: every attempt of a supervised run, as far as it has come."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.folder import CheckpointFolder
+from trainer.checkpoint.store import write_atomic
+
+NAME = "supervisor.json"
+
+
+class Journal:
+    """Written anew whenever an attempt begins or ends. What an earlier supervisor wrote there is kept.
+
+    Args:
+        run_dir: where it is written.
+        command: of the run, as it is started first.
+    """
+
+    def __init__(self, run_dir: Path, command: list[str]) -> None:
+        self.path = run_dir / NAME
+        self.content: dict[str, Any] = {"command": command, "status": "running", "attempts": _earlier(self.path)}
+
+    def begin(self, step: int, command: list[str]) -> None:
+        """An attempt begins, with the newest checkpoint at ``step`` (-1: none)."""
+        entry = {"start": _now(), "end": None, "exit_code": None, "cause": None, "from_step": _or_none(step)}
+        self.content["attempts"].append({**entry, "step": None, "command": command})
+        self._write()
+
+    def end(self, exit_code: int, cause: str, step: int) -> None:
+        """It has ended, with the newest checkpoint at ``step``; minus a signal's number for one that was killed."""
+        ended = {"end": _now(), "exit_code": exit_code, "cause": cause or None, "step": _or_none(step)}
+        self.content["attempts"][-1].update(ended)
+        self._write()
+
+    def close(self, status: str) -> None:
+        """No attempt follows: finished, stopped, interrupted or failed."""
+        self.content["status"] = status
+        self._write()
+
+    def _write(self) -> None:
+        write_atomic(self.path, json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
+
+
+def newest_step(run_dir: Path) -> int:
+    """Of the newest checkpoint, by its name; -1 when there is none."""
+    names = [path.name for path in CheckpointFolder(run_dir / "checkpoints").newest_first()]
+    return int(names[0].removeprefix("step-")) if names else -1
+
+
+def _earlier(path: Path) -> list[dict[str, Any]]:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_text())["attempts"]
+        return found if isinstance(found, list) else []
+    return []
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _or_none(step: int) -> int | None:
+    return step if step >= 0 else None

@@ -1,0 +1,157 @@
+"""A run that is started again when it dies, until it has finished, is asked to stop, or cannot get further."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from trainer.errors import EXIT_REQUEUE
+from trainer.faults.signals import STOP_SIGNALS
+from trainer.supervise.attempt import SECONDS_BETWEEN_LOOKS, Attempt, Ending, tell
+from trainer.supervise.command import FitCommand
+from trainer.supervise.journal import Journal, newest_step
+from trainer.supervise.memory import kernel_kills, known_sizes, ran_out_of_memory
+from trainer.supervise.policy import Policy, Restart, Stop
+
+WRONG_RECIPE = 2
+"""Exit code of a setting that cannot work: it will not go away."""
+
+INTERRUPTED = 130
+SECONDS_TO_NOTICE = 1.0
+"""Schedulers signal every process of a job: a run that says within this time that it has heard is not told again, for
+a second signal ends it at once."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What follows from the end of an attempt: an exit code to leave with, or another attempt."""
+
+    status: str
+    code: int
+
+
+class Supervisor:
+    """Starts the attempts of one run, one after the other.
+
+    Args:
+        command: of the run.
+        policy: when it is started again.
+        grace: seconds that a run which was asked to stop may take; ``None`` for as long as it takes.
+    """
+
+    def __init__(self, command: FitCommand, policy: Policy, grace: float | None = None) -> None:
+        self.command, self.policy, self.grace = command, policy, grace
+        self.run_dir = Path(command.run_dir)
+        self.journal = Journal(self.run_dir, command.words())
+        self.asked: list[int] = []
+
+    def run(self) -> int:
+        """Attempt after attempt; the exit code of the last one, as a shell gives it."""
+        before = {number: signal.signal(number, self._ask) for number in _numbers()}
+        try:
+            while (outcome := self._attempt()) is None:
+                pass
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self.journal.close(outcome.status)
+        return outcome.code
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked.append(number)
+
+    def _attempt(self) -> Outcome | None:
+        """One attempt, and the wait for the next one; what to leave with, if there is none."""
+        if self.asked:
+            return Outcome("stopped", EXIT_REQUEUE)
+        words = self.command.words()
+        self.journal.begin(newest_step(self.run_dir), words)
+        kills, began = kernel_kills(), time.time()
+        attempt = Attempt([sys.executable, "-m", "trainer", *words])
+        try:
+            ending = self._watched(attempt)
+        finally:
+            attempt.kill()
+        step = newest_step(self.run_dir)
+        self.journal.end(ending.code, ending.cause, step)
+        if (outcome := self._final(ending)) is not None:
+            return outcome
+        decision = self._decide(ending, attempt, step, kernel_kills() - kills, began)
+        newest = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
+        say(f"the run ended after {time.time() - began:.0f} s ({ending.describe()}); {newest}; {decision.why}")
+        if isinstance(decision, Stop):
+            return Outcome("failed", ending.exit_code)
+        self._sleep(decision.wait, lambda: bool(self.asked))
+        return None
+
+    def _watched(self, attempt: Attempt) -> Ending:
+        """Wait for the end of an attempt, and pass on what this process is asked meanwhile: once, and then by force."""
+        passed_on = killed = False
+        asked_at: float | None = None
+        while (ending := attempt.wait()) is None:
+            if not self.asked or killed:
+                continue
+            now = time.monotonic()
+            asked_at = now if asked_at is None else asked_at
+            late = self.grace is not None and now - asked_at > self.grace
+            if len(self.asked) > 1 or late:
+                say("killing the run" + (f": it has not ended within {self.grace:g} s" if late else ""))
+                attempt.kill()
+                killed = True
+            elif not passed_on and not attempt.noted and now - asked_at > SECONDS_TO_NOTICE:
+                attempt.signal(self.asked[0])
+                passed_on = True
+        return ending
+
+    def _final(self, ending: Ending) -> Outcome | None:
+        """What to leave with when no restart is wanted, whatever the count says."""
+        if ending.code == 0:
+            return Outcome("finished", 0)
+        if ending.exit_code == EXIT_REQUEUE:  # a signal to the whole job may reach this process last
+            self._sleep(SECONDS_TO_NOTICE, lambda: bool(self.asked))
+        if ending.exit_code == INTERRUPTED:
+            return Outcome("interrupted", INTERRUPTED)
+        if self.asked:
+            died_of_it = ending.code == -self.asked[0]  # before it could note it: nothing was lost
+            return Outcome("stopped", EXIT_REQUEUE if died_of_it else ending.exit_code)
+        if ending.code == WRONG_RECIPE:
+            say("the recipe cannot work, and would not another time either: no restart")
+            return Outcome("failed", WRONG_RECIPE)
+        return None
+
+    def _decide(self, ending: Ending, attempt: Attempt, step: int, kills: int, began: float) -> Restart | Stop:
+        if ending.code == EXIT_REQUEUE:
+            return self.policy.after_preemption(step)
+        if not ran_out_of_memory(ending, kills):
+            return self.policy.after_crash(step, ending.describe())
+        sizes = known_sizes(self.run_dir, attempt, began)
+        smaller = None if sizes is None else sizes.micro_batch // 2
+        decision = self.policy.after_out_of_memory(step, smaller)
+        if isinstance(decision, Restart) and sizes is not None and smaller:
+            self.command = self.command.cut_smaller(sizes.batch, smaller)
+        return decision
+
+    def _sleep(self, seconds: float, ended: Callable[[], bool]) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not ended():
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def say(text: str) -> None:
+    """Tell the person."""
+    tell(f"trainer run: {text}\n".encode())
+
+
+def announce(command: FitCommand) -> None:
+    """Say what is started, and where it writes."""
+    say(f"run directory {command.run_dir}: trainer {shlex.join(command.words())}")
+
+
+def _numbers() -> list[int]:
+    return [getattr(signal, name) for name in STOP_SIGNALS]
