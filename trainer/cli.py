@@ -222,11 +222,12 @@ def _chaos(argv: list[str]) -> None:
     positionals, flags = scan(argv)
     if positionals:
         raise RecipeError(f"unexpected {positionals[0]!r}: chaos takes flags only, and has a recipe of its own")
-    if ("help", None) in flags:
-        _print_usage()
-        return
-    from trainer.chaos.command import chaos
+    from trainer.chaos.command import FLAGS, chaos
 
+    if ("help", None) in flags:
+        print("usage: trainer chaos [flags]\n")
+        print("\n".join(f"  --{name:9} {text}" for name, text in FLAGS.items()))
+        return
     chaos(flags)
 
 

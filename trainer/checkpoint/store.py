@@ -10,14 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Put ``content`` (text as UTF-8) at ``path``: a reader sees the old file or the new one, never a part of it."""
-    with staged_file(path) as part:
+def write_atomic(path: Path, content: str | bytes, sync_folder: bool = True) -> None:
+    """Put ``content`` (text as UTF-8) at ``path``: a reader sees the old file or the new one, never a part of it.
+
+    Args:
+        path: in a folder that is made if need be.
+        content: all of it.
+        sync_folder: whether the file's name is on disk, too, when this returns; not its content alone.
+    """
+    with staged_file(path, sync_folder) as part:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def staged_file(path: Path) -> Iterator[Path]:
+def staged_file(path: Path, sync_folder: bool = True) -> Iterator[Path]:
     """A path beside ``path`` to write to; moved to ``path`` on success, removed on an exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = _aside(path, "part")
@@ -28,7 +34,8 @@ def staged_file(path: Path) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    sync_to_disk(path.parent)
+    if sync_folder:
+        sync_to_disk(path.parent)
 
 
 @contextmanager

@@ -105,7 +105,8 @@ class Writer:
         entry = write_parts(staging / name, snapshot.parts)
         failpoint("after tensors")
         content = {**snapshot.own, "file": {name: entry}, "tensors": describe_parts(name, snapshot.parts)}
-        write_atomic(staging / sign_of(self.rank), json.dumps(content))
+        # As soon as the last sign is there, the first rank may give the folder, which it syncs itself, its name.
+        write_atomic(staging / sign_of(self.rank), json.dumps(content), sync_folder=False)
         failpoint("after sign")
 
     def _complete(self, staging: Path, snapshot: Snapshot) -> None:
