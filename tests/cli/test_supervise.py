@@ -173,7 +173,9 @@ def test_without_an_error_of_the_trainer_the_last_words_are_told(capfd):
 
 
 def test_no_process_of_an_attempt_outlives_it(capfd):
-    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, file=sys.stderr)"
+    code = (
+        "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); sys.exit(str(p.pid))"  # printed, exit code 1
+    )
     pid = int(ended(started(code)).cause)
     status = Path(f"/proc/{pid}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()
