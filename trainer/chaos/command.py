@@ -72,17 +72,18 @@ def chaos(flags: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
         if "keep" in own:
             shutil.copytree(folder, own["keep"], dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
+    faults = {name: scores(found) for name, found in outcomes.items()}
     report = {
         "trials": trials,
         "seconds": round(time.monotonic() - began, 1),
         "versions": versions(),
         "machine": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0)), "at_once": at_once},
-        "faults": {name: scores(found) for name, found in outcomes.items()},
+        "faults": faults,
     }
-    print(table(report["faults"]))
+    print(table(faults))
     if "out" in own:
         write_atomic(Path(own["out"]), json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    deviating = [name for name, found in report["faults"].items() if found["deviations"]]
+    deviating = [name for name, found in faults.items() if found["deviations"]]
     if deviating:
         raise RunError(f"not as promised: {', '.join(deviating)}; the deviations are listed above")
     return report

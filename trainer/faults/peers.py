@@ -59,6 +59,8 @@ class Peers:
         self.own = ProcessId.own().to_dict()
         self.box = BlackBox(monitor)
         self._others_box: mmap.mmap | None = None
+        self.answers = 0
+        """How often the store has answered."""
         self._beats = self._silent = 0
         self._last = b""
         self._acknowledged = False
@@ -71,6 +73,7 @@ class Peers:
             self.box.close()
             beat["leaving"] = True
         self.store.set(self._key("beat", self.rank), json.dumps(beat))
+        self.answers += 1
 
     def tell(self, told: Told) -> None:
         """Say why the run ends, unless another rank has said so before."""
@@ -114,6 +117,19 @@ class Peers:
         if self._others_box is not None:  # a beat is as old as a second
             place = read_box(self._others_box, self.next)
         return None if "leaving" in beat else self._judge(process, place)
+
+    def why_silent(self) -> Told:
+        """Why the store does not answer, as far as this rank sees without it."""
+        beat = json.loads(self._last) if self._last else {}
+        process = ProcessId(**beat["process"]) if beat else None
+        if process is not None and process.is_here() and process.state() == "stopped":
+            text = f"rank {self.next} (pid {process.pid} on {process.host}) is stopped by a signal, and with it the store"
+            return Told(f"{text} of all ranks", process)
+        seconds = LOOKS_OF_SILENCE * SECONDS_BETWEEN_LOOKS
+        return Told(
+            f"the store of the ranks has not answered for {seconds:g} s: the launcher, or the rank that it began with, "
+            "is stopped, or its machine is gone"
+        )
 
     def furthest_behind(self) -> Place | None:
         """Where the rank is that has moved on the least."""

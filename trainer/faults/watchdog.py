@@ -10,7 +10,7 @@ import traceback
 from contextlib import suppress
 
 from trainer.errors import RecipeError, RunError, Stopped
-from trainer.faults.peers import SECONDS_BETWEEN_LOOKS, Peers, Told, is_echo
+from trainer.faults.peers import LOOKS_OF_SILENCE, SECONDS_BETWEEN_LOOKS, Peers, Told, is_echo
 from trainer.faults.place import Place
 from trainer.faults.reports import cause, note_place, report, say
 from trainer.memory.monitor import Monitor
@@ -62,7 +62,7 @@ class Watchdog:
         self.heard: Told | None = None
         """Why the run ends, once a rank has told."""
         self._main = threading.current_thread()
-        self._ending = self._closed = False
+        self._ending = self._closed = self._store_is_gone = False
         self._cause: BaseException | None = None
         self._still = 0.0
         self._last_look = time.monotonic()
@@ -72,6 +72,8 @@ class Watchdog:
             self.peers.beat(self.place())
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
+        if self.peers is not None:
+            threading.Thread(target=self._watch_store, args=(self.peers,), name="store watch", daemon=True).start()
 
     def place(self) -> Place:
         """Where this rank is."""
@@ -130,6 +132,17 @@ class Watchdog:
                 self._look_at_self()
         except (RuntimeError, ValueError) as error:  # of the store
             self._store_gone(error)
+
+    def _watch_store(self, peers: Peers) -> None:
+        """In a thread of its own: a store whose process is stopped keeps every thread that asks it, without a limit."""
+        silent = answers = 0
+        while not (self._wake.wait(SECONDS_BETWEEN_LOOKS) or self._store_is_gone):
+            silent = silent + 1 if peers.answers == answers else 0
+            answers = peers.answers
+            if silent >= LOOKS_OF_SILENCE:
+                told = peers.why_silent()
+                say(f"{self.place()}: {told.text}")
+                self._leave(told)
 
     def _look_at_peers(self, peers: Peers) -> None:
         peers.beat(self.place())
