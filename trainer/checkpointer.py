@@ -63,6 +63,7 @@ class Checkpointer:
         every = self.wishes.every
         self.every_steps = every if isinstance(every, int) else None
         self.every_seconds = parse_duration("checkpoint.every", every) if isinstance(every, str) else math.inf
+        self.versions = versions()
         self.begin_at(0)
         self.background = Background()
         self.writer = Writer(
@@ -187,7 +188,7 @@ class Checkpointer:
             "world_size": session.fabric.world_size,
             "plan": session.plan.describe(),
             "recipe": origin.recipe,
-            "versions": versions(),
+            "versions": self.versions,
             "figures": figures,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }

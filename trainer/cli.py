@@ -35,6 +35,8 @@ commands:
                             look at the checkpoints of a run, check them, or make a model of one
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]
                             classify texts or images with the trained model of a run directory
+  chaos [--trials N] [--out FILE] [--only FAULTS]
+                            kill, stop and corrupt tiny runs on this machine, and see whether they resume bit for bit
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run.
 packaged recipes: {recipes}
@@ -131,6 +133,8 @@ def _dispatch(argv: list[str]) -> int:
         from trainer.supervise.command import run_command
 
         return run_command(argv[1:])
+    elif first == "chaos":
+        _chaos(argv[1:])
     elif first == "checkpoint":
         from trainer.checkpoint_command import checkpoint_command
 
@@ -143,7 +147,7 @@ def _dispatch(argv: list[str]) -> int:
         from trainer.settings import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
-        known = [*COMMANDS, "run", "checkpoint"]
+        known = [*COMMANDS, "run", "checkpoint", "chaos"]
         suggestion = did_you_mean(first.lstrip("-"), known)
         raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(known)})")
     return 0
@@ -210,6 +214,20 @@ def _command(name: str, argv: list[str]) -> None:
         evaluate(resolved, run_dir)
     else:
         _predict(resolved, run_dir, flags)
+
+
+def _chaos(argv: list[str]) -> None:
+    from trainer.flags import scan
+
+    positionals, flags = scan(argv)
+    if positionals:
+        raise RecipeError(f"unexpected {positionals[0]!r}: chaos takes flags only, and has a recipe of its own")
+    if ("help", None) in flags:
+        _print_usage()
+        return
+    from trainer.chaos.command import chaos
+
+    chaos(flags)
 
 
 def _own_flags(name: str) -> tuple[Mapping[str, str], Mapping[str, str]]:

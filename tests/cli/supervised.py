@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from trainer.supervise.journal import newest_step
+
 RECIPE = """
 import os, signal, time
 from dataclasses import dataclass
@@ -65,6 +67,7 @@ recipe = Recipe(
     optim=Optim("sgd", lr=0.1),
     batch_size=24,
     max_steps=20,
+    epochs=1000,
     memory=Memory(micro_batch_size=12),
     checkpoint=Checkpoint(every=5, asynchronous=False),  # what a crash finds is always the same
     run=Run(evaluate=False, predict=False),
@@ -122,13 +125,13 @@ class Supervised:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end in {seconds} s:\n{self.text}") from None
 
-    def wait_for(self, text: str, seconds: float = 120.0) -> None:
-        """Until it prints ``text``."""
+    def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
+        """Until there is a checkpoint of ``step`` or a later one."""
         until = time.monotonic() + seconds
-        while text not in self.text:
-            assert time.monotonic() < until, f"{text!r} is not in:\n{self.text}"
-            assert self.process.poll() is None, f"ended before {text!r}:\n{self.text}"
-            time.sleep(0.1)
+        while newest_step(self.run_dir) < step:
+            assert time.monotonic() < until, f"no checkpoint of step {step} in:\n{self.text}"
+            assert self.process.poll() is None, f"ended before step {step}:\n{self.text}"
+            time.sleep(0.05)
 
     def pids(self) -> list[int]:
         """Its processes that are alive."""

@@ -225,10 +225,16 @@ def test_a_sample_that_will_not_do(content, what):
     assert what in text
 
 
+def test_a_sample_that_cannot_be_loaded_may_be_allowed():
+    data = Points(Broken([point(0), point(1)]))
+    data.max_bad_samples = 1
+    assert the_one(samples.samples(subject_of(data, vit())))[0] == "warning"
+
+
 def test_many_bad_samples_are_summed_up():
     found = only(samples.samples(subject_of(Points([point(i, label=9) for i in range(50)]), vit())))
     assert [status for status, _ in found] == ["FAIL"] * 4
-    assert "47 more of the 50" in found[3][1]
+    assert "47 more of the samples" in found[3][1]
 
 
 def test_samples_of_the_training_set_in_the_test_set():

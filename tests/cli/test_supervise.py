@@ -18,6 +18,7 @@ if not sys.platform.startswith("linux"):
 from cli.supervised import Supervised
 
 from trainer.errors import RecipeError
+from trainer.supervise import memory
 from trainer.supervise.attempt import Attempt, Ending
 from trainer.supervise.command import fit_command, split
 from trainer.supervise.memory import known_sizes, ran_out_of_memory
@@ -206,6 +207,19 @@ def test_out_of_memory_is_told_from_other_ends(ending, kills, expected):
     assert ran_out_of_memory(ending, kills) is expected
 
 
+def test_the_kernel_s_count_is_that_of_the_own_group(tmp_path, monkeypatch):
+    assert memory.kernel_kills() >= 0
+    for name in ("VMSTAT", "CGROUPS", "CGROUP_ROOT"):
+        monkeypatch.setattr(memory, name, tmp_path / name)
+    assert memory.kernel_kills() == 0
+    (tmp_path / "VMSTAT").write_text("nr_free_pages 12\noom_kill 7\n")
+    assert memory.kernel_kills() == 7
+    (tmp_path / "CGROUPS").write_text("1:name=x:/y\n0::/job/step\n")
+    (tmp_path / "CGROUP_ROOT" / "job" / "step").mkdir(parents=True)
+    (tmp_path / "CGROUP_ROOT" / "job" / "step" / "memory.events").write_text("oom 3\noom_kill 2\n")
+    assert memory.kernel_kills() == 2
+
+
 # ---------------------------------------------------------------------------------------------------------- whole runs
 
 
@@ -262,7 +276,7 @@ def test_out_of_memory_is_mended_by_smaller_micro_batches(supervise):
 @pytest.mark.parametrize("whole_job", [False, True], ids=["supervisor alone", "every process"])
 def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(supervise, whole_job):
     run = supervise("--model.what", "slow", "--max_steps", "2000", own=("--nproc", "2"))
-    run.wait_for("step 10/")
+    run.wait_for_step(10)
     for pid in run.pids() if whole_job else [run.process.pid]:
         os.kill(pid, signal.SIGTERM)
     assert run.wait(60) == 75, run.text
@@ -276,7 +290,7 @@ def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(s
 @pytest.mark.slow
 def test_a_preempted_rank_is_not_the_end(supervise):
     run = supervise("--model.what", "slow", "--max_steps", "60")
-    run.wait_for("step 10/")
+    run.wait_for_step(10)
     (own,) = [pid for pid in run.pids() if pid != run.process.pid]
     os.kill(own, signal.SIGTERM)
     assert run.wait() == 0, run.text
@@ -288,7 +302,7 @@ def test_a_preempted_rank_is_not_the_end(supervise):
 def test_a_killed_supervisor_leaves_no_process_behind(supervise, moment):
     run = supervise("--model.what", "slow", "--max_steps", "2000", own=("--nproc", "2"))
     if moment == "training":
-        run.wait_for("step 10/")
+        run.wait_for_step(10)
     else:
         until = time.monotonic() + 60
         while len(run.pids()) < 3:  # the second rank imports what it needs
@@ -302,7 +316,7 @@ def test_a_killed_supervisor_leaves_no_process_behind(supervise, moment):
 @pytest.mark.slow
 def test_a_second_signal_kills_and_the_second_supervisor_is_refused(supervise):
     run = supervise("--model.what", "slow", "--max_steps", "2000")
-    run.wait_for("step 10/")
+    run.wait_for_step(10)
     command = [sys.executable, "-m", "trainer", "run", "--", "vit_digits", "--run.dir", str(run.run_dir)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 2

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import tee
 from typing import Any
 
 import pytest
@@ -17,10 +19,11 @@ from problems import Problem as Samples
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.contract import Data, Model
+from trainer.contract import BadSample, Data, Incomplete, Model, Request
 from trainer.engine.algorithms import CUBLAS, deterministic_algorithms
 from trainer.engine.deterministic import tree_sync
-from trainer.engine.window import Window
+from trainer.engine.quarantine import Quarantine
+from trainer.engine.window import Window, Windows
 from trainer.errors import RecipeError, RunError
 from trainer.memory.plan import decide_plan, idle_ranks
 from trainer.models import MLP
@@ -54,6 +57,9 @@ class EvenCase(Case):
     def samples(self) -> list[dict[str, Tensor]]:
         return make_samples(Samples(self.name.removeprefix("frozen "), self.size, self.batch_size, 1))
 
+    def observe(self, windows: Windows) -> None:
+        """Look at the windows, or change them."""
+
 
 class PoisonedCase(EvenCase):
     """One of the samples is not a number."""
@@ -65,11 +71,33 @@ class PoisonedCase(EvenCase):
         return samples
 
 
+SPOILT = (2, 7, 11)
+
+
+class SpoiltCase(EvenCase):
+    """Three of the samples cannot be loaded."""
+
+    def observe(self, windows: Windows) -> None:
+        fetch = windows.fetch
+
+        def spoilt(requests: Iterator[Request]) -> Iterator[Any]:
+            ours, theirs = tee(requests)
+            for request, batch in zip(ours, fetch(theirs), strict=True):
+                bad = [
+                    BadSample(index, f"sample {index}", "spoilt") for index in request.indices if index in (2, 7, 11)
+                ]
+                kept = [index for index in request.indices if index not in SPOILT]
+                yield Incomplete(batch, kept, bad) if bad else batch
+
+        windows.fetch, windows.quarantine = spoilt, Quarantine(limit=3)
+
+
 def train(case: EvenCase) -> dict[str, Any]:
     """The hash of all weights, of the optimizer's state, and the figures of every step."""
     with deterministic_algorithms(case.deterministic):
         fabric, stepper, windows, stack = set_up(case, decide_plan(case.recipe, case.world_size))
         assert fabric.world_size == case.world_size
+        case.observe(windows)
         per_epoch = -(-case.size // case.batch_size)
         results = []
         for number in range(case.steps):
@@ -199,6 +227,14 @@ def test_a_step_that_is_not_finite_is_skipped_on_any_number_of_ranks(ranks):
     found = answers(case, ranks, [("single", 1), ("ddp", 2)])
     assert found["single", 1] == found["ddp", 2]
     assert found["single", 1]["skipped"].count(True) == 1
+
+
+def test_samples_that_cannot_be_loaded_are_left_out_on_any_number_of_ranks(ranks):
+    # Micro-batches of one sample: those of a bad one are found to be empty when they are loaded, in any place.
+    found = answers(SpoiltCase("mlp", Memory(micro_batch_size=1), optim=HARD, steps=6), ranks, ON_2)
+    assert found["single", 1] == found["ddp", 2] == found["fsdp", 2]
+    whole = answers(EvenCase("mlp", Memory(micro_batch_size=1), optim=HARD, steps=6), ranks, ON_2[:1])
+    assert found["single", 1]["losses"] != whole["single", 1]["losses"]
 
 
 def test_without_it_the_bits_differ(ranks):

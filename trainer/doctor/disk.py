@@ -13,7 +13,7 @@ from trainer.checkpoint.store import sync_to_disk
 from trainer.doctor.finding import GB, Finding, fail, ok, skipped, warning
 from trainer.doctor.subject import Subject
 from trainer.errors import RecipeError
-from trainer.faults.lock import RunLock
+from trainer.faults.lock import NAME, RunLock
 
 PROBE_BYTES = 8 * 2**20
 SLOW = 20e6
@@ -68,7 +68,7 @@ def _write_and_rename(folder: Path) -> float:
 
 
 def _in_use(subject: Subject) -> Iterator[Finding]:
-    if not (subject.run_dir / ".run.lock").exists():
+    if not (subject.run_dir / NAME).exists():
         return
     lock = RunLock(subject.run_dir)
     try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.data.content import Content
 from trainer.data.fingerprint import spread
 from trainer.data.labels import stray_labels
-from trainer.doctor.finding import Finding, fail, ok, skipped, warning
+from trainer.doctor.finding import Finding, Status, ok, skipped, warning
 from trainer.doctor.subject import Subject
 from trainer.errors import listed
 from trainer.faults.reports import cause
@@ -26,6 +26,11 @@ COMPARED = 100_000
 
 PLAIN_MODES = ("RGB", "L", "1")
 """Of images: those that nothing is lost of when they are made RGB or grey."""
+
+MOST_TOLD = 3
+BAD_FIX = "replace or remove it, or data.max_bad_samples"
+Problem = tuple[str, str, str]
+"""Where it is, what it is, and the fix."""
 
 SPLITS = ("train", "val", "test")
 
@@ -42,26 +47,31 @@ def samples(subject: Subject) -> Iterator[Finding]:
 
 
 def _of_split(subject: Subject, name: str, split: Any, classes: int | None) -> Iterator[Finding]:
-    positions = spread(len(split), LOOKED_AT)
-    problems: list[tuple[str, str, str]] = []
+    check, positions = f"{name} samples", spread(len(split), LOOKED_AT)
+    unloadable: list[Problem] = []
+    problems: list[Problem] = []
     for position in positions:
         place = _describe(name, split, position)
         try:
             sample = split[position]
         except Exception as error:
-            problems.append(
-                (f"{place} cannot be loaded", cause(error), "replace or remove it, or data.max_bad_samples")
-            )
+            unloadable.append((f"{place} cannot be loaded", cause(error), BAD_FIX))
             continue
         problems += [(place, *problem) for problem in _problems(subject, sample, classes)]
-    check = f"{name} samples"
-    for place, what, fix in problems[:3]:
-        yield fail(check, f"{place}: {what}", fix)
-    if len(problems) > 3:
-        yield fail(check, f"{len(problems) - 3} more of the {len(positions)} samples that were looked at", "as above")
-    if not problems:
+    allowed = subject.recipe.data.max_bad_samples
+    yield from _told(check, unloadable, "warning" if len(unloadable) <= allowed else "FAIL")
+    yield from _told(check, problems, "FAIL")
+    if not (problems or unloadable):
         yield ok(check, f"{len(positions):,} of {len(split):,} load, with labels that the model has")
     yield from _image_modes(check, split, positions)
+
+
+def _told(check: str, problems: Sequence[Problem], status: Status) -> Iterator[Finding]:
+    """The first few problems, and how many more there are."""
+    for place, what, fix in problems[:MOST_TOLD]:
+        yield Finding(check, status, f"{place}: {what}", fix)
+    if len(problems) > MOST_TOLD:
+        yield Finding(check, status, f"{len(problems) - MOST_TOLD} more of the samples that were looked at", "as above")
 
 
 def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tuple[str, str]]:

@@ -67,13 +67,18 @@ class PeakMemory:
         yield self._verdict(Prediction(**result))
 
     def _verdict(self, found: Prediction) -> Finding:
-        budget, ranks = self.subject.recipe.memory.budget, self.subject.world.size
-        limit = usable_memory(self.device, ranks) if budget is None else budget_bytes(budget, self.device, ranks)
+        budget, world = self.subject.recipe.memory.budget, self.subject.world
+        limit = usable_memory(self.device, world.size)
+        if budget is not None:
+            limit = budget_bytes(budget, self.device, world.size)
+        sharing = world.devices if self.device.name == "cpu" else 1  # ranks on CPUs have the host's memory in common
         kind = "of host memory" if self.device.name == "cpu" else "reserved"
-        text = f"{found.reserved / GB:.2f} GB {kind} predicted for the longest samples, of {limit / GB:.2f} GB"
-        if found.reserved > limit:
+        text = (
+            f"{sharing * found.reserved / GB:.2f} GB {kind} predicted for the longest samples, of {limit / GB:.2f} GB"
+        )
+        if sharing * found.reserved > limit:
             return fail("peak memory", text, FIX)
-        if found.reserved * (1 + MARGIN) > limit:
+        if sharing * found.reserved * (1 + MARGIN) > limit:
             return warning("peak memory", text, FIX)
         return ok("peak memory", text)
 

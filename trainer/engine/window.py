@@ -102,9 +102,9 @@ def cut_batch(
 ) -> list[list[int]]:
     """Cut a batch into a multiple of ``world_size`` micro-batches; rank r gets every ``world_size``-th from r on.
 
-    Micro-batches are as equal in size as can be: the same peak on every rank, and empty ones only when there are more
-    ranks than samples. With ``lengths``, samples of like length share a micro-batch, the longest first, so that the
-    peak comes first and the ranks pad alike.
+    Micro-batches are as equal in size as can be: the same peak on every rank, and empty ones only when there are fewer
+    samples than micro-batches. With ``lengths``, samples of like length share a micro-batch, the longest first, so that
+    the peak comes first and the ranks pad alike.
     """
     if cut.any_ranks:
         pieces = cut_batch(indices, replace(cut, any_ranks=False), 1, lengths)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import tempfile
-from pathlib import Path
 
 from trainer.errors import MOST_LISTED
 from trainer.faults.place import Place
 from trainer.memory.monitor import Monitor
 
-SHARED_MEMORY = Path("/dev/shm")
 SAMPLES = MOST_LISTED + 1
 LAYOUT = struct.Struct(f"=qq16sq{SAMPLES}q")
 """Steps, moves, activity, and the first samples after how many they are."""
@@ -23,7 +20,7 @@ PADDING = (0,) * SAMPLES
 class BlackBox:
     """Writes down every move of a rank, for half a microsecond each.
 
-    The file is removed by whoever opens it to read, or by ``close``: a rank that is killed leaves none behind.
+    It is a file without a name, in memory: nothing of it is left when nobody has it open any more.
 
     Args:
         monitor: announces the moves.
@@ -31,11 +28,13 @@ class BlackBox:
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
-        folder = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-        descriptor, self.path = tempfile.mkstemp(prefix="trainer-rank-", dir=folder)
-        os.ftruncate(descriptor, LAYOUT.size)
-        self.memory = mmap.mmap(descriptor, LAYOUT.size)
-        os.close(descriptor)
+        self.path = ""
+        self._descriptor: int | None = None
+        if hasattr(os, "memfd_create"):  # on Linux, where alone another process is looked at
+            self._descriptor = os.memfd_create("trainer-rank")
+            os.ftruncate(self._descriptor, LAYOUT.size)
+            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.memory = mmap.mmap(-1 if self._descriptor is None else self._descriptor, LAYOUT.size)
         self.write()
         monitor.on_move = self.write
 
@@ -50,18 +49,18 @@ class BlackBox:
     def close(self) -> None:
         """Write no more."""
         self.monitor.on_move = None
-        Path(self.path).unlink(missing_ok=True)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def open_box(path: str) -> mmap.mmap | None:
     """The memory of another rank's black box; ``None`` when it cannot be reached from here."""
     try:
         with open(path, "rb") as file:
-            memory = mmap.mmap(file.fileno(), LAYOUT.size, access=mmap.ACCESS_READ)
-        Path(path).unlink(missing_ok=True)
+            return mmap.mmap(file.fileno(), LAYOUT.size, access=mmap.ACCESS_READ)
     except (OSError, ValueError):
         return None
-    return memory
 
 
 def read_box(memory: mmap.mmap, rank: int) -> Place:

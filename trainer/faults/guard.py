@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trainer.errors import RunError
+from trainer.errors import RunError, Stopped
 from trainer.faults.launched import adopt_children
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
@@ -49,6 +49,8 @@ def _explained(session: Session, watchdog: Watchdog) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if isinstance(error, Stopped) and session.signals is not None:
+            session.signals.leaving = True
         raw = not isinstance(error, RunError) and is_out_of_memory(error)  # else a message, which may quote one
         known = _out_of_memory(session, error) if raw else error
         explained = watchdog.explain(known)

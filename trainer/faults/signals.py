@@ -28,6 +28,9 @@ class StopSignals:
     def __init__(self, first: bool = True, expected: Callable[[], bool] = lambda: False) -> None:
         self.first, self.expected = first, expected
         self.received: str | None = None
+        self.leaving = False
+        """Whether all is saved and all ranks leave. A SIGTERM is then what a launcher sends the others when one rank
+        has left: it must not keep the first from writing its results."""
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
 
@@ -43,12 +46,16 @@ class StopSignals:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._before and self.leaving and "TORCHELASTIC_RUN_ID" in os.environ:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # forked, and not yet what it is to become
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            return
+        if self.leaving and number == signal.SIGTERM:
             return
         if self.received is not None:
             os._exit(128 + number)

@@ -38,6 +38,10 @@ COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"torch{os.sep}nn{os.sep}par
 """Where the code is in which a rank waits for others."""
 
 
+STORE_GONE = "the launcher, or the rank that it began with, has ended"
+"""What it means that the ranks' store does not answer."""
+
+
 class PeerError(RunError):
     """Another rank could not go on. The message says which one, where it was, and why."""
 
@@ -59,6 +63,7 @@ class Watchdog:
         """Why the run ends, once a rank has told."""
         self._main = threading.current_thread()
         self._ending = self._closed = False
+        self._cause: BaseException | None = None
         self._still = 0.0
         self._last_look = time.monotonic()
         self._position = (0, 0)
@@ -75,14 +80,19 @@ class Watchdog:
     def explain(self, error: BaseException) -> BaseException:
         """What to raise for ``error``, which the main thread ends with: itself, or what ended another rank before.
 
-        An error of this rank is reported and told to the others; one rank alone leaves that to who catches it.
+        An error of this rank is reported and told to the others; one rank alone leaves that to who catches it. What
+        goes wrong afterwards, as when results are written to the disk that is full, is not the cause.
         """
         if self._ending:
-            return error
+            return self._cause or error
         self._ending = True  # from here on, the thread does not end the process for what it hears
-        place = self.place()
         if isinstance(error, Stopped):  # on all ranks alike
             return error
+        self._cause = self._explained(error)
+        return self._cause
+
+    def _explained(self, error: BaseException) -> BaseException:
+        place = self.place()
         try:
             if self.peers is not None and is_echo(error):
                 told = self.peers.wait_told(SECONDS_TO_LEARN)
@@ -95,8 +105,10 @@ class Watchdog:
                 _leave_for_torchrun(error)
                 self.peers.tell(Told(f"rank {self.rank} ended {place.at()}: {cause(error)}"))
                 self.peers.wait_heard(SECONDS_TO_HEAR)
-        except (RuntimeError, ValueError):
-            note_place(error, str(place))  # the store is gone, and its other users with it
+        except (RuntimeError, ValueError) as gone:  # the store, and its other users with it
+            if is_echo(error):
+                return PeerError(f"{place}: {STORE_GONE} ({cause(gone)})")
+            note_place(error, str(place))
         return error
 
     def close(self) -> None:
@@ -179,7 +191,7 @@ class Watchdog:
     def _store_gone(self, error: Exception) -> None:
         self._wait_for_main(SECONDS_TO_END)
         if not (self._closed or self._ending):
-            self._end(f"{self.place()}: the launcher, or the rank that it began with, has ended ({cause(error)})")
+            self._end(f"{self.place()}: {STORE_GONE} ({cause(error)})")
 
     def _wait_for_main(self, seconds: float) -> None:
         """Give the main thread time to end by itself, and go on beating meanwhile."""
@@ -201,8 +213,6 @@ class Watchdog:
                 self.peers.wait_heard(SECONDS_TO_HEAR)
         if self.heard is not None and self.heard.process is not None:
             self.heard.process.kill()
-        if self.peers is not None:
-            self.peers.box.close()
         sys.stdout.flush()
         os._exit(1)
 

@@ -138,8 +138,7 @@ class Attempt:
         if not content:
             self._open = False
             return False
-        sys.stderr.buffer.write(content)
-        sys.stderr.buffer.flush()
+        tell(content)
         *lines, self._line = (self._line + content).split(b"\n")
         for line in lines:
             self._note(line.decode(errors="replace").strip())
@@ -160,6 +159,13 @@ class Attempt:
         self.sizes = sizes_in(line) or self.sizes
         if self.sizes is not None and (smaller := SMALLER.search(line)):
             self.sizes = Sizes(self.sizes.batch, int(smaller[1]))
+
+
+def tell(content: bytes) -> None:
+    """Write to standard error; that nobody reads it any more is no reason to end a run."""
+    with suppress(OSError):
+        sys.stderr.buffer.write(content)
+        sys.stderr.buffer.flush()
 
 
 def sizes_in(text: str) -> Sizes | None:

@@ -29,7 +29,7 @@ flags:
 The run directory is --run.dir, or one that is chosen and printed; --run.resume is auto.
 """
 
-LOCK = "supervisor.lock"
+LOCK = ".supervisor.lock"
 """Held besides the run's own lock, which is free between two attempts."""
 
 LEAST = {"restarts": 0, "nproc": 1, "grace": 0, "patience": 1, "backoff": 0}
@@ -168,7 +168,7 @@ def run_command(argv: Sequence[str]) -> int:
     from trainer.faults.lock import RunLock
     from trainer.supervise.journal import newest_step
     from trainer.supervise.policy import Policy
-    from trainer.supervise.supervisor import Supervisor, announce
+    from trainer.supervise.supervisor import Supervisor, announce, say
 
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -181,8 +181,10 @@ def run_command(argv: Sequence[str]) -> int:
     except OSError as error:
         raise RecipeError(f"run.dir={folder} cannot be made ({error.strerror}): choose another directory") from error
     lock = RunLock(folder, LOCK)
-    lock.acquire()
+    notice = lock.acquire()
     try:
+        if notice is not None:
+            say(notice)
         policy = Policy(int(own.restarts), int(own.patience), own.backoff, newest_step(folder))
         announce(command)
         return Supervisor(command, policy, own.grace).run()

@@ -18,23 +18,24 @@ NO_SCHEDULE = re.compile(r"^accumulate: (null|\d+)$", re.MULTILINE)
 
 
 def kernel_kills() -> int:
-    """How many processes the kernel has killed because memory ran out, on this machine and in this control group.
+    """How many processes the kernel has killed because memory ran out: of this control group, or else of this machine.
 
     0 where neither is told. Only a difference between two calls means something.
     """
-    found = _entry(VMSTAT, "oom_kill")
+    own = None
     with suppress(OSError, StopIteration):
-        own = next(line for line in CGROUPS.read_text().splitlines() if line.startswith("0::"))
-        found += _entry(CGROUP_ROOT / own.removeprefix("0::").lstrip("/") / "memory.events", "oom_kill")
-    return found
+        line = next(line for line in CGROUPS.read_text().splitlines() if line.startswith("0::"))
+        own = _entry(CGROUP_ROOT / line.removeprefix("0::").lstrip("/") / "memory.events")
+    return _entry(VMSTAT) or 0 if own is None else own
 
 
-def _entry(path: Path, name: str) -> int:
+def _entry(path: Path) -> int | None:
+    """The number beside ``oom_kill`` in a file of names and numbers."""
     try:
         entries = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
-        return int(entries.get(name, 0))
-    except (OSError, ValueError):
-        return 0
+        return int(entries["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def ran_out_of_memory(ending: Ending, kills: int) -> bool:

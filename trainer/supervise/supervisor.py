@@ -13,7 +13,7 @@ from types import FrameType
 
 from trainer.errors import EXIT_REQUEUE
 from trainer.faults.signals import STOP_SIGNALS
-from trainer.supervise.attempt import SECONDS_BETWEEN_LOOKS, Attempt, Ending
+from trainer.supervise.attempt import SECONDS_BETWEEN_LOOKS, Attempt, Ending, tell
 from trainer.supervise.command import FitCommand
 from trainer.supervise.journal import Journal, newest_step
 from trainer.supervise.memory import kernel_kills, known_sizes, ran_out_of_memory
@@ -145,7 +145,7 @@ class Supervisor:
 
 def say(text: str) -> None:
     """Tell the person."""
-    print(f"trainer run: {text}", file=sys.stderr, flush=True)
+    tell(f"trainer run: {text}\n".encode())
 
 
 def announce(command: FitCommand) -> None:

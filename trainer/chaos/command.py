@@ -1,0 +1,172 @@
+"""``trainer chaos``: the trials, their scores, and what is printed and written of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from trainer.chaos.compare import digest
+from trainer.chaos.damage import POISONED
+from trainer.chaos.faults import FAULTS
+from trainer.chaos.forks import in_forks
+from trainer.chaos.run import ForkedRun, Shape
+from trainer.chaos.trial import Outcome, Trial
+from trainer.checkpoint.store import write_atomic
+from trainer.errors import RunError, require
+from trainer.own_flags import count
+from trainer.report.summary import versions
+
+FLAGS = {
+    "trials": "kills in all: half at any instant, half in a save; half as many stops, a twentieth of the rest (20)",
+    "out": "file for the scores as JSON (default: printed only)",
+    "only": "the faults to try, with commas (default: all)",
+    "keep": "folder that keeps the runs of trials that deviate (default: none is kept)",
+    "at-once": "trials that go on at the same time (default: as many as there are cores)",
+}
+
+PRELOADED = ("trainer.fit", "trainer.flags", "matplotlib.pyplot", "sklearn.datasets", "sklearn.metrics", "tensorboard")
+"""What every run imports: once here instead of once a rank."""
+
+
+def chaos(flags: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
+    """Try the faults and print a table.
+
+    Args:
+        flags: those of :data:`FLAGS`.
+
+    Returns:
+        The scores, as they are written.
+
+    Raises:
+        RecipeError: for a flag that cannot work, or a system without what this needs.
+        RunError: when something was not as promised; the scores are written all the same.
+    """
+    own = {name: text or "" for name, text in flags}
+    unknown = sorted(own.keys() - FLAGS.keys())
+    require(not unknown, f"unknown flag --{', --'.join(unknown)}: trainer chaos takes --{', --'.join(FLAGS)}")
+    require(sys.platform.startswith("linux"), "trainer chaos forks processes and reads /proc: it needs Linux")
+    require("TORCHELASTIC_RUN_ID" not in os.environ, "trainer chaos starts its own ranks: start it without a launcher")
+    names = own.get("only", ",".join(FAULTS)).split(",")
+    wrong = [name for name in names if name not in FAULTS]
+    require(not wrong, f"--only {', '.join(wrong)}: the faults are {', '.join(FAULTS)}")
+    trials = count("trials", own.get("trials", "20"))
+    at_once = count("at-once", own.get("at-once", str(len(os.sched_getaffinity(0)))))
+    began = time.monotonic()
+    for module in PRELOADED:
+        import_module(module)
+    folder = Path(tempfile.mkdtemp(prefix="trainer-chaos-"))
+    try:
+        outcomes = _try_all(names, trials, at_once, folder)
+    finally:
+        if "keep" in own:
+            shutil.copytree(folder, own["keep"], dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    report = {
+        "trials": trials,
+        "seconds": round(time.monotonic() - began, 1),
+        "versions": versions(),
+        "machine": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0)), "at_once": at_once},
+        "faults": {name: scores(found) for name, found in outcomes.items()},
+    }
+    print(table(report["faults"]))
+    if "out" in own:
+        write_atomic(Path(own["out"]), json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    deviating = [name for name, found in report["faults"].items() if found["deviations"]]
+    if deviating:
+        raise RunError(f"not as promised: {', '.join(deviating)}; the deviations are listed above")
+    return report
+
+
+def _try_all(names: Sequence[str], asked: int, at_once: int, folder: Path) -> dict[str, list[Outcome]]:
+    planned = [(name, number) for name in names for number in range(FAULTS[name].trials(asked))]
+    shapes = {(name, number): FAULTS[name].shape(number, FAULTS[name].trials(asked)) for name, number in planned}
+    wanted = list(dict.fromkeys((shapes[name, number], FAULTS[name].poisoned) for name, number in planned))
+    made = _in_order(
+        [partial(_reference, *key, folder, 20 * at) for at, key in enumerate(wanted)], folder / "undisturbed", at_once
+    )
+    references = dict(zip(wanted, made, strict=True))
+    jobs = []
+    for at, (name, number) in enumerate(planned):
+        shape = shapes[name, number]
+        reference = references[shape, FAULTS[name].poisoned]
+        jobs.append(partial(_one, name, Trial(name, number, shape, reference, folder, 20 * at)))
+    found = _in_order(jobs, folder / "results", at_once, [f"{name} {number}" for name, number in planned])
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+    for (name, _), outcome in zip(planned, found, strict=True):
+        outcomes[name].append(Outcome(**outcome))
+    return outcomes
+
+
+def _in_order(jobs: Sequence[Any], folder: Path, at_once: int, names: Sequence[str] = ()) -> list[Any]:
+    """The results of ``jobs``; of those with names, what deviates is printed as it comes."""
+    folder.mkdir()
+    found: dict[int, Any] = {}
+    for number, result in in_forks(jobs, folder, at_once):
+        found[number] = result
+        if names and result["deviations"]:
+            print(f"{names[number]} ({result['what']}): {'; '.join(result['deviations'])}", flush=True)
+    return [found[number] for number in range(len(jobs))]
+
+
+def _reference(shape: Shape, poisoned: bool, folder: Path, port: int) -> dict[str, Any]:
+    """The undisturbed run: its digest, and the samples of every window of every rank."""
+    flags = ["--data.poisoned", str(POISONED)] if poisoned else []
+    run = ForkedRun(folder / f"{shape.strategy}-{shape.ranks}-{poisoned}", shape, *flags, port=port)
+    run.wait()
+    if any(run.codes.values()):
+        raise RunError(f"the undisturbed run ended with {run.codes}: {run.text(0)[-2000:]}")
+    return {"digest": digest(run.run_dir), "samples": [run.windows(rank) for rank in range(shape.ranks)]}
+
+
+def _one(name: str, trial: Trial) -> dict[str, Any]:
+    FAULTS[name].disturb(trial)
+    trial.outcome.what = f"{trial.shape}: {trial.outcome.what}"
+    if not trial.outcome.deviations:
+        shutil.rmtree(trial.folder, ignore_errors=True)
+    return trial.outcome.to_json()
+
+
+def scores(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """How many of the trials of a fault went as promised."""
+    tried = [outcome for outcome in outcomes if outcome.skipped is None]
+    seconds = [outcome.seconds for outcome in tried if outcome.seconds is not None]
+    skipped = sorted({outcome.skipped for outcome in outcomes if outcome.skipped is not None})
+    return {
+        "trials": len(tried),
+        "ended_in_time": sum(outcome.ended_in_time for outcome in tried),
+        "to_name": sum(outcome.named is not None for outcome in tried),
+        "named": sum(outcome.named is True for outcome in tried),
+        "resumed_exactly": sum(outcome.resumed_exactly for outcome in tried),
+        "orphans": sum(outcome.orphans for outcome in tried),
+        "most_steps_redone": max((outcome.redone for outcome in tried), default=0),
+        "seconds_median": round(statistics.median(seconds), 2) if seconds else None,
+        "seconds_max": round(max(seconds), 2) if seconds else None,
+        "skipped": "; ".join(skipped) or None,
+        "deviations": [f"{outcome.what}: {text}" for outcome in tried for text in outcome.deviations],
+    }
+
+
+def table(faults: dict[str, dict[str, Any]]) -> str:
+    """A line a fault."""
+    heads = ("in time", "named", "exact", "orphans", "redone", "seconds")
+    lines = [f"{'fault':14}{'trials':>7}{''.join(map('{:>9}'.format, heads[:-1]))}{heads[-1]:>16}"]
+    for name, row in faults.items():
+        if not row["trials"]:
+            lines.append(f"{name:14}skipped: {row['skipped']}")
+            continue
+        named = f"{row['named']}/{row['to_name']}" if row["to_name"] else "-"
+        figures = (row["ended_in_time"], named, row["resumed_exactly"], row["orphans"], row["most_steps_redone"])
+        seconds = f"{row['seconds_median']}, max {row['seconds_max']}"
+        lines.append(f"{name:14}{row['trials']:7}{''.join(map('{:>9}'.format, figures))}{seconds:>16}")
+    return "\n".join(lines)
