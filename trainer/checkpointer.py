@@ -21,7 +21,7 @@ from trainer.errors import Stopped
 from trainer.listeners import Stopwatch
 from trainer.memory.stack import Stack
 from trainer.quantities import parse_duration
-from trainer.random_state import random_state
+from trainer.random_state import RandomState
 from trainer.report.metrics import score
 from trainer.report.summary import versions
 from trainer.resume import Resumption
@@ -40,6 +40,7 @@ class Checkpointer:
         stepper: takes the steps.
         windows: this rank's share of the batches.
         stopwatch: of the training so far.
+        generators: of this rank.
         history: the bytes of ``metrics.csv``; called on the first rank only.
     """
 
@@ -51,11 +52,12 @@ class Checkpointer:
         stepper: Stepper,
         windows: Windows,
         stopwatch: Stopwatch,
+        generators: RandomState,
         history: Callable[[], bytes],
     ) -> None:
         self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
         self.stack, self.stepper, self.windows, self.stopwatch = stack, stepper, windows, stopwatch
-        self.history = history
+        self.generators, self.history = generators, history
         recipe, fabric = session.recipe, session.fabric
         self.wishes = recipe.checkpoint
         every = self.wishes.every
@@ -160,7 +162,7 @@ class Checkpointer:
         return Snapshot(
             step=counters.step,
             parts=on_host(parts),
-            own={"random": random_state(fabric.device), "values": values},
+            own={"random": self.generators.to_json(), "values": values},
             common=common_state(counters, self.stepper, self.windows, self.stopwatch),
             history=self.history() if self.session.is_first else b"",
             manifest=self._manifest(counters, self._figures(engine)),
@@ -169,8 +171,14 @@ class Checkpointer:
     def _manifest(
         self, counters: Counters, figures: dict[str, float] | None
     ) -> Callable[[Mapping[str, Any]], Manifest]:
-        """From the files to the manifest; the counters are read now, the data only on the rank that writes it."""
+        """From the files to the manifest; everything is read now, the data only on the rank that writes it.
+
+        Not beside the training: reading samples seeds the random generators that dropout draws from.
+        """
         session, origin = self.session, self.origin
+        data: dict[str, Any] = {}
+        if session.is_first:
+            data = {"dataset": origin.dataset, "tokenizer": origin.tokenizer}
         facts: dict[str, Any] = {
             "run": origin.run,
             "step": counters.step,
@@ -184,12 +192,12 @@ class Checkpointer:
             "figures": figures,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        return lambda files: Manifest(files=files, dataset=origin.dataset, tokenizer=origin.tokenizer, **facts)
+        return lambda files: Manifest(files=files, **facts, **data)
 
     def _require_space(self, snapshot: Snapshot) -> None:
         """The first rank looks, and all hear of it: none may write while another gives up."""
         (needed,) = self.session.agreement.total([float(snapshot.nbytes)])
-        self.folder.path.mkdir(parents=True, exist_ok=True)
+        self.folder.make()
         own = missing_space(self.folder.path, int(needed)) if self.session.is_first else 0
         (missing,) = self.session.agreement.total([float(own)])
         if missing:

@@ -48,7 +48,7 @@ class Found:
             yield
         except RecipeError:
             raise
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             raise CorruptCheckpoint(
                 f"{self.path / name} holds something else than a run has written: {what}"

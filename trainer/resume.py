@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from trainer.errors import require
 from trainer.listeners import Stopwatch
 from trainer.memory.stack import Stack
 from trainer.origin import Origin
-from trainer.random_state import restore_random_state
+from trainer.random_state import RandomState, restore_random_state
 from trainer.restore import Found, restore_tensors
 from trainer.rundir import restore_history
 from trainer.same_run import require_same_run
@@ -28,25 +29,27 @@ from trainer.training_state import is_overlapped, restore_common_state
 FOLDER = "checkpoints"
 
 
-def find_checkpoint(session: Session, own: CheckpointFolder, say: Callable[[str], None]) -> Found | None:
+def find_checkpoint(session: Session, own: CheckpointFolder) -> tuple[Found | None, list[tuple[Path, str]]]:
     """The checkpoint that ``run.resume`` names, or the newest valid one; the same on all ranks, all of which call it.
 
     Every rank checks the hashes of a share of the files. A checkpoint that is not what was saved is passed over for the
-    one before it, and said so; in the run's own directory it is also renamed.
+    one before it.
 
     Args:
         session: launched.
         own: the checkpoints in the run directory.
-        say: tells the person; called on the first rank only.
+
+    Returns:
+        The checkpoint, and those that were passed over: what is wrong with each.
 
     Raises:
         RecipeError: when there is none to resume from, or none that is valid.
     """
     wanted = session.recipe.run.resume
     if wanted == "none":
-        return None
+        return None, []
     if wanted != "auto" and is_checkpoint(Path(wanted)):
-        candidates = [Path(wanted)]
+        candidates = [Path(wanted).resolve()]  # a link such as latest has another name than what it is
     else:
         folder = own if wanted == "auto" else CheckpointFolder(_checkpoints_of(Path(wanted)))
         candidates = session.fabric.broadcast(folder.newest_first())
@@ -55,11 +58,10 @@ def find_checkpoint(session: Session, own: CheckpointFolder, say: Callable[[str]
     for path in candidates:
         problem = _problem(session, path)
         if problem is None:
-            _tidy(session, own, path, problems, say)
-            return Found(path, read_manifest(path))
+            return Found(path, read_manifest(path)), problems
         problems.append((path, problem))
     require(not problems, _none_valid(problems))
-    return None
+    return None, []
 
 
 def _checkpoints_of(path: Path) -> Path:
@@ -91,21 +93,18 @@ def _problem(session: Session, path: Path) -> str | None:
     return next((text for text in problems if text is not None), None)
 
 
-def _tidy(
-    session: Session, own: CheckpointFolder, chosen: Path, problems: list[tuple[Path, str]], say: Callable[[str], None]
-) -> None:
-    """Say what was passed over, and keep it from being taken for the newest again."""
-    if not session.is_first:
+def _set_aside(own: CheckpointFolder, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
+    """Keep those after ``chosen`` in the run's own directory from being taken for the newest again.
+
+    Args:
+        corrupt: the names of those that are not what was saved.
+    """
+    if chosen.absolute().parent.resolve() != own.path.resolve():
         return
-    for _, problem in problems:
-        say(f"warning: {problem}; resuming from {chosen.name} instead")
-    if chosen.parent.resolve() != own.path.resolve():
-        return
-    corrupt = [path for path, _ in problems]
     for path in own.newest_first():
         if path.name == chosen.name:
             break
-        aside = own.set_aside(path, "corrupt" if path in corrupt else "abandoned")
+        aside = own.set_aside(path, "corrupt" if path.name in corrupt else "abandoned")
         say(f"{path.name} is after the checkpoint that is resumed: renamed to {aside.name}")
 
 
@@ -124,11 +123,15 @@ class Resumption:
     def __init__(self, session: Session, run_dir: Path, say: Callable[[str], None]) -> None:
         self.session, self.folder = session, CheckpointFolder(run_dir / FOLDER)
         session.on_first(self.folder.clean)
-        self.found = find_checkpoint(session, self.folder, say)
+        self.found, problems = find_checkpoint(session, self.folder)
         self.origin = Origin(session, self.found.manifest.run if self.found is not None else None)
         if self.found is not None:
+            for _, problem in problems:
+                say(f"warning: {problem}; resuming from {self.found.path.name} instead")
             for line in session.on_first(partial(self._compare, self.found)):
                 say(f"changed since the checkpoint: {line}")
+            if session.is_first:  # only now is it certain that the run goes on from there
+                _set_aside(self.folder, self.found.path, {path.name for path, _ in problems}, say)
             say(f"resuming from {self.found.path}, after step {self.found.manifest.step:,}")
         elif session.recipe.run.resume == "auto":
             say(f"no checkpoint in {self.folder.path}: starting from step 0")
@@ -149,14 +152,16 @@ class Resumption:
         if self.session.is_first:
             restore_history(run_dir, self.found.history() if self.found is not None else b"")
 
-    def restore(self, engine: Engine, stack: Stack, stopwatch: Stopwatch) -> None:
-        """Put everything else back."""
+    def restore(self, engine: Engine, stack: Stack, stopwatch: Stopwatch, generators: RandomState) -> None:
+        """Put everything else back; the random generators when training starts."""
         if self.found is None:
             return
         session, stepper, windows = self.session, engine.stepper, engine.windows
         restore_tensors(self.found, stack, stepper)
         with self.found.explained(STATE):
             restore_common_state(self.found.json(STATE), engine.counters, stepper, windows, stopwatch)
+        if windows.halvings:  # evaluations are cut as small
+            session.plan = dataclasses.replace(session.plan, first_cut=windows.cut(engine.counters.epoch))
         session.monitor.step = engine.counters.step
         if is_overlapped(stepper) and session.fabric.world_size > 2 and engine.counters.step > 1:
             # DDP orders its buckets anew after the first gradients, and sums of three depend on what shares a bucket.
@@ -164,4 +169,5 @@ class Resumption:
         if self.found.manifest.world_size == session.fabric.world_size:
             sign = sign_of(session.fabric.global_rank)
             with self.found.explained(sign):
-                restore_random_state(self.found.json(sign)["random"], session.fabric.device)
+                generators.resumed = self.found.json(sign)["random"]
+                restore_random_state(generators.resumed, session.fabric.device)

@@ -54,7 +54,7 @@ def choose_run_dir(session: Session, source: str | None) -> Path:
 
 
 def _is_resumed(run_dir: Path, resume: str) -> bool:
-    return resume == "auto" or (resume != "none" and Path(resume).absolute().is_relative_to(run_dir))
+    return resume == "auto" or (resume != "none" and Path(resume).resolve().is_relative_to(run_dir.resolve()))
 
 
 def write_recipe(session: Session, run_dir: Path, source: str | None) -> None:

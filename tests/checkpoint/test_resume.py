@@ -6,10 +6,13 @@ import csv
 import dataclasses
 import json
 import os
+import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from resumed import OPTIM, losses, recipe, resume, saved
@@ -40,13 +43,50 @@ class Drawing(MLP):
         return module
 
     def losses(self, module: nn.Module, batch: Any) -> Any:
-        import random
-
-        import numpy as np
-
         scale = 1 + 0.1 * (random.random() + np.random.rand())
         for loss in super().losses(module, batch):
             yield Loss(loss.total * scale, loss.weight, loss.name, loss.logits, loss.targets)
+
+
+class Noisy:
+    """Samples that draw from a generator that nobody seeds for them, as transforms of one's own may."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.samples[index]
+        time.sleep(0.001)  # the fingerprint takes longer than a step
+        return sample | {"pixel_values": sample["pixel_values"] + random.random()}
+
+
+class NoisyDigits(Digits):
+    """Digits in a dataset without a fingerprint of its own."""
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        super().prepare(tokenizer)
+        self.train = Noisy(self.train)
+
+
+class ValidatedDigits(Digits):
+    """With a validation set, and nothing to test on."""
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        super().prepare(tokenizer)
+        self.val, self.test = self.test, None
+
+
+class Rotary(MLP):
+    """With buffers of types that few models have."""
+
+    def build(self) -> nn.Module:
+        module = super().build()
+        module.register_buffer("frequencies", torch.polar(torch.ones(3), torch.arange(3.0)))
+        module.register_buffer("places", torch.ones(3, dtype=torch.uint16))
+        return module
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -71,6 +111,9 @@ CASES: dict[str, dict[str, Any]] = {
     "schedule of batches": {"memory": {"micro_batch_size": 12}, "batch_size": None, "accumulate": {0: 2, 1: 1}},
     "batchnorm": {"model": Normed([16], dropout=0.5)},
     "other generators": {"model": Drawing([16])},
+    "other generators, rehearsed": {"model": Drawing([16]), "memory": {"micro_batch_size": "auto"}},
+    "data that draw": {"data": NoisyDigits(test_fraction=0.97)},
+    "buffers of other types": {"model": Rotary([16])},
     "synchronous": {"checkpoint": Checkpoint(every=2, keep_last=9, asynchronous=False)},
 }
 
@@ -165,17 +208,31 @@ def test_auto_takes_the_newest_and_a_finished_run_has_nothing_left_to_do(copied,
         assert (copied / "model" / name).read_bytes() == (finished / "model" / name).read_bytes()
 
 
-def test_a_run_that_is_resumed_at_its_end_is_evaluated(tmp_path):
-    first = fit(recipe(tmp_path / "r", run={"evaluate": True}))
-    again = fit(recipe(tmp_path / "r", run={"evaluate": True, "resume": "auto"}))
+@pytest.mark.parametrize(("data", "split"), [(Digits, "test"), (ValidatedDigits, "val")])
+def test_a_run_that_is_resumed_at_its_end_is_evaluated(data, split, tmp_path):
+    settings: dict[str, Any] = {"data": data(test_fraction=0.97)}
+    first = fit(recipe(tmp_path / "r", run={"evaluate": True}, **settings))
+    again = fit(recipe(tmp_path / "r", run={"evaluate": True, "resume": "auto"}, **settings))
     assert again.metrics == first.metrics
-    assert 0 < again.metrics["test"]["accuracy"] < 1
+    assert 0 < again.metrics[split]["accuracy"] < 1
 
 
 def test_a_finished_run_trains_on_when_more_epochs_are_allowed(copied, tmp_path):
     fit(recipe(tmp_path / "three", epochs=3, optim=dataclasses.replace(OPTIM, schedule="constant")))
     fit(recipe(copied, epochs=3, run={"resume": "auto", "allow_change": ["epochs"]}))
     assert len(losses(copied)) == len(losses(tmp_path / "three")) == 9
+
+
+def rates(run_dir: Path) -> list[float]:
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return [float(row["lr"]) for row in csv.DictReader(file) if row["lr"]]
+
+
+def test_the_schedule_of_a_run_that_trains_on_is_that_of_the_longer_run(copied, tmp_path):
+    fit(recipe(tmp_path / "three", epochs=3))
+    fit(recipe(copied, epochs=3, run={"resume": "auto", "allow_change": ["epochs"]}))
+    assert rates(copied)[6:] == rates(tmp_path / "three")[6:]
+    assert min(rates(copied)[6:]) > 0
 
 
 def test_a_corrupt_newest_checkpoint_is_passed_over_and_said(copied, finished, capsys):
@@ -202,6 +259,29 @@ def test_a_named_checkpoint_that_is_corrupt_is_refused(copied):
     damage(path / "metrics.csv")
     with pytest.raises(RecipeError, match=r"step-00000004/metrics\.csv is corrupt"):
         fit(recipe(copied, run={"resume": str(path)}))
+
+
+def test_a_corrupt_checkpoint_is_called_so_however_the_run_directory_is_named(copied, monkeypatch):
+    damage(copied / "checkpoints/step-00000006/state.json")
+    monkeypatch.chdir(copied.parent)
+    fit(recipe(copied, run={"resume": copied.name}))
+    assert (copied / "checkpoints/step-00000006.corrupt").is_dir()
+
+
+def test_a_refused_resume_leaves_all_checkpoints_where_they_are(copied):
+    with pytest.raises(RecipeError, match="batch_size: 24 in the checkpoint, 12 now"):
+        fit(recipe(copied, batch_size=12, run={"resume": str(copied / "checkpoints/step-00000002")}))
+    names = sorted(path.name for path in (copied / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_links_lead_to_the_run_and_to_its_checkpoints(copied, finished):
+    link, latest = copied.parent / "link", copied / "latest"
+    link.symlink_to(copied)
+    latest.symlink_to("checkpoints/step-00000004")
+    fit(recipe(copied, run={"resume": str(link / "latest")}))
+    assert (copied / "checkpoints/step-00000006.abandoned").is_dir()
+    assert saved(copied, 6) == saved(finished, 6)
 
 
 def test_checkpoints_after_the_one_that_is_named_are_set_aside(copied, finished):

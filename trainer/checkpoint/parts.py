@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, RunError
 
 DTYPES = {
     torch.float64: "F64",
@@ -29,10 +29,14 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -109,6 +113,8 @@ def write_parts(path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
 def _header(parts: Mapping[str, Part]) -> bytes:
     entries, position = {}, 0
     for name, part in parts.items():
+        if part.tensor.dtype not in DTYPES:
+            raise RunError(f"{name} is of {part.tensor.dtype}, which safetensors has no name for: use another type")
         end = position + part.tensor.nbytes
         entries[name] = {
             "dtype": DTYPES[part.tensor.dtype],

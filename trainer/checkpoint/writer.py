@@ -51,8 +51,8 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's tensors."""
-        return sum(part.tensor.nbytes for part in self.parts.values())
+        """Bytes of this rank's tensors, and of the history."""
+        return sum(part.tensor.nbytes for part in self.parts.values()) + len(self.history)
 
 
 @dataclass(frozen=True)
