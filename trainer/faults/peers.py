@@ -118,13 +118,18 @@ class Peers:
             place = read_box(self._others_box, self.next)
         return None if "leaving" in beat else self._judge(process, place)
 
+    @property
+    def knows_next(self) -> bool:
+        """Whether the next rank was seen."""
+        return bool(self._last)
+
     def why_silent(self) -> Told:
         """Why the store does not answer, as far as this rank sees without it."""
         beat = json.loads(self._last) if self._last else {}
         process = ProcessId(**beat["process"]) if beat else None
         if process is not None and process.is_here() and process.state() == "stopped":
-            text = f"rank {self.next} (pid {process.pid} on {process.host}) is stopped by a signal, and with it the store"
-            return Told(f"{text} of all ranks", process)
+            name = f"rank {self.next} (pid {process.pid} on {process.host})"
+            return Told(f"{name} is stopped by a signal, and with it the store of all ranks", process)
         seconds = LOOKS_OF_SILENCE * SECONDS_BETWEEN_LOOKS
         return Told(
             f"the store of the ranks has not answered for {seconds:g} s: the launcher, or the rank that it began with, "

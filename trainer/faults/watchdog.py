@@ -126,12 +126,18 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._wake.wait(SECONDS_BETWEEN_LOOKS):
+            while not self._wake.wait(self._pause()):
                 if self.peers is not None:
                     self._look_at_peers(self.peers)
                 self._look_at_self()
         except (RuntimeError, ValueError) as error:  # of the store
+            self._store_is_gone = True
             self._store_gone(error)
+
+    def _pause(self) -> float:
+        """Seconds to the next look; few, until the next rank is known: it may be the one that the store ends with."""
+        is_known = self.peers is None or self.peers.knows_next
+        return SECONDS_BETWEEN_LOOKS if is_known else SECONDS_BETWEEN_LOOKS / 10
 
     def _watch_store(self, peers: Peers) -> None:
         """In a thread of its own: a store whose process is stopped keeps every thread that asks it, without a limit."""
@@ -224,8 +230,12 @@ class Watchdog:
             with suppress(RuntimeError, ValueError):
                 self.peers.tell(Told(text))
                 self.peers.wait_heard(SECONDS_TO_HEAR)
-        if self.heard is not None and self.heard.process is not None:
-            self.heard.process.kill()
+        self._leave(self.heard)
+
+    def _leave(self, told: Told | None) -> None:
+        """End this process, and the one that is told to be stopped."""
+        if told is not None and told.process is not None:
+            told.process.kill()
         sys.stdout.flush()
         os._exit(1)
 
