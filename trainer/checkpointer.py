@@ -29,6 +29,9 @@ from trainer.session import Session
 from trainer.state_parts import optimizer_parts, weight_parts
 from trainer.training_state import common_state
 
+SECONDS_TO_FINISH = 5.0
+"""How long a run that failed waits for a checkpoint in the making: a rank that is gone will never write its part."""
+
 
 class Checkpointer:
     """Called by the engine at every step boundary: saves what is due there, and ends training that is to stop.
@@ -108,6 +111,10 @@ class Checkpointer:
         if engine.counters.step > self.saved_at and (self.writes or self._is_due(engine)):
             self.save(engine)
         self._wait()
+
+    def close(self) -> None:
+        """Training has ended, perhaps by an error: a checkpoint that is nearly written is worth a few seconds."""
+        self.background.finish(SECONDS_TO_FINISH)
 
     def _wait(self) -> None:
         """Until the last checkpoint is on disk; raises why it is not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -126,8 +127,10 @@ class Resumption:
         self.found, problems = find_checkpoint(session, self.folder)
         self.origin = Origin(session, self.found.manifest.run if self.found is not None else None)
         if self.found is not None:
-            for _, problem in problems:
-                say(f"warning: {problem}; resuming from {self.found.path.name} instead")
+            if session.is_first:  # also where no progress is shown
+                for _, problem in problems:
+                    text = f"trainer: warning: {problem}; resuming from {self.found.path.name} instead"
+                    print(text, file=sys.stderr, flush=True)
             for line in session.on_first(partial(self._compare, self.found)):
                 say(f"changed since the checkpoint: {line}")
             if session.is_first:  # only now is it certain that the run goes on from there

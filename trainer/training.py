@@ -134,6 +134,7 @@ class Training:
             status = "interrupted"
             raise
         finally:
+            self.checkpointer.close()
             self.recovery.close()
             self.progress.close()
             summary = summarise(session, status, engine.counters, self.stopwatch, result, all_ranks)

@@ -237,9 +237,8 @@ def test_the_schedule_of_a_run_that_trains_on_is_that_of_the_longer_run(copied, 
 
 def test_a_corrupt_newest_checkpoint_is_passed_over_and_said(copied, finished, capsys):
     damage(copied / "checkpoints/step-00000006/rank-00000.safetensors")
-    run = {"resume": "auto", "progress": True}
-    fit(recipe(copied, run=run))
-    output = "".join(capsys.readouterr())
+    fit(recipe(copied, run={"resume": "auto"}))  # which shows no progress
+    output = capsys.readouterr().err
     assert "step-00000006/rank-00000.safetensors is corrupt" in output
     assert "resuming from step-00000004 instead" in output
     assert (copied / "checkpoints/step-00000006.corrupt").is_dir()
@@ -329,6 +328,28 @@ def test_the_best_checkpoints_are_kept(tmp_path):
     assert kept[-2:] == best
     assert len(found) <= 3
     assert max(manifest["step"] for manifest in found) == 9
+
+
+class Failing(MLP):
+    """Cannot take its fourth step."""
+
+    micro_batches = 0
+
+    def losses(self, module: nn.Module, batch: Any) -> Any:
+        self.micro_batches += 1
+        if self.micro_batches == 19:
+            raise ZeroDivisionError
+        yield from super().losses(module, batch)
+
+
+def test_a_checkpoint_in_the_making_is_completed_when_the_run_fails(tmp_path, monkeypatch):
+    from trainer.checkpoint.writer import Writer
+
+    write = Writer.write
+    monkeypatch.setattr(Writer, "write", lambda writer, snapshot: (time.sleep(1.0), write(writer, snapshot)))
+    with pytest.raises(ZeroDivisionError):
+        fit(recipe(tmp_path / "r", model=Failing([16]), checkpoint=Checkpoint(every=3)))
+    assert (tmp_path / "r/checkpoints/step-00000003/manifest.json").is_file()
 
 
 def test_nothing_is_saved_when_nothing_is_due(tmp_path):

@@ -180,6 +180,11 @@ class Background:
             self.thread = None
         self.raise_failure()
 
+    def finish(self, seconds: float) -> None:
+        """Give what is at work so long to end; nobody asks any more how it ends."""
+        if self.thread is not None:
+            self.thread.join(seconds)
+
     def raise_failure(self) -> None:
         """Raise what the work raised, once."""
         failure, self.failure = self.failure, None
