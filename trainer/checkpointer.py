@@ -17,7 +17,7 @@ from trainer.engine.events import Counters
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
-from trainer.errors import Stopped
+from trainer.errors import RunError, Stopped
 from trainer.listeners import Stopwatch
 from trainer.memory.stack import Stack
 from trainer.quantities import parse_duration
@@ -31,6 +31,8 @@ from trainer.training_state import common_state
 
 SECONDS_TO_FINISH = 5.0
 """How long a run that failed waits for a checkpoint in the making: a rank that is gone will never write its part."""
+
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Checkpointer:
@@ -69,6 +71,7 @@ class Checkpointer:
         self.versions = versions()
         self.begin_at(0)
         self.background = Background()
+        self.moves = 0
         self.writer = Writer(
             self.folder,
             fabric.global_rank,
@@ -78,23 +81,29 @@ class Checkpointer:
             self.wishes.keep_last,
             self.wishes.keep_best,
             score,
+            self._move,
         )
         session.agreement.votes = self._votes
 
-    def _votes(self) -> tuple[float, float]:
-        """Whether this rank was asked to stop, and whether it is time for a checkpoint by the first rank's clock."""
+    def _votes(self) -> tuple[float, float, float]:
+        """Whether this rank was asked to stop, whether it is time for a checkpoint, whether one could not be written.
+
+        The time is that of the first rank's clock.
+        """
         is_time = self.session.is_first and time.monotonic() - self.saved_when >= self.every_seconds
-        return float(self.session.asked_to_stop() is not None), float(is_time)
+        has_failed = self.background.failure is not None
+        return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
 
     def __call__(self, engine: Engine) -> None:
         """Before a step: save what is due.
 
         Raises:
             Stopped: on all ranks alike, when any of them was asked to stop; all is saved then.
-            RunError: when the checkpoint before could not be written.
+            RunError: on all ranks alike, when a checkpoint could not be written.
         """
-        self.background.raise_failure()
-        stop, is_time = self.session.agreement.agreed
+        stop, is_time, has_failed = self.session.agreement.agreed
+        if has_failed:
+            self._wait()
         if engine.counters.step > self.saved_at and (stop or is_time or self._is_due(engine)):
             self.save(engine)
         if stop:
@@ -114,12 +123,28 @@ class Checkpointer:
 
     def close(self) -> None:
         """Training has ended, perhaps by an error: a checkpoint that is nearly written is worth a few seconds."""
-        self.background.finish(SECONDS_TO_FINISH)
+        self.background.ends(SECONDS_TO_FINISH)
+
+    def _move(self) -> None:
+        """Called beside the training: some more is on disk."""
+        self.moves += 1
 
     def _wait(self) -> None:
-        """Until the last checkpoint is on disk; raises why it is not."""
+        """Until the last checkpoint is on disk. A collective.
+
+        Raises:
+            RunError: on all ranks alike, why it is not.
+        """
         with self._announced():
-            self.background.wait()
+            moves = self.moves
+            while not self.background.ends(SECONDS_BETWEEN_LOOKS):
+                if self.moves != moves:  # the watchdog waits for a disk as long as it takes something
+                    moves = self.moves
+                    self.session.monitor.doing("checkpoint")
+            (failures,) = self.session.agreement.total([float(self.background.failure is not None)])
+        self.background.wait()
+        if failures:
+            raise RunError("another rank could not write its part of a checkpoint; its message says why")
 
     @contextmanager
     def _announced(self) -> Iterator[None]:

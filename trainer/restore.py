@@ -68,7 +68,10 @@ def restore_tensors(found: Found, stack: Stack, stepper: Stepper) -> None:
     """
     reader, values = _open(found)
     optimizer = stepper.optimizer
-    make_state(optimizer.put_together() if isinstance(optimizer, OptimizerInBackward) else optimizer)
+    if isinstance(optimizer, OptimizerInBackward):
+        optimizer.make_state()
+    else:
+        make_state(optimizer)
     _forget_unreached(stack, stepper, {*reader.shapes, *values})
     wanted = weight_parts(stack)
     of_optimizer, own_values = optimizer_parts(stack, optimizer)

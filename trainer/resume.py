@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
-from trainer.checkpoint.manifest import CorruptCheckpoint, read_manifest, verify_files
+from trainer.checkpoint.manifest import CorruptCheckpoint, UnknownFormat, read_manifest, verify_files
 from trainer.checkpoint.writer import STATE, sign_of
 from trainer.engine.loop import Engine
 from trainer.engine.rehearsal import rehearse
+from trainer.engine.step import Stepper
 from trainer.errors import require
 from trainer.listeners import Stopwatch
 from trainer.memory.stack import Stack
@@ -81,17 +83,21 @@ def _none_valid(problems: list[tuple[Path, str]]) -> str:
 def _problem(session: Session, path: Path) -> str | None:
     """What is wrong with the checkpoint ``path``, if anything: the files are dealt out to the ranks."""
     rank, size = session.fabric.global_rank, session.fabric.world_size
-    problem = None
+    problem, is_unknown = None, False
     try:
         manifest = read_manifest(path)
         verify_files(path, manifest, sorted(manifest.files)[rank::size])
     except CorruptCheckpoint as error:
-        problem = str(error)
-    if size == 1:
-        return problem
-    problems: list[Any] = [None] * size
-    torch.distributed.all_gather_object(problems, problem)
-    return next((text for text in problems if text is not None), None)
+        problem, is_unknown = str(error), isinstance(error, UnknownFormat)
+    except OSError as error:
+        problem = f"{error.filename or path} cannot be read: {error.strerror}"
+    found: list[Any] = [(problem, is_unknown)]
+    if size > 1:
+        found *= size
+        torch.distributed.all_gather_object(found, (problem, is_unknown))
+    problem, is_unknown = next((one for one in found if one[0] is not None), (None, False))
+    require(not is_unknown, f"{problem}: resume with the version that has written it")
+    return problem
 
 
 def _set_aside(own: CheckpointFolder, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
@@ -107,6 +113,18 @@ def _set_aside(own: CheckpointFolder, chosen: Path, corrupt: set[str], say: Call
             break
         aside = own.set_aside(path, "corrupt" if path.name in corrupt else "abandoned")
         say(f"{path.name} is after the checkpoint that is resumed: renamed to {aside.name}")
+
+
+def _refuse_finished(run_dir: Path) -> None:
+    """Training all of it again would write over what a finished run has left."""
+    try:
+        status = json.loads((run_dir / "summary.json").read_bytes())["status"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    require(
+        status != "finished",
+        f"run.dir={run_dir} holds a run that has finished, and no checkpoint to go on from: choose another directory",
+    )
 
 
 class Resumption:
@@ -137,6 +155,7 @@ class Resumption:
                 _set_aside(self.folder, self.found.path, {path.name for path, _ in problems}, say)
             say(f"resuming from {self.found.path}, after step {self.found.manifest.step:,}")
         elif session.recipe.run.resume == "auto":
+            session.on_first(partial(_refuse_finished, run_dir))
             say(f"no checkpoint in {self.folder.path}: starting from step 0")
 
     def _compare(self, found: Found) -> list[str]:
@@ -155,12 +174,16 @@ class Resumption:
         if self.session.is_first:
             restore_history(run_dir, self.found.history() if self.found is not None else b"")
 
-    def restore(self, engine: Engine, stack: Stack, stopwatch: Stopwatch, generators: RandomState) -> None:
+    def restore_tensors(self, stack: Stack, stepper: Stepper) -> None:
+        """Put model and optimizer back. First, for it may refuse: nothing of an earlier run is changed until then."""
+        if self.found is not None:
+            restore_tensors(self.found, stack, stepper)
+
+    def restore(self, engine: Engine, stopwatch: Stopwatch, generators: RandomState) -> None:
         """Put everything else back; the random generators when training starts."""
         if self.found is None:
             return
         session, stepper, windows = self.session, engine.stepper, engine.windows
-        restore_tensors(self.found, stack, stepper)
         with self.found.explained(STATE):
             restore_common_state(self.found.json(STATE), engine.counters, stepper, windows, stopwatch)
         if windows.halvings:  # evaluations are cut as small

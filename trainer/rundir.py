@@ -75,7 +75,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 def _absolute(part: Any) -> Any:
     """A model or dataset whose text fields that name an existing file or folder name it from the root."""
     texts = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.init}
-    paths = {name: text for name, text in texts.items() if isinstance(text, str) and text and Path(text).exists()}
+    named = {name: text for name, text in texts.items() if name != "name" and not name.endswith("_column")}
+    paths = {name: text for name, text in named.items() if isinstance(text, str) and text and Path(text).exists()}
     return dataclasses.replace(part, **{name: str(Path(text).absolute()) for name, text in paths.items()})
 
 

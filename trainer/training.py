@@ -70,6 +70,7 @@ class Training:
         session.monitor.enter(None)
         self.windows = training_windows(session)
         self.schedule()
+        resumption.restore_tensors(self.stack, self.stepper)
         resumption.restore_history(run_dir)
         self.loggers = open_loggers(session, run_dir)
         if session.is_first:
@@ -95,7 +96,7 @@ class Training:
             self.recovery,
             self.checkpointer,
         )
-        resumption.restore(self.engine, self.stack, self.stopwatch, generators)
+        resumption.restore(self.engine, self.stopwatch, generators)
         self.checkpointer.begin_at(self.engine.counters.step)
 
     def schedule(self) -> None:

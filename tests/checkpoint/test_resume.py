@@ -21,6 +21,7 @@ from torch import nn
 from trainer import Checkpoint, Optim, RecipeError
 from trainer.contract import Loss
 from trainer.data import Digits
+from trainer.errors import RunError
 from trainer.fit import fit
 from trainer.models import MLP
 
@@ -294,6 +295,50 @@ def test_checkpoints_after_the_one_that_is_named_are_set_aside(copied, finished)
         "step-00000006.abandoned",
     ]
     assert saved(copied, 6) == saved(finished, 6)
+
+
+def test_auto_does_not_train_a_finished_run_again(copied):
+    shutil.rmtree(copied / "checkpoints")
+    history = (copied / "metrics.csv").read_bytes()
+    with pytest.raises(RecipeError, match="holds a run that has finished, and no checkpoint to go on from"):
+        fit(recipe(copied, run={"resume": "auto"}))
+    assert (copied / "metrics.csv").read_bytes() == history
+
+
+def test_a_checkpoint_of_a_later_version_is_no_corrupt_one(copied):
+    manifest = copied / "checkpoints/step-00000006/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    with pytest.raises(RecipeError, match=r"has format 99.*resume with the version that has written it"):
+        fit(recipe(copied, run={"resume": "auto"}))
+    assert manifest.exists()
+
+
+def fail_to_write(run_dir: Path) -> str:
+    """The second rank's disk breaks in the second checkpoint; what each rank says."""
+    from trainer.checkpoint.writer import Writer
+
+    whole = Writer._write_own
+
+    def broken(self, staging, snapshot):
+        if self.rank == 1 and snapshot.step == 4:
+            raise OSError(5, "Input/output error", str(staging))
+        whole(self, staging, snapshot)
+
+    Writer._write_own = broken
+    try:
+        fit(recipe(run_dir))
+    except RunError as error:
+        return str(error)
+    finally:
+        Writer._write_own = whole
+    return "no error"
+
+
+def test_a_rank_that_cannot_write_ends_all_and_the_older_checkpoint_stays(ranks, tmp_path):
+    said = ranks(2).run(fail_to_write, tmp_path / "r")
+    assert "rank 1: the checkpoint of step 4 could not be written: Input/output error" in said[0]
+    assert said[1].startswith("the checkpoint of step 4 could not be written: Input/output error")
+    assert [path.name for path in (tmp_path / "r/checkpoints").iterdir()] == ["step-00000002"]
 
 
 def test_auto_without_a_checkpoint_starts_anew(tmp_path, finished):

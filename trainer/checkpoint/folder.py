@@ -50,7 +50,8 @@ class CheckpointFolder:
             if not home.exists():
                 os.rename(path, home)
         for path in self.path.glob(".step-*") if self.path.is_dir() else ():
-            shutil.rmtree(path)
+            if path.is_dir():
+                shutil.rmtree(path)
 
     def staging(self, step: int, attempt: str) -> Path:
         """The hidden folder that the checkpoint of ``step`` grows in; ``attempt`` tells this start of the run."""

@@ -28,6 +28,10 @@ class CorruptCheckpoint(RunError):
     """A checkpoint is not what was saved. The message names the file."""
 
 
+class UnknownFormat(CorruptCheckpoint):
+    """A checkpoint that a later version has written: it may be what was saved."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What ``manifest.json`` holds.
@@ -92,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptCheckpoint(f"{path} is corrupt: {error}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, int) and found > FORMAT:
-        raise CorruptCheckpoint(f"{path} has format {found}, of a later version; this one reads format {FORMAT}")
+        raise UnknownFormat(f"{path} has format {found}, of a later version; this one reads format {FORMAT}")
     manifest = _parsed(content)
     if manifest is None:
         raise CorruptCheckpoint(f"{path} is corrupt: it holds something else than a run has written")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,7 @@ def on_host(parts: Mapping[str, Part]) -> dict[str, Part]:
     }
 
 
-def write_parts(path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+def write_parts(path: Path, parts: Mapping[str, Part], on_chunk: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Write ``parts`` (contiguous, in host memory) to the new safetensors file ``path`` and to the disk.
 
     Returns:
@@ -105,6 +105,7 @@ def write_parts(path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
             hashed = beside.submit(digest.update, chunk)
             _write_all(file.fileno(), chunk)
             hashed.result()
+            on_chunk()
         os.fsync(file.fileno())
         size = file.tell()
     return {"bytes": size, "sha256": digest.hexdigest()}
