@@ -171,8 +171,15 @@ def original(ranks, originals: Path, world: str) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("world", WORLDS)
+QUICK = {("single", "fsdp×2"), ("ddp×2", "single"), ("fsdp×2", "fsdp×2 + offload"), ("fsdp×2 + offload", "ddp×2")}
+PAIRS = [
+    pytest.param(world, target, marks=() if world == target or (world, target) in QUICK else pytest.mark.slow)
+    for world in WORLDS
+    for target in TARGETS
+]
+
+
+@pytest.mark.parametrize(("world", "target"), PAIRS)
 def test_any_world_resumes_what_any_other_saved(world, target, ranks, originals, tmp_path):
     whole = original(ranks, originals, world)
     in_world(ranks, target, resume, whole, tmp_path / "rest", 2, run={"allow_change": ["memory"]})
