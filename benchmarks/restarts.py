@@ -23,8 +23,11 @@ from common import Record, table, workplace
 RECIPE = Path(__file__).parent / "recipes" / "paced.py"
 PAUSE = 0.05
 AFTER_FIRST_STEP = 10.0
-"""A kill comes at an instant between the start of an attempt and this many seconds after its first step, by the
-measured time of the attempts before."""
+"""A kill comes at an instant between the start of an attempt and, after its first step, as long again as the start took
+and this many seconds: about half of the kills come in training."""
+
+BACKOFF = 0.2
+"""Seconds before the first restart, twice as long after each crash without a newer checkpoint."""
 
 HEADER = ("ranks", "kills", "recoveries", "losses identical", "median overhead", "range")
 LONGEST = 180.0
@@ -65,7 +68,7 @@ class Trial:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.run_dir, self.log = self.folder / "run", self.folder / "steps"
-        own = ["--restarts", "1000", "--patience", "1000", "--nproc", str(self.ranks)]
+        own = ["--restarts", "1000", "--patience", "1000", "--backoff", str(BACKOFF), "--nproc", str(self.ranks)]
         flags = ["--run.dir", str(self.run_dir), "--model.log", str(self.log), "--model.pause", str(PAUSE)]
         command = [sys.executable, "-m", "trainer", "run", *own, "--", str(RECIPE), *flags]
         with open(self.folder / "output", "wb") as output:
@@ -101,7 +104,7 @@ class Trial:
         if not self.startups:  # the first attempt shows how long that takes on this machine
             self._wait(lambda: self.first_step(began))
         else:
-            longest = statistics.median(self.startups) + AFTER_FIRST_STEP
+            longest = 2 * statistics.median(self.startups) + AFTER_FIRST_STEP
             time.sleep(max(0.0, began + self.random.uniform(0.0, longest) - time.time()))
         pids = self._wait(self._ranks)
         step = self.first_step(began)

@@ -14,7 +14,7 @@ from memory_hog import Hungry
 from ranks import RankPool
 from safetensors.torch import load_file
 
-from trainer import Memory, Optim, Recipe, Run
+from trainer import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.data import Digits
 from trainer.fit import fit
 from trainer.memory.oom import OutOfMemory
@@ -26,6 +26,7 @@ OPTIM = Optim("adamw", lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_step
 def run(hunger: dict, memory: dict, folder: str | None = None, optim: Optim = OPTIM, **changes: Any) -> dict:
     """Train five steps of 24 samples, over an epoch's end, in float64; what came out is read on the first rank."""
     folder = Path(folder or tempfile.mkdtemp())
+    settings = {"dir": str(folder / "run"), "progress": False, "evaluate": False} | changes.pop("run", {})
     recipe = Recipe(
         model=Hungry("custom", **SHAPE, **hunger),
         data=Digits(test_fraction=0.97),  # 54 samples to train on
@@ -34,7 +35,7 @@ def run(hunger: dict, memory: dict, folder: str | None = None, optim: Optim = OP
         epochs=2,
         max_steps=5,
         memory=Memory(**{"micro_batch_size": 8, "precision": "64-true"} | memory),
-        run=Run(dir=str(folder / "run"), progress=False, evaluate=False),
+        run=Run(**settings),
         **changes,
     )
     fit(recipe)
@@ -98,6 +99,14 @@ def test_all_ranks_take_the_step_again_when_one_had_no_memory(phase, memory, und
     hunger = {"phase": phase, "rank": 1, "most": 3, "after": 4}
     disturbed = ranks(2).run(run, hunger, memory, str(tmp_path))[0]
     require_recovered(disturbed, undisturbed, 2, 2)
+
+
+def test_a_resumed_run_keeps_to_the_smaller_micro_batches(tmp_path):
+    hunger, options = {"most": 3, "after": 4}, {"folder": str(tmp_path), "checkpoint": Checkpoint(every=2)}
+    run(hunger, {}, **options)
+    again = run(hunger, {}, **options, run={"resume": "auto"})
+    assert again["summary"]["micro_batch_size"] == 2  # which evaluations follow, too
+    assert again["summary"]["recoveries"] == 0
 
 
 @pytest.mark.parametrize("memory", [{}, {"strategy": "fsdp"}, {"cpu_offload": "optimizer"}], ids=str)

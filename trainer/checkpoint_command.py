@@ -119,7 +119,7 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None) -> None:
         CorruptCheckpoint: when none is valid.
     """
     path = _first_valid(paths)
-    run_dir = path.parent.parent
+    run_dir = path.absolute().parent.parent
     require(
         (run_dir / "recipe.yaml").is_file(),
         f"{run_dir} has no recipe.yaml, which says what model {path.name} is of: export from within its run directory",

@@ -17,17 +17,22 @@ from trainer.engine.events import Counters
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
-from trainer.errors import Stopped
+from trainer.errors import RunError, Stopped
 from trainer.listeners import Stopwatch
 from trainer.memory.stack import Stack
 from trainer.quantities import parse_duration
-from trainer.random_state import random_state
+from trainer.random_state import RandomState
 from trainer.report.metrics import score
 from trainer.report.summary import versions
 from trainer.resume import Resumption
 from trainer.session import Session
 from trainer.state_parts import optimizer_parts, weight_parts
 from trainer.training_state import common_state
+
+SECONDS_TO_FINISH = 5.0
+"""How long a run that failed waits for a checkpoint in the making: a rank that is gone will never write its part."""
+
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Checkpointer:
@@ -40,6 +45,7 @@ class Checkpointer:
         stepper: takes the steps.
         windows: this rank's share of the batches.
         stopwatch: of the training so far.
+        generators: of this rank.
         history: the bytes of ``metrics.csv``; called on the first rank only.
     """
 
@@ -51,11 +57,12 @@ class Checkpointer:
         stepper: Stepper,
         windows: Windows,
         stopwatch: Stopwatch,
+        generators: RandomState,
         history: Callable[[], bytes],
     ) -> None:
         self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
         self.stack, self.stepper, self.windows, self.stopwatch = stack, stepper, windows, stopwatch
-        self.history = history
+        self.generators, self.history = generators, history
         recipe, fabric = session.recipe, session.fabric
         self.wishes = recipe.checkpoint
         every = self.wishes.every
@@ -64,6 +71,7 @@ class Checkpointer:
         self.versions = versions()
         self.begin_at(0)
         self.background = Background()
+        self.moves = 0
         self.writer = Writer(
             self.folder,
             fabric.global_rank,
@@ -73,23 +81,29 @@ class Checkpointer:
             self.wishes.keep_last,
             self.wishes.keep_best,
             score,
+            self._move,
         )
         session.agreement.votes = self._votes
 
-    def _votes(self) -> tuple[float, float]:
-        """Whether this rank was asked to stop, and whether it is time for a checkpoint by the first rank's clock."""
+    def _votes(self) -> tuple[float, float, float]:
+        """Whether this rank was asked to stop, whether it is time for a checkpoint, whether one could not be written.
+
+        The time is that of the first rank's clock.
+        """
         is_time = self.session.is_first and time.monotonic() - self.saved_when >= self.every_seconds
-        return float(self.session.asked_to_stop() is not None), float(is_time)
+        has_failed = self.background.failure is not None
+        return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
 
     def __call__(self, engine: Engine) -> None:
         """Before a step: save what is due.
 
         Raises:
             Stopped: on all ranks alike, when any of them was asked to stop; all is saved then.
-            RunError: when the checkpoint before could not be written.
+            RunError: on all ranks alike, when a checkpoint could not be written.
         """
-        self.background.raise_failure()
-        stop, is_time = self.session.agreement.agreed
+        stop, is_time, has_failed = self.session.agreement.agreed
+        if has_failed:
+            self._wait()
         if engine.counters.step > self.saved_at and (stop or is_time or self._is_due(engine)):
             self.save(engine)
         if stop:
@@ -107,10 +121,30 @@ class Checkpointer:
             self.save(engine)
         self._wait()
 
+    def close(self) -> None:
+        """Training has ended, perhaps by an error: a checkpoint that is nearly written is worth a few seconds."""
+        self.background.ends(SECONDS_TO_FINISH)
+
+    def _move(self) -> None:
+        """Called beside the training: some more is on disk."""
+        self.moves += 1
+
     def _wait(self) -> None:
-        """Until the last checkpoint is on disk; raises why it is not."""
+        """Until the last checkpoint is on disk. A collective.
+
+        Raises:
+            RunError: on all ranks alike, why it is not.
+        """
         with self._announced():
-            self.background.wait()
+            moves = self.moves
+            while not self.background.ends(SECONDS_BETWEEN_LOOKS):
+                if self.moves != moves:  # the watchdog waits for a disk as long as it takes something
+                    moves = self.moves
+                    self.session.monitor.doing("checkpoint")
+            (failures,) = self.session.agreement.total([float(self.background.failure is not None)])
+        self.background.wait()
+        if failures:
+            raise RunError("another rank could not write its part of a checkpoint; its message says why")
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
@@ -160,7 +194,7 @@ class Checkpointer:
         return Snapshot(
             step=counters.step,
             parts=on_host(parts),
-            own={"random": random_state(fabric.device), "values": values},
+            own={"random": self.generators.to_json(), "values": values},
             common=common_state(counters, self.stepper, self.windows, self.stopwatch),
             history=self.history() if self.session.is_first else b"",
             manifest=self._manifest(counters, self._figures(engine)),
@@ -169,8 +203,14 @@ class Checkpointer:
     def _manifest(
         self, counters: Counters, figures: dict[str, float] | None
     ) -> Callable[[Mapping[str, Any]], Manifest]:
-        """From the files to the manifest; the counters are read now, the data only on the rank that writes it."""
+        """From the files to the manifest; everything is read now, the data only on the rank that writes it.
+
+        Not beside the training: reading samples seeds the random generators that dropout draws from.
+        """
         session, origin = self.session, self.origin
+        data: dict[str, Any] = {}
+        if session.is_first:
+            data = {"dataset": origin.dataset, "tokenizer": origin.tokenizer}
         facts: dict[str, Any] = {
             "run": origin.run,
             "step": counters.step,
@@ -184,12 +224,12 @@ class Checkpointer:
             "figures": figures,
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        return lambda files: Manifest(files=files, dataset=origin.dataset, tokenizer=origin.tokenizer, **facts)
+        return lambda files: Manifest(files=files, **facts, **data)
 
     def _require_space(self, snapshot: Snapshot) -> None:
         """The first rank looks, and all hear of it: none may write while another gives up."""
         (needed,) = self.session.agreement.total([float(snapshot.nbytes)])
-        self.folder.path.mkdir(parents=True, exist_ok=True)
+        self.folder.make()
         own = missing_space(self.folder.path, int(needed)) if self.session.is_first else 0
         (missing,) = self.session.agreement.total([float(own)])
         if missing:

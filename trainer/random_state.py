@@ -1,7 +1,7 @@
 """The state of the random generators of a process, as JSON.
 
-The engine seeds torch's generator before every micro-step and needs none of this. It is for models and datasets of
-one's own that draw from ``random``, NumPy or torch in between.
+The engine seeds torch's generator before every micro-step and needs none of this. It is for models of one's own that
+draw from ``random``, NumPy or torch in between, and for datasets that do so in this process (``data.workers`` 0).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.engine.events import Counters, Listener
 from trainer.engine.order import derive_seed
+from trainer.engine.step import StepResult
 
 
 def seed_random_state(seed: int, rank: int) -> None:
@@ -23,18 +25,46 @@ def seed_random_state(seed: int, rank: int) -> None:
     torch.manual_seed(derive_seed(seed, rank, 2))
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Of Python, NumPy (its global generator), torch on the CPU and, where it is a GPU, on ``device``."""
-    version, numbers, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state()
-    state: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-        "torch": _text(torch.get_rng_state()),
-    }
-    if device.type == "cuda":
-        state["cuda"] = _text(torch.cuda.get_rng_state(device))
-    return state
+class RandomState(Listener):
+    """The generators as they are between two steps, before the next batch is loaded: what a checkpoint keeps.
+
+    When a step is saved the next batch is there already, and loading it may have drawn numbers. A run that goes on from
+    there loads it again, and must draw the same.
+
+    Args:
+        device: whose generator is kept besides those of the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.resumed: Mapping[str, Any] | None = None
+        """What to begin with: put back when training starts, after whatever was drawn in its preparation."""
+        self._note()
+
+    def on_fit_start(self, counters: Counters, total_steps: int) -> None:
+        if self.resumed is not None:
+            restore_random_state(self.resumed, self.device)
+        self._note()
+
+    def on_step(self, counters: Counters, result: StepResult) -> None:
+        self._note()
+
+    def on_evaluation(self, counters: Counters, result: Any) -> None:
+        self._note()
+
+    def to_json(self) -> dict[str, Any]:
+        """As :func:`restore_random_state` takes it."""
+        (version, numbers, gauss), (name, keys, *rest), on_host, on_device = self._state
+        state: dict[str, Any] = {
+            "python": [version, list(numbers), gauss],
+            "numpy": [name, np.asarray(keys).tolist(), *rest],
+            "torch": _text(on_host),
+        }
+        return state if on_device is None else state | {"cuda": _text(on_device)}
+
+    def _note(self) -> None:
+        on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        self._state: Any = random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:

@@ -48,7 +48,7 @@ class Found:
             yield
         except RecipeError:
             raise
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             raise CorruptCheckpoint(
                 f"{self.path / name} holds something else than a run has written: {what}"
@@ -68,7 +68,10 @@ def restore_tensors(found: Found, stack: Stack, stepper: Stepper) -> None:
     """
     reader, values = _open(found)
     optimizer = stepper.optimizer
-    make_state(optimizer.put_together() if isinstance(optimizer, OptimizerInBackward) else optimizer)
+    if isinstance(optimizer, OptimizerInBackward):
+        optimizer.make_state()
+    else:
+        make_state(optimizer)
     _forget_unreached(stack, stepper, {*reader.shapes, *values})
     wanted = weight_parts(stack)
     of_optimizer, own_values = optimizer_parts(stack, optimizer)

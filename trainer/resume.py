@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,15 +13,16 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
-from trainer.checkpoint.manifest import CorruptCheckpoint, read_manifest, verify_files
+from trainer.checkpoint.manifest import CorruptCheckpoint, UnknownFormat, read_manifest, verify_files
 from trainer.checkpoint.writer import STATE, sign_of
 from trainer.engine.loop import Engine
 from trainer.engine.rehearsal import rehearse
+from trainer.engine.step import Stepper
 from trainer.errors import require
 from trainer.listeners import Stopwatch
 from trainer.memory.stack import Stack
 from trainer.origin import Origin
-from trainer.random_state import restore_random_state
+from trainer.random_state import RandomState, restore_random_state
 from trainer.restore import Found, restore_tensors
 from trainer.rundir import restore_history
 from trainer.same_run import require_same_run
@@ -28,25 +32,27 @@ from trainer.training_state import is_overlapped, restore_common_state
 FOLDER = "checkpoints"
 
 
-def find_checkpoint(session: Session, own: CheckpointFolder, say: Callable[[str], None]) -> Found | None:
+def find_checkpoint(session: Session, own: CheckpointFolder) -> tuple[Found | None, list[tuple[Path, str]]]:
     """The checkpoint that ``run.resume`` names, or the newest valid one; the same on all ranks, all of which call it.
 
     Every rank checks the hashes of a share of the files. A checkpoint that is not what was saved is passed over for the
-    one before it, and said so; in the run's own directory it is also renamed.
+    one before it.
 
     Args:
         session: launched.
         own: the checkpoints in the run directory.
-        say: tells the person; called on the first rank only.
+
+    Returns:
+        The checkpoint, and those that were passed over: what is wrong with each.
 
     Raises:
         RecipeError: when there is none to resume from, or none that is valid.
     """
     wanted = session.recipe.run.resume
     if wanted == "none":
-        return None
+        return None, []
     if wanted != "auto" and is_checkpoint(Path(wanted)):
-        candidates = [Path(wanted)]
+        candidates = [Path(wanted).resolve()]  # a link such as latest has another name than what it is
     else:
         folder = own if wanted == "auto" else CheckpointFolder(_checkpoints_of(Path(wanted)))
         candidates = session.fabric.broadcast(folder.newest_first())
@@ -55,11 +61,10 @@ def find_checkpoint(session: Session, own: CheckpointFolder, say: Callable[[str]
     for path in candidates:
         problem = _problem(session, path)
         if problem is None:
-            _tidy(session, own, path, problems, say)
-            return Found(path, read_manifest(path))
+            return Found(path, read_manifest(path)), problems
         problems.append((path, problem))
     require(not problems, _none_valid(problems))
-    return None
+    return None, []
 
 
 def _checkpoints_of(path: Path) -> Path:
@@ -78,35 +83,48 @@ def _none_valid(problems: list[tuple[Path, str]]) -> str:
 def _problem(session: Session, path: Path) -> str | None:
     """What is wrong with the checkpoint ``path``, if anything: the files are dealt out to the ranks."""
     rank, size = session.fabric.global_rank, session.fabric.world_size
-    problem = None
+    problem, is_unknown = None, False
     try:
         manifest = read_manifest(path)
         verify_files(path, manifest, sorted(manifest.files)[rank::size])
     except CorruptCheckpoint as error:
-        problem = str(error)
-    if size == 1:
-        return problem
-    problems: list[Any] = [None] * size
-    torch.distributed.all_gather_object(problems, problem)
-    return next((text for text in problems if text is not None), None)
+        problem, is_unknown = str(error), isinstance(error, UnknownFormat)
+    except OSError as error:
+        problem = f"{error.filename or path} cannot be read: {error.strerror}"
+    found: list[Any] = [(problem, is_unknown)]
+    if size > 1:
+        found *= size
+        torch.distributed.all_gather_object(found, (problem, is_unknown))
+    problem, is_unknown = next((one for one in found if one[0] is not None), (None, False))
+    require(not is_unknown, f"{problem}: resume with the version that has written it")
+    return problem
 
 
-def _tidy(
-    session: Session, own: CheckpointFolder, chosen: Path, problems: list[tuple[Path, str]], say: Callable[[str], None]
-) -> None:
-    """Say what was passed over, and keep it from being taken for the newest again."""
-    if not session.is_first:
+def _set_aside(own: CheckpointFolder, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
+    """Keep those after ``chosen`` in the run's own directory from being taken for the newest again.
+
+    Args:
+        corrupt: the names of those that are not what was saved.
+    """
+    if chosen.absolute().parent.resolve() != own.path.resolve():
         return
-    for _, problem in problems:
-        say(f"warning: {problem}; resuming from {chosen.name} instead")
-    if chosen.parent.resolve() != own.path.resolve():
-        return
-    corrupt = [path for path, _ in problems]
     for path in own.newest_first():
         if path.name == chosen.name:
             break
-        aside = own.set_aside(path, "corrupt" if path in corrupt else "abandoned")
+        aside = own.set_aside(path, "corrupt" if path.name in corrupt else "abandoned")
         say(f"{path.name} is after the checkpoint that is resumed: renamed to {aside.name}")
+
+
+def _refuse_finished(run_dir: Path) -> None:
+    """Training all of it again would write over what a finished run has left."""
+    try:
+        status = json.loads((run_dir / "summary.json").read_bytes())["status"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    require(
+        status != "finished",
+        f"run.dir={run_dir} holds a run that has finished, and no checkpoint to go on from: choose another directory",
+    )
 
 
 class Resumption:
@@ -124,13 +142,20 @@ class Resumption:
     def __init__(self, session: Session, run_dir: Path, say: Callable[[str], None]) -> None:
         self.session, self.folder = session, CheckpointFolder(run_dir / FOLDER)
         session.on_first(self.folder.clean)
-        self.found = find_checkpoint(session, self.folder, say)
+        self.found, problems = find_checkpoint(session, self.folder)
         self.origin = Origin(session, self.found.manifest.run if self.found is not None else None)
         if self.found is not None:
+            if session.is_first:  # also where no progress is shown
+                for _, problem in problems:
+                    text = f"trainer: warning: {problem}; resuming from {self.found.path.name} instead"
+                    print(text, file=sys.stderr, flush=True)
             for line in session.on_first(partial(self._compare, self.found)):
                 say(f"changed since the checkpoint: {line}")
+            if session.is_first:  # only now is it certain that the run goes on from there
+                _set_aside(self.folder, self.found.path, {path.name for path, _ in problems}, say)
             say(f"resuming from {self.found.path}, after step {self.found.manifest.step:,}")
         elif session.recipe.run.resume == "auto":
+            session.on_first(partial(_refuse_finished, run_dir))
             say(f"no checkpoint in {self.folder.path}: starting from step 0")
 
     def _compare(self, found: Found) -> list[str]:
@@ -149,14 +174,20 @@ class Resumption:
         if self.session.is_first:
             restore_history(run_dir, self.found.history() if self.found is not None else b"")
 
-    def restore(self, engine: Engine, stack: Stack, stopwatch: Stopwatch) -> None:
-        """Put everything else back."""
+    def restore_tensors(self, stack: Stack, stepper: Stepper) -> None:
+        """Put model and optimizer back. First, for it may refuse: nothing of an earlier run is changed until then."""
+        if self.found is not None:
+            restore_tensors(self.found, stack, stepper)
+
+    def restore(self, engine: Engine, stopwatch: Stopwatch, generators: RandomState) -> None:
+        """Put everything else back; the random generators when training starts."""
         if self.found is None:
             return
         session, stepper, windows = self.session, engine.stepper, engine.windows
-        restore_tensors(self.found, stack, stepper)
         with self.found.explained(STATE):
             restore_common_state(self.found.json(STATE), engine.counters, stepper, windows, stopwatch)
+        if windows.halvings:  # evaluations are cut as small
+            session.plan = dataclasses.replace(session.plan, first_cut=windows.cut(engine.counters.epoch))
         session.monitor.step = engine.counters.step
         if is_overlapped(stepper) and session.fabric.world_size > 2 and engine.counters.step > 1:
             # DDP orders its buckets anew after the first gradients, and sums of three depend on what shares a bucket.
@@ -164,4 +195,5 @@ class Resumption:
         if self.found.manifest.world_size == session.fabric.world_size:
             sign = sign_of(session.fabric.global_rank)
             with self.found.explained(sign):
-                restore_random_state(self.found.json(sign)["random"], session.fabric.device)
+                generators.resumed = self.found.json(sign)["random"]
+                restore_random_state(generators.resumed, session.fabric.device)

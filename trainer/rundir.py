@@ -54,7 +54,7 @@ def choose_run_dir(session: Session, source: str | None) -> Path:
 
 
 def _is_resumed(run_dir: Path, resume: str) -> bool:
-    return resume == "auto" or (resume != "none" and Path(resume).absolute().is_relative_to(run_dir))
+    return resume == "auto" or (resume != "none" and Path(resume).resolve().is_relative_to(run_dir.resolve()))
 
 
 def write_recipe(session: Session, run_dir: Path, source: str | None) -> None:
@@ -75,7 +75,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 def _absolute(part: Any) -> Any:
     """A model or dataset whose text fields that name an existing file or folder name it from the root."""
     texts = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.init}
-    paths = {name: text for name, text in texts.items() if isinstance(text, str) and text and Path(text).exists()}
+    named = {name: text for name, text in texts.items() if name != "name" and not name.endswith("_column")}
+    paths = {name: text for name, text in named.items() if isinstance(text, str) and text and Path(text).exists()}
     return dataclasses.replace(part, **{name: str(Path(text).absolute()) for name, text in paths.items()})
 
 

@@ -19,7 +19,7 @@ from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.memory.initialize import build_module
 from trainer.memory.monitor import MonitoredStepper
 from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
-from trainer.random_state import seed_random_state
+from trainer.random_state import RandomState, seed_random_state
 from trainer.recovery import Recovery
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
@@ -70,6 +70,7 @@ class Training:
         session.monitor.enter(None)
         self.windows = training_windows(session)
         self.schedule()
+        resumption.restore_tensors(self.stack, self.stepper)
         resumption.restore_history(run_dir)
         self.loggers = open_loggers(session, run_dir)
         if session.is_first:
@@ -83,18 +84,19 @@ class Training:
         self.recovery = Recovery(
             session, self.stack, self.stepper, self.windows, build, self.schedule, progress.message
         )
+        generators = RandomState(session.fabric.device)
         self.checkpointer = Checkpointer(
-            session, resumption, self.stack, self.stepper, self.windows, self.stopwatch, self._history
+            session, resumption, self.stack, self.stepper, self.windows, self.stopwatch, generators, self._history
         )
         self.engine = Engine(
             self.stepper,
             self.windows,
             evaluation(session, self.stepper, self.split) if recipe.run.evaluate else None,
-            Events([self.stopwatch, shown, self.logging]),
+            Events([self.stopwatch, shown, self.logging, generators]),
             self.recovery,
             self.checkpointer,
         )
-        resumption.restore(self.engine, self.stack, self.stopwatch)
+        resumption.restore(self.engine, self.stopwatch, generators)
         self.checkpointer.begin_at(self.engine.counters.step)
 
     def schedule(self) -> None:
@@ -133,6 +135,7 @@ class Training:
             status = "interrupted"
             raise
         finally:
+            self.checkpointer.close()
             self.recovery.close()
             self.progress.close()
             summary = summarise(session, status, engine.counters, self.stopwatch, result, all_ranks)
@@ -162,6 +165,8 @@ class Training:
                 figures = {f"test_{name}": value for name, value in result.figures().items()}
                 self.logging.log(figures, engine.counters.step)
             return result
+        if engine.last_result is None and engine.evaluation is not None:  # resumed at its end, evaluated before that
+            return engine.evaluation()
         return engine.last_result
 
     def _history(self) -> bytes:

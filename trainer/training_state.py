@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from trainer.engine.events import Counters
 from trainer.engine.step import Stepper
@@ -60,18 +60,28 @@ def _schedule(scheduler: LRScheduler | None) -> dict[str, Any]:
     assert scheduler is not None
     return {
         "steps": scheduler.last_epoch,
-        "base": [float(rate) for rate in scheduler.base_lrs],
+        "computed": _computed(scheduler),
         "rates": [float(group["lr"]) for group in scheduler.optimizer.param_groups],
     }
 
 
+def _computed(scheduler: LRScheduler) -> list[float]:
+    """The rates that the schedule has for where it is, with all that was skipped so far."""
+    assert isinstance(scheduler, LambdaLR)
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    return [float(base) * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+
+
 def _restore_schedule(state: Mapping[str, Any], scheduler: LRScheduler | None) -> None:
-    """The rates are those that were saved, unless the recipe now asks for others."""
+    """The rates are those that were saved, unless the recipe now asks for others.
+
+    Those that were saved may be older than the last skipped step, which the schedule takes into account at its next.
+    """
     assert scheduler is not None
     scheduler.last_epoch = state["steps"]
     scheduler._step_count = state["steps"] + 1
-    unchanged = state["base"] == [float(rate) for rate in scheduler.base_lrs]
-    rates = state["rates"] if unchanged else scheduler.get_lr()
+    computed = _computed(scheduler)
+    rates = state["rates"] if state["computed"] == computed else computed
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         if hasattr(group["lr"], "fill_"):  # torchao's
             group["lr"].fill_(float(rate))

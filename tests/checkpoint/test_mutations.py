@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -151,6 +152,28 @@ def test_a_manifest_that_is_none_is_refused(originals, tmp_path, text):
     (copy / MANIFEST).write_text(text)
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is corrupt"):
         read_manifest(copy)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "10"}, {"step": 10.0}, {"files": []}, {"files": {"a": 3}}, {"world_size": "1"}, {"world_size": 0},
+        {"files": {"../state.json": {"bytes": 1, "sha256": "x"}}}, {"recipe": [1]}, {"recipe": None}, {"dataset": 3},
+        {"tokenizer": 3}, {"figures": [1]}, {"format": "x"}, {"format": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_with_a_right_hash_and_wrong_content_is_refused(originals, tmp_path, changes):
+    copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
+    content = dataclasses.asdict(read_manifest(copy)) | changes
+    (copy / MANIFEST).write_text(Manifest(**content).to_json())
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is corrupt: it holds something else"):
+        read_manifest(copy)
+
+
+def test_a_checkpoint_is_found_valid_from_within(originals, monkeypatch):
+    monkeypatch.chdir(originals[0])
+    verify(Path("."))
 
 
 def test_the_newest_and_the_best_are_kept_by_their_manifests(tmp_path):

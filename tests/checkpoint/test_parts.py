@@ -21,7 +21,7 @@ from trainer.checkpoint.parts import (
     whole,
     write_parts,
 )
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, RunError
 
 
 def rows(tensor: torch.Tensor, ranks: int, rank: int) -> Part:
@@ -41,6 +41,11 @@ def save(folder, tensors, ranks):
         write_parts(folder / name, parts)
         indices.append(describe_parts(name, parts))
     return PartsReader(folder, indices)
+
+
+def test_a_type_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(RunError, match=r"buffers/b is of torch\.complex128, which safetensors has no name for"):
+        write_parts(tmp_path / "file", {"buffers/b": whole(torch.zeros(2, dtype=torch.complex128))})
 
 
 @given(

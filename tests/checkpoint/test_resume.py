@@ -6,10 +6,13 @@ import csv
 import dataclasses
 import json
 import os
+import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from resumed import OPTIM, losses, recipe, resume, saved
@@ -18,6 +21,7 @@ from torch import nn
 from trainer import Checkpoint, Optim, RecipeError
 from trainer.contract import Loss
 from trainer.data import Digits
+from trainer.errors import RunError
 from trainer.fit import fit
 from trainer.models import MLP
 
@@ -40,13 +44,50 @@ class Drawing(MLP):
         return module
 
     def losses(self, module: nn.Module, batch: Any) -> Any:
-        import random
-
-        import numpy as np
-
         scale = 1 + 0.1 * (random.random() + np.random.rand())
         for loss in super().losses(module, batch):
             yield Loss(loss.total * scale, loss.weight, loss.name, loss.logits, loss.targets)
+
+
+class Noisy:
+    """Samples that draw from a generator that nobody seeds for them, as transforms of one's own may."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.samples[index]
+        time.sleep(0.001)  # the fingerprint takes longer than a step
+        return sample | {"pixel_values": sample["pixel_values"] + random.random()}
+
+
+class NoisyDigits(Digits):
+    """Digits in a dataset without a fingerprint of its own."""
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        super().prepare(tokenizer)
+        self.train = Noisy(self.train)
+
+
+class ValidatedDigits(Digits):
+    """With a validation set, and nothing to test on."""
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        super().prepare(tokenizer)
+        self.val, self.test = self.test, None
+
+
+class Rotary(MLP):
+    """With buffers of types that few models have."""
+
+    def build(self) -> nn.Module:
+        module = super().build()
+        module.register_buffer("frequencies", torch.polar(torch.ones(3), torch.arange(3.0)))
+        module.register_buffer("places", torch.ones(3, dtype=torch.uint16))
+        return module
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -71,6 +112,9 @@ CASES: dict[str, dict[str, Any]] = {
     "schedule of batches": {"memory": {"micro_batch_size": 12}, "batch_size": None, "accumulate": {0: 2, 1: 1}},
     "batchnorm": {"model": Normed([16], dropout=0.5)},
     "other generators": {"model": Drawing([16])},
+    "other generators, rehearsed": {"model": Drawing([16]), "memory": {"micro_batch_size": "auto"}},
+    "data that draw": {"data": NoisyDigits(test_fraction=0.97)},
+    "buffers of other types": {"model": Rotary([16])},
     "synchronous": {"checkpoint": Checkpoint(every=2, keep_last=9, asynchronous=False)},
 }
 
@@ -127,8 +171,15 @@ def original(ranks, originals: Path, world: str) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("world", WORLDS)
+QUICK = {("single", "fsdp×2"), ("ddp×2", "single"), ("fsdp×2", "fsdp×2 + offload"), ("fsdp×2 + offload", "ddp×2")}
+PAIRS = [
+    pytest.param(world, target, marks=() if world == target or (world, target) in QUICK else pytest.mark.slow)
+    for world in WORLDS
+    for target in TARGETS
+]
+
+
+@pytest.mark.parametrize(("world", "target"), PAIRS)
 def test_any_world_resumes_what_any_other_saved(world, target, ranks, originals, tmp_path):
     whole = original(ranks, originals, world)
     in_world(ranks, target, resume, whole, tmp_path / "rest", 2, run={"allow_change": ["memory"]})
@@ -165,11 +216,13 @@ def test_auto_takes_the_newest_and_a_finished_run_has_nothing_left_to_do(copied,
         assert (copied / "model" / name).read_bytes() == (finished / "model" / name).read_bytes()
 
 
-def test_a_run_that_is_resumed_at_its_end_is_evaluated(tmp_path):
-    first = fit(recipe(tmp_path / "r", run={"evaluate": True}))
-    again = fit(recipe(tmp_path / "r", run={"evaluate": True, "resume": "auto"}))
+@pytest.mark.parametrize(("data", "split"), [(Digits, "test"), (ValidatedDigits, "val")])
+def test_a_run_that_is_resumed_at_its_end_is_evaluated(data, split, tmp_path):
+    settings: dict[str, Any] = {"data": data(test_fraction=0.97)}
+    first = fit(recipe(tmp_path / "r", run={"evaluate": True}, **settings))
+    again = fit(recipe(tmp_path / "r", run={"evaluate": True, "resume": "auto"}, **settings))
     assert again.metrics == first.metrics
-    assert 0 < again.metrics["test"]["accuracy"] < 1
+    assert 0 < again.metrics[split]["accuracy"] < 1
 
 
 def test_a_finished_run_trains_on_when_more_epochs_are_allowed(copied, tmp_path):
@@ -178,11 +231,22 @@ def test_a_finished_run_trains_on_when_more_epochs_are_allowed(copied, tmp_path)
     assert len(losses(copied)) == len(losses(tmp_path / "three")) == 9
 
 
+def rates(run_dir: Path) -> list[float]:
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return [float(row["lr"]) for row in csv.DictReader(file) if row["lr"]]
+
+
+def test_the_schedule_of_a_run_that_trains_on_is_that_of_the_longer_run(copied, tmp_path):
+    fit(recipe(tmp_path / "three", epochs=3))
+    fit(recipe(copied, epochs=3, run={"resume": "auto", "allow_change": ["epochs"]}))
+    assert rates(copied)[6:] == rates(tmp_path / "three")[6:]
+    assert min(rates(copied)[6:]) > 0
+
+
 def test_a_corrupt_newest_checkpoint_is_passed_over_and_said(copied, finished, capsys):
     damage(copied / "checkpoints/step-00000006/rank-00000.safetensors")
-    run = {"resume": "auto", "progress": True}
-    fit(recipe(copied, run=run))
-    output = "".join(capsys.readouterr())
+    fit(recipe(copied, run={"resume": "auto"}))  # which shows no progress
+    output = capsys.readouterr().err
     assert "step-00000006/rank-00000.safetensors is corrupt" in output
     assert "resuming from step-00000004 instead" in output
     assert (copied / "checkpoints/step-00000006.corrupt").is_dir()
@@ -204,6 +268,29 @@ def test_a_named_checkpoint_that_is_corrupt_is_refused(copied):
         fit(recipe(copied, run={"resume": str(path)}))
 
 
+def test_a_corrupt_checkpoint_is_called_so_however_the_run_directory_is_named(copied, monkeypatch):
+    damage(copied / "checkpoints/step-00000006/state.json")
+    monkeypatch.chdir(copied.parent)
+    fit(recipe(copied, run={"resume": copied.name}))
+    assert (copied / "checkpoints/step-00000006.corrupt").is_dir()
+
+
+def test_a_refused_resume_leaves_all_checkpoints_where_they_are(copied):
+    with pytest.raises(RecipeError, match="batch_size: 24 in the checkpoint, 12 now"):
+        fit(recipe(copied, batch_size=12, run={"resume": str(copied / "checkpoints/step-00000002")}))
+    names = sorted(path.name for path in (copied / "checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_links_lead_to_the_run_and_to_its_checkpoints(copied, finished):
+    link, latest = copied.parent / "link", copied / "latest"
+    link.symlink_to(copied)
+    latest.symlink_to("checkpoints/step-00000004")
+    fit(recipe(copied, run={"resume": str(link / "latest")}))
+    assert (copied / "checkpoints/step-00000006.abandoned").is_dir()
+    assert saved(copied, 6) == saved(finished, 6)
+
+
 def test_checkpoints_after_the_one_that_is_named_are_set_aside(copied, finished):
     fit(recipe(copied, run={"resume": str(copied / "checkpoints/step-00000002")}))
     names = sorted(path.name for path in (copied / "checkpoints").iterdir())
@@ -215,6 +302,50 @@ def test_checkpoints_after_the_one_that_is_named_are_set_aside(copied, finished)
         "step-00000006.abandoned",
     ]
     assert saved(copied, 6) == saved(finished, 6)
+
+
+def test_auto_does_not_train_a_finished_run_again(copied):
+    shutil.rmtree(copied / "checkpoints")
+    history = (copied / "metrics.csv").read_bytes()
+    with pytest.raises(RecipeError, match="holds a run that has finished, and no checkpoint to go on from"):
+        fit(recipe(copied, run={"resume": "auto"}))
+    assert (copied / "metrics.csv").read_bytes() == history
+
+
+def test_a_checkpoint_of_a_later_version_is_no_corrupt_one(copied):
+    manifest = copied / "checkpoints/step-00000006/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    with pytest.raises(RecipeError, match=r"has format 99.*resume with the version that has written it"):
+        fit(recipe(copied, run={"resume": "auto"}))
+    assert manifest.exists()
+
+
+def fail_to_write(run_dir: Path) -> str:
+    """The second rank's disk breaks in the second checkpoint; what each rank says."""
+    from trainer.checkpoint.writer import Writer
+
+    whole = Writer._write_own
+
+    def broken(self, staging, snapshot):
+        if self.rank == 1 and snapshot.step == 4:
+            raise OSError(5, "Input/output error", str(staging))
+        whole(self, staging, snapshot)
+
+    Writer._write_own = broken
+    try:
+        fit(recipe(run_dir))
+    except RunError as error:
+        return str(error)
+    finally:
+        Writer._write_own = whole
+    return "no error"
+
+
+def test_a_rank_that_cannot_write_ends_all_and_the_older_checkpoint_stays(ranks, tmp_path):
+    said = ranks(2).run(fail_to_write, tmp_path / "r")
+    assert "rank 1: the checkpoint of step 4 could not be written: Input/output error" in said[0]
+    assert said[1].startswith("the checkpoint of step 4 could not be written: Input/output error")
+    assert [path.name for path in (tmp_path / "r/checkpoints").iterdir()] == ["step-00000002"]
 
 
 def test_auto_without_a_checkpoint_starts_anew(tmp_path, finished):
@@ -249,6 +380,28 @@ def test_the_best_checkpoints_are_kept(tmp_path):
     assert kept[-2:] == best
     assert len(found) <= 3
     assert max(manifest["step"] for manifest in found) == 9
+
+
+class Failing(MLP):
+    """Cannot take its fourth step."""
+
+    micro_batches = 0
+
+    def losses(self, module: nn.Module, batch: Any) -> Any:
+        self.micro_batches += 1
+        if self.micro_batches == 19:
+            raise ZeroDivisionError
+        yield from super().losses(module, batch)
+
+
+def test_a_checkpoint_in_the_making_is_completed_when_the_run_fails(tmp_path, monkeypatch):
+    from trainer.checkpoint.writer import Writer
+
+    write = Writer.write
+    monkeypatch.setattr(Writer, "write", lambda writer, snapshot: (time.sleep(1.0), write(writer, snapshot)))
+    with pytest.raises(ZeroDivisionError):
+        fit(recipe(tmp_path / "r", model=Failing([16]), checkpoint=Checkpoint(every=3)))
+    assert (tmp_path / "r/checkpoints/step-00000003/manifest.json").is_file()
 
 
 def test_nothing_is_saved_when_nothing_is_due(tmp_path):

@@ -73,6 +73,13 @@ def test_export_makes_the_model_that_the_run_made(copied, tmp_path, capsys):
     assert (tmp_path / "model/config.json").read_bytes() == (copied / "model/config.json").read_bytes()
 
 
+def test_a_checkpoint_is_exported_from_the_folder_it_lies_in(copied, monkeypatch):
+    shutil.rmtree(copied / "model")
+    monkeypatch.chdir(copied / "checkpoints")
+    assert run(["checkpoint", "export", "step-00000004"]) == 0
+    assert (copied / "model/model.safetensors").is_file()
+
+
 def test_an_unfinished_run_is_evaluated_after_an_export(copied, capsys):
     shutil.rmtree(copied / "model")
     newest = copied / "checkpoints/step-00000004/rank-00000.safetensors"

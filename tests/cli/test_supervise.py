@@ -168,12 +168,14 @@ def test_an_attempt_tells_its_first_error_and_passes_on_what_it_says(capfd):
 
 def test_without_an_error_of_the_trainer_the_last_words_are_told(capfd):
     assert ended(started("1 / 0")) == Ending(1, "ZeroDivisionError: division by zero")
-    killed = ended(started("import os; os.kill(os.getpid(), 9)"))
+    killed = ended(started("import os; os.write(2, b'step 7/20\\n'); os.kill(os.getpid(), 9)"))
     assert (killed.code, killed.exit_code, killed.describe()) == (-9, 137, "killed by SIGKILL")
 
 
 def test_no_process_of_an_attempt_outlives_it(capfd):
-    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, file=sys.stderr)"
+    code = (
+        "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); sys.exit(str(p.pid))"  # printed, exit code 1
+    )
     pid = int(ended(started(code)).cause)
     status = Path(f"/proc/{pid}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()

@@ -37,6 +37,12 @@ class CheckpointFolder:
         found = [path for path in self.path.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
+    def make(self) -> None:
+        """Make the folder, on disk: what is flushed in it would be lost with its name."""
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True, exist_ok=True)
+            sync_to_disk(self.path.parent)
+
     def clean(self) -> None:
         """Remove what a run that died here has left half-written, and put back what it was about to replace."""
         for path in self.path.glob(".step-*.old") if self.path.is_dir() else ():
@@ -44,7 +50,8 @@ class CheckpointFolder:
             if not home.exists():
                 os.rename(path, home)
         for path in self.path.glob(".step-*") if self.path.is_dir() else ():
-            shutil.rmtree(path)
+            if path.is_dir():
+                shutil.rmtree(path)
 
     def staging(self, step: int, attempt: str) -> Path:
         """The hidden folder that the checkpoint of ``step`` grows in; ``attempt`` tells this start of the run."""

@@ -15,10 +15,21 @@ from trainer.errors import RunError
 FORMAT = 1
 MANIFEST = "manifest.json"
 CHUNK = 16 * 2**20
+TYPES: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("run", "plan", "dataset", "created"), str),
+    **dict.fromkeys(("step", "epoch", "step_in_epoch", "seed", "world_size", "format"), int),
+    **dict.fromkeys(("recipe", "versions", "files"), dict),
+    "tokenizer": (str, type(None)),
+    "figures": (dict, type(None)),
+}
 
 
 class CorruptCheckpoint(RunError):
     """A checkpoint is not what was saved. The message names the file."""
+
+
+class UnknownFormat(CorruptCheckpoint):
+    """A checkpoint that a later version has written: it may be what was saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +96,13 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptCheckpoint(f"{path} is corrupt: {error}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, int) and found > FORMAT:
-        raise CorruptCheckpoint(f"{path} has format {found}, of a later version; this one reads format {FORMAT}")
+        raise UnknownFormat(f"{path} has format {found}, of a later version; this one reads format {FORMAT}")
     manifest = _parsed(content)
-    if manifest is None or manifest.to_json().encode() != written:  # down to the last blank
+    if manifest is None:
+        raise CorruptCheckpoint(f"{path} is corrupt: it holds something else than a run has written")
+    if manifest.to_json().encode() != written:  # down to the last blank
         raise CorruptCheckpoint(f"{path} is corrupt: its content does not have the hash that it states")
-    if folder.name != folder_name(manifest.step):
+    if folder.absolute().name != folder_name(manifest.step):
         raise CorruptCheckpoint(f"{path} is of step {manifest.step}, not of {folder.name}: files were swapped")
     _require_sizes(folder, manifest)
     return manifest
@@ -98,9 +111,25 @@ def read_manifest(folder: Path) -> Manifest:
 def _parsed(content: Any) -> Manifest | None:
     """The manifest with this content; ``None`` where it is not one."""
     try:
-        return Manifest(**{name: value for name, value in content.items() if name != "digest"})
+        manifest = Manifest(**{name: value for name, value in content.items() if name != "digest"})
     except (AttributeError, TypeError):
         return None
+    return manifest if _is_sound(manifest) else None
+
+
+def _is_sound(manifest: Manifest) -> bool:
+    """Whether everything is of its type: a hash that fits does not say who has made it."""
+    typed = all(isinstance(getattr(manifest, name), kind) for name, kind in TYPES.items())
+    return (
+        typed
+        and manifest.format == FORMAT
+        and manifest.world_size > 0
+        and all(Path(name).name == name and _is_entry(entry) for name, entry in manifest.files.items())
+    )
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
 
 
 def folder_name(step: int) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, RunError
 
 DTYPES = {
     torch.float64: "F64",
@@ -29,10 +29,14 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -87,7 +91,7 @@ def on_host(parts: Mapping[str, Part]) -> dict[str, Part]:
     }
 
 
-def write_parts(path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+def write_parts(path: Path, parts: Mapping[str, Part], on_chunk: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Write ``parts`` (contiguous, in host memory) to the new safetensors file ``path`` and to the disk.
 
     Returns:
@@ -101,6 +105,7 @@ def write_parts(path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
             hashed = beside.submit(digest.update, chunk)
             _write_all(file.fileno(), chunk)
             hashed.result()
+            on_chunk()
         os.fsync(file.fileno())
         size = file.tell()
     return {"bytes": size, "sha256": digest.hexdigest()}
@@ -109,6 +114,8 @@ def write_parts(path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
 def _header(parts: Mapping[str, Part]) -> bytes:
     entries, position = {}, 0
     for name, part in parts.items():
+        if part.tensor.dtype not in DTYPES:
+            raise RunError(f"{name} is of {part.tensor.dtype}, which safetensors has no name for: use another type")
         end = position + part.tensor.nbytes
         entries[name] = {
             "dtype": DTYPES[part.tensor.dtype],

@@ -28,6 +28,7 @@ from trainer.errors import RunError
 STATE = "state.json"
 HISTORY = "metrics.csv"
 SECONDS_BETWEEN_LOOKS = 0.02
+SECONDS_BETWEEN_COUNTS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's tensors."""
-        return sum(part.tensor.nbytes for part in self.parts.values())
+        """Bytes of this rank's tensors, and of the history."""
+        return sum(part.tensor.nbytes for part in self.parts.values()) + len(self.history)
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,11 @@ class Writer:
         rank: this one.
         world_size: how many write.
         attempt: a name for this start of the run, the same on all ranks.
-        patience: seconds that the first rank waits for the others.
+        patience: seconds that the first rank waits while nothing of the others arrives.
         keep_last: how many of the newest are kept.
         keep_best: how many of the best are kept besides.
         score: of an evaluation's figures; higher is better.
+        on_progress: called whenever something has reached the disk.
     """
 
     folder: CheckpointFolder
@@ -78,6 +80,7 @@ class Writer:
     keep_last: int
     keep_best: int
     score: Score
+    on_progress: Callable[[], None] = lambda: None
 
     def write(self, snapshot: Snapshot) -> None:
         """Write this rank's share and, on the first rank, complete the checkpoint.
@@ -95,14 +98,14 @@ class Writer:
             failure = self._explained(error, snapshot)
             self._give_up(staging, str(failure))
             raise failure from error
-        except RunError as error:
-            self._give_up(staging, str(error))
+        except BaseException as error:
+            self._give_up(staging, str(error) or type(error).__name__)
             raise
 
     def _write_own(self, staging: Path, snapshot: Snapshot) -> None:
         name = rank_file(self.rank)
         failpoint("before tensors")
-        entry = write_parts(staging / name, snapshot.parts)
+        entry = write_parts(staging / name, snapshot.parts, self.on_progress)
         failpoint("after tensors")
         content = {**snapshot.own, "file": {name: entry}, "tensors": describe_parts(name, snapshot.parts)}
         # As soon as the last sign is there, the first rank may give the folder, which it syncs itself, its name.
@@ -123,24 +126,38 @@ class Writer:
         failpoint("before name")
         self.folder.commit(staging, snapshot.step)
         failpoint("after name")
-        self.folder.rotate(self.keep_last, self.keep_best, self.score)
+        self._rotate(snapshot)
         failpoint("after rotation")
+
+    def _rotate(self, snapshot: Snapshot) -> None:
+        try:
+            self.folder.rotate(self.keep_last, self.keep_best, self.score)
+        except OSError as error:
+            raise RunError(
+                f"the checkpoint of step {snapshot.step} is saved, but an older one could not be removed: "
+                f"{error.strerror} ({error.filename})"
+            ) from error
 
     def _wait_for(self, staging: Path, rank: int) -> bytes:
         """The sign of ``rank``, as soon as it is there."""
-        until = time.monotonic() + self.patience
-        while time.monotonic() < until:
+        arrived, looked, since = -1, 0.0, time.monotonic()
+        while (now := time.monotonic()) - since < self.patience:
             try:
                 return (staging / sign_of(rank)).read_bytes()
             except FileNotFoundError:
                 pass
+            if now - looked > SECONDS_BETWEEN_COUNTS:
+                looked, before, arrived = now, arrived, _bytes_in(staging)
+                if arrived != before:
+                    since = now
+                    self.on_progress()
             failure = staging / failure_of(rank)
             if failure.exists():
                 raise RunError(f"rank {rank}: {failure.read_text()}")
             time.sleep(SECONDS_BETWEEN_LOOKS)
         raise RunError(
-            f"rank {rank} has not written its part of {staging.name.split('.')[1]} within "
-            f"{self.patience:.0f} s: is {self.folder.path} the same folder on all machines?"
+            f"rank {rank} has written nothing of its part of {staging.name.split('.')[1]} for {self.patience:.0f} s: "
+            f"is {self.folder.path} the same folder on all machines?"
         )
 
     def _give_up(self, staging: Path, why: str) -> None:
@@ -149,7 +166,8 @@ class Writer:
             with suppress(OSError):  # the first rank's patience ends, then
                 (staging / failure_of(self.rank)).write_text(why)
         elif staging.exists():
-            self.folder.remove(staging)
+            with suppress(OSError):  # the next start clears it away
+                self.folder.remove(staging)
 
     def _explained(self, error: OSError, snapshot: Snapshot) -> RunError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -174,15 +192,18 @@ class Background:
         self.thread = threading.Thread(target=self._guarded, args=(work,), name="checkpoint", daemon=True)
         self.thread.start()
 
+    def ends(self, seconds: float | None = None) -> bool:
+        """Wait so long, by default for as long as it takes, for what is at work; whether nothing is at work then."""
+        if self.thread is not None:
+            self.thread.join(seconds)
+            if self.thread.is_alive():
+                return False
+            self.thread = None
+        return True
+
     def wait(self) -> None:
         """Until nothing is at work; raises what the last work raised."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Raise what the work raised, once."""
+        self.ends()
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -192,6 +213,10 @@ class Background:
             work()
         except BaseException as error:
             self.failure = error
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def rank_file(rank: int) -> str:

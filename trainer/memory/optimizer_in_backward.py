@@ -40,10 +40,16 @@ class OptimizerInBackward(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: the weights were updated in the backward."""
 
-    def put_together(self) -> Optimizer:
-        """The optimizer that updates all parameters at once, with the same groups and state."""
-        self.optimizer.param_groups, self.optimizer.state = self.param_groups, self.state
-        return self.optimizer
+    def make_state(self) -> None:
+        """Let the optimizer make its state, by a step of length 0 for one parameter after the other."""
+        for number, group in enumerate(self.param_groups):
+            rate = group["lr"]
+            group["lr"] = rate * 0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+                self._update(number, parameter)
+            group["lr"] = rate
+        self.forget_norms()
 
     def forget_norms(self) -> None:
         """Begin to record the gradient norms of another step."""

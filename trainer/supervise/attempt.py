@@ -46,7 +46,7 @@ class Ending:
 
     Args:
         code: as subprocess gives it: an exit code, or minus the number of the signal that killed it.
-        cause: its first error, or its last words.
+        cause: its first error, or its last words; empty for one that was killed without any.
     """
 
     code: int
@@ -107,7 +107,9 @@ class Attempt:
         while self._open and self._pass_on(0.0):
             pass
         self._pipe_closed()
-        return Ending(self.process.returncode, self._first_error or self._last_words)
+        code = self.process.returncode
+        words = self._last_words if code > 0 else ""  # of an error that was not the trainer's; a signal comes unsaid
+        return Ending(code, self._first_error or words)
 
     def signal(self, number: int) -> None:
         """Pass a signal on to the first rank: the ranks agree on what follows, and those that do not know it yet end

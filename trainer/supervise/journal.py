@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.store import write_atomic
+from trainer.supervise.attempt import tell
 
 NAME = "supervisor.json"
 
@@ -44,7 +45,10 @@ class Journal:
         self._write()
 
     def _write(self) -> None:
-        write_atomic(self.path, json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
+        try:
+            write_atomic(self.path, json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
+        except OSError as error:  # a full disk may be what the run has died of, and may have space again
+            tell(f"trainer run: {self.path} could not be written: {error.strerror or error}\n".encode())
 
 
 def newest_step(run_dir: Path) -> int:

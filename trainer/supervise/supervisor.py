@@ -6,7 +6,6 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -87,7 +86,7 @@ class Supervisor:
         say(f"the run ended after {time.time() - began:.0f} s ({ending.describe()}); {newest}; {decision.why}")
         if isinstance(decision, Stop):
             return Outcome("failed", ending.exit_code)
-        self._sleep(decision.wait, lambda: bool(self.asked))
+        self._sleep(decision.wait)
         return None
 
     def _watched(self, attempt: Attempt) -> Ending:
@@ -114,7 +113,7 @@ class Supervisor:
         if ending.code == 0:
             return Outcome("finished", 0)
         if ending.exit_code == EXIT_REQUEUE:  # a signal to the whole job may reach this process last
-            self._sleep(SECONDS_TO_NOTICE, lambda: bool(self.asked))
+            self._sleep(SECONDS_TO_NOTICE)
         if ending.exit_code == INTERRUPTED:
             return Outcome("interrupted", INTERRUPTED)
         if self.asked:
@@ -137,9 +136,10 @@ class Supervisor:
             self.command = self.command.cut_smaller(sizes.batch, smaller)
         return decision
 
-    def _sleep(self, seconds: float, ended: Callable[[], bool]) -> None:
+    def _sleep(self, seconds: float) -> None:
+        """Wait, but no longer than until this process is asked to stop."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not ended():
+        while time.monotonic() < until and not self.asked:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
