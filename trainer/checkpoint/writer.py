@@ -216,7 +216,11 @@ class Background:
 
 
 def _bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    total = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # one in the making has got its name meanwhile
+            total += path.stat().st_size
+    return total
 
 
 def rank_file(rank: int) -> str:
