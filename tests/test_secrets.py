@@ -105,7 +105,7 @@ def test_a_printed_recipe_and_an_error_hold_no_secret(recipe_file, tmp_path, cap
     assert run(["fit", str(recipe_file), "--config", str(tmp_path / "own.yaml")]) == 2
     assert "was written without its credentials" in capsys.readouterr().err
     absent = {"--data.url": "https://me:pa55w0rdInUrl@host/absent?token=sign4tureInUrl"}
-    assert run(command("fit", recipe_file, **absent)) == 2
+    assert run([*command("fit", recipe_file, **absent), "--run.logger=csv"]) == 2
     error = capsys.readouterr().err
     assert shown(error) == []
     assert f"data.url='https://{REDACTED}@host/absent?token={REDACTED}' with token='{REDACTED}' is not there" in error
