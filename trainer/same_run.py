@@ -20,6 +20,13 @@ BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate")
 LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples")
 """Settings of the section data that do not change what is in a sample."""
 
+PLANNED = tuple(
+    f"memory.{name}"
+    for name in ("strategy", "micro_batch_size", "activation_checkpointing", "activation_offload", "cpu_offload")
+)
+"""What the planner decides where there is a budget: for another machine it may decide otherwise, and changes nothing
+but rounding."""
+
 
 def require_same_run(
     path: Path, manifest: Manifest, now: Mapping[str, Any], dataset: str, tokenizer: str | None, allowed: list[str]
@@ -45,7 +52,8 @@ def require_same_run(
         line = f"{key}: {_short(old)} in the checkpoint, {_short(new)} now"
         lines.append(line)
         section = key.partition(".")[0]
-        if not _is_free(key) and key not in allowed and section not in allowed:
+        is_free = _is_free(key) or (key in PLANNED and _has_budget(manifest.recipe, now))
+        if not is_free and key not in allowed and section not in allowed:
             refused.append((key, line))
     if refused:
         keys = json.dumps([key for key, _ in refused])
@@ -65,6 +73,11 @@ def _require_known(allowed: list[str], now: Mapping[str, Any]) -> None:
 
 def _is_free(key: str) -> bool:
     return key in LOADING or (key.partition(".")[0] in ("run", "checkpoint") and key not in BINDING)
+
+
+def _has_budget(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the planner decided then as now."""
+    return all(settings.get("memory.budget") is not None for settings in (before, now))
 
 
 def _differences(

@@ -114,6 +114,14 @@ def test_a_change_is_allowed_by_its_name_or_its_section(tmp_path):
         compare(before, after, ["optm.lr"])
 
 
+def test_what_the_planner_decides_may_be_decided_anew(tmp_path):
+    before = recipe(tmp_path, memory={"budget": "1GB", "micro_batch_size": 4})
+    after = recipe(tmp_path, memory={"budget": "1GB", "micro_batch_size": 8, "strategy": "ddp"})
+    assert len(compare(before, after)) == 2
+    with pytest.raises(RecipeError, match=r"memory\.budget: \"1GB\" in the checkpoint, null now; memory\.micro_batch"):
+        compare(before, recipe(tmp_path, memory={"micro_batch_size": 8}))
+
+
 def test_other_classes_of_model_and_data_are_noticed(tmp_path):
     before = recipe(tmp_path, model=MLP([8]))
     for after in (before.replace(model=Deeper([8])), before.replace(data=MoreDigits(test_fraction=0.97))):
