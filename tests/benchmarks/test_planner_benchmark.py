@@ -43,6 +43,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_small_models_are_predicted_run_and_compared(tmp_path):
     out = tmp_path / "results" / "found.json"
     done = benchmark("--accelerator", "cpu", "--tiny", "--out", out, "--work", tmp_path / "work")

@@ -145,6 +145,7 @@ def test_the_files_say_what_was_measured_where_and_how(climbed):
     assert "rung 3/6: micro-batch-2" in process.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupted_ladder_keeps_its_rows_and_leaves_no_process(recipe_file, tmp_path):
     out = tmp_path / "ladder"
     command = [sys.executable, "-m", "trainer", "ladder", str(recipe_file), "--out", str(out), "--steps", "2"]

@@ -238,6 +238,7 @@ def test_a_killed_run_is_finished_by_the_next_attempt(supervise):
     assert run.journal["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_setting_that_cannot_work_is_not_tried_again(supervise):
     run = supervise("--batch_size", "24", "--accumulate", "5", "--memory.micro_batch_size", "7")
     assert run.wait() == 2, run.text

@@ -119,7 +119,7 @@ def test_the_gradients_are_those_of_the_other_samples(kind, micro, workers, igno
     assert {entry["position"] for entry in ours["quarantine"]["samples"]} == set(BAD)
 
 
-@pytest.mark.parametrize(("world_size", "micro"), [(2, 3), (2, 1), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("world_size", "micro"), [(2, 3), (2, 1), (3, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_ranks_agree_with_one_process(world_size, micro, ignored, ranks):
     answers = ranks(world_size).run(train, world_size, micro, Split(bad=BAD))
     for answer in answers:

@@ -67,6 +67,7 @@ def test_the_largest_figure_over_ranks_counts(ranks, rank_with_peak):
     assert results[0]["together"] == results[1]["together"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_out_of_memory_alone_ends_the_run_and_says_why(tmp_path):
     (tmp_path / "own.py").write_text(RECIPE)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("LT_", "TORCHELASTIC"))}
