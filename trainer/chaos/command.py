@@ -77,7 +77,11 @@ def chaos(flags: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
         "trials": trials,
         "seconds": round(time.monotonic() - began, 1),
         "versions": versions(),
-        "machine": {"system": platform.platform(), "cores": len(os.sched_getaffinity(0)), "at_once": at_once},
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cores": len(os.sched_getaffinity(0)),
+            "at_once": at_once,
+        },
         "faults": faults,
     }
     print(table(faults))
