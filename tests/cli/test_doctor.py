@@ -156,6 +156,18 @@ def test_workers_without_shared_memory_and_more_of_them_than_cores(monkeypatch):
     assert (status, "--shm-size" in text) == ("warning", True)
 
 
+def test_ranks_meet_when_this_process_is_in_a_group_itself():
+    joined = torch.distributed.is_initialized()
+    if not joined:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        status, text = the_one(ranks.process_group(subject_of(ready=False, devices=2)))
+        assert status == "ok", text
+    finally:
+        if not joined:
+            torch.distributed.destroy_process_group()
+
+
 def test_ranks_that_meet_and_ranks_that_do_not(monkeypatch):
     status, text = the_one(ranks.process_group(subject_of(ready=False, devices=2)))
     assert status == "ok"

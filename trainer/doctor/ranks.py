@@ -16,6 +16,7 @@ import torch.distributed as dist
 from trainer.doctor.finding import Finding, fail, ok
 from trainer.doctor.subject import Subject
 from trainer.planner.children import Child
+from trainer.planner.ranks import forget_process_group
 
 SECONDS = 20.0
 FIX = "check firewall, hostname and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says more"
@@ -58,6 +59,7 @@ def _add_up(backend: str, rank: int, size: int, port: int) -> bool:
         torch.cuda.set_device(rank)
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
+    forget_process_group()
     dist.init_process_group(
         backend,
         init_method=f"tcp://127.0.0.1:{port}",

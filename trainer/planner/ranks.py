@@ -37,7 +37,7 @@ def fake_ranks(ranks: int, nodes: int = 1) -> Iterator[None]:
         "MASTER_PORT": "0",
     }
     os.environ.update(environment)
-    _forget_process_group()
+    forget_process_group()
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     fabric_ddp.DistributedDataParallel = TracedDDP  # type: ignore[misc]
     yield
@@ -46,7 +46,7 @@ def fake_ranks(ranks: int, nodes: int = 1) -> Iterator[None]:
 _FORGOTTEN: list[Any] = []
 
 
-def _forget_process_group() -> None:
+def forget_process_group() -> None:
     """Give up the process group that the parent of this process was in, if any, without ending it.
 
     Its threads did not survive the fork: to destroy it would wait for them.
