@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.checkpoint.folder import missing_space, no_space
 from trainer.checkpoint.manifest import Manifest
@@ -104,11 +104,22 @@ class Checkpointer:
         stop, is_time, has_failed = self.session.agreement.agreed
         if has_failed:
             self._wait()
-        if engine.counters.step > self.saved_at and (stop or is_time or self._is_due(engine)):
+        if engine.counters.step > self.saved_at and (is_time or self._is_due(engine)):
             self.save(engine)
         if stop:
-            self._wait()
-            raise Stopped(self._stopped(engine))
+            self.stop(engine)
+
+    def stop(self, engine: Engine) -> NoReturn:
+        """End training between two steps; what is not saved yet is saved before.
+
+        Raises:
+            Stopped: always, on all ranks alike.
+            RunError: on all ranks alike, when the checkpoint could not be written.
+        """
+        if engine.counters.step > self.saved_at:
+            self.save(engine)
+        self._wait()
+        raise Stopped(self._stopped(engine))
 
     def begin_at(self, step: int) -> None:
         """What there is at ``step`` is saved already, or is the start."""
