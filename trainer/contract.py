@@ -234,7 +234,7 @@ class Data:
 
     After ``prepare``, ``train``, ``val`` and ``test`` are map-style datasets (``len`` and ``[i]``) or ``None``.
     Such a dataset may also have ``lengths`` (tokens of each sample, for cutting a batch by length), ``augmented``
-    (``True`` when ``[i]`` draws random numbers; they are then seeded per sample), ``__getitems__(indices)`` that
+    (``True`` when ``[i]`` draws random numbers; torch, NumPy and ``random`` are then seeded per sample), ``__getitems__(indices)`` that
     returns a collated batch at once, ``describe(i)``, the file or row of a sample for error messages, and
     ``fingerprint()``, a text that differs wherever the content of the split does: a run is resumed on the same data
     only. Without it, the fingerprint is made of the size, the lengths and up to 64 samples.

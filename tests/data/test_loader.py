@@ -1,7 +1,9 @@
 """The loader: the same bits for any number of workers and any cut, and failures that name their sample."""
 
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -139,6 +141,31 @@ def test_samples_that_do_not_collate_are_named():
 
     with pytest.raises(SampleError, match=r"squares\.csv row 2, squares\.csv row 5 could not be loaded: RuntimeError"):
         list(Loader(Named(), refuse)([Request([0, 3])]))
+
+
+class Noisy:
+    """Draws from the three global generators, as a user's transforms may."""
+
+    augmented = True
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_what_is_drawn_from_random_and_numpy_follows_the_seed_of_the_sample(workers):
+    random.seed(3), np.random.seed(4)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    requests = [Request([i, i + 1], [2**62 + i, i + 1]) for i in range(0, 8, 2)]
+    drawn = torch.cat(list(Loader(Noisy(), Data().collate, workers=workers)(requests)))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    for index, seed in ((4, 2**62 + 4), (7, 7)):  # by the one request of a resumed run
+        (alone,) = Loader(Noisy(), Data().collate)([Request([index], [seed])])
+        assert torch.equal(alone[0], drawn[index])
+    assert len(set(drawn[:, 1:].flatten().tolist())) == 24  # no draw is another's
 
 
 def test_a_failure_leaves_the_random_numbers_alone():
