@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_right
 from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+
+from trainer.contract import Groups
 
 
 def derive_seed(*parts: int) -> int:
@@ -27,6 +32,65 @@ def steps_in_epoch(size: int, batch_size: int) -> int:
     return -(-size // batch_size)
 
 
-def batch_indices(seed: int, epoch: int, step: int, size: int, batch_size: int) -> list[int]:
-    """The samples of the ``step``-th batch (from 0) of ``epoch``."""
-    return permutation(seed, epoch, size)[step * batch_size : (step + 1) * batch_size].tolist()
+def batch_indices(
+    seed: int, epoch: int, step: int, size: int, batch_size: int, groups: Groups | None = None
+) -> list[int]:
+    """The samples of the ``step``-th batch (from 0) of ``epoch``.
+
+    With ``groups``, those of one group stand together, and groups in the order of their stretch: a rank, whose
+    micro-batches have their places in the batch, reads about the same groups in step after step.
+    """
+    first, last = step * batch_size, min((step + 1) * batch_size, size)
+    if groups is None:
+        return permutation(seed, epoch, size)[first:last].tolist()
+    stretches = _stretches(seed, epoch, groups)
+    number = bisect_right(stretches.begins, first) - 1
+    indices: list[int] = []
+    while first < last:
+        order, samples = _stretch(seed, epoch, groups, number)
+        begin = stretches.begins[number]
+        places = order[first - begin : last - begin].sort().values
+        indices += samples[places].tolist()
+        first, number = begin + len(order), number + 1
+    return indices
+
+
+class _Stretches(NamedTuple):
+    """Of an epoch: its groups in order, the first group of every stretch, and where each begins, in samples."""
+
+    groups: list[int]
+    firsts: list[int]
+    begins: list[int]
+
+
+@lru_cache(maxsize=2)
+def _stretches(seed: int, epoch: int, groups: Groups) -> _Stretches:
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+    order = torch.randperm(len(groups.sizes), generator=generator).tolist()
+    found = _Stretches(order, [], [])
+    begin, held = 0, groups.mixed
+    for number, group in enumerate(order):
+        if held >= groups.mixed:
+            found.firsts.append(number)
+            found.begins.append(begin)
+            held = 0
+        held += groups.sizes[group]
+        begin += groups.sizes[group]
+    return found
+
+
+@lru_cache(maxsize=2)
+def _starts(groups: Groups) -> list[int]:
+    """The first sample of every group."""
+    return [0, *accumulate(groups.sizes)]
+
+
+@lru_cache(maxsize=4)
+def _stretch(seed: int, epoch: int, groups: Groups, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of a stretch, and its samples group by group: int64, as many as it has."""
+    stretches, starts = _stretches(seed, epoch, groups), _starts(groups)
+    last = stretches.firsts[number + 1] if number + 1 < len(stretches.firsts) else None
+    own = stretches.groups[stretches.firsts[number] : last]
+    samples = torch.cat([torch.arange(starts[group], starts[group + 1]) for group in own])
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch, number))
+    return torch.randperm(len(samples), generator=generator), samples

@@ -12,7 +12,7 @@ from itertools import islice, tee
 from math import fsum
 from typing import Any
 
-from trainer.contract import PADDING_MULTIPLE, BadSample, Incomplete, Request
+from trainer.contract import PADDING_MULTIPLE, BadSample, Groups, Incomplete, Request
 from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
 from trainer.engine.quarantine import Quarantine
 from trainer.errors import RecipeError
@@ -219,6 +219,8 @@ class Windows:
         weigh: the weight of every loss of a micro-batch.
         reduce: sums a list of floats over all ranks.
         lengths: tokens of each sample, when there are such.
+        groups: of samples that lie together, when there are such.
+        probably_longest: samples to take for the longest ones, where ``lengths`` are not known.
         augmented: whether reading a sample draws random numbers, so that each needs a seed.
         quarantine: the samples that could not be loaded.
         on_load: called with the samples of each micro-batch before it is waited for, and with none after the last.
@@ -233,6 +235,8 @@ class Windows:
     world_size: int = 1
     reduce: Callable[[list[float]], list[float]] = list
     lengths: Sequence[int] | None = None
+    groups: Groups | None = None
+    probably_longest: Sequence[int] = ()
     augmented: bool = False
     quarantine: Quarantine = field(default_factory=Quarantine)
     on_load: Callable[[Sequence[int]], None] = lambda samples: None
@@ -263,7 +267,9 @@ class Windows:
         self.current_epoch = max(range(epochs), key=lambda epoch: self.cut(epoch).micro_batch_size)
         cut = self.cut(self.current_epoch)
         lengths = self.lengths
-        order = sorted(range(self.size), key=lambda i: -lengths[i]) if lengths is not None else range(self.size)
+        order: Sequence[int] = [*self.probably_longest, *range(min(self.size, cut.micro_batch_size))]
+        if lengths is not None:
+            order = sorted(range(self.size), key=lambda i: -lengths[i])
         indices = cut_batch(order[: cut.micro_batch_size], cut, 1, lengths)[0]
         seeds = [0] * len(indices) if self.augmented else None
         count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
@@ -282,7 +288,7 @@ class Windows:
     def pieces(self, epoch: int, step: int) -> list[list[int]]:
         """All micro-batches of a batch, over all ranks."""
         cut = self.cut(epoch)
-        batch = batch_indices(self.seed, epoch, step, self.size, cut.batch_size)
+        batch = batch_indices(self.seed, epoch, step, self.size, cut.batch_size, self.groups)
         return cut_batch(batch, cut, self.world_size, self.lengths)
 
     def epoch(self, epoch: int, first_step: int = 0, last_step: int | None = None) -> Iterator[Window]:
@@ -334,7 +340,8 @@ class Windows:
         """The samples of a batch over all ranks that are not known as bad."""
         if not len(self.quarantine):
             return min(batch_size, self.size - step * batch_size)
-        return len(self.quarantine.kept("train", batch_indices(self.seed, epoch, step, self.size, batch_size)))
+        batch = batch_indices(self.seed, epoch, step, self.size, batch_size, self.groups)
+        return len(self.quarantine.kept("train", batch))
 
     def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:
         """What a window says of the batch over all ranks: weights, present; and if any rank has ``bad`` samples."""
