@@ -24,8 +24,8 @@ class Stopped(RunError):
     """A run that was asked to stop, and has saved a checkpoint to go on from; its exit code is ``EXIT_REQUEUE``."""
 
 
-def listed(indices: Sequence[int]) -> str:
-    """The first few of ``indices``, such as ``4, 17, 23, …``."""
+def listed(indices: Sequence[int | str]) -> str:
+    """The first few of ``indices``, such as ``4, 17, 23, …``, or of names."""
     shown = ", ".join(map(str, indices[:MOST_LISTED]))
     return f"{shown}, …" if len(indices) > MOST_LISTED else shown
 

@@ -76,8 +76,13 @@ def _absolute(part: Any) -> Any:
     """A model or dataset whose text fields that name an existing file or folder name it from the root."""
     texts = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.init}
     named = {name: text for name, text in texts.items() if name != "name" and not name.endswith("_column")}
-    paths = {name: text for name, text in named.items() if isinstance(text, str) and text and Path(text).exists()}
+    paths = {name: text for name, text in named.items() if isinstance(text, str) and text and _is_here(text)}
     return dataclasses.replace(part, **{name: str(Path(text).absolute()) for name, text in paths.items()})
+
+
+def _is_here(text: str) -> bool:
+    """Whether it names something: a file, a folder, or files by a pattern within a folder."""
+    return Path(text).exists() or ("*" in text and Path(text).parent.is_dir())
 
 
 def open_loggers(session: Session, run_dir: Path) -> list[Any]:

@@ -71,32 +71,38 @@ def test_the_order_with_groups_never_changes():
     assert batch_indices(0, 0, 1, 12, 4, Groups((3, 2, 4, 3), 5)) == GROUPED
 
 
-GROUPED = [11, 6, 8, 2]
+GROUPED = [11, 6, 8, 4]
 
 
-def test_a_rank_reads_a_share_of_the_groups_and_all_ranks_every_sample():
+def grouped_windows(sizes, mixed, cut, rank, world_size):
+    """Windows whose micro-batches are their samples."""
+    return Windows(
+        sum(sizes), lambda epoch: cut, lambda requests: ({"labels": r.indices} for r in requests),
+        lambda batch: {"loss": 1.0}, seed=0, rank=rank, world_size=world_size, groups=Groups(sizes, mixed),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batch_size", [16, 4])
+def test_a_rank_reads_a_share_of_the_groups_and_all_ranks_every_sample(micro_batch_size):
     sizes, world_size = [25] * 64, 4
     of = group_of(sizes)
-    cut = Cut(64, 16, 1)
     read = [set() for _ in range(world_size)]
     samples = Counter()
     for rank in range(world_size):
-        windows = Windows(
-            sum(sizes),
-            lambda epoch: cut,
-            lambda requests: ({"labels": r.indices} for r in requests),
-            lambda batch: {"loss": 1.0},
-            seed=0,
-            rank=rank,
-            world_size=world_size,
-            groups=Groups(sizes, 400),
-        )
-        for window in windows.epoch(0):
+        for window in grouped_windows(sizes, 400, Cut(64, micro_batch_size, 1), rank, world_size).epoch(0):
             for micro in window:
                 samples.update(micro.batch["labels"])
                 read[rank] |= {of[index] for index in micro.batch["labels"]}
     assert samples == Counter(range(sum(sizes)))
     assert all(len(groups) < 0.6 * len(sizes) for groups in read)
+
+
+def test_with_groups_a_micro_batch_has_its_dropout_on_any_number_of_ranks():
+    def micro_batches(world_size):
+        windows = [grouped_windows([10] * 12, 40, Cut(24, 3, 1), rank, world_size) for rank in range(world_size)]
+        return sorted((m.seed, m.indices) for w in windows for window in w.epoch(1) for m in window if not m.is_empty)
+
+    assert micro_batches(1) == micro_batches(2) == micro_batches(4)
 
 
 lengths_of = st.lists(st.integers(1, 300), min_size=1, max_size=60)

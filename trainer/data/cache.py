@@ -134,17 +134,18 @@ def checksum(path: Path, most_bytes: float = MOST_BYTES) -> str:
     return digest.hexdigest()
 
 
-def content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str]) -> list[str]:
+def content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str], *asked: Any) -> list[str]:
     """What ``hashed`` says of every file; not asked again while their paths, sizes and times of change stay.
 
     Args:
         root: of the cache.
         paths: the files.
-        hashed: a hash of the content of a file.
+        hashed: a hash of the content of a file, or what else there is to say of it.
+        asked: what decides the answer besides the content; JSON can hold it.
     """
     stats = [path.stat() for path in paths]
     seen = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
-    note = root / "contents" / f"{hash_of(seen)}.json"
+    note = root / "contents" / f"{hash_of(seen, *asked)}.json"
     settled = all(time.time_ns() - stat.st_mtime_ns > SETTLED_NS for stat in stats)
     if settled:
         try:

@@ -45,6 +45,17 @@ def fingerprint(data: Data) -> str:
     return content.hexdigest()
 
 
+def data_files(data: Data) -> dict[str, str]:
+    """A short hash of every file of a dataset whose splits define ``files()``: what to name when one has changed."""
+    splits = {name: getattr(data, name) for name in ("train", "val", "test")}
+    return {
+        f"{name}/{file}": digest
+        for name, split in splits.items()
+        if callable(getattr(split, "files", None))
+        for file, digest in split.files().items()
+    }
+
+
 def split_fingerprint(split: Any) -> str:
     """Of one split; see :func:`fingerprint`."""
     own = getattr(split, "fingerprint", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from trainer.data.rows import Rows
 
 
-class _Texts(Data):
-    """What the text datasets share: the checks, labels to classes, tokenising, padding."""
+class Texts(Data):
+    """What all text datasets share: checks, padding, classes."""
 
     num_classes: int
     class_names: list[str]
     max_length: int
-    val_fraction: float
     text_column: str
     label_column: str
     cache_dir: str | None
@@ -35,12 +34,44 @@ class _Texts(Data):
 
     def __post_init__(self) -> None:
         require_positive("data.max_length", self.max_length)
-        require_fraction("data.val_fraction", self.val_fraction)
         check_loading(self)
         require(
             self.text_column != self.label_column,
             f"data.text_column and data.label_column are both {self.text_column!r}: they must differ",
         )
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        """Pad samples of a prepared dataset to a batch."""
+        require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
+        return self._pad(samples)
+
+    def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
+        """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own.
+
+        Raises:
+            RecipeError: for a text that is empty, naming its position.
+        """
+        from trainer.data.tokens import Padder, check_tokenizer, encode
+
+        check_tokenizer(tokenizer, self.max_length)
+        require(len(texts) > 0, "no texts were given")
+        for position, text in enumerate(texts, start=1):
+            require(bool(text.strip()), f"text {position} (the first is 1) is empty")
+        return Padder(tokenizer, self.max_length)(encode(texts, tokenizer, self.max_length))
+
+    def _set_classes(self, names: Sequence[str]) -> None:
+        self.class_names = list(names)
+        self.num_classes = len(self.class_names)
+
+
+class _Tokenised(Texts):
+    """What the text datasets share that are tokenised before training."""
+
+    val_fraction: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("data.val_fraction", self.val_fraction)
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Read, check and tokenise; what was tokenised before is taken from the cache.
@@ -69,25 +100,6 @@ class _Texts(Data):
             kept, held = hold_out(splits["train"].labels, self.val_fraction, "data.val_fraction")
             self.train, self.val = splits["train"].select(kept), splits["train"].select(held)
 
-    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Pad samples of a prepared dataset to a batch."""
-        require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
-        return self._pad(samples)
-
-    def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
-        """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own.
-
-        Raises:
-            RecipeError: for a text that is empty, naming its position.
-        """
-        from trainer.data.tokens import Padder, check_tokenizer, encode
-
-        check_tokenizer(tokenizer, self.max_length)
-        require(len(texts) > 0, "no texts were given")
-        for position, text in enumerate(texts, start=1):
-            require(bool(text.strip()), f"text {position} (the first is 1) is empty")
-        return Padder(tokenizer, self.max_length)(encode(texts, tokenizer, self.max_length))
-
     def _find(self, cache: Path) -> dict[str, Rows]:
         """The rows of every split that there is."""
         raise NotImplementedError
@@ -95,10 +107,6 @@ class _Texts(Data):
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
         """The class of every label text of the training data; sets ``class_names`` and ``num_classes``."""
         raise NotImplementedError
-
-    def _set_classes(self, names: Sequence[str]) -> None:
-        self.class_names = list(names)
-        self.num_classes = len(self.class_names)
 
     def _label(self, rows: Rows, table: Dataset, classes: Mapping[str, int]) -> ndarray:
         from trainer.data.tokens import label_numbers
@@ -113,8 +121,15 @@ class _Texts(Data):
         return numbers
 
 
+def sort_classes(labels: Iterable[str]) -> list[str]:
+    """The different labels in order, numbers by value."""
+    names = set(labels)
+    numbers = all(name.removeprefix("-").isdecimal() for name in names)
+    return sorted(names, key=int) if numbers else sorted(names)
+
+
 @dataclass
-class IMDb(_Texts):
+class IMDb(_Tokenised):
     """IMDb film reviews, negative (0) or positive (1): 25,000 for training, 25,000 for testing.
 
     Args:
@@ -164,7 +179,7 @@ class IMDb(_Texts):
 
 
 @dataclass
-class TextFiles(_Texts):
+class TextFiles(_Tokenised):
     """Texts of one's own with one label each, in .csv, .parquet or .jsonl files.
 
     Classes are the distinct labels of the training file in sorted order, numbers by value.
@@ -214,8 +229,6 @@ class TextFiles(_Texts):
         return found
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
-        names = set(labels)
-        numbers = all(name.removeprefix("-").isdecimal() for name in names)
-        self._set_classes(sorted(names, key=int) if numbers else sorted(names))
+        self._set_classes(sort_classes(labels))
         require(self.num_classes > 1, f"{source}: every {self.label_column} is {self.class_names[0]!r}")
         return {name: index for index, name in enumerate(self.class_names)}

@@ -87,10 +87,20 @@ def _starts(groups: Groups) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _stretch(seed: int, epoch: int, groups: Groups, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of a stretch, and its samples group by group: int64, as many as it has."""
+    """The order of a stretch, and its samples group by group: int64, as many as it has.
+
+    The k-th of the n shuffled samples of a group has its place at random between k / n and (k + 1) / n of the stretch,
+    so every batch holds of every group what is in proportion.
+    """
     stretches, starts = _stretches(seed, epoch, groups), _starts(groups)
     last = stretches.firsts[number + 1] if number + 1 < len(stretches.firsts) else None
     own = stretches.groups[stretches.firsts[number] : last]
     samples = torch.cat([torch.arange(starts[group], starts[group + 1]) for group in own])
+    sizes = torch.tensor([groups.sizes[group] for group in own])
+    group_of = torch.repeat_interleave(sizes)
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, number))
-    return torch.randperm(len(samples), generator=generator), samples
+    shuffled = torch.randperm(len(samples), generator=generator)
+    shuffled = shuffled[group_of[shuffled].argsort(stable=True)]  # group by group again, each in an order of its own
+    rank_in_group = torch.arange(len(samples)) - (sizes.cumsum(0) - sizes)[group_of]
+    place = (rank_in_group + torch.rand(len(samples), generator=generator, dtype=torch.float64)) / sizes[group_of]
+    return shuffled[place.argsort(stable=True)], samples

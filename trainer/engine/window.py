@@ -289,7 +289,15 @@ class Windows:
         """All micro-batches of a batch, over all ranks."""
         cut = self.cut(epoch)
         batch = batch_indices(self.seed, epoch, step, self.size, cut.batch_size, self.groups)
-        return cut_batch(batch, cut, self.world_size, self.lengths)
+        pieces = cut_batch(batch, cut, self.world_size, self.lengths)
+        if not self._are_neighbours(epoch):
+            return pieces
+        each = len(pieces) // self.world_size
+        return [pieces[rank * each + number] for number in range(each) for rank in range(self.world_size)]
+
+    def _are_neighbours(self, epoch: int) -> bool:
+        """Whether a rank's micro-batches stand together in the batch, as samples of a group do; else they alternate."""
+        return self.groups is not None and not self.cut(epoch).any_ranks
 
     def epoch(self, epoch: int, first_step: int = 0, last_step: int | None = None) -> Iterator[Window]:
         """Yield the windows of steps ``first_step`` to ``last_step`` (excluded; default: all that there are)."""
@@ -303,7 +311,7 @@ class Windows:
             bad: list[BadSample] = []
             for number, ((indices, _), is_empty) in enumerate(own):
                 self.on_load(indices)
-                seed, is_last = self._dropout_seed(epoch, step, number), number == len(own) - 1
+                seed, is_last = self._dropout_seed(epoch, step, number, len(own)), number == len(own) - 1
                 micro, found = micro_batch(next(batches), indices, seed, is_last, is_empty)
                 micro_batches.append(micro)
                 bad += found
@@ -324,8 +332,12 @@ class Windows:
             own.append((Request(indices, seeds), not piece))
         return own
 
-    def _dropout_seed(self, epoch: int, step: int, number: int) -> int:
-        return derive_seed(self.seed, epoch, step, number * self.world_size + self.rank)
+    def _dropout_seed(self, epoch: int, step: int, number: int, count: int) -> int:
+        """Of the place in the batch that this rank's micro-batch ``number`` of ``count`` has on any number of ranks."""
+        place = number * self.world_size + self.rank
+        if self._are_neighbours(epoch):
+            place = self.rank * count + number
+        return derive_seed(self.seed, epoch, step, place)
 
     def _borrowed(self, pieces: Sequence[Sequence[int]]) -> list[int]:
         """The shortest sample of the first micro-batch that has one; any good sample where the batch has none."""
