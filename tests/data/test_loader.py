@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.contract import Data, Request
+from trainer.contract import Data, Groups, Request
 from trainer.data import CIFAR10, Digits
 from trainer.data.loader import Loader, SampleError
+from trainer.engine.window import Cut, Windows
 from trainer.errors import RecipeError
 
 
@@ -177,6 +178,40 @@ def test_a_failure_leaves_the_random_numbers_alone():
     with pytest.raises(SampleError):
         list(Loader(Broken(), Data().collate)([Request([6], [0])]))
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Counting:
+    """Knows which samples it was asked for."""
+
+    def __init__(self, size):
+        self.size, self.asked = size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return {"labels": torch.tensor(index % 2)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "known",
+    [{}, {"lengths": [7 * i % 50 + 1 for i in range(95)]}, {"groups": Groups([10] * 9 + [5], 30)}],
+    ids=["plain", "by length", "by groups"],
+)
+def test_each_rank_loads_the_samples_of_its_own_micro_batches_and_no_others(world_size, known):
+    splits = [Counting(95) for _ in range(world_size)]
+    for rank, split in enumerate(splits):
+        fetch = Loader(split, Data().collate)
+        weigh, cut = (lambda batch: {"loss": float(len(batch["labels"]))}), Cut(24, 4, 1)
+        windows = Windows(95, lambda epoch, cut=cut: cut, fetch, weigh, 0, rank, world_size, **known)
+        own = [i for window in windows.epoch(0) for micro in window if not micro.is_empty for i in micro.indices]
+        assert len(split.asked) - len(own) <= 4  # an empty micro-batch borrows a sample
+        assert sorted(own) == sorted(set(own))
+        split.asked = own
+    assert sorted(index for split in splits for index in split.asked) == list(range(95))
+    assert max(len(split.asked) for split in splits) - min(len(split.asked) for split in splits) <= 4 * 4
 
 
 def test_a_split_travels_to_a_spawned_worker(augmented):
