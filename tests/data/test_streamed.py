@@ -77,7 +77,7 @@ def test_few_row_groups_are_in_memory_and_a_shuffled_epoch_decodes_each_once(fol
         indices = batch_indices(0, 0, step, 120, 10, data.train.groups)
         seen.update(indices)
         data.train.__getitems__(indices)
-        assert sum(map(len, reader._tables.values())) <= 30 + 3 * 16
+        assert sum(map(len, reader._tables.values())) <= 2 * 30 + 3 * 16
     assert seen == Counter(range(120))
     assert reader.decoded == 9
 

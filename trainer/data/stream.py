@@ -46,7 +46,7 @@ class Stream:
     ) -> None:
         self.columns, self.classes, self.pad = (text_column, label_column), classes, pad
         self.reader = ShardReader(shards, self.columns, mixed)
-        self.reader.most_rows += 2 * max(self.reader.sizes)  # a batch may be of the end of one stretch and the next
+        self.reader.most_rows = 2 * (mixed + max(self.reader.sizes))  # a batch may be of two stretches
         self.groups = Groups(self.reader.sizes, mixed)
 
     @property

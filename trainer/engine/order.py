@@ -37,22 +37,24 @@ def batch_indices(
 ) -> list[int]:
     """The samples of the ``step``-th batch (from 0) of ``epoch``.
 
-    With ``groups``, those of one group stand together, and groups in the order of their stretch: a rank, whose
-    micro-batches have their places in the batch, reads about the same groups in step after step.
+    With ``groups``, they stand in the order of the groups of their stretch; where the batch is of two stretches, at the
+    same share of each. So a rank, whose micro-batches have their places in the batch, reads about the same groups in
+    step after step.
     """
     first, last = step * batch_size, min((step + 1) * batch_size, size)
     if groups is None:
         return permutation(seed, epoch, size)[first:last].tolist()
     stretches = _stretches(seed, epoch, groups)
     number = bisect_right(stretches.begins, first) - 1
-    indices: list[int] = []
+    shares, samples = [], []
     while first < last:
-        order, samples = _stretch(seed, epoch, groups, number)
+        order, within = _stretch(seed, epoch, groups, number)
         begin = stretches.begins[number]
         places = order[first - begin : last - begin].sort().values
-        indices += samples[places].tolist()
+        shares.append(places.double() / len(order))
+        samples.append(within[places])
         first, number = begin + len(order), number + 1
-    return indices
+    return torch.cat(samples)[torch.cat(shares).argsort(stable=True)].tolist()
 
 
 class _Stretches(NamedTuple):
