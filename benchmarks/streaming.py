@@ -132,6 +132,7 @@ def measure_memory(record: Record, folder: Path, arguments: argparse.Namespace) 
     text_bytes = pq.ParquetFile(whole).metadata.row_group(0).column(0).total_uncompressed_size
     found: dict[str, Any] = {}
     for kind in ("tokenised", "streamed"):
+        _processes(kind, 1, folder, arguments.tokenizer)  # the one that tokenises keeps some memory of that
         for count in (1, 3):
             found[f"{kind}, {count} processes"] = _processes(kind, count, folder, arguments.tokenizer)
     tokens = sum(path.stat().st_size for path in (folder / "cache").glob("trainer/*/tokens.arrow"))
@@ -153,9 +154,15 @@ def _processes(kind: str, count: int, folder: Path, tokenizer: str) -> dict[str,
     children = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
     ]
-    for child in children:  # all have read everything, and none has ended
-        child.stdout.readline()
-    answers = [json.loads(child.communicate("look\n")[0]) for child in children]
+    for process in children:  # all have read everything, and none has ended
+        process.stdout.readline()
+    answers = []
+    for process in children:
+        process.stdin.write("look\n")
+        process.stdin.flush()
+        answers.append(json.loads(process.stdout.readline()))
+    for process in children:
+        process.communicate("end\n")
     return {
         "own_mb_each": [answer["own_mb"] for answer in answers],
         "share_of_the_tokens_mb_each": [answer["share_mb"] for answer in answers],
@@ -165,6 +172,12 @@ def _processes(kind: str, count: int, folder: Path, tokenizer: str) -> dict[str,
 
 def child(kind: str, folder: Path, tokenizer: str) -> None:
     """Prepare, read every sample, say so, and, when asked, print what that has taken."""
+    import datasets  # noqa: F401 - what is imported is not of the data
+    import sklearn.model_selection  # noqa: F401
+
+    import trainer.data.stream
+    import trainer.data.tokens  # noqa: F401
+
     data, words = dataset(kind, folder), AutoTokenizer.from_pretrained(tokenizer)
     words(["a text"])
     before = _own_bytes()
@@ -175,7 +188,10 @@ def child(kind: str, folder: Path, tokenizer: str) -> None:
     print("done", flush=True)
     sys.stdin.readline()
     share = _share_of("tokens.arrow")
-    print(json.dumps({"own_mb": round((_own_bytes() - before) / 1e6, 1), "share_mb": round(share / 1e6, 1)}))
+    print(
+        json.dumps({"own_mb": round((_own_bytes() - before) / 1e6, 1), "share_mb": round(share / 1e6, 1)}), flush=True
+    )
+    sys.stdin.readline()  # shares are less as long as the others are there
 
 
 def _own_bytes() -> int:
