@@ -3,7 +3,8 @@
     python streamed_kills.py FOLDER TOKENIZER RANKS WORKERS
 
 RANKS is how many each start has, such as 2,1,2,1,1; the first start is of the undisturbed run, too. It prints, as
-JSON, of both runs the losses of all steps, the samples of every step over all ranks, and what was resumed.
+JSON, of both runs the losses of all steps, the samples of every step over all ranks, and what was resumed; and what is
+said when it is resumed with a shard that has changed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
-from shards import write_shards
+from shards import text_of, write_shards
 
 from trainer.chaos.run import ForkedRun, Shape
 
@@ -106,6 +107,14 @@ def train(folder: Path, ranks: list[int], workers: int, recipe: Path, kills: tup
     }
 
 
+def refused(folder: Path, recipe: Path) -> str:
+    """What a resume says when one word of one shard has changed."""
+    write_shards(folder / "shards", 5, SAMPLES // 5, 10, text=lambda i: "other" if i == SAMPLES // 2 else text_of(i))
+    run = start(folder / "killed", 1, 0, recipe)
+    run.wait()
+    return " ".join(run.errors())
+
+
 def main() -> None:
     folder, tokenizer = Path(sys.argv[1]), sys.argv[2]
     ranks, workers = [int(size) for size in sys.argv[3].split(",")], int(sys.argv[4])
@@ -118,7 +127,7 @@ def main() -> None:
 
     calm = train(folder / "calm", ranks[:1], workers, recipe, ())
     killed = train(folder / "killed", ranks, workers, recipe, KILLED_BEFORE)
-    print(json.dumps({"calm": calm, "killed": killed}))
+    print(json.dumps({"calm": calm, "killed": killed, "refused": refused(folder, recipe)}))
 
 
 if __name__ == "__main__":

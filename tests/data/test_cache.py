@@ -130,6 +130,10 @@ def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path):
     first = content("one", age=100)
     assert content_of(tmp_path / "cache", [path], hashed) == first
     assert len(asked) == 1
+    (note,) = (tmp_path / "cache" / "contents").iterdir()
+    note.write_text(note.read_text().replace(first[0], "x"))  # one that was written to the half, say
+    assert content_of(tmp_path / "cache", [path], hashed) == first
+    assert len(asked) == 2
     second, third = content("two", age=0), content("ten", age=0)  # of one size, written within a moment
     assert len({first[0], second[0], third[0]}) == 3
 

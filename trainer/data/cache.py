@@ -150,9 +150,9 @@ def content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str],
     if settled:
         try:
             known = json.loads(note.read_bytes())
-            if len(known) == len(paths):
-                return known
-        except (OSError, ValueError, TypeError):
+            if known["digest"] == hash_of(known["found"]):
+                return known["found"]
+        except (OSError, ValueError, TypeError, LookupError):
             pass
     found = [hashed(path) for path in paths]
     if settled:
@@ -164,7 +164,7 @@ def _leave(note: Path, found: Sequence[str]) -> None:
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         aside = note.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(found))
+        aside.write_text(json.dumps({"found": found, "digest": hash_of(found)}))
         aside.replace(note)
     except OSError:  # it saves time, no more
         return

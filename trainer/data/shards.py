@@ -21,6 +21,7 @@ from trainer.data.common import reason
 from trainer.data.tables import MOST_BYTES
 from trainer.errors import RecipeError
 
+MOST_LABELS = 10_000
 OPEN_FILES = 8
 """Files of which a process keeps the footer."""
 
@@ -52,7 +53,7 @@ def find_shards(paths: Sequence[Path], cache: Path, label_column: str | None = N
         label_column: of which the different labels are asked for; ``None`` for none. It is read whole.
 
     Raises:
-        RecipeError: naming the file that cannot be read, or the row that has no label.
+        RecipeError: naming the file that cannot be read.
     """
     total = sum(path.stat().st_size for path in paths)
 
@@ -72,16 +73,21 @@ def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, in
             metadata, columns = file.metadata, file.schema_arrow.names
             rows = [(group, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
             rows = [(group, count) for group, count in rows if count]
-            labels: set[str] = set()
-            if (
-                label_column is not None and label_column in columns
-            ):  # a missing one is told by who knows the name of the setting
-                for group, _ in rows:
-                    values = pc.unique(_read(file, group, [label_column]).column(0)).to_pylist()
-                    labels |= {str(value) for value in values if value is not None}
+            # A missing column is told by who knows the name of the setting.
+            labels = _labels(file, [group for group, _ in rows], label_column) if label_column in columns else set()
     except Exception as error:  # pyarrow raises OSError and ArrowInvalid, and others for damaged files
         raise _unreadable(str(path), error) from error
     return rows, columns, sorted(labels)
+
+
+def _labels(file: pq.ParquetFile, groups: Sequence[int], column: Any) -> set[str]:
+    labels: set[str] = set()
+    for group in groups:
+        values = pc.unique(_read(file, group, [column]).column(0)).to_pylist()
+        labels |= {str(value) for value in values if value is not None}
+        if len(labels) > MOST_LABELS:  # it is refused anyway
+            break
+    return labels
 
 
 def _read(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> pa.Table:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from trainer.data.shards import Shard
     from trainer.data.stream import Stream
 
-MOST_CLASSES = 10_000
-
 
 @dataclass
 class StreamedText(Texts):
@@ -65,6 +63,7 @@ class StreamedText(Texts):
         Raises:
             RecipeError: naming the file or column that will not do.
         """
+        from trainer.data.shards import MOST_LABELS
         from trainer.data.tokens import Padder, check_tokenizer
 
         check_tokenizer(tokenizer, self.max_length)
@@ -80,8 +79,9 @@ class StreamedText(Texts):
             self._set_classes(self.classes)
         require(self.num_classes > 1, f"data.train_files={self.train_files!r}: there is only {self.class_names}")
         require(
-            self.num_classes <= MOST_CLASSES,
-            f"data.label_column={self.label_column!r} has {self.num_classes:,} different labels: is it the right one?",
+            self.num_classes <= MOST_LABELS,
+            f"data.label_column={self.label_column!r} has more than {MOST_LABELS:,} different labels: name the column of "
+            "the classes",
         )
         numbers = {name: number for number, name in enumerate(self.class_names)}
         self._pad = Padder(tokenizer, self.max_length)
