@@ -80,8 +80,8 @@ class StreamedText(Texts):
         require(self.num_classes > 1, f"data.train_files={self.train_files!r}: there is only {self.class_names}")
         require(
             self.num_classes <= MOST_LABELS,
-            f"data.label_column={self.label_column!r} has more than {MOST_LABELS:,} different labels: name the column of "
-            "the classes",
+            f"data.label_column={self.label_column!r} has more than {MOST_LABELS:,} different labels: name the column "
+            "of the classes",
         )
         numbers = {name: number for number, name in enumerate(self.class_names)}
         self._pad = Padder(tokenizer, self.max_length)
