@@ -17,7 +17,7 @@ IGNORED = ("run.dir", "run.resume", "run.allow_change")
 BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate")
 """Settings of the section run that change what is trained or found; the others of run and checkpoint do not."""
 
-LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples")
+LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples", "data.cache_dir")
 """Settings of the section data that do not change what is in a sample."""
 
 PLANNED = tuple(

@@ -138,6 +138,11 @@ def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path):
     assert len({first[0], second[0], third[0]}) == 3
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(RecipeError, match=r"gone\.csv cannot be read \(No such file or directory\)"):
+        content_of(tmp_path / "cache", [tmp_path / "gone.csv"], checksum)
+
+
 def test_of_a_huge_file_spread_blocks_count_and_of_others_every_byte(tmp_path):
     path = tmp_path / "file"
     blocks = [bytes([number]) * (1 << 20) for number in range(5)]

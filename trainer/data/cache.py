@@ -57,10 +57,11 @@ def cached(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Pa
             if fault is not None:
                 _discard(place, fault)
                 _build(place, build)
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter where files cannot be locked
+        why = getattr(error, "strerror", None) or error
         raise RecipeError(
-            f"the cache {root} cannot be used ({error.strerror or error}): set data.cache_dir to a folder on a disk "
-            "with space that can lock files"
+            f"the cache {root} cannot be used ({why}): set data.cache_dir to a folder on a disk with space that can "
+            "lock files"
         ) from error
     return place
 
@@ -142,7 +143,19 @@ def content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str],
         paths: the files.
         hashed: a hash of the content of a file, or what else there is to say of it.
         asked: what decides the answer besides the content; JSON can hold it.
+
+    Raises:
+        RecipeError: naming the file that cannot be read.
     """
+    try:
+        return _content_of(root, paths, hashed, asked)
+    except OSError as error:
+        raise RecipeError(
+            f"{error.filename} cannot be read ({error.strerror}): check that it is there and may be read"
+        ) from error
+
+
+def _content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str], asked: Sequence[Any]) -> list[str]:
     stats = [path.stat() for path in paths]
     seen = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
     note = root / "contents" / f"{hash_of(seen, *asked)}.json"
