@@ -43,6 +43,7 @@ ACCELERATE = [PYTHON, "-m", "accelerate.commands.launch", "--num_machines=1", "-
 ACCELERATE += ["--dynamo_backend=no"]
 
 BARE = """
+import os
 import sys
 import torch
 from lightning.fabric import Fabric
@@ -51,7 +52,8 @@ if sys.argv[1] == "import":
 else:
     ranks = int(sys.argv[1])
     fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
-    fabric.launch()
+    if "LT_CLI_USED" not in os.environ:  # fabric run has it launched already
+        fabric.launch()
     fabric.barrier()
 print("READY", file=sys.stderr, flush=True)
 """
