@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
@@ -16,6 +17,8 @@ from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.processes import end_with_launcher
 from trainer.recipe import Recipe
+from trainer.slurm import devices_per_node, require_srun, slurm_task
+from trainer.slurm_environment import SlurmEnvironment
 
 # The names that `fabric run --precision` also takes, and ours for them.
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -81,10 +84,12 @@ def detect_world(recipe: Recipe, environment: MutableMapping[str, str] = os.envi
         world = World(
             "torchrun", accelerator, int(environment["LOCAL_WORLD_SIZE"]), int(environment["GROUP_WORLD_SIZE"])
         )
-    elif int(environment.get("SLURM_NTASKS", "1")) > 1:
-        nodes = int(environment.get("SLURM_NNODES", "1"))
-        world = World("slurm", accelerator, int(environment["SLURM_NTASKS"]) // nodes, nodes)
+    elif (task := slurm_task(environment)) is not None:
+        gpus = _devices_here(accelerator) if accelerator == "cuda" else None
+        world = World("slurm", accelerator, devices_per_node(task, gpus), len(task.tasks_per_node))
     else:
+        if wanted == "auto":
+            require_srun(environment)
         world = World("plain", accelerator, _devices_here(accelerator) if wanted == "auto" else wanted)
         _refuse_unknown_launcher(world, environment)
     require(
@@ -97,7 +102,7 @@ def detect_world(recipe: Recipe, environment: MutableMapping[str, str] = os.envi
 
 def _refuse_unknown_launcher(world: World, environment: MutableMapping[str, str]) -> None:
     """Several processes that do not know of each other would be as many silent single runs."""
-    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"):
         started = int(environment.get(name, "1"))
         # Fabric tells the processes that it starts itself their WORLD_SIZE, too: that of run.devices.
         joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.size
@@ -115,12 +120,13 @@ def launch(plan: Plan, world: World) -> Fabric:
         RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
     """
     end_with_launcher()
+    plugins: list[Any] = [precision_plugin(plan.memory, world.accelerator), *_cluster_environment(world)]
     fabric = Fabric(
         accelerator=world.accelerator,
         devices=world.devices,
         num_nodes=world.nodes,
         strategy=fabric_strategy(plan, world.accelerator),
-        plugins=[precision_plugin(plan.memory, world.accelerator)],
+        plugins=plugins,
     )
     fabric.launch()
     require(
@@ -129,6 +135,17 @@ def launch(plan: Plan, world: World) -> Fabric:
         "(under Slurm, ntasks-per-node must equal run.devices)",
     )
     return fabric
+
+
+def _cluster_environment(world: World) -> list[ClusterEnvironment]:
+    """What Fabric is told of the launcher. Torchrun it finds by itself; it would also find a job of Slurm in which
+    this is a process by itself."""
+    if world.launcher == "slurm":
+        task = slurm_task(os.environ)
+        assert task is not None
+        os.environ.update(task.variables)  # as those of any other launcher: errors and helpers name ranks by them
+        return [SlurmEnvironment(task)]
+    return [LightningEnvironment()] if world.launcher == "plain" else []
 
 
 def on_first_rank_first(fabric: Fabric, action: Callable[[], Any]) -> None:
