@@ -88,6 +88,7 @@ class Job:
         """Until it is in the queue again, and has left its nodes; it need not wait two minutes there, as is usual."""
         self._wait(lambda: self.cluster.restarts(self.number) == 1)
         self._wait(self.cluster.idle)
+        time.sleep(2)  # a node takes a job that begins in the second in which it was ended for the ended one
         self.cluster.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def wait(self) -> str:
