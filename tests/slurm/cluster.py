@@ -169,7 +169,6 @@ class Cluster:
             self._daemon("unshare", "--uts", "--mount", "bash", "-c", " && ".join(steps))
         self.wait_until(self.idle, SECONDS_TO_START)
 
-
     def _daemon(self, *words: str) -> None:
         with open(self.folder / "daemons.log", "ab") as log:
             self.daemons.append(subprocess.Popen(words, stdout=log, stderr=log, env=self.environment))

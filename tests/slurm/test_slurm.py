@@ -25,7 +25,9 @@ def assert_same_weights(run_dir: Path, other: Path, tolerance: float) -> None:
     found, expected = (load_file(folder / "model" / "model.safetensors") for folder in (run_dir, other))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
+        )
 
 
 def test_a_job_on_two_nodes_gives_the_weights_of_one_process(submit, alone, tmp_path):
