@@ -86,7 +86,7 @@ def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
     )
     require(
         task.rank == task.node_rank * counts[0] + task.local_rank,
-        "Slurm dealt the tasks out to the nodes in turn: say --distribution=block, which gives each node ranks in a row",
+        "Slurm dealt the tasks out to the nodes in turn: say --distribution=block, for ranks in a row on each node",
     )
     require(
         gpus is None or gpus >= counts[0],

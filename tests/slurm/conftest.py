@@ -126,12 +126,13 @@ def recipe_file(tmp_path_factory):
 
 
 @pytest.fixture
-def submit(cluster, recipe_file, tmp_path):
+def submit(cluster, tmp_path):
     """A function that submits ``launch/slurm.sbatch`` with flags of sbatch and of the recipe, in ``tmp_path``."""
 
-    def submitted(*options: str, flags: tuple[str, ...] = ()) -> Job:
-        output, marks = tmp_path / "job.out", tmp_path / "marks"
+    def submitted(*options: str, flags: tuple[str, ...] = (), recipe: str = RECIPE) -> Job:
+        output, marks, recipe_file = tmp_path / "job.out", tmp_path / "marks", tmp_path / "own.py"
         marks.mkdir()
+        recipe_file.write_text(recipe)
         words = ["sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={output}", *options]
         words += [str(ROOT / "launch" / "slurm.sbatch"), str(recipe_file), *flags]
         return Job(cluster, cluster.command(*words).strip(), output, marks)

@@ -25,9 +25,7 @@ def assert_same_weights(run_dir: Path, other: Path, tolerance: float) -> None:
     found, expected = (load_file(folder / "model" / "model.safetensors") for folder in (run_dir, other))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
 
 
 def test_a_job_on_two_nodes_gives_the_weights_of_one_process(submit, alone, tmp_path):
@@ -99,6 +97,23 @@ def test_a_killed_task_ends_the_job_with_its_name_and_a_second_run_is_refused(su
     assert "srun: error: n2: task 1: Killed" in job.text
     assert f"rank 0 on n1: trainer: error: rank 1 (pid {pids[1]} on n2) was killed or crashed" in job.text
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+NOT_ON_THE_SECOND = """
+import os, time
+
+if os.environ["SLURM_PROCID"] == "1":
+    raise SystemExit("this node lacks something")
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_fails_before_training_is_not_taken_for_one_that_was_asked_to_stop(submit, cluster):
+    job = submit(*TWO_NODES, recipe=NOT_ON_THE_SECOND)  # the first is sent SIGTERM then, and leaves with 75
+    cluster.wait_until(lambda: cluster.state(job.number) == "FAILED", 60)
+    assert (cluster.exit_code(job.number), cluster.restarts(job.number)) == ("75:0", 0)
+    assert "srun: error: n2: task 1: Exited with exit code 1" in job.text
+    assert "srun: error: n1: task 0: Exited with exit code 75" in job.text
 
 
 def test_each_task_of_an_array_has_its_own_directory(submit, cluster, alone, tmp_path):
