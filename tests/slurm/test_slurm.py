@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import curve
 from safetensors.torch import load_file
+from slurm_jobs import curve
 
 pytestmark = pytest.mark.slurm
 
