@@ -118,6 +118,12 @@ def _report(error: Exception) -> int:
     return 2 if isinstance(error, RecipeError) else 1
 
 
+def _leave_before_training() -> None:
+    from trainer.faults.signals import leave_before_training
+
+    leave_before_training()
+
+
 def _hide_foreign_bars() -> None:
     """In a log file, the progress bars of datasets and transformers would be one endless line each."""
     if not sys.stderr.isatty():
@@ -163,6 +169,7 @@ def _main(recipe: Recipe) -> None:
     from trainer.flags import scan
     from trainer.locate import source_of
 
+    _leave_before_training()
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         raise RecipeError("main(recipe) is for recipe files that are run as scripts: call fit(recipe) instead")

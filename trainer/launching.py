@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.processes import end_with_launcher
+from trainer.slurm import slurm_task
+from trainer.slurm_environment import SlurmEnvironment
 from trainer.world import World
 
 
@@ -83,7 +86,11 @@ def _any_rank(fabric: Fabric, flag: bool) -> bool:
 
 
 def _environment(world: World) -> list[ClusterEnvironment]:
-    """Where this process starts the others: left to itself, Fabric takes any job of Slurm for ranks of srun."""
+    """What Fabric is told of the launcher. Torchrun it finds by itself; it would take any job of Slurm for one."""
+    task = slurm_task(os.environ) if world.launcher == "slurm" else None
+    if task is not None:
+        os.environ.update(task.variables)  # as those of any other launcher: errors and helpers name ranks by them
+        return [SlurmEnvironment(task)]
     return [LightningEnvironment()] if world.started_by_fabric else []
 
 

@@ -24,7 +24,7 @@ class RunLock:
 
     The kernel holds it (a POSIX record lock on ``.run.lock``): it ends with the process, however that ends, and a
     process that is forked from this one does not inherit it. Between machines that share a directory without sharing
-    its locks, what is written in the file decides: host, pid, boot_id and when it was taken.
+    its locks, what is written in the file decides: host, pid, boot_id, when it was taken and by which job of Slurm.
 
     Args:
         run_dir: an existing directory.
@@ -103,7 +103,16 @@ def _owner() -> dict[str, Any]:
         "pid": os.getpid(),
         "boot_id": boot_id(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        **_slurm_job(),
     }
+
+
+def _slurm_job() -> dict[str, Any]:
+    """The job of this process, and how often Slurm has started it again; nothing outside of one."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return {}
+    cluster, job = (os.environ.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID"))
+    return {"slurm_job": f"{cluster}:{job}", "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0"))}
 
 
 def _own() -> str:
@@ -123,8 +132,11 @@ def _may_live(owner: dict[str, Any]) -> bool:
     """Whether an owner whose lock is free may be alive all the same: on a machine whose locks are not seen here.
 
     On this kernel a free lock says that its owner is dead, and a host of this name with another boot_id was this one
-    before it was started again.
+    before it was started again. Slurm starts a job again, on whichever node, when it has ended.
     """
+    own = _slurm_job()
+    if own and owner.get("slurm_job") == own["slurm_job"] and owner["slurm_restarts"] < own["slurm_restarts"]:
+        return False
     same_kernel = bool(boot_id()) and owner.get("boot_id") == boot_id()
     return not same_kernel and owner.get("host") != socket.gethostname()
 
