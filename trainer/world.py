@@ -15,6 +15,7 @@ from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.processes import end_with_launcher
+from trainer.ray_workers import RayEnvironment, is_ray_worker, ray_layout
 from trainer.recipe import Recipe
 
 # The names that `fabric run --precision` also takes, and ours for them.
@@ -26,7 +27,7 @@ class World:
     """The processes of a run.
 
     Args:
-        launcher: what started them: plain (one process, or Fabric starts the others), torchrun or slurm.
+        launcher: what started them: plain (one process, or Fabric starts the others), torchrun, ray or slurm.
         accelerator: cpu or cuda.
         devices: ranks on this node.
         nodes: machines.
@@ -81,6 +82,8 @@ def detect_world(recipe: Recipe, environment: MutableMapping[str, str] = os.envi
         world = World(
             "torchrun", accelerator, int(environment["LOCAL_WORLD_SIZE"]), int(environment["GROUP_WORLD_SIZE"])
         )
+    elif is_ray_worker(environment):
+        world = World("ray", accelerator, *ray_layout(environment))
     elif int(environment.get("SLURM_NTASKS", "1")) > 1:
         nodes = int(environment.get("SLURM_NNODES", "1"))
         world = World("slurm", accelerator, int(environment["SLURM_NTASKS"]) // nodes, nodes)
@@ -114,13 +117,17 @@ def launch(plan: Plan, world: World) -> Fabric:
     Raises:
         RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
     """
-    end_with_launcher()
+    if world.launcher != "ray":  # which ends its workers itself
+        end_with_launcher()
     fabric = Fabric(
         accelerator=world.accelerator,
         devices=world.devices,
         num_nodes=world.nodes,
         strategy=fabric_strategy(plan, world.accelerator),
-        plugins=[precision_plugin(plan.memory, world.accelerator)],
+        plugins=[
+            precision_plugin(plan.memory, world.accelerator),
+            *([RayEnvironment()] if world.launcher == "ray" else []),
+        ],
     )
     fabric.launch()
     require(
