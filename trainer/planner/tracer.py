@@ -18,6 +18,7 @@ from trainer.planner.attention import counted_args, inner_bytes
 from trainer.planner.events import Category, Event, Kind, Trace, Work
 from trainer.planner.fake_mode import FakeGPUMode
 from trainer.planner.patches import is_paused
+from trainer.planner.ranks import group_among
 from trainer.planner.streams import FakeStream
 from trainer.planner.target import Target
 
@@ -224,7 +225,8 @@ class Tracer(TorchDispatchMode):
     def _note_work(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._note_collective(name, [t for t in tensors if self.is_on_device(t)])
+            group = group_among(tree_leaves((args, kwargs)))
+            self._note_collective(name, [t for t in tensors if self.is_on_device(t)], *group)
             return
         if func.is_view:
             return
@@ -249,17 +251,19 @@ class Tracer(TorchDispatchMode):
             dtype = str(tensors[0].dtype).removeprefix("torch.")
             self.trace.work.append(Work(name, "compute", self.phase, HOST_STREAM, 0, moved, dtype))
 
-    def _note_collective(self, name: str, tensors: list[Tensor]) -> None:
+    def _note_collective(self, name: str, tensors: list[Tensor], ranks: int, stride: int) -> None:
         if tensors and name in COLLECTIVES:
             sizes = [_bytes([tensor]) for tensor in tensors]
             whole = sum(sizes) if COLLECTIVES[name] == "all_reduce" else max(sizes)
-            self.note(COLLECTIVES[name], "collective", 0, whole, tensors)
+            self.note(COLLECTIVES[name], "collective", 0, whole, tensors, ranks, stride)
 
-    def note(self, op: str, kind: Kind, flops: int, moved: int, tensors: list[Tensor]) -> None:
+    def note(
+        self, op: str, kind: Kind, flops: int, moved: int, tensors: list[Tensor], ranks: int = 0, stride: int = 1
+    ) -> None:
         """Remember one operation for the time of the step."""
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
         name = str(dtype).removeprefix("torch.")
-        work = Work(op, kind, self.phase, FakeStream.current.number, flops, moved, name)
+        work = Work(op, kind, self.phase, FakeStream.current.number, flops, moved, name, ranks, stride)
         self.trace.work.extend([work] * self.repeat)
 
 
