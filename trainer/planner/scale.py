@@ -132,7 +132,7 @@ class Scale:
         rows = self._rows()
         tried: list[list[Row]] = [[row] if row.reason else [] for row in rows]
         done = 0
-        while waiting := {at: row for at in range(len(rows)) if (row := self._next(rows[at], tried[at])) is not None}:
+        while waiting := {at: row for at in range(len(rows)) if (row := self._next(rows[at], tried[at], tried[0]))}:
             places, jobs = list(waiting), list(waiting.values())
             for number, result in in_children([self._call(row) for row in jobs]):
                 row = jobs[number]
@@ -183,15 +183,25 @@ class Scale:
             return f"the training set has {samples:,} samples: {idle}"
         return f"batch_size={samples}: {idle}; it takes --batch_size {size.devices} or more"
 
-    def _next(self, row: Row, tried: Sequence[Row]) -> Row | None:
-        """The row with the micro-batch to simulate next; ``None`` when the best of those that were is the answer."""
-        sizes = micro_batch_sizes(self._recipe(row), row.cluster.devices)
-        if not tried:
-            size = next(one for one in sizes if one is None or one <= FIRST)
-            return row if size is None else self._with(row, size)
-        if sizes == [None] or any(one.found is None for one in tried):
+    def _next(self, row: Row, tried: Sequence[Row], alone: Sequence[Row]) -> Row | None:
+        """The row with the micro-batch to simulate next; ``None`` when there is nothing to simulate, or not yet.
+
+        Args:
+            row: without a micro-batch.
+            tried: what was simulated of it.
+            alone: what was simulated of one device, which comes first: the others need little more than that.
+        """
+        sizes = [size for size in micro_batch_sizes(self._recipe(row), row.cluster.devices) if size is not None]
+        if not sizes or any(one.found is None for one in tried):
+            return None if tried else row
+        if tried:
+            wanted = guess(tried, sizes)
+        elif row.cluster.devices == 1 or any(one.found is None for one in alone):
+            wanted = next(size for size in sizes if size <= FIRST)
+        elif alone:
+            wanted = next((size for size in sizes if size <= expected(alone[-1])), next(s for s in sizes if s <= FIRST))
+        else:
             return None
-        wanted = guess(tried, [size for size in sizes if size is not None])
         return None if wanted is None else self._with(row, wanted)
 
     def _with(self, row: Row, size: int) -> Row:
@@ -207,15 +217,15 @@ def guess(tried: Sequence[Row], sizes: Sequence[int]) -> int | None:
     left = [size for size in sizes if size > max(fitting, default=0) and size < min(failing, default=size + 1)]
     if not left or len(fitting) > 1:
         return None
-    last = tried[-1]
-    assert last.found is not None
-    fixed = last.found.reserved - last.found.growing
-    room = last.budget / (1 + MARGIN) - fixed
-    most = size_of(last) * room / max(1, last.found.growing)
-    expected = [size for size in left if size <= most]
-    if fitting:
-        return max(expected) if expected else None
-    return max(expected) if expected else min(left)
+    fewer = [size for size in left if size <= expected(tried[-1])]
+    return max(fewer) if fewer else None if fitting else min(left)
+
+
+def expected(row: Row) -> float:
+    """Samples of the largest micro-batch that would fit, if all memory that is not constant grew with it."""
+    assert row.found is not None
+    room = row.budget / (1 + MARGIN) - (row.found.reserved - row.found.growing)
+    return size_of(row) * room / max(1, row.found.growing)
 
 
 def size_of(row: Row) -> int:
