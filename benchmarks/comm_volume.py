@@ -111,8 +111,12 @@ def can_measure() -> bool:
     """Whether this machine lets us make a network of our own."""
     if not all(map(shutil.which, ("unshare", "ip"))):
         return False
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    return not subprocess.run(["unshare", *user, "--net", "ip", "link", "set", "lo", "up"], check=False).returncode
+    return not subprocess.run([*in_own_network(), "ip", "link", "set", "lo", "up"], check=False).returncode
+
+
+def in_own_network() -> list[str]:
+    """What to put before a command."""
+    return ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net"]
 
 
 # ------------------------------------------------------------------------------------------------ in the new network

@@ -1,11 +1,11 @@
 """Is the table of scale near to what others have measured? torchtitan's Llama 3.1 8B under FSDP2 on 8 and 128 H100.
 
-``python benchmarks/scale_published.py``: two minutes on two cores. The model is traced from its shape; nothing is downloaded.
+``python benchmarks/scale_published.py``: two minutes on two cores. The model is traced from its shape, without weights.
 
 Published: https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3:
-bfloat16 without compiling, 2 sequences of 8,192 tokens on each GPU, selective activation checkpointing, AdamW; eight GPUs
-with NVLink in a host, 400 Gbit/s of RDMA network for each GPU. Their H100 have 96 GB of HBM2e at 2.4 TB/s and a power
-limit of 500 W (an H100 SXM: 3.35 TB/s, 700 W).
+bfloat16 without compiling, 2 sequences of 8,192 tokens on each GPU, selective activation checkpointing, AdamW; eight
+GPUs with NVLink in a host, 400 Gbit/s of RDMA network for each GPU. Their H100 have 96 GB of HBM2e at 2.4 TB/s and a
+power limit of 500 W (an H100 SXM: 3.35 TB/s, 700 W).
 """
 
 from __future__ import annotations
