@@ -47,15 +47,21 @@ CASES: list[tuple[str, Mapping[str, Any]]] = [
 RANKS = (2, 3)
 
 
+class Block(nn.Sequential):
+    """One linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+
 @dataclass
 class Perceptron(Model):
-    """Blocks of one linear layer."""
+    """Blocks, and a head."""
+
+    blocks = (Block,)
 
     def build(self) -> nn.Module:
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)]
-        return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
-
-    blocks = (nn.Sequential,)
+        return nn.Sequential(*[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, CLASSES))
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         yield classification_loss(module(batch["pixel_values"]), batch["labels"])

@@ -56,9 +56,9 @@ def _scaled(recipe: Recipe, reference: str, own: dict[str, str]) -> dict[str, An
     from trainer.planner.predict import prepared
     from trainer.planner.scale import Scale
     from trainer.planner.scale_text import to_json
-    from trainer.planner.search import target_for
+    from trainer.planner.search import devices_of, target_for
 
-    devices = counts("devices", own["devices"]) if "devices" in own else [1]
+    devices = counts("devices", own["devices"]) if "devices" in own else [devices_of(recipe)]
     nodes = counts("nodes", own["nodes"]) if "nodes" in own else None
     per_node = count("per-node", own["per-node"]) if "per-node" in own else None
     sizes = clusters(devices, nodes, per_node)

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "fsdp, synced": (FSDP | {"sync_every_micro_step": True}, 4),
     "fsdp 16": ({"strategy": "fsdp"}, 16),
     "hsdp 16": ({"strategy": "fsdp", "replicas": 2}, 16),
+    "ddp, offloaded": ({"strategy": "ddp", "cpu_offload": "optimizer"}, 4),
 }
 
 
@@ -65,6 +66,14 @@ def test_ddp_reduces_each_gradient_once_a_step(runs: dict[str, Trace], name: str
     assert set(by_op) == {"all_reduce"}
     assert 2 * 3 / 4 * WEIGHTS <= by_op["all_reduce"] <= 2 * 3 / 4 * (WEIGHTS + NORM)
     assert leaving == 0
+
+
+def test_gradients_in_host_memory_are_reduced_by_the_host(runs: dict[str, Trace]) -> None:
+    by_op, _ = traffic(runs, "ddp, offloaded")
+    assert by_op["all_reduce"] == pytest.approx(2 * 3 / 4 * WEIGHTS, abs=NORM)
+    assert {item.stream for item in runs["ddp, offloaded"].work if item.bytes > NORM and item.op == "all_reduce"} == {
+        -1
+    }
 
 
 def test_ddp_reduces_whole_buckets(runs: dict[str, Trace]) -> None:
