@@ -70,10 +70,9 @@ def test_ddp_reduces_each_gradient_once_a_step(runs: dict[str, Trace], name: str
 
 def test_gradients_in_host_memory_are_reduced_by_the_host(runs: dict[str, Trace]) -> None:
     by_op, _ = traffic(runs, "ddp, offloaded")
-    assert by_op["all_reduce"] == pytest.approx(2 * 3 / 4 * WEIGHTS, abs=NORM)
-    assert {item.stream for item in runs["ddp, offloaded"].work if item.bytes > NORM and item.op == "all_reduce"} == {
-        -1
-    }
+    assert by_op["all_reduce"] == pytest.approx(2 * 3 / 4 * WEIGHTS, abs=1000)
+    large = [item for item in runs["ddp, offloaded"].work if item.op == "all_reduce" and item.bytes > 1000]
+    assert {item.stream for item in large} == {-1}
 
 
 def test_ddp_reduces_whole_buckets(runs: dict[str, Trace]) -> None:

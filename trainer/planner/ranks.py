@@ -147,15 +147,3 @@ def _grouped(tensors: list[Any], first: int, others: int) -> Iterator[list[Any]]
             limits[tensor.dtype] = others
             yield open_groups.pop(tensor.dtype)
     yield from open_groups.values()
-
-
-def group_among(values: list[Any]) -> tuple[int, int]:
-    """How many ranks the process group among the arguments of a collective has, and how far apart they are.
-
-    ``(0, 1)``, which stands for all ranks, where there is no group among them.
-    """
-    for value in values:
-        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
-            ranks = torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(value))
-            return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    return 0, 1

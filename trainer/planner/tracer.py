@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.planner.attention import counted_args, inner_bytes
+from trainer.planner.collectives import COLLECTIVES, group_among
 from trainer.planner.events import Category, Event, Kind, Trace, Work
 from trainer.planner.fake_mode import FakeGPUMode
 from trainer.planner.patches import is_paused
-from trainer.planner.ranks import group_among
 from trainer.planner.streams import FakeStream
 from trainer.planner.target import Target
 
@@ -29,22 +29,6 @@ HOST_STREAM = -1
 """The stream of what the CPU computes, for the cost of a step."""
 
 LEAST_HOST_BYTES = 2**16
-
-COLLECTIVES = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "alltoall_base_": "reduce_scatter",  # as many bytes
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-}
-"""Operations of c10d and its functional twin, by what they are."""
 
 
 class Storage:
