@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -95,19 +96,15 @@ def predicted(settings: Mapping[str, Any], ranks: int) -> dict[str, float]:
     return in_child(call)["traffic"]
 
 
-def measured(ranks: int, settings: Mapping[str, Any] | None) -> dict[str, float]:
-    """Bytes that a rank sends in a step, or for each collective where there are no settings.
+def measured(ranks: int) -> dict[str, dict[str, float]]:
+    """Bytes that a rank sends for a byte of each collective's tensor, and in a step of each case.
 
     Raises:
         RuntimeError: where no network namespace can be made, or a rank has failed.
     """
-    script = (
-        f"ip link set lo up && exec {sys.executable} {__file__} --ranks {ranks} --settings '{json.dumps(settings)}'"
-    )
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    done = subprocess.run(
-        ["unshare", *user, "--net", "sh", "-c", script], capture_output=True, text=True, timeout=300, check=False
-    )
+    again = shlex.join([sys.executable, __file__, "--ranks", str(ranks)])
+    command = [*in_own_network(), "sh", "-c", f"ip link set lo up && exec {again}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-2000:])
     return json.loads(done.stdout.splitlines()[-1])
@@ -128,7 +125,7 @@ def in_own_network() -> list[str]:
 # ------------------------------------------------------------------------------------------------ in the new network
 
 
-def run_ranks(ranks: int, settings: str) -> None:
+def run_ranks(ranks: int) -> None:
     """Start the ranks and wait for them; the first one prints the result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -145,7 +142,7 @@ def run_ranks(ranks: int, settings: str) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, __file__, "--settings", settings]
+    command = [sys.executable, __file__, "--rank"]
     processes = [
         subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)
@@ -155,11 +152,12 @@ def run_ranks(ranks: int, settings: str) -> None:
         raise SystemExit(f"ranks ended with {codes}")
 
 
-def be_rank(settings: Mapping[str, Any] | None) -> None:
-    """One rank: take steps, or do one collective after the other, and count."""
+def be_rank() -> None:
+    """One rank: do one collective after the other, take steps of each case, and count."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    found = _of_collectives() if settings is None else {"step": _of_steps(recipe_of(settings))}
+    steps = {name: _of_steps(recipe_of(settings)) for name, settings in CASES}
+    found = {"collectives": _of_collectives(), "steps": steps}
     if torch.distributed.get_rank() == 0:
         print(json.dumps(found), flush=True)
     torch.distributed.barrier()
@@ -225,26 +223,17 @@ def compare() -> dict[str, list[dict[str, Any]]]:
     """Everything, measured and predicted."""
     collectives, steps = [], []
     for ranks in RANKS:
-        factors = measured(ranks, None)
-        for name, factor in factors.items():
-            ring = (2 if name == "all_reduce" else 1) * (ranks - 1) / ranks
-            collectives.append({"ranks": ranks, "collective": name, "measured": factor, "ring": ring})
-        for case, settings in CASES:
-            traffic = predicted(settings, ranks)
-            ring = {name: (2 if name == "all_reduce" else 1) * (ranks - 1) / ranks for name in traffic}
-            by_gloo = sum(size / ring[name] * factors[name] for name, size in traffic.items())
-            bytes_sent = measured(ranks, settings)["step"]
-            steps.append(
-                {
-                    "ranks": ranks,
-                    "case": case,
-                    "measured": bytes_sent,
-                    "predicted": sum(traffic.values()),
-                    "predicted_for_gloo": by_gloo,
-                    "traffic": traffic,
-                }
-            )
-            print(f"{ranks} ranks, {case}: {bytes_sent / 1e6:.2f} MB, {by_gloo / 1e6:.2f} predicted", file=sys.stderr)
+        traffic = {name: predicted(settings, ranks) for name, settings in CASES}
+        found = measured(ranks)
+        factors = found["collectives"]
+        ring = {name: (2 if name == "all_reduce" else 1) * (ranks - 1) / ranks for name in factors}
+        collectives += [
+            {"ranks": ranks, "collective": name, "measured": factors[name], "ring": ring[name]} for name in factors
+        ]
+        for name, sent in found["steps"].items():
+            by_gloo = sum(size / ring[op] * factors[op] for op, size in traffic[name].items())
+            figures = {"measured": sent, "predicted": sum(traffic[name].values()), "predicted_for_gloo": by_gloo}
+            steps.append({"ranks": ranks, "case": name, **figures, "traffic": traffic[name]})
     return {"collectives": collectives, "steps": steps}
 
 
@@ -252,13 +241,13 @@ def main() -> None:
     """Compare, print two tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, help="start so many ranks in this network")
-    parser.add_argument("--settings", help="be one of them: of the recipe, or null for single collectives")
+    parser.add_argument("--rank", action="store_true", help="be one of them")
     options = parser.parse_args()
     if options.ranks:
-        run_ranks(options.ranks, options.settings)
+        run_ranks(options.ranks)
         return
-    if options.settings:
-        be_rank(json.loads(options.settings))
+    if options.rank:
+        be_rank()
         return
     record = Record("comm_volume", {"steps": STEPS, "width": WIDTH, "blocks": BLOCKS})
     found = compare()
