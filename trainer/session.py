@@ -25,6 +25,7 @@ from trainer.faults.launched import SECONDS_TO_LEAVE, ended_after
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
+from trainer.meeting import meet
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.snapshot import require_recordable
@@ -119,7 +120,9 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
         recipe = planned(recipe, world, partial(print, flush=True))
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
     outlook = forecast(recipe, world) if saved_in is None else None
+    meeting = meet(recipe.run.hang_after)
     fabric = launch(plan, world)
+    del meeting
     keep_to_budget(recipe, fabric.device)
     if saved_in is not None and recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(saved_in))

@@ -147,3 +147,21 @@ def test_a_forked_child_neither_holds_the_lock_nor_drops_it(tmp_path):
     other = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert "in use by" in other.stderr
     lock.release()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "taken_over"),
+    [("night", "night", True), ("night", "day", False), ("none", "none", False), ("night", None, False)],
+)
+def test_ranks_that_torchrun_starts_again_on_another_machine_take_their_own_lock_over(
+    tmp_path, monkeypatch, ours, theirs, taken_over
+):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", ours)
+    write(tmp_path, host="another", pid=4711, boot_id="another", **({"rendezvous": theirs} if theirs else {}))
+    lock = RunLock(tmp_path)
+    if not taken_over:
+        with pytest.raises(RecipeError, match="another machine"):
+            lock.acquire()
+        return
+    assert "the run of pid 4711 on another since 2026-01-02 has died" in lock.acquire()
+    lock.release()
