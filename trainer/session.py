@@ -26,6 +26,7 @@ from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
 from trainer.launching import announced, launch, on_first_rank_first
+from trainer.meeting import meet
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.snapshot import require_recordable
@@ -121,7 +122,9 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
         recipe = planned(recipe, world, partial(print, flush=True))
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
     outlook = forecast(recipe, world) if saved_in is None else None
+    meeting = meet(recipe.run.hang_after)
     fabric = launch(plan, world)
+    del meeting
     world = announced(world, plan, Progress(recipe.run.progress, fabric.global_rank).message)
     keep_to_budget(recipe, fabric.device)
     if saved_in is not None and recipe.model.own_format:
