@@ -33,7 +33,7 @@ def test_torchrun_and_slurm_say_how_many_there_are():
     in_a_batch_script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}
     with pytest.raises(RecipeError, match="srun did not start this process"):
         detect_world(recipe(), in_a_batch_script)
-    assert detect_world(recipe(devices=2), in_a_batch_script) == World("plain", "cpu", 2)
+    assert detect_world(recipe(devices=2), in_a_batch_script) == World("python", "cpu", 2)
     with pytest.raises(RecipeError, match=r"run\.devices=2 contradicts the launcher: torchrun started 4"):
         detect_world(recipe(devices=2), torchrun)
 
