@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.checkpoint.folder import missing_space, no_space
 from trainer.checkpoint.manifest import Manifest
-from trainer.checkpoint.parts import on_host, share_out
+from trainer.checkpoint.parts import HostCopies, on_host, share_out
 from trainer.checkpoint.writer import Background, Snapshot, Writer
 from trainer.engine.events import Counters
 from trainer.engine.loop import Engine
@@ -71,6 +71,7 @@ class Checkpointer:
         self.versions = versions()
         self.begin_at(0)
         self.background = Background()
+        self.on_host = HostCopies().of if self.wishes.asynchronous else on_host
         self.moves = 0
         self.writer = Writer(
             self.folder,
@@ -104,11 +105,22 @@ class Checkpointer:
         stop, is_time, has_failed = self.session.agreement.agreed
         if has_failed:
             self._wait()
-        if engine.counters.step > self.saved_at and (stop or is_time or self._is_due(engine)):
+        if engine.counters.step > self.saved_at and (is_time or self._is_due(engine)):
             self.save(engine)
         if stop:
-            self._wait()
-            raise Stopped(self._stopped(engine))
+            self.stop(engine)
+
+    def stop(self, engine: Engine) -> NoReturn:
+        """End training between two steps; what is not saved yet is saved before.
+
+        Raises:
+            Stopped: always, on all ranks alike.
+            RunError: on all ranks alike, when the checkpoint could not be written.
+        """
+        if engine.counters.step > self.saved_at:
+            self.save(engine)
+        self._wait()
+        raise Stopped(self._stopped(engine))
 
     def begin_at(self, step: int) -> None:
         """What there is at ``step`` is saved already, or is the start."""
@@ -193,7 +205,7 @@ class Checkpointer:
         parts = share_out({**weight_parts(self.stack), **of_optimizer}, fabric.global_rank, fabric.world_size)
         return Snapshot(
             step=counters.step,
-            parts=on_host(parts),
+            parts=self.on_host(parts),
             own={"random": self.generators.to_json(), "values": values},
             common=common_state(counters, self.stepper, self.windows, self.stopwatch),
             history=self.history() if self.session.is_first else b"",

@@ -24,6 +24,10 @@ class Stopped(RunError):
     """A run that was asked to stop, and has saved a checkpoint to go on from; its exit code is ``EXIT_REQUEUE``."""
 
 
+class EvaluationStopped(RunError):
+    """An evaluation that was left, on all ranks alike, because one of them was asked to stop: nothing is saved yet."""
+
+
 def listed(indices: Sequence[int]) -> str:
     """The first few of ``indices``, such as ``4, 17, 23, …``."""
     shown = ", ".join(map(str, indices[:MOST_LISTED]))

@@ -20,7 +20,7 @@ from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Finding, Quarantine
 from trainer.engine.window import MicroBatch, Windows, cut_batch
-from trainer.errors import RecipeError, require
+from trainer.errors import EvaluationStopped, RecipeError, require
 from trainer.faults.launched import SECONDS_TO_LEAVE, ended_after
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
@@ -202,7 +202,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     def micro_batches() -> Iterator[MicroBatch]:
         cut = evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
         pieces = cut_batch(range(len(dataset)), cut, fabric.world_size, getattr(dataset, "lengths", None))
-        yield from evaluation_micro_batches(
+        found = evaluation_micro_batches(
             split,
             pieces,
             loader,
@@ -212,6 +212,11 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
             device_sum(fabric),
             on_load=partial(session.monitor.doing, "evaluation"),
         )
+        for micro in found:
+            # An evaluation may take longer than a scheduler waits after its signal.
+            if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
+                raise EvaluationStopped(f"the evaluation of {split} was left: a rank was asked to stop")
+            yield micro
 
     def run() -> EvaluationResult:
         with session.monitor.evaluating():

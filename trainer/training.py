@@ -13,7 +13,7 @@ from trainer.engine.events import Events
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import lr_factor
 from trainer.engine.sync import GradientSync
-from trainer.errors import Stopped
+from trainer.errors import EvaluationStopped, Stopped
 from trainer.faults.guard import guarded
 from trainer.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.memory.initialize import build_module
@@ -72,7 +72,7 @@ class Training:
         self.schedule()
         resumption.restore_tensors(self.stack, self.stepper)
         resumption.restore_history(run_dir)
-        self.loggers = open_loggers(session, run_dir)
+        self.loggers = open_loggers(session, run_dir, resumption.step)
         if session.is_first:
             write_recipe(session, run_dir, source)
             for line in describe_run(session, self.stack.module, self.windows):
@@ -121,8 +121,11 @@ class Training:
         all_ranks = False  # whether it is certain that every rank ends in this way
         try:
             with guarded(session):  # what is raised is told to the other ranks before results are written
-                self._train()
-                result = self._test()
+                try:
+                    self._train()
+                    result = self._test()
+                except EvaluationStopped:
+                    self.checkpointer.stop(engine)
                 state = whole_state(self.stack)
             status, all_ranks = "finished", True
         except NonFiniteError:

@@ -51,12 +51,14 @@ def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Met
     metrics.reset()
     training = forward.module.training
     forward.module.eval()
-    for micro in micro_batches:
-        for loss in forward.losses(micro.batch):
-            if not micro.is_empty:
-                metrics.update(loss)
-    forward.module.train(training)
-    reshard(forward.module)
+    try:
+        for micro in micro_batches:
+            for loss in forward.losses(micro.batch):
+                if not micro.is_empty:
+                    metrics.update(loss)
+    finally:  # an evaluation that is left must leave what can be saved
+        forward.module.train(training)
+        reshard(forward.module)
     return metrics.compute()
 
 
@@ -129,11 +131,11 @@ class Engine:
         counters = self.counters
         last = counters.step_in_epoch + total - counters.step
         try:
+            self._evaluate_if_due(eval_every)  # the run may have been stopped in that evaluation
             for window in self.windows.epoch(counters.epoch, counters.step_in_epoch, last):
                 self.at_boundary(self)
                 self._step(window, max_skipped)
-                if eval_every and counters.step % eval_every == 0:
-                    self._evaluate()
+                self._evaluate_if_due(eval_every)
         except Exception as error:
             if not self.recover(error):
                 raise
@@ -150,6 +152,10 @@ class Engine:
         self.events.on_step(counters, result)
         if counters.skipped_in_a_row >= max_skipped:
             raise NonFiniteError(_diagnosis(counters, result, window))
+
+    def _evaluate_if_due(self, eval_every: int | None) -> None:
+        if eval_every and self.counters.step % eval_every == 0:
+            self._evaluate()
 
     def _evaluate(self) -> None:
         """Evaluate, unless that has just been done: ``eval_every`` and the end of an epoch may fall together."""
