@@ -69,7 +69,7 @@ def test_the_loop_of_ones_own_runs_as_written():
     assert not torch.equal(model.weight, before)
 
 
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 NAMED = r"(?:--|`|\b(?=memory\.|optim\.|run\.))((?:memory|optim|run|model|data)\.[a-z_]+(?:\.[a-z_]+)?)"
 RECIPES = ("vit_digits", "mlp_fashion_mnist", "distilbert_imdb", "bigbird_imdb")
 
