@@ -45,17 +45,16 @@ ACCELERATE += ["--dynamo_backend=no"]
 BARE = """
 import os
 import sys
+import time
 import torch
 from lightning.fabric import Fabric
-if sys.argv[1] == "import":
-    import trainer.fit
-else:
-    ranks = int(sys.argv[1])
-    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
-    if "LT_CLI_USED" not in os.environ:  # fabric run has it launched already
-        fabric.launch()
-    fabric.barrier()
-print("READY", file=sys.stderr, flush=True)
+ranks = int(sys.argv[1])
+fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
+if "LT_CLI_USED" not in os.environ:  # fabric run has it launched already
+    fabric.launch()
+fabric.barrier()
+if fabric.global_rank == 0:
+    print("READY", time.process_time(), file=sys.stderr, flush=True)
 """
 LONGEST = 170.0
 FOREIGN = ("LT_", "TORCHELASTIC_", "MASTER_", "ACCELERATE_", "SLURM_", "OMPI_", "PMI_")
@@ -161,21 +160,23 @@ def timed(launcher: Launcher, folder: Path, to_the_end: bool) -> tuple[dict[str,
     run = Watched([*launcher.ours, "--run.dir", str(folder / "run")], marks)
     total = run.until(r"^step 1/")
     seen: dict[str, float] = {}
-    for name, moment in (line.split() for line in marks.read_text().splitlines()):
-        seen.setdefault(name, float(moment) - run.began)
+    for name, number in (line.split() for line in marks.read_text().splitlines()):
+        seen.setdefault(name, float(number) - (0.0 if name.endswith("_cpu") else run.began))
     run.finish() if to_the_end else run.kill()
     found = {"total": total, "recipe": seen["recipe"], "imports and planning": seen["data"]}  # less the bare one's
     found |= {"data": seen["data_ready"] - seen["data"], "model": seen["model_ready"] - seen["data_ready"]}
     found |= {"prediction": seen["forward"] - seen["model_ready"], "first step": total - seen["forward"]}
+    found["cpu"] = seen["forward_cpu"]
     return found, run.lines
 
 
-def bare(launcher: Launcher, script: Path, argument: str) -> float:
-    """Seconds until torch and Fabric are imported and the ranks have met, without anything of ours."""
-    run = Watched([*launcher.bare, str(script), argument], script.with_suffix(".marks"))
+def bare(launcher: Launcher, script: Path) -> dict[str, float]:
+    """Seconds until torch and Fabric are imported and the ranks have met, without anything of ours: all, processor."""
+    run = Watched([*launcher.bare, str(script), str(launcher.ranks)], script.with_suffix(".marks"))
     seconds = run.until("^READY")
     run.finish()
-    return seconds
+    cpu = next(float(line.split()[1]) for line in run.lines if line.startswith("READY"))
+    return {"bare": seconds, "bare cpu": cpu}
 
 
 def difference(folder: Path, reference: Path) -> float:
@@ -191,14 +192,12 @@ def a_round(names: Sequence[str], work: Path, results: dict[str, Any], weights: 
     script = work / "bare.py"
     script.write_text(BARE)
     before = os.getloadavg()[0]
-    imported = bare(LAUNCHERS["python"], script, "import") - bare(LAUNCHERS["python"], script, "1")
-    results.setdefault("our imports", []).append(imported)
     for name in names:
         launcher, entry = LAUNCHERS[name], results["launchers"].setdefault(name, {"seconds": []})
         folder = Path(tempfile.mkdtemp(dir=work))
         first = name not in weights and ("line" not in entry or name == "python")
         seconds, lines = timed(launcher, folder, to_the_end=first)
-        seconds["bare"] = bare(launcher, script, str(launcher.ranks))
+        seconds |= bare(launcher, script)
         entry["seconds"].append(seconds | {"load average": os.getloadavg()[0]})
         if first:
             entry |= {"command": launcher.shown, "ranks": launcher.ranks}
@@ -212,6 +211,7 @@ def summary(entry: dict[str, Any]) -> dict[str, float]:
     """Medians over the rounds: of ours beyond the bare script in the same round, and of its parts."""
     rounds = entry["seconds"]
     median = {name: statistics.median(found[name] for found in rounds) for name in ("total", "bare", *PHASES[1:])}
+    median["ours, processor"] = statistics.median(found["cpu"] - found["bare cpu"] for found in rounds)
     median["ours"] = statistics.median(found["total"] - found["bare"] for found in rounds)
     median[PHASES[0]] = statistics.median(found[PHASES[0]] - found["bare"] for found in rounds)
     return median
@@ -221,11 +221,11 @@ def show(results: dict[str, Any]) -> str:
     """The tables."""
     entries = results["launchers"]
     said = [[f"`{entry['command']}`", f"`{entry['line']}`", _exponent(entry)] for entry in entries.values()]
-    header = ["launcher", "first step after", "torch and Fabric", "ours", *PHASES]
+    header = ["launcher", "first step after", "torch and Fabric", "ours", "ours, processor", *PHASES]
     rows = []
     for name, entry in entries.items():
         median = summary(entry)
-        rows.append([name, *(f"{median[key]:.1f}" for key in ("total", "bare")), f"{median['ours']:.1f}"])
+        rows.append([name, *(f"{median[key]:.1f}" for key in ("total", "bare", "ours", "ours, processor"))])
         rows[-1] += [f"{median[phase]:.2f}" for phase in PHASES]
     return table(["command", "what it prints", "difference of the weights"], said) + "\n\n" + table(header, rows)
 

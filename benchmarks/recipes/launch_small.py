@@ -1,7 +1,7 @@
 """A tiny Vision Transformer on digits that says when what of it begins: for ``benchmarks/launch.py``.
 
-The first rank adds a line ``NAME SECONDS_SINCE_1970`` to the file that ``LAUNCH_MARKS`` names; processes that are
-forked from it do not.
+The first rank adds the lines ``NAME SECONDS_SINCE_1970`` and ``NAME_cpu SECONDS_OF_PROCESSOR`` to the file that
+``LAUNCH_MARKS`` names; processes that are forked from it do not.
 """
 
 import os
@@ -16,7 +16,7 @@ def mark(name: str) -> None:
     """Note the time, if this is the first rank itself."""
     if RANK == "0" and os.getpid() == PROCESS and "LAUNCH_MARKS" in os.environ:
         with open(os.environ["LAUNCH_MARKS"], "a") as file:
-            file.write(f"{name} {time.time()}\n")
+            file.write(f"{name} {time.time()}\n{name}_cpu {time.process_time()}\n")
 
 
 mark("recipe")

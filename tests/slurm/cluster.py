@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -79,7 +79,10 @@ class Cluster:
     def __enter__(self) -> Cluster:
         with ExitStack() as closing:
             self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-            closing.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            guard = subprocess.Popen([sys.executable, __file__, str(self.folder)], stdin=subprocess.PIPE)
+            assert guard.stdin is not None
+            closing.callback(guard.wait)
+            closing.callback(guard.stdin.close)
             closing.callback(self._end_daemons)
             self._configure()
             self._start()
@@ -187,9 +190,34 @@ class Cluster:
         return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
 
+def clear_away(folder: Path) -> None:
+    """Kill all processes of the cluster in ``folder``, its jobs among them, and remove it."""
+    mark = f"SLURM_CONF={folder}/slurm.conf".encode()
+    until = time.monotonic() + SECONDS_TO_END
+    while (left := [one for one in Path("/proc").iterdir() if _says(one, mark)]) and time.monotonic() < until:
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(int(process.name), signal.SIGKILL)
+        time.sleep(0.1)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _says(process: Path, mark: bytes) -> bool:
+    try:
+        return process.name.isdigit() and mark in (process / "environ").read_bytes()
+    except OSError:  # it has ended
+        return False
+
+
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
+
+
+if __name__ == "__main__":  # beside the tests: they have ended, however that was, when their end of the pipe is closed
+    os.setsid()  # Ctrl-C is for the tests
+    sys.stdin.read()
+    clear_away(Path(sys.argv[1]))
