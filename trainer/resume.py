@@ -169,6 +169,11 @@ class Resumption:
             self.session.recipe.run.allow_change,
         )
 
+    @property
+    def step(self) -> int:
+        """The last one that was taken before; 0 when training begins."""
+        return self.found.manifest.step if self.found is not None else 0
+
     def restore_history(self, run_dir: Path) -> None:
         """Put ``metrics.csv`` back, on the first rank."""
         if self.session.is_first:

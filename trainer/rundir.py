@@ -80,14 +80,20 @@ def _absolute(part: Any) -> Any:
     return dataclasses.replace(part, **{name: str(Path(text).absolute()) for name, text in paths.items()})
 
 
-def open_loggers(session: Session, run_dir: Path) -> list[Any]:
-    """The loggers that the recipe asks for, on the first rank; none on the others."""
+def open_loggers(session: Session, run_dir: Path, resumed_at: int) -> list[Any]:
+    """The loggers that the recipe asks for, on the first rank; none on the others.
+
+    Args:
+        session: launched.
+        run_dir: where they write.
+        resumed_at: the step that the run goes on from, 0 for a new one.
+    """
     if not session.is_first:
         return []
     names = session.recipe.model.loss_names
     extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
     config = {field.name: _shown(getattr(session.recipe, field.name)) for field in dataclasses.fields(session.recipe)}
-    return make_loggers(session.recipe.run.logger, run_dir, config, extra)
+    return make_loggers(session.recipe.run.logger, run_dir, config, extra, resumed_at)
 
 
 def _shown(part: Any) -> Any:
