@@ -170,7 +170,7 @@ def curve(run_dir):
 
 @pytest.mark.slow
 def test_pods_that_are_evicted_save_and_go_on(tmp_path):
-    """Each pod's torchrun is found by the runtime's variables; SIGTERM, as the kubelet sends it, then the same again."""
+    """Two torchruns with the runtime's variables; SIGTERM, as the kubelet sends it, then the same again."""
     (tmp_path / "own.py").write_text(RECIPE)
     flags = ["--run.evaluate", "false"]
     undisturbed = Pods(tmp_path, tmp_path / "whole", 29611, *flags)
