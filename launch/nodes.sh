@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a recipe on several machines: the same command on each, with its own choice of what it does on the first.
+# Trains a recipe on several machines: run the same command on each.
 #   launch/nodes.sh HEAD NODES PROCESSES RECIPE [flags of trainer fit]
 #   launch/nodes.sh node1 2 4 vit_digits --run.dir /shared/runs/digits            two machines of four processes
 #   launch/nodes.sh node1 1:2 4 vit_digits --run.dir … --run.resume auto          one or two: see --nnodes of torchrun

@@ -148,7 +148,7 @@ def _leads_nowhere(name: str) -> bool:
 
 
 def route_to(host: str) -> str | None:
-    """The address of this machine from which it reaches ``host``, without a packet; ``None`` where that is a loopback."""
+    """The address from which this machine reaches ``host``; ``None`` where that is a loopback. Nothing is sent."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, 9))
         address = str(way.getsockname()[0])

@@ -39,6 +39,9 @@ from trainer.world import World, find_world
 
 T = TypeVar("T")
 
+SECONDS_TO_START = 60.0
+"""How much later than on the first machine a rank may have started on another, at least."""
+
 
 @dataclass
 class Session:
@@ -122,7 +125,7 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
         recipe = planned(recipe, world, partial(print, flush=True))
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
     outlook = forecast(recipe, world) if saved_in is None else None
-    meeting = meet(recipe.run.hang_after)
+    meeting = meet(max(SECONDS_TO_START, recipe.run.hang_after))
     fabric = launch(plan, world)
     del meeting
     world = announced(world, plan, Progress(recipe.run.progress, fabric.global_rank).message)

@@ -156,9 +156,8 @@ class Peers:
             return Told(f"{name} is stopped by a signal, for {silent:g} s now: it was last {place.at()}", process)
         if state == "running":
             return Told(f"{name} gave no sign for {silent:g} s, last {place.at()}, though its process runs", process)
-        return Told(
-            f"{name} gave no sign for {silent:g} s: it or its machine is gone, or cannot be reached; it was last {place.at()}"
-        )
+        gone = "it or its machine is gone, or cannot be reached"
+        return Told(f"{name} gave no sign for {silent:g} s: {gone}; it was last {place.at()}")
 
     def _beat_of(self, rank: int) -> bytes | None:
         key = self._key("beat", rank)
