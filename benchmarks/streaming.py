@@ -178,7 +178,7 @@ def child(kind: str, folder: Path, tokenizer: str) -> None:
     import trainer.data.stream
     import trainer.data.tokens  # noqa: F401
 
-    data, words = dataset(kind, folder), AutoTokenizer.from_pretrained(tokenizer)
+    data, words = dataset(kind, folder), AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     words(["a text"])
     before = _own_bytes()
     data.prepare(words)
@@ -268,7 +268,7 @@ def main() -> None:
     if arguments.part != "all" and record.path.exists():
         before = json.loads(record.path.read_text())
         record.content |= {part: before[part] for part in ("speed", "memory", "ranks") if part in before}
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer, trust_remote_code=False)
     with tempfile.TemporaryDirectory() as place:
         if arguments.part in ("all", "ranks"):
             measure_ranks(record, Path(place) / "ranks", tokenizer, arguments)
