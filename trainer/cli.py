@@ -80,6 +80,11 @@ def main(recipe: Recipe) -> None:
         sys.exit(code)
 
 
+def fit_command(argv: Sequence[str]) -> None:
+    """``trainer fit``, raising what :func:`run` prints: for a launcher with a way of its own to report errors."""
+    _command("fit", list(argv))
+
+
 def _leave_failed_ranks(code: int) -> None:
     """End a rank that failed among several without Python's own end: gloo would abort in it, with another code."""
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:

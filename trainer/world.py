@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.errors import require
+from trainer.ray_workers import is_ray_worker, ray_layout
 from trainer.recipe import Recipe
 from trainer.slurm import devices_per_node, require_srun, slurm_task
 
@@ -28,7 +29,7 @@ class World:
 
     Args:
         launcher: what started them: python (one process; Fabric starts the others), torchrun, fabric run,
-            accelerate launch, accelerate launch (torchrun) or slurm.
+            accelerate launch, accelerate launch (torchrun), ray or slurm.
         accelerator: cpu or cuda.
         devices: ranks on this node.
         nodes: machines.
@@ -133,6 +134,8 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         name = "accelerate launch (torchrun)" if accelerated else "torchrun"
         world = World(name, accelerator, int(environment["LOCAL_WORLD_SIZE"]), int(environment["GROUP_WORLD_SIZE"]))
         _refuse_uneven_nodes(world, environment)
+    elif is_ray_worker(environment):
+        world = World("ray", accelerator, *ray_layout(environment))
     elif (task := slurm_task(environment)) is not None:
         gpus = _devices_here(accelerator) if accelerator == "cuda" else None
         world = World("slurm", accelerator, devices_per_node(task, gpus), len(task.tasks_per_node))

@@ -163,7 +163,23 @@ def test_a_job_that_slurm_starts_again_elsewhere_takes_its_own_lock_over(tmp_pat
     for name, value in {"JOB_ID": "17", "CLUSTER_NAME": "here", "RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     write(tmp_path, host="another", pid=4711, boot_id="another", **owner)
-    lock = RunLock(tmp_path)
+    take_or_be_refused(tmp_path, taken_over)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "taken_over"),
+    [("night", "night", True), ("night", "day", False), ("none", "none", False), ("night", None, False)],
+)
+def test_ranks_that_torchrun_starts_again_on_another_machine_take_their_own_lock_over(
+    tmp_path, monkeypatch, ours, theirs, taken_over
+):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", ours)
+    write(tmp_path, host="another", pid=4711, boot_id="another", **({"rendezvous": theirs} if theirs else {}))
+    take_or_be_refused(tmp_path, taken_over)
+
+
+def take_or_be_refused(folder, taken_over):
+    lock = RunLock(folder)
     if not taken_over:
         with pytest.raises(RecipeError, match="another machine"):
             lock.acquire()
