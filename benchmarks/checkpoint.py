@@ -27,7 +27,7 @@ from torch import nn
 
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import Manifest, read_manifest, verify_files
-from trainer.checkpoint.parts import Part, PartsReader, on_host, whole
+from trainer.checkpoint.parts import HostCopies, Part, PartsReader, on_host, whole
 from trainer.checkpoint.writer import Background, Snapshot, Writer
 
 WIDTH = 1024
@@ -43,8 +43,8 @@ def state_of(millions: float) -> dict[str, torch.Tensor]:
     }
 
 
-def snapshot_of(state: dict[str, torch.Tensor], step: int) -> Snapshot:
-    """What a run would hand to its writer."""
+def snapshot_of(state: dict[str, torch.Tensor], step: int, take: Callable[[Any], dict[str, Part]]) -> Snapshot:
+    """What a run would hand to its writer; ``take`` brings the tensors to the host."""
 
     def manifest(files: Any) -> Manifest:
         return Manifest(
@@ -52,7 +52,7 @@ def snapshot_of(state: dict[str, torch.Tensor], step: int) -> Snapshot:
             dataset="", tokenizer=None, versions={}, figures=None, created="", files=files,
         )  # fmt: skip
 
-    parts = on_host({name: whole(tensor) for name, tensor in state.items()})
+    parts = take({name: whole(tensor) for name, tensor in state.items()})
     return Snapshot(step=step, parts=parts, own={"random": {}, "values": {}}, common={}, history=b"", manifest=manifest)
 
 
@@ -62,11 +62,11 @@ class Ours:
     def __init__(self, folder: Path) -> None:
         self.folder = CheckpointFolder(folder)
         self.writer = Writer(self.folder, 0, 1, "benchmark", 60.0, 1, 0, lambda figures: 0.0)
-        self.step = 0
+        self.step, self.copies = 0, HostCopies()
 
     def save(self, state: dict[str, torch.Tensor]) -> None:
         self.step += 1
-        self.writer.write(snapshot_of(state, self.step))
+        self.writer.write(snapshot_of(state, self.step, self.copies.of))
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         path = self.folder.newest_first()[0]
@@ -170,11 +170,14 @@ def stall(millions: float, folder: Path, steps: int = 30) -> dict[str, Any]:
         "step_s": round(plain, 4),
         "state_gb": round(sum(t.nbytes for t in state().values()) / 1e9, 3),
     }
-    for number, asynchronous in enumerate((True, False)):
+    copies = HostCopies()
+    ways = {"asynchronous, first": copies.of, "asynchronous": copies.of, "synchronous": on_host}
+    before = peak()
+    for number, (key, take) in enumerate(ways.items()):
+        asynchronous = key != "synchronous"
         background = Background()
-        before = peak()
         began = time.perf_counter()
-        snapshot = snapshot_of(state(), number + 1)
+        snapshot = snapshot_of(state(), number + 1, take)
         copied = time.perf_counter() - began
         background.run(lambda snapshot=snapshot: writer.write(snapshot))
         if not asynchronous:
@@ -184,7 +187,6 @@ def stall(millions: float, folder: Path, steps: int = 30) -> dict[str, Any]:
         while background.thread is not None and background.thread.is_alive():
             during.append(step())
         background.wait()
-        key = "asynchronous" if asynchronous else "synchronous"
         found[key] = {
             "stall_s": round(stalled, 4),
             "copy_s": round(copied, 4),

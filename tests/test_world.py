@@ -24,12 +24,21 @@ def test_torchrun_and_slurm_say_how_many_there_are():
     torchrun = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"}
     assert detect_world(recipe(), torchrun) == World("torchrun", "cpu", 4, 2)
     assert detect_world(recipe(devices=4), torchrun).size == 8
-    assert detect_world(recipe(), {"SLURM_NTASKS": "6", "SLURM_NNODES": "2"}) == World("slurm", "cpu", 3, 2)
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
+    step |= {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "n[1-2]"}
+    slurm = step | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+    assert detect_world(recipe(), slurm) == World("slurm", "cpu", 3, 2)
+    with pytest.raises(RecipeError, match=r"run\.devices=6 contradicts the launcher: slurm started 3"):
+        detect_world(recipe(devices=6), slurm)
+    in_a_batch_script = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2"}
+    with pytest.raises(RecipeError, match="srun did not start this process"):
+        detect_world(recipe(), in_a_batch_script)
+    assert detect_world(recipe(devices=2), in_a_batch_script) == World("python", "cpu", 2)
     with pytest.raises(RecipeError, match=r"run\.devices=2 contradicts the launcher: torchrun started 4"):
         detect_world(recipe(devices=2), torchrun)
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"])
 def test_a_launcher_that_is_not_known_does_not_make_silent_single_runs(name):
     with pytest.raises(RecipeError, match=f"{name}=2 in the environment .* neither torchrun nor Slurm"):
         detect_world(recipe(), {name: "2", "RANK": "1"})

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from trainer.checkpoint.folder import missing_space, no_space
 from trainer.checkpoint.manifest import Manifest
-from trainer.checkpoint.parts import on_host, share_out
+from trainer.checkpoint.parts import HostCopies, on_host, share_out
 from trainer.checkpoint.writer import Background, Snapshot, Writer
 from trainer.engine.events import Counters
 from trainer.engine.loop import Engine
@@ -71,6 +71,7 @@ class Checkpointer:
         self.versions = versions()
         self.begin_at(0)
         self.background = Background()
+        self.on_host = HostCopies().of if self.wishes.asynchronous else on_host
         self.moves = 0
         self.writer = Writer(
             self.folder,
@@ -204,7 +205,7 @@ class Checkpointer:
         parts = share_out({**weight_parts(self.stack), **of_optimizer}, fabric.global_rank, fabric.world_size)
         return Snapshot(
             step=counters.step,
-            parts=on_host(parts),
+            parts=self.on_host(parts),
             own={"random": self.generators.to_json(), "values": values},
             common=common_state(counters, self.stepper, self.windows, self.stopwatch),
             history=self.history() if self.session.is_first else b"",
@@ -221,7 +222,7 @@ class Checkpointer:
         session, origin = self.session, self.origin
         data: dict[str, Any] = {}
         if session.is_first:
-            data = {"dataset": origin.dataset, "tokenizer": origin.tokenizer}
+            data = {"dataset": origin.dataset, "tokenizer": origin.tokenizer, "data_files": origin.data_files}
         facts: dict[str, Any] = {
             "run": origin.run,
             "step": counters.step,

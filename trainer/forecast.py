@@ -226,7 +226,7 @@ class Forecast:
 
 def forecast(recipe: Recipe, world: World) -> Forecast | None:
     """Begin to predict what the run will need: in the first process of all, unless ``run.predict`` is false."""
-    if not recipe.run.predict or not first_here() or os.environ.get("RANK", "0") != "0":
+    if not recipe.run.predict or not first_here() or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
         return None
     device = this_device(world.accelerator)
     limit = usable_memory(device, world.size)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.processes import end_with_launcher
+from trainer.slurm import slurm_task
+from trainer.slurm_environment import SlurmEnvironment
 from trainer.world import World
 
 
@@ -26,7 +29,8 @@ def launch(plan: Plan, world: World) -> Fabric:
     Raises:
         RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
     """
-    end_with_launcher()
+    if world.launcher != "ray":  # which ends its workers itself
+        end_with_launcher()
     fabric = Fabric(
         accelerator=world.accelerator,
         devices=world.devices,
@@ -83,8 +87,26 @@ def _any_rank(fabric: Fabric, flag: bool) -> bool:
 
 
 def _environment(world: World) -> list[ClusterEnvironment]:
-    """Where this process starts the others: left to itself, Fabric takes any job of Slurm for ranks of srun."""
+    """What Fabric is told of the launcher. Torchrun it finds by itself; it would take any job of Slurm for one."""
+    task = slurm_task(os.environ) if world.launcher == "slurm" else None
+    if task is not None:
+        os.environ.update(task.variables)  # as those of any other launcher: errors and helpers name ranks by them
+        return [SlurmEnvironment(task)]
+    if world.launcher == "ray":
+        return [RayEnvironment()]
     return [LightningEnvironment()] if world.started_by_fabric else []
+
+
+class RayEnvironment(TorchElasticEnvironment):
+    """Ray's workers have the variables of torchrun's ranks, but for the number of the node.
+
+    Nothing else is needed: Fabric takes a process group that is there as it is. Ray's own plugin for Lightning is for
+    Lightning's Trainer, and would make Ray an import of every run.
+    """
+
+    def node_rank(self) -> int:
+        """Of this worker's node."""
+        return int(os.environ["NODE_RANK"])
 
 
 @contextmanager

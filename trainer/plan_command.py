@@ -18,6 +18,7 @@ from trainer.own_flags import count, new_folder, yes_or_no
 from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
 from trainer.redact import redact_value
+from trainer.scale_command import scale_command, wants_table
 
 if TYPE_CHECKING:
     from trainer.planner.report import PlanReport
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 
 FLAGS = {
     "gpu": "the GPU to plan for, such as a100-80gb, or cpu (default: the GPU of this machine)",
-    "devices": "ranks in all (default: run.devices, or 1 where that is auto)",
-    "nodes": "machines that the ranks are spread over (default: 1)",
+    "devices": "ranks in all (default: run.devices, or 1 where that is auto); several, such as 1,8,64, make a table",
+    "nodes": "machines that the ranks are spread over (default: 1; in a table what --per-node makes)",
+    "per-node": "for a table: devices of a machine (default: 8)",
+    "interconnect": "for a table: what joins the devices, such as 100gbe,8x-ib-hdr,pcie-4+25gbe",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
     "out": "folder for plan.json and plan.png (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
@@ -52,6 +55,9 @@ def plan_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str 
     as_json = ("json", None) in flags
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     require(not launched, "trainer plan needs no ranks: start it without a launcher, and say --devices")
+    if wants_table(own):
+        scale_command(recipe, reference, own, as_json)
+        return
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         report, content = _planned(recipe, reference, own, passed)
     if as_json:

@@ -167,7 +167,13 @@ class Resumption:
             self.origin.dataset,
             self.origin.tokenizer,
             self.session.recipe.run.allow_change,
+            self.origin.data_files,
         )
+
+    @property
+    def step(self) -> int:
+        """The last one that was taken before; 0 when training begins."""
+        return self.found.manifest.step if self.found is not None else 0
 
     def restore_history(self, run_dir: Path) -> None:
         """Put ``metrics.csv`` back, on the first rank."""

@@ -26,6 +26,7 @@ from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
 from trainer.launching import announced, launch, on_first_rank_first
+from trainer.meeting import meet
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.snapshot import require_recordable
@@ -37,6 +38,9 @@ from trainer.report.progress import Progress
 from trainer.world import World, find_world
 
 T = TypeVar("T")
+
+SECONDS_TO_START = 60.0
+"""How much later than on the first machine a rank may have started on another, at least."""
 
 
 @dataclass
@@ -121,7 +125,9 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
         recipe = planned(recipe, world, partial(print, flush=True))
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
     outlook = forecast(recipe, world) if saved_in is None else None
+    meeting = meet(max(SECONDS_TO_START, recipe.run.hang_after))
     fabric = launch(plan, world)
+    del meeting
     world = announced(world, plan, Progress(recipe.run.progress, fabric.global_rank).message)
     keep_to_budget(recipe, fabric.device)
     if saved_in is not None and recipe.model.own_format:

@@ -72,7 +72,7 @@ class Training:
         self.schedule()
         resumption.restore_tensors(self.stack, self.stepper)
         resumption.restore_history(run_dir)
-        self.loggers = open_loggers(session, run_dir)
+        self.loggers = open_loggers(session, run_dir, resumption.step)
         if session.is_first:
             write_recipe(session, run_dir, source)
             for line in describe_run(session, self.stack.module, self.windows):

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.errors import require
+from trainer.ray_workers import is_ray_worker, ray_layout
 from trainer.recipe import Recipe
+from trainer.slurm import devices_per_node, require_srun, slurm_task
 
 # The names that `fabric run --precision` also takes, and ours for them.
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -27,7 +29,7 @@ class World:
 
     Args:
         launcher: what started them: python (one process; Fabric starts the others), torchrun, fabric run,
-            accelerate launch, accelerate launch (torchrun) or slurm.
+            accelerate launch, accelerate launch (torchrun), ray or slurm.
         accelerator: cpu or cuda.
         devices: ranks on this node.
         nodes: machines.
@@ -132,10 +134,14 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         name = "accelerate launch (torchrun)" if accelerated else "torchrun"
         world = World(name, accelerator, int(environment["LOCAL_WORLD_SIZE"]), int(environment["GROUP_WORLD_SIZE"]))
         _refuse_uneven_nodes(world, environment)
-    elif int(environment.get("SLURM_NTASKS", "1")) > 1:
-        nodes = int(environment.get("SLURM_NNODES", "1"))
-        world = World("slurm", accelerator, int(environment["SLURM_NTASKS"]) // nodes, nodes)
+    elif is_ray_worker(environment):
+        world = World("ray", accelerator, *ray_layout(environment))
+    elif (task := slurm_task(environment)) is not None:
+        gpus = _devices_here(accelerator) if accelerator == "cuda" else None
+        world = World("slurm", accelerator, devices_per_node(task, gpus), len(task.tasks_per_node))
     else:
+        if wanted == "auto":
+            require_srun(environment)
         devices = _devices_here(accelerator) if wanted == "auto" else wanted
         world = World("accelerate launch" if accelerated else "python", accelerator, devices)
         _refuse_unknown_launcher(world, environment)
@@ -149,7 +155,7 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
 
 def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> None:
     """Several processes that do not know of each other would be as many silent single runs."""
-    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"):
         started = int(environment.get(name, "1"))
         # Fabric tells the processes that it starts itself their WORLD_SIZE, too: that of run.devices.
         joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.size

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from trainer.checkpoint.parts import (
     DTYPES,
+    HostCopies,
     Part,
     PartsReader,
     describe_parts,
@@ -102,10 +103,29 @@ def test_a_copy_of_another_ranks_shard_is_not_written():
 
 def test_what_is_copied_to_the_host_does_not_change_with_the_original():
     tensor = torch.zeros(3, requires_grad=True)
-    (copy,) = on_host({"w": whole(tensor)}).values()
+    (copy,) = HostCopies().of({"w": whole(tensor)}).values()
     with torch.no_grad():
         tensor.add_(1)
     assert not copy.tensor.any()
+
+
+def test_the_memory_of_copies_is_kept_as_long_as_it_fits():
+    copies = HostCopies()
+    first = copies.of(
+        {"a": whole(torch.ones(3).bfloat16()), "b": whole(torch.ones(2, 3).t()), "c": whole(torch.ones(1))}
+    )
+    again = copies.of({"a": whole(torch.ones(3)), "b": whole(torch.arange(6.0).view(2, 3).t())})
+    assert again["b"].tensor is first["b"].tensor
+    assert again["b"].tensor.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert again["b"].tensor.is_contiguous()
+    assert again["a"].tensor.dtype is torch.float32
+    assert copies.kept.keys() == {"a", "b"}
+
+
+def test_on_the_host_is_no_copy():
+    tensor = torch.zeros(3)
+    (part,) = on_host({"w": whole(tensor)}).values()
+    assert part.tensor.data_ptr() == tensor.data_ptr()
 
 
 def test_what_is_missing_or_of_another_shape_is_named(tmp_path):

@@ -304,6 +304,16 @@ def test_checkpoints_after_the_one_that_is_named_are_set_aside(copied, finished)
     assert saved(copied, 6) == saved(finished, 6)
 
 
+def test_tensorboard_shows_a_step_that_is_taken_again_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fit(recipe(tmp_path, run={"logger": ["tensorboard"]}))
+    fit(recipe(tmp_path, run={"logger": ["tensorboard"], "resume": str(tmp_path / "checkpoints/step-00000002")}))
+    assert len(list((tmp_path / "tensorboard").glob("events*"))) == 2
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in shown.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
 def test_auto_does_not_train_a_finished_run_again(copied):
     shutil.rmtree(copied / "checkpoints")
     history = (copied / "metrics.csv").read_bytes()

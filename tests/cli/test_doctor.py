@@ -142,8 +142,13 @@ def test_gpus_that_are_not_there_and_gpus_that_others_use():
 
 def test_host_memory_that_does_not_suffice(monkeypatch):
     assert the_one(machine.host_memory(subject_of()))[0] == "ok"
+    subject = subject_of()
+    monkeypatch.setattr(machine, "available_bytes", lambda: subject.checkpoint_bytes + 1)
+    status, text = the_one(machine.host_memory(subject))
+    assert status == "warning"
+    assert "of a copy while a checkpoint is written; --checkpoint.asynchronous false" in text
     monkeypatch.setattr(machine, "available_bytes", lambda: 1000)
-    assert the_one(machine.host_memory(subject_of()))[0] == "FAIL"
+    assert the_one(machine.host_memory(subject))[0] == "FAIL"
 
 
 def test_workers_without_shared_memory_and_more_of_them_than_cores(monkeypatch):

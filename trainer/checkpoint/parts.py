@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,38 @@ def share_out(parts: Mapping[str, Part], rank: int, world_size: int) -> dict[str
     return own
 
 
-@torch.no_grad()
+class HostCopies:
+    """Copies in host memory, which training does not change any more.
+
+    Their memory is kept for the next ones: to get fresh memory from the system takes longer than to copy.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """Copies of ``parts``; those that were made before are written over."""
+        # What does not fit any more is given back first: never more than one copy of everything.
+        self.kept = {name: old for name, old in self.kept.items() if name in parts and _alike(old, parts[name].tensor)}
+        for name, part in parts.items():
+            if name not in self.kept:
+                self.kept[name] = torch.empty(part.tensor.shape, dtype=part.tensor.dtype)
+            self.kept[name].copy_(part.tensor)
+        return _with_tensors(parts, self.kept)
+
+
 def on_host(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Copies in host memory, which training does not change any more."""
-    return {
-        name: Part(part.tensor.detach().to("cpu", copy=True).contiguous(), part.offset, part.shape, part.writer)
-        for name, part in parts.items()
-    }
+    """``parts`` in host memory: the tensors themselves where they are there, so training must wait meanwhile."""
+    return _with_tensors(parts, {name: part.tensor.detach().cpu().contiguous() for name, part in parts.items()})
+
+
+def _with_tensors(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    return {name: replace(part, tensor=tensors[name]) for name, part in parts.items()}
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def write_parts(path: Path, parts: Mapping[str, Part], on_chunk: Callable[[], None] = lambda: None) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def host_memory(subject: Subject) -> Iterator[Finding]:
-    """Whether the weights and their optimizer's state fit the host, where they are to be there."""
+    """Whether the weights and their optimizer's state fit the host, where they are to be there, and a copy of them."""
     check, available = "host memory", available_bytes()
     if available is None:
         yield skipped(check, "this system does not say how much is available")
@@ -111,9 +111,13 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
     if subject.ready and on_host:
         sharded = memory.strategy == "fsdp" or memory.cpu_offload == "parameters"
         needed = subject.checkpoint_bytes * (1 if sharded else subject.world.devices)
+    copy = subject.checkpoint_bytes if subject.ready and subject.recipe.checkpoint.asynchronous else 0
     text = f"{available / GB:.1f} GB available" + (f", {needed / GB:.2f} GB of weights and state" if needed else "")
+    text += f", {copy / GB:.2f} GB of a copy while a checkpoint is written" if copy else ""
     if needed > available:
         yield fail(check, text, "end other processes, fewer ranks, or a smaller model")
+    elif needed + copy > available:
+        yield warning(check, text, "--checkpoint.asynchronous false, or end other processes")
     else:
         yield ok(check, text)
 

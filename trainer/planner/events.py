@@ -38,6 +38,8 @@ class Work(NamedTuple):
         flops: floating-point operations; 0 for what only moves memory.
         bytes: read and written on the device; over the bus; or of the whole (unsharded) tensor of a collective.
         dtype: that it computes in, as torch names it (``bfloat16``).
+        ranks: that take part in a collective; 0 for all.
+        stride: how far apart they are.
     """
 
     op: str
@@ -47,6 +49,8 @@ class Work(NamedTuple):
     flops: int
     bytes: int
     dtype: str
+    ranks: int = 0
+    stride: int = 1
 
 
 @dataclass

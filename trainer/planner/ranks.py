@@ -74,6 +74,8 @@ class TracedDDP(DistributedDataParallel):
         self.require_backward_grad_sync = True
         self.buckets: list[Tensor] = []
         self.places: dict[nn.Parameter, Tensor] = {}
+        self.bucket_of: dict[nn.Parameter, int] = {}
+        self.waiting: list[set[nn.Parameter]] = []
         self.arrived: list[nn.Parameter] = []
         self.rebuilt = False
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -95,6 +97,7 @@ class TracedDDP(DistributedDataParallel):
             self.rebuilt = True
             self.places.clear()
             self.buckets.clear()  # before the new ones are made, as in C++
+            self.waiting.clear()
             self._make_buckets(self.arrived)
 
     @torch.no_grad()
@@ -111,6 +114,8 @@ class TracedDDP(DistributedDataParallel):
             sizes = [parameter.numel() for parameter in group]
             bucket = torch.empty(sum(sizes), dtype=group[0].dtype, device=group[0].device)
             self.buckets.append(bucket)
+            self.waiting.append(set(group))
+            self.bucket_of |= dict.fromkeys(group, len(self.buckets) - 1)
             for parameter, place in zip(group, bucket.split(sizes), strict=True):
                 self.places[parameter] = place.view(parameter.shape)
 
@@ -124,7 +129,11 @@ class TracedDDP(DistributedDataParallel):
         if parameter.grad is not None and parameter.grad.untyped_storage()._cdata != place.untyped_storage()._cdata:
             place.copy_(parameter.grad)
             parameter.grad = place
-        torch.distributed.all_reduce(place, async_op=True)
+        number = self.bucket_of[parameter]  # type: ignore[index]
+        self.waiting[number].discard(parameter)  # type: ignore[arg-type]
+        if not self.waiting[number]:
+            torch.distributed.all_reduce(self.buckets[number], async_op=True)
+            self.waiting[number] = {p for p, own in self.bucket_of.items() if own == number}
 
 
 def _grouped(tensors: list[Any], first: int, others: int) -> Iterator[list[Any]]:

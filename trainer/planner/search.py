@@ -84,12 +84,13 @@ def search_for(
     progress: Progress | None = None,
 ) -> Search:
     """The search that :func:`plan` does, ready to run; arguments and errors as there."""
-    target, ranks = _target(gpu), _devices(recipe, devices)
+    target, ranks = target_for(gpu), devices or devices_of(recipe)
     require(ranks % nodes == 0, f"--devices={ranks} must be a multiple of --nodes={nodes}")
     return Search(prepared(recipe), target, ranks, nodes, budget, progress)
 
 
-def _target(gpu: str | GPU | None) -> Target:
+def target_for(gpu: str | GPU | None) -> Target:
+    """What ``--gpu`` means: a card by name, ``cpu``, or the card that is there."""
     if gpu == "cpu":
         return Target.here(host_as_device())
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu or gpu_here()
@@ -98,9 +99,8 @@ def _target(gpu: str | GPU | None) -> Target:
     return Target.here(card)
 
 
-def _devices(recipe: Recipe, devices: int | None) -> int:
-    if devices is not None:
-        return devices
+def devices_of(recipe: Recipe) -> int:
+    """The ranks that the recipe asks for; 1 where it leaves them open."""
     return 1 if recipe.run.devices == "auto" else recipe.run.devices
 
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.planner.attention import counted_args, inner_bytes
+from trainer.planner.collectives import COLLECTIVES, group_among
 from trainer.planner.events import Category, Event, Kind, Trace, Work
 from trainer.planner.fake_mode import FakeGPUMode
 from trainer.planner.patches import is_paused
@@ -28,22 +29,6 @@ HOST_STREAM = -1
 """The stream of what the CPU computes, for the cost of a step."""
 
 LEAST_HOST_BYTES = 2**16
-
-COLLECTIVES = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "alltoall_base_": "reduce_scatter",  # as many bytes
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-}
-"""Operations of c10d and its functional twin, by what they are."""
 
 
 class Storage:
@@ -224,7 +209,7 @@ class Tracer(TorchDispatchMode):
     def _note_work(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._note_collective(name, [t for t in tensors if self.is_on_device(t)])
+            self._note_collective(name, tensors, group_among(tree_leaves((args, kwargs))))
             return
         if func.is_view:
             return
@@ -249,17 +234,25 @@ class Tracer(TorchDispatchMode):
             dtype = str(tensors[0].dtype).removeprefix("torch.")
             self.trace.work.append(Work(name, "compute", self.phase, HOST_STREAM, 0, moved, dtype))
 
-    def _note_collective(self, name: str, tensors: list[Tensor]) -> None:
-        if tensors and name in COLLECTIVES:
-            sizes = [_bytes([tensor]) for tensor in tensors]
-            whole = sum(sizes) if COLLECTIVES[name] == "all_reduce" else max(sizes)
-            self.note(COLLECTIVES[name], "collective", 0, whole, tensors)
+    def _note_collective(self, name: str, tensors: list[Tensor], group: tuple[int, int]) -> None:
+        """What the device's network does or, with gradients in host memory, the host's."""
+        here = [tensor for tensor in tensors if self.is_on_device(tensor)]
+        sizes = [_bytes([tensor]) for tensor in here or tensors]
+        if not sizes or name not in COLLECTIVES:
+            return
+        whole = sum(sizes) if COLLECTIVES[name] == "all_reduce" else max(sizes)
+        if here or whole >= LEAST_HOST_BYTES:
+            stream = FakeStream.current.number if here else HOST_STREAM
+            self.note(COLLECTIVES[name], "collective", 0, whole, here or tensors, stream, *group)
 
-    def note(self, op: str, kind: Kind, flops: int, moved: int, tensors: list[Tensor]) -> None:
-        """Remember one operation for the time of the step."""
+    def note(
+        self, op: str, kind: Kind, flops: int, moved: int, tensors: list[Tensor], stream: int | None = None, *group: int
+    ) -> None:
+        """Remember one operation for the time of the step: on the current stream if none is given."""
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
         name = str(dtype).removeprefix("torch.")
-        work = Work(op, kind, self.phase, FakeStream.current.number, flops, moved, name)
+        number = FakeStream.current.number if stream is None else stream
+        work = Work(op, kind, self.phase, number, flops, moved, name, *group)
         self.trace.work.extend([work] * self.repeat)
 
 

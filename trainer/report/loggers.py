@@ -7,6 +7,7 @@ import io
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,11 @@ SECONDS_BETWEEN_WRITES = 3.0
 
 
 def make_loggers(
-    names: Sequence[str], run_dir: Path, config: Mapping[str, Any], extra_columns: Sequence[str] = ()
+    names: Sequence[str],
+    run_dir: Path,
+    config: Mapping[str, Any],
+    extra_columns: Sequence[str] = (),
+    resumed_at: int = 0,
 ) -> list[Logger]:
     """The loggers of a run, for ``Fabric(loggers=...)``; only the first rank writes.
 
@@ -32,11 +37,12 @@ def make_loggers(
         run_dir: the run directory: ``metrics.csv`` and ``tensorboard/`` are written in it.
         config: the resolved recipe, shown beside the curves.
         extra_columns: further columns of ``metrics.csv``.
+        resumed_at: the step that the run goes on from; TensorBoard hides what was logged after it before.
 
     Raises:
         RecipeError: when wandb is asked for and not installed, or an existing ``metrics.csv`` has other columns.
     """
-    make = {"tensorboard": _tensorboard, "wandb": _wandb}
+    make: dict[str, Callable[..., Logger]] = {"tensorboard": partial(_tensorboard, resumed_at), "wandb": _wandb}
     others = [make[name](run_dir, config) for name in dict.fromkeys(names) if name != "csv"]
     return [CSVMetrics(run_dir / "metrics.csv", extra_columns), *others]
 
@@ -146,10 +152,11 @@ class CSVMetrics(Logger):
         return True
 
 
-def _tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Logger:
+def _tensorboard(resumed_at: int, run_dir: Path, config: Mapping[str, Any]) -> Logger:
     from lightning.fabric.loggers import TensorBoardLogger
 
-    logger = TensorBoardLogger(run_dir, name="tensorboard", version="")
+    purged = resumed_at + 1 if resumed_at else None
+    logger = TensorBoardLogger(run_dir, name="tensorboard", version="", purge_step=purged)
     # As text: TensorBoard's own hyperparameter page would put a curve named hp_metric beside the real ones.
     logger.experiment.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in config.items()))
     return logger

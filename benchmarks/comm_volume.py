@@ -1,0 +1,281 @@
+"""Do ranks send the bytes that the planner says? Counted by the kernel, on the loopback of a network of their own.
+
+``python benchmarks/comm_volume.py``, as root or where users may make network namespaces (``unshare``): two minutes on
+two cores. Gloo ranks take real steps of a multilayer perceptron; what went over ``lo`` is compared with the traffic
+that is traced for as many ranks. Each collective of gloo is also measured by itself: gloo's reduce-scatter sends more
+than a ring needs, which NCCL's does not, so a step is compared with both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from common import Record, table
+from torch import nn
+
+from trainer import Data, Loss, Memory, Model, Optim, Recipe
+from trainer.memory.plan import decide_plan
+from trainer.models.common import classification_loss
+from trainer.planner.predict import prepared
+from trainer.settings import change
+
+WIDTH, BLOCKS, CLASSES = 768, 4, 10
+STEPS = 3
+SIZE = 16 * 2**20
+"""Bytes of the tensor with which a collective is measured."""
+
+FSDP = {"memory.strategy": "fsdp"}
+CASES: list[tuple[str, Mapping[str, Any]]] = [
+    ("ddp", {"memory.strategy": "ddp"}),
+    ("fsdp", FSDP),
+    ("fsdp, weights kept", FSDP | {"memory.reshard_after_forward": False}),
+    ("fsdp, sync every micro-step", FSDP | {"memory.sync_every_micro_step": True}),
+]
+RANKS = (2, 3)
+
+
+class Block(nn.Sequential):
+    """One linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+
+@dataclass
+class Perceptron(Model):
+    """Blocks, and a head."""
+
+    blocks = (Block,)
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(*[Block() for _ in range(BLOCKS)], nn.Linear(WIDTH, CLASSES))
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        yield classification_loss(module(batch["pixel_values"]), batch["labels"])
+
+
+@dataclass
+class Noise(Data):
+    """As many samples as a batch of six ranks has."""
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        self.train = [{"pixel_values": torch.randn(WIDTH), "labels": torch.tensor(0)} for _ in range(48)]
+
+
+def recipe_of(settings: Mapping[str, Any]) -> Recipe:
+    """Two micro-batches of four samples on each rank."""
+    recipe = Recipe(
+        model=Perceptron(), data=Noise(), optim=Optim("sgd", lr=0.01), accumulate=2, memory=Memory(micro_batch_size=4)
+    )
+    return prepared(change(recipe, dict(settings), {}))
+
+
+def predicted(settings: Mapping[str, Any], ranks: int) -> dict[str, float]:
+    """Bytes that a rank sends in a step, by collective, as the planner traces them."""
+    from trainer.planner.children import in_child
+    from trainer.planner.cluster import Cluster
+    from trainer.planner.scaled import scaled_here
+    from trainer.planner.search import target_for
+
+    recipe = recipe_of(settings)
+    call = partial(scaled_here, recipe, decide_plan(recipe, ranks), target_for("cpu"), Cluster(ranks, 1), [])
+    return in_child(call)["traffic"]
+
+
+def measured(ranks: int) -> dict[str, dict[str, float]]:
+    """Bytes that a rank sends for a byte of each collective's tensor, and in a step of each case.
+
+    Raises:
+        RuntimeError: where no network namespace can be made, or a rank has failed.
+    """
+    again = shlex.join([sys.executable, __file__, "--ranks", str(ranks)])
+    command = [*in_own_network(), "sh", "-c", f"ip link set lo up && exec {again}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def can_measure() -> bool:
+    """Whether this machine lets us make a network of our own."""
+    if not all(map(shutil.which, ("unshare", "ip"))):
+        return False
+    return not subprocess.run([*in_own_network(), "ip", "link", "set", "lo", "up"], check=False).returncode
+
+
+def in_own_network() -> list[str]:
+    """What to put before a command."""
+    return ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net"]
+
+
+# ------------------------------------------------------------------------------------------------ in the new network
+
+
+def run_ranks(ranks: int) -> None:
+    """Start the ranks and wait for them; the first one prints the result."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_RUN_ID": "volume",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, __file__, "--rank"]
+    processes = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise SystemExit(f"ranks ended with {codes}")
+
+
+def be_rank() -> None:
+    """One rank: do one collective after the other, take steps of each case, and count."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    steps = {name: _of_steps(recipe_of(settings)) for name, settings in CASES}
+    found = {"collectives": _of_collectives(), "steps": steps}
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    torch.distributed.barrier()
+    os._exit(0)  # gloo aborts at random when it is taken down in order
+
+
+def _of_steps(recipe: Recipe) -> float:
+    from trainer.engine.step import Stepper
+    from trainer.memory.initialize import build_module
+    from trainer.memory.stack import apply_stack, build_updates
+    from trainer.planner.trace import draw_samples
+    from trainer.world import World, launch
+
+    ranks = torch.distributed.get_world_size()
+    plan = decide_plan(recipe, ranks)
+    fabric = launch(plan, World("torchrun", "cpu", devices=ranks, nodes=1))
+    stack = apply_stack(fabric, recipe.model, build_module(fabric, recipe.model, recipe.seed, plan), plan, recipe.seed)
+    optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+    stepper = Stepper(fabric, recipe.model, stack.wrapped, optimizer, sync=sync)
+    window = draw_samples(recipe, plan).first
+    for _ in range(2):  # the first step of DDP reduces in another way
+        stepper.step(window)
+    return _counted(lambda: stepper.step(window), STEPS)
+
+
+def _of_collectives() -> dict[str, float]:
+    ranks = torch.distributed.get_world_size()
+    whole = torch.ones(SIZE // 4 // ranks * ranks)
+    part = torch.ones(whole.numel() // ranks)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: torch.distributed.all_reduce(whole),
+        "all_gather": lambda: torch.distributed.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: torch.distributed.reduce_scatter_tensor(part, whole),
+    }
+    for call in calls.values():
+        call()  # connections are made when they are first needed
+    return {name: _counted(call, STEPS) / (whole.numel() * 4) for name, call in calls.items()}
+
+
+def _counted(call: Callable[[], Any], times: int) -> float:
+    """Bytes that each rank sent for one of ``times`` calls."""
+    torch.distributed.barrier()
+    before = loopback_bytes()
+    torch.distributed.barrier()
+    for _ in range(times):
+        call()
+    torch.distributed.barrier()
+    after = loopback_bytes()
+    torch.distributed.barrier()
+    return (after - before) / times / torch.distributed.get_world_size()
+
+
+def loopback_bytes() -> int:
+    """What has been sent over ``lo`` in this network, with the headers of TCP."""
+    line = next(text for text in Path("/proc/net/dev").read_text().splitlines() if text.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+# ------------------------------------------------------------------------------------------------------------- all
+
+
+def compare() -> dict[str, list[dict[str, Any]]]:
+    """Everything, measured and predicted."""
+    collectives, steps = [], []
+    for ranks in RANKS:
+        traffic = {name: predicted(settings, ranks) for name, settings in CASES}
+        found = measured(ranks)
+        factors = found["collectives"]
+        ring = {name: (2 if name == "all_reduce" else 1) * (ranks - 1) / ranks for name in factors}
+        collectives += [
+            {"ranks": ranks, "collective": name, "measured": factors[name], "ring": ring[name]} for name in factors
+        ]
+        for name, sent in found["steps"].items():
+            by_gloo = sum(size / ring[op] * factors[op] for op, size in traffic[name].items())
+            figures = {"measured": sent, "predicted": sum(traffic[name].values()), "predicted_for_gloo": by_gloo}
+            steps.append({"ranks": ranks, "case": name, **figures, "traffic": traffic[name]})
+    return {"collectives": collectives, "steps": steps}
+
+
+def main() -> None:
+    """Compare, print two tables and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, help="start so many ranks in this network")
+    parser.add_argument("--rank", action="store_true", help="be one of them")
+    options = parser.parse_args()
+    if options.ranks:
+        run_ranks(options.ranks)
+        return
+    if options.rank:
+        be_rank()
+        return
+    record = Record("comm_volume", {"steps": STEPS, "width": WIDTH, "blocks": BLOCKS})
+    found = compare()
+    record.write(True, **found)
+    rows = [
+        [str(one["ranks"]), one["collective"], f"{one['measured']:.4f}", f"{one['ring']:.4f}"]
+        for one in found["collectives"]
+    ]
+    print(table(["ranks", "collective", "sent / tensor, measured", "as a ring"], rows) + "\n")
+    rows = [
+        [
+            one["case"],
+            str(one["ranks"]),
+            *(f"{one[key] / 1e6:.2f}" for key in ("measured", "predicted", "predicted_for_gloo")),
+            f"{one['measured'] / one['predicted_for_gloo']:.3f}",
+        ]
+        for one in found["steps"]
+    ]
+    header = [
+        "step",
+        "ranks",
+        "MB sent, measured",
+        "predicted, rings",
+        "predicted, gloo",
+        "measured / predicted for gloo",
+    ]
+    print(table(header, rows))
+
+
+if __name__ == "__main__":
+    main()
