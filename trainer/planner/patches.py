@@ -251,10 +251,7 @@ def patch_transformers() -> None:
 
 
 def patch_fsdp() -> None:
-    """FSDP2 takes parameters that C++ believes to be on meta; the first rank cuts off its own shard only.
-
-    The shards of 512 ranks are as many fake tensors, and take five times as long as all the rest.
-    """
+    """FSDP2 takes parameters that C++ believes to be on meta, and cuts off one shard: 512 fake ones take long."""
 
     def first_shard(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
         return [tensor.narrow(dim, 0, -(-tensor.size(dim) // ranks))]
