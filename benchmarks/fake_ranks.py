@@ -20,6 +20,7 @@ from torch.distributed import ReduceOp
 
 from trainer.engine.rehearsal import rehearse
 from trainer.errors import RecipeError, require
+from trainer.launching import launch
 from trainer.memory.initialize import build_module
 from trainer.memory.monitor import Monitor, MonitoredStepper
 from trainer.memory.plan import Plan, decide_plan
@@ -28,7 +29,7 @@ from trainer.planner.predict import prepared
 from trainer.planner.ranks import fake_ranks
 from trainer.planner.trace import draw_samples
 from trainer.recipe import Recipe
-from trainer.world import World, launch
+from trainer.world import World
 
 
 def take_steps(recipe: Recipe, ranks: int) -> dict[str, Any]:

@@ -36,11 +36,15 @@ from transformers import PrinterCallback, TrainingArguments
 from transformers import Trainer as TransformersTrainer
 
 from trainer.contract import Data
+from trainer.engine.events import Events
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
 from trainer.engine.window import MicroBatch, Window, Windows
+from trainer.faults.watchdog import Watchdog
+from trainer.memory.monitor import Monitor, MonitoredStepper
 from trainer.memory.plan import cut_at
 from trainer.models import MLP
+from trainer.random_state import RandomState
 from trainer.recipe import Memory, Recipe
 
 ACCUMULATE = 4
@@ -222,25 +226,39 @@ def transformers_trainer(loader: MicroBatches) -> None:
         trainer.train()
 
 
-def stepper_for_mlp() -> Stepper:
+def stepper_for_mlp(make: Callable[..., Stepper] = Stepper) -> Stepper:
     """Ours, put together as ``trainer.fit`` does."""
     fabric = Fabric(accelerator="cpu", devices=1)
     module, optimizer = build()
-    return Stepper(fabric, MODEL, fabric.setup_module(module), optimizer)
+    return make(fabric, MODEL, fabric.setup_module(module), optimizer)
 
 
-def ours(loader: MicroBatches) -> None:
-    """``Engine.fit`` as in ``trainer.fit``: order, cut, weights, steps, events; fetching hands out what was made."""
+def windows_of_mlp(loader: MicroBatches) -> Windows:
+    """Order, cut and weights as in ``trainer.fit``; fetching hands out what was made."""
     memory = Memory(micro_batch_size=MICRO_BATCH_SIZE)
     recipe = Recipe(model=MODEL, data=Data(), batch_size=MICRO_BATCH_SIZE * ACCUMULATE, memory=memory)
-    windows = Windows(
+    return Windows(
         size=len(loader) * MICRO_BATCH_SIZE,
         cut_at=partial(cut_at, recipe, 1),
         fetch=lambda requests: (batch for batch, _ in zip(loader, requests, strict=False)),
         weigh=MODEL.weigh,
         seed=0,
     )
-    Engine(stepper_for_mlp(), windows).fit(epochs=1)
+
+
+def ours(loader: MicroBatches) -> None:
+    """``Engine.fit``: windows, steps, events."""
+    Engine(stepper_for_mlp(), windows_of_mlp(loader)).fit(epochs=1)
+
+
+def ours_watched(loader: MicroBatches) -> None:
+    """``Engine.fit`` with what a run has besides: peaks by phase, the watchdog, the generators kept for checkpoints."""
+    device = torch.device("cpu")
+    monitor, windows = Monitor(device), windows_of_mlp(loader)
+    windows.on_load = monitor.load
+    watchdog = Watchdog(monitor, 0, 1, hang_after=600.0)
+    Engine(stepper_for_mlp(partial(MonitoredStepper, monitor)), windows, events=Events([RandomState(device)])).fit(1)
+    watchdog.close()
 
 
 def ours_step(loader: MicroBatches) -> None:
@@ -261,6 +279,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[MicroBatches], None]]] = {
     "lightning": ("Lightning Trainer", lightning_trainer),
     "transformers": ("transformers Trainer", transformers_trainer),
     "ours": ("ours: Engine.fit", ours),
+    "ours-watched": ("ours: the same, watched over", ours_watched),
     "ours-step": ("ours: Stepper.step alone", ours_step),
 }
 

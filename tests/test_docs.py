@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
-from trainer.data import ImageFolder, TextFiles
+from trainer.data import ImageFolder, StreamedText, TextFiles
 from trainer.locate import load_recipe
 from trainer.memory.initialize import build_on_meta, materialise
 from trainer.recipe import Memory
@@ -69,14 +71,31 @@ def test_the_loop_of_ones_own_runs_as_written():
     assert not torch.equal(model.weight, before)
 
 
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+def test_shards_are_written_as_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"text": f"film {number}", "label": number % 2} for number in range(4000)]
+    for part in (0, 1):
+        lines = "".join(json.dumps(row) + "\n" for row in rows[2000 * part : 2000 * (part + 1)])
+        (tmp_path / f"reviews-{part}.jsonl").write_text(lines)
+    (tmp_path / "shards" / "train").mkdir(parents=True)
+    exec(python_blocks("docs/data.md")[0], {})
+    files = sorted((tmp_path / "shards" / "train").iterdir())
+    assert [path.name for path in files] == [f"part-{number}.parquet" for number in range(8)]
+    assert [row for path in files for row in pq.read_table(path).to_pylist()] == rows
+    assert pq.ParquetFile(files[0]).metadata.row_group(0).num_rows == 500
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 NAMED = r"(?:--|`|\b(?=memory\.|optim\.|run\.))((?:memory|optim|run|model|data)\.[a-z_]+(?:\.[a-z_]+)?)"
 RECIPES = ("vit_digits", "mlp_fashion_mnist", "distilbert_imdb", "bigbird_imdb")
 
 
 def test_every_setting_that_a_page_names_exists():
     known = {key for name in RECIPES for key in settings_of(load_recipe(name)[0])}
-    known |= {f"data.{field.name}" for kind in (ImageFolder, TextFiles) for field in dataclasses.fields(kind)}
+    known |= {
+        f"data.{field.name}" for kind in (ImageFolder, TextFiles, StreamedText) for field in dataclasses.fields(kind)
+    }
     known |= {key.rsplit(".", 1)[0] for key in known}
     files = {"memory.png", "model.safetensors", "model.safetensors.index", "model.parameters"}  # and what code calls so
     own_models = {"data.size"}  # of the network in docs/your-own-model.md

@@ -21,7 +21,7 @@ from trainer.planner.gpus import host_as_device
 from trainer.planner.knobs import applied, combinations, free_knobs, micro_batch_sizes, wants_plan
 from trainer.world import World
 
-ALONE = World("plain", "cpu", 1)
+ALONE = World("python", "cpu", 1)
 ONLY_MICRO_BATCHES = [
     "--memory.micro_batch_size=auto",
     "--memory.strategy=ddp",
@@ -196,7 +196,7 @@ def test_a_process_that_uses_its_gpu_says_why_it_cannot_predict(monkeypatch) -> 
 def test_a_plan_of_an_earlier_run_of_this_process_is_not_taken(monkeypatch) -> None:
     monkeypatch.setattr("trainer.forecast._search", lambda recipe, world, say: {"memory.micro_batch_size": size})
     monkeypatch.delenv("TRAINER_PLANNED", raising=False)
-    world, auto = World("plain", "cpu", 2), Memory(budget="1GB", micro_batch_size="auto")
+    world, auto = World("python", "cpu", 2), Memory(budget="1GB", micro_batch_size="auto")
     size = 32
     assert planned(digits(memory=auto), world, print).memory.micro_batch_size == 32
     size = 128

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from shards import write_shards
 
 from trainer.cli import run
 from trainer.locate import load_recipe, packaged_recipes
@@ -13,9 +14,11 @@ from trainer.locate import load_recipe, packaged_recipes
 
 def flags(name, data):
     """What makes a recipe small, and where its data and vocabulary are here."""
-    text = [
-        *("--model.weights", "null", "--memory.precision", "32-true"),
-        *("--data.root", str(data / "imdb"), "--data.cache_dir", "CACHE", "--data.max_length", "48"),
+    small = ["--model.weights", "null", "--memory.precision", "32-true", "--data.max_length", "48"]
+    text = [*small, "--data.root", str(data / "imdb"), "--data.cache_dir", "CACHE"]
+    distilbert = [
+        *("--model.name", "distilbert", "--model.tokenizer", str(data / "tokenizers" / "bert-base-uncased")),
+        *("--model.config", "{n_layers: 1, dim: 16, hidden_dim: 16, n_heads: 2}"),
     ]
     return {
         "vit_digits": [],
@@ -25,9 +28,10 @@ def flags(name, data):
             *("--model.name", "custom", "--model.weights", "null", "--model.patch_size", "8", "--model.layers", "1"),
             *("--model.heads", "2", "--model.width", "16", "--model.mlp_width", "16"),
         ],
-        "distilbert_imdb": [
-            *("--model.name", "distilbert", "--model.tokenizer", str(data / "tokenizers" / "bert-base-uncased")),
-            *("--model.config", "{n_layers: 1, dim: 16, hidden_dim: 16, n_heads: 2}", *text),
+        "distilbert_imdb": [*distilbert, *text],
+        "distilbert_streaming": [
+            *(*distilbert, *small, "--data.cache_dir", "CACHE"),
+            *("--data.train_files", "SHARDS/part-0[0-3].parquet", "--data.test_files", "SHARDS/part-04.parquet"),
         ],
         "bigbird_imdb": [
             *("--model.name", "big_bird", "--model.tokenizer", str(data / "tokenizers" / "bigbird-roberta-base")),
@@ -37,11 +41,19 @@ def flags(name, data):
     }[name]
 
 
+def given(name, data, tmp_path):
+    """The flags of a recipe, with a cache and shards of its own."""
+    if "streaming" in name:
+        write_shards(tmp_path / "shards", shards=5, rows=40, group=16)
+    cache, shards = str(tmp_path / "cache"), str(tmp_path / "shards")
+    return [flag.replace("CACHE", cache).replace("SHARDS", shards) for flag in flags(name, data)]
+
+
 @pytest.mark.parametrize("name", packaged_recipes())
 def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    given = [str(tmp_path / "cache") if flag == "CACHE" else flag for flag in flags(name, sample_data)]
-    assert run(["fit", name, "--max_steps", "2", "--run.dir", str(run_dir), *given]) == 0
+    own = given(name, sample_data, tmp_path)
+    assert run(["fit", name, "--max_steps", "2", "--run.dir", str(run_dir), *own]) == 0
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 2)
     recipe, source = load_recipe(str(run_dir / "recipe.yaml"))
@@ -52,9 +64,10 @@ def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_
     assert run(["evaluate", str(run_dir)]) == 0
     assert f"loss {summary['metrics']['test']['loss']:.4f}" in capsys.readouterr().out
 
-    if "imdb" in name:
+    if "distilbert" in name or "bigbird" in name:
         sample = ["--text", "a wonderful film", "dreadful"]
-        shutil.rmtree(tmp_path / "cache")  # prediction needs the run directory only
+        for folder in ("cache", "shards"):  # prediction needs the run directory only
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
     else:
         sample = ["--image", str(next((sample_data / "cifar10" / "folder" / "test" / "frog").iterdir()))]
     assert run(["predict", str(run_dir), *sample]) == 0
@@ -64,6 +77,6 @@ def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_
 
 
 def test_reviews_are_cut_by_length_and_it_is_said(sample_data, tmp_path, capsys):
-    given = [str(tmp_path / "cache") if flag == "CACHE" else flag for flag in flags("distilbert_imdb", sample_data)]
-    assert run(["fit", "distilbert_imdb", "--max_steps", "1", "--run.dir", str(tmp_path / "r"), *given]) == 0
+    own = given("distilbert_imdb", sample_data, tmp_path)
+    assert run(["fit", "distilbert_imdb", "--max_steps", "1", "--run.dir", str(tmp_path / "r"), *own]) == 0
     assert "% of the tokens, micro-batches cut by length" in capsys.readouterr().err

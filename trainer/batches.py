@@ -68,6 +68,12 @@ def windows_of(
     Without a ``quarantine``, bad samples are left out where they are met, and no other rank is told.
     """
     train = recipe.data.train
+    lengths = getattr(train, "lengths", None)
+    require(
+        recipe.memory.micro_batch_tokens is None or lengths is not None,
+        f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
+        f"{type(recipe.data).__name__} does not know before it has read it: leave it out",
+    )
     return Windows(
         size=len(train),
         cut_at=partial(cut_at, recipe, world_size),
@@ -77,7 +83,9 @@ def windows_of(
         rank=rank,
         world_size=world_size,
         reduce=reduce,
-        lengths=getattr(train, "lengths", None),
+        lengths=lengths,
+        groups=getattr(train, "groups", None),
+        probably_longest=getattr(train, "longest", ()),
         augmented=bool(getattr(train, "augmented", False)),
         quarantine=Quarantine(limit=None) if quarantine is None else quarantine,
     )

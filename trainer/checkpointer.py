@@ -222,7 +222,7 @@ class Checkpointer:
         session, origin = self.session, self.origin
         data: dict[str, Any] = {}
         if session.is_first:
-            data = {"dataset": origin.dataset, "tokenizer": origin.tokenizer}
+            data = {"dataset": origin.dataset, "tokenizer": origin.tokenizer, "data_files": origin.data_files}
         facts: dict[str, Any] = {
             "run": origin.run,
             "step": counters.step,

@@ -80,6 +80,11 @@ def main(recipe: Recipe) -> None:
         sys.exit(code)
 
 
+def fit_command(argv: Sequence[str]) -> None:
+    """``trainer fit``, raising what :func:`run` prints: for a launcher with a way of its own to report errors."""
+    _command("fit", list(argv))
+
+
 def _leave_failed_ranks(code: int) -> None:
     """End a rank that failed among several without Python's own end: gloo would abort in it, with another code."""
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -116,6 +121,12 @@ def _report(error: Exception) -> int:
     else:
         raise error
     return 2 if isinstance(error, RecipeError) else 1
+
+
+def _leave_before_training() -> None:
+    from trainer.faults.signals import leave_before_training
+
+    leave_before_training()
 
 
 def _hide_foreign_bars() -> None:
@@ -163,6 +174,7 @@ def _main(recipe: Recipe) -> None:
     from trainer.flags import scan
     from trainer.locate import source_of
 
+    _leave_before_training()
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         raise RecipeError("main(recipe) is for recipe files that are run as scripts: call fit(recipe) instead")

@@ -56,6 +56,22 @@ class Request(NamedTuple):
     seeds: list[int] | None = None
 
 
+@dataclass(frozen=True, eq=False)  # by identity: it is a key of caches, and may have a million entries
+class Groups:
+    """Samples that lie together, such as the row groups of files: fast to read one after the other, slow all over.
+
+    An epoch takes the groups in an order of its own. So many in a row that they hold ``mixed`` samples make a stretch,
+    whose samples are shuffled with each other; stretch follows stretch.
+
+    Args:
+        sizes: samples of every group; they follow one another.
+        mixed: samples of a stretch, at least, but for the last of an epoch.
+    """
+
+    sizes: Sequence[int]
+    mixed: int
+
+
 class BadSample(NamedTuple):
     """A sample that could not be loaded.
 
@@ -234,10 +250,12 @@ class Data:
 
     After ``prepare``, ``train``, ``val`` and ``test`` are map-style datasets (``len`` and ``[i]``) or ``None``.
     Such a dataset may also have ``lengths`` (tokens of each sample, for cutting a batch by length), ``augmented``
-    (``True`` when ``[i]`` draws random numbers; they are then seeded per sample), ``__getitems__(indices)`` that
-    returns a collated batch at once, ``describe(i)``, the file or row of a sample for error messages, and
-    ``fingerprint()``, a text that differs wherever the content of the split does: a run is resumed on the same data
-    only. Without it, the fingerprint is made of the size, the lengths and up to 64 samples.
+    (``True`` when ``[i]`` draws random numbers; torch, NumPy and ``random`` are then seeded per sample),
+    ``__getitems__(indices)`` that returns a collated batch at once, ``groups`` (:class:`Groups`, where reading all over
+    it would be slow), ``longest`` (samples that are likely to be the longest, where ``lengths`` are not known),
+    ``describe(i)``, the file or row of a sample for error messages, and ``fingerprint()``, a text that differs wherever
+    the content of the split does: a run is resumed on the same data only. Without it, the fingerprint is made of the
+    size, the lengths and up to 64 samples.
 
     ``workers`` processes load ahead; a micro-batch that takes one of them more than ``worker_timeout`` seconds ends
     the run. Up to ``max_bad_samples`` samples, over all splits and ranks, may turn out not to be loadable: they are

@@ -28,8 +28,8 @@ class EvaluationStopped(RunError):
     """An evaluation that was left, on all ranks alike, because one of them was asked to stop: nothing is saved yet."""
 
 
-def listed(indices: Sequence[int]) -> str:
-    """The first few of ``indices``, such as ``4, 17, 23, …``."""
+def listed(indices: Sequence[int | str]) -> str:
+    """The first few of ``indices``, such as ``4, 17, 23, …``, or of names."""
     shown = ", ".join(map(str, indices[:MOST_LISTED]))
     return f"{shown}, …" if len(indices) > MOST_LISTED else shown
 

@@ -90,7 +90,7 @@ def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) 
     """What the first process of this machine decides, on all of them."""
     if world.size == 1:
         return decide()
-    if world.launcher == "plain":  # Fabric starts the others from this process, with its environment
+    if world.started_by_fabric:  # Fabric starts the others from this process, with its environment
         asked = hashlib.sha256(repr(recipe).encode()).hexdigest()
         known = json.loads(os.environ.get(PLAN_VARIABLE, "{}"))
         if known.get("of") != asked:  # also when it is of an earlier run of this process
@@ -131,7 +131,7 @@ def _leave(place: Path, answer: dict[str, Any]) -> None:
 
 def forget_plan(world: World) -> None:
     """Remove what the ranks of this machine agreed by; called when all of them have read it."""
-    if world.size > 1 and world.launcher != "plain" and first_here():
+    if world.size > 1 and not world.started_by_fabric and first_here():
         _meeting_place().unlink(missing_ok=True)
 
 
@@ -226,7 +226,7 @@ class Forecast:
 
 def forecast(recipe: Recipe, world: World) -> Forecast | None:
     """Begin to predict what the run will need: in the first process of all, unless ``run.predict`` is false."""
-    if not recipe.run.predict or not first_here() or os.environ.get("RANK", "0") != "0":
+    if not recipe.run.predict or not first_here() or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
         return None
     device = this_device(world.accelerator)
     limit = usable_memory(device, world.size)

@@ -8,7 +8,7 @@ import secrets
 from functools import cached_property
 from typing import Any
 
-from trainer.data.fingerprint import fingerprint, tokenizer_hash
+from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
 from trainer.recipe import Recipe
 from trainer.redact import redact_value
 from trainer.rundir import with_absolute_paths
@@ -34,6 +34,11 @@ class Origin:
     def dataset(self) -> str:
         """Fingerprint of the prepared data; takes seconds, so it is made when it is first needed, on the first rank."""
         return fingerprint(self._data)
+
+    @cached_property
+    def data_files(self) -> dict[str, str]:
+        """A short hash of every file of the data, where those are kept apart."""
+        return data_files(self._data)
 
     @cached_property
     def tokenizer(self) -> str | None:

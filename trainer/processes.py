@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from trainer.slurm import started_by_srun
+
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 
@@ -34,7 +36,7 @@ def end_with_parent() -> None:
 def end_with_launcher() -> None:
     """Where torchrun or Fabric started this process, have it end when they do: killed, they would leave it behind."""
     by_fabric = "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
-    if "TORCHELASTIC_RUN_ID" in os.environ or (by_fabric and "SLURM_NTASKS" not in os.environ):
+    if "TORCHELASTIC_RUN_ID" in os.environ or (by_fabric and not started_by_srun(os.environ)):
         end_with_parent()
     _require_supervisor()
 

@@ -167,6 +167,7 @@ class Resumption:
             self.origin.dataset,
             self.origin.tokenizer,
             self.session.recipe.run.allow_change,
+            self.origin.data_files,
         )
 
     @property

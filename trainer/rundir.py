@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.summary import Summary, summary_text, versions
 from trainer.session import Session
 from trainer.settings import dump_recipe
+from trainer.shared_dir import require_shared
 
 
 def choose_run_dir(session: Session, source: str | None) -> Path:
@@ -38,19 +40,23 @@ def choose_run_dir(session: Session, source: str | None) -> Path:
     )
     name = Path(source).stem if source else "recipe"
     chosen = wanted or f"runs/{name}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = Path(session.fabric.broadcast(chosen)).absolute()
+    run_dir = Path(session.fabric.broadcast(str(Path(chosen).absolute())))
+    session.on_first(partial(_make, run_dir, resume))
+    require_shared(session, run_dir)
+    session.recipe = session.recipe.replace(run=dataclasses.replace(session.recipe.run, dir=str(run_dir)))
+    return run_dir
+
+
+def _make(run_dir: Path, resume: str) -> None:
     require(
         not (run_dir / "recipe.yaml").exists() or _is_resumed(run_dir, resume),
         f"run.dir={run_dir} already holds a run: go on with it by --run.resume auto, or choose another directory",
     )
-    session.recipe = session.recipe.replace(run=dataclasses.replace(session.recipe.run, dir=str(run_dir)))
-    session.fabric.barrier()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(f"run.dir={run_dir} cannot be made ({error.strerror}): choose another directory") from error
     require(os.access(run_dir, os.W_OK), f"run.dir={run_dir} is not writable: choose another directory")
-    return run_dir
 
 
 def _is_resumed(run_dir: Path, resume: str) -> bool:
@@ -76,8 +82,13 @@ def _absolute(part: Any) -> Any:
     """A model or dataset whose text fields that name an existing file or folder name it from the root."""
     texts = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.init}
     named = {name: text for name, text in texts.items() if name != "name" and not name.endswith("_column")}
-    paths = {name: text for name, text in named.items() if isinstance(text, str) and text and Path(text).exists()}
+    paths = {name: text for name, text in named.items() if isinstance(text, str) and text and _is_here(text)}
     return dataclasses.replace(part, **{name: str(Path(text).absolute()) for name, text in paths.items()})
+
+
+def _is_here(text: str) -> bool:
+    """Whether it names something: a file, a folder, or files by a pattern within a folder."""
+    return Path(text).exists() or ("*" in text and Path(text).parent.is_dir())
 
 
 def open_loggers(session: Session, run_dir: Path, resumed_at: int) -> list[Any]:
@@ -135,6 +146,9 @@ def summarise(
         skipped_steps=counters.skipped_steps,
         recoveries=session.recoveries,
         world_size=plan.world_size,
+        launcher=session.world.launcher,
+        nodes=session.world.nodes,
+        backend=session.world.backend,
         batch_size=plan.first_cut.batch_size,
         micro_batch_size=plan.first_cut.micro_batch_size,
         accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else plan.first_cut.accumulate,

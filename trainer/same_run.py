@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manifest import Manifest
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, listed, require
 from trainer.settings import did_you_mean
 
 IGNORED = ("run.dir", "run.resume", "run.allow_change")
@@ -17,7 +17,7 @@ IGNORED = ("run.dir", "run.resume", "run.allow_change")
 BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate")
 """Settings of the section run that change what is trained or found; the others of run and checkpoint do not."""
 
-LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples")
+LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples", "data.cache_dir")
 """Settings of the section data that do not change what is in a sample."""
 
 PLANNED = tuple(
@@ -29,7 +29,13 @@ but rounding."""
 
 
 def require_same_run(
-    path: Path, manifest: Manifest, now: Mapping[str, Any], dataset: str, tokenizer: str | None, allowed: list[str]
+    path: Path,
+    manifest: Manifest,
+    now: Mapping[str, Any],
+    dataset: str,
+    tokenizer: str | None,
+    allowed: list[str],
+    data_files: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Compare what is resumed with what is asked for now.
 
@@ -39,6 +45,7 @@ def require_same_run(
         dataset: fingerprint of the data as it is now.
         tokenizer: hash of the tokenizer as it is now.
         allowed: ``run.allow_change``.
+        data_files: a short hash of every file of the data as it is now, by its name.
 
     Returns:
         A line for each difference.
@@ -50,6 +57,8 @@ def require_same_run(
     lines, refused = [], []
     for key, old, new in _differences(manifest, now, dataset, tokenizer):
         line = f"{key}: {_short(old)} in the checkpoint, {_short(new)} now"
+        if key == "data":
+            line += _changed_files(manifest.data_files, data_files or {})
         lines.append(line)
         section = key.partition(".")[0]
         is_free = _is_free(key) or (key in PLANNED and _has_budget(manifest.recipe, now))
@@ -91,6 +100,17 @@ def _differences(
         yield "data", manifest.dataset[:12], dataset[:12]
     if manifest.tokenizer != tokenizer:
         yield "tokenizer", (manifest.tokenizer or "none")[:12], (tokenizer or "none")[:12]
+
+
+def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Which files of the data have changed, the first few of each kind."""
+    kinds = {
+        "changed": [name for name in before if name in now and before[name] != now[name]],
+        "missing": [name for name in before if name not in now],
+        "new": [name for name in now if name not in before],
+    }
+    told = [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
+    return f" ({'; '.join(told)})" if before and told else ""
 
 
 def _short(value: Any) -> str:

@@ -25,6 +25,8 @@ from trainer.faults.launched import SECONDS_TO_LEAVE, ended_after
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
+from trainer.launching import announced, launch, on_first_rank_first
+from trainer.meeting import meet
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.snapshot import require_recordable
@@ -32,9 +34,13 @@ from trainer.quantities import parse_budget
 from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
-from trainer.world import adopt_fabric_run, detect_world, launch, on_first_rank_first
+from trainer.report.progress import Progress
+from trainer.world import World, find_world
 
 T = TypeVar("T")
+
+SECONDS_TO_START = 60.0
+"""How much later than on the first machine a rank may have started on another, at least."""
 
 
 @dataclass
@@ -44,6 +50,7 @@ class Session:
     recipe: Recipe
     plan: Plan
     fabric: Fabric
+    world: World
     forecast: Forecast | None = None
     agreement: Agreement = field(init=False)
     monitor: Monitor = field(init=False)
@@ -111,15 +118,17 @@ def open_session(recipe: Recipe, saved_in: Path | None = None) -> Iterator[Sessi
 
 
 def _open(recipe: Recipe, saved_in: Path | None) -> Session:
-    recipe = adopt_fabric_run(recipe)
-    world = detect_world(recipe)
+    recipe, world = find_world(recipe)
     unprepared = recipe.data.train
     if saved_in is None:
         require_recordable(recipe, world.accelerator)
         recipe = planned(recipe, world, partial(print, flush=True))
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
     outlook = forecast(recipe, world) if saved_in is None else None
+    meeting = meet(max(SECONDS_TO_START, recipe.run.hang_after))
     fabric = launch(plan, world)
+    del meeting
+    world = announced(world, plan, Progress(recipe.run.progress, fabric.global_rank).message)
     keep_to_budget(recipe, fabric.device)
     if saved_in is not None and recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(saved_in))
@@ -134,7 +143,7 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
     forget_plan(world)
     require(len(recipe.data.train) > 0, "the training set is empty")
     recipe = recipe.replace(model=fill_from_data(recipe.model, recipe.data))
-    return Session(recipe, decide_plan(recipe, world.size), fabric, outlook)
+    return Session(recipe, decide_plan(recipe, world.size), fabric, world, outlook)
 
 
 def keep_to_budget(recipe: Recipe, device: torch.device) -> None:

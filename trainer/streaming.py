@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -121,6 +120,8 @@ def skeleton_on_meta(model: Model) -> nn.Module:
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """What ``build`` makes, with its parameters on meta and its buffers real, on the CPU."""
+    from accelerate import init_empty_weights  # a tenth of a second, for what is rarely done
+
     with init_empty_weights(include_buffers=False), torch.device("cpu"):
         module = build()
     _tie_again(module)

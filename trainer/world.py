@@ -1,24 +1,26 @@
-"""Which processes take part: found out from the launcher's environment, asked of Fabric, and checked."""
+"""Which processes take part: found out from the launcher's environment, and checked against what was asked for."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.fabric import Fabric
-
-from trainer.errors import RecipeError, require
-from trainer.memory.plan import Plan
-from trainer.memory.precision import precision_plugin
-from trainer.memory.sharding import fabric_strategy
-from trainer.processes import end_with_launcher
+from trainer.errors import require
+from trainer.ray_workers import is_ray_worker, ray_layout
 from trainer.recipe import Recipe
+from trainer.slurm import devices_per_node, require_srun, slurm_task
 
 # The names that `fabric run --precision` also takes, and ours for them.
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+ACCELERATE_PRECISION = {"no": None, "fp16": "16-mixed", "bf16": "bf16-mixed"}
+"""``accelerate launch --mixed_precision``, and ``memory.precision`` for it; no leaves the recipe's."""
+
+FABRIC_STARTS = ("python", "accelerate launch")
+"""Launchers that leave one process, from which Fabric starts the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -26,36 +28,84 @@ class World:
     """The processes of a run.
 
     Args:
-        launcher: what started them: plain (one process, or Fabric starts the others), torchrun or slurm.
+        launcher: what started them: python (one process; Fabric starts the others), torchrun, fabric run,
+            accelerate launch, accelerate launch (torchrun), ray or slurm.
         accelerator: cpu or cuda.
         devices: ranks on this node.
         nodes: machines.
+        fallback: why this accelerator was taken, where it is not the one that a person may expect.
+        backend: of the process group, once there is one.
     """
 
     launcher: str
     accelerator: str
     devices: int
     nodes: int = 1
+    fallback: str | None = field(default=None, compare=False)
+    backend: str | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
         """Ranks over all nodes."""
         return self.devices * self.nodes
 
+    @property
+    def started_by_fabric(self) -> bool:
+        """Whether the other ranks are started from this process, or this one from the first."""
+        return self.launcher in FABRIC_STARTS
 
-def adopt_fabric_run(recipe: Recipe, environment: MutableMapping[str, str] = os.environ) -> Recipe:
-    """Take over the options of ``fabric run``, which leaves them in variables and starts the ranks with torchrun.
+    def describe(self, strategy: str) -> str:
+        """What was found, in a line: ``torchrun: 2 ranks on 1 node (2 a node), cpu, gloo, ddp``."""
+        ranks = f"{self.size} rank{'s' * (self.size > 1)} on {self.nodes} node{'s' * (self.nodes > 1)}"
+        parts = [
+            ranks + (f" ({self.devices} a node)" if self.size > 1 else ""),
+            self.accelerator + (f" ({self.fallback})" if self.fallback else ""),
+            self.backend or "no process group",
+            strategy,
+        ]
+        return f"{self.launcher}: {', '.join(parts)}"
 
-    The variables are removed: as long as they are there, Fabric refuses every argument that says the same thing in
-    another way, a strategy object among them.
+
+def find_world(recipe: Recipe, environment: MutableMapping[str, str] = os.environ) -> tuple[Recipe, World]:
+    """The recipe with what the launcher was told, and the world that the two ask for.
+
+    The variables of ``fabric run``, which starts the ranks with torchrun, are removed: as long as they are there,
+    Fabric refuses every argument that says the same thing in another way, a strategy object among them.
+
+    Raises:
+        RecipeError: when they contradict each other.
     """
-    if not int(environment.pop("LT_CLI_USED", "0")):
-        return recipe
-    given = {
-        key: environment.pop(f"LT_{key.upper()}", None)
-        for key in ("accelerator", "strategy", "precision", "devices", "num_nodes")
-    }
-    accelerator, strategy, precision = given["accelerator"], given["strategy"], given["precision"]
+    if int(environment.pop("LT_CLI_USED", "0")):
+        recipe, world = _of_fabric_run(recipe, environment)
+    else:
+        world = detect_world(recipe, environment)
+    _require_devices(world)
+    return recipe, world
+
+
+def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tuple[Recipe, World]:
+    names = ("accelerator", "strategy", "precision", "devices", "num_nodes")
+    asked = {name: environment.pop(f"LT_{name.upper()}", None) for name in names}
+    recipe = _with_options(recipe, asked)
+    world = detect_world(recipe, environment)
+    require(
+        world.launcher == "torchrun",
+        "LT_CLI_USED in the environment says that fabric run started this process, but the variables of torchrun, "
+        "which it starts, are not there: unset LT_CLI_USED",
+    )
+    for name, found in (("devices", world.devices), ("num_nodes", world.nodes)):
+        wanted = asked[name] or ""  # or a list of devices, or auto
+        require(
+            not wanted.isdigit() or int(wanted) == found,
+            f"LT_{name.upper()}={wanted} asks for another world than fabric run has started, whose {name} is {found}: "
+            f"unset LT_{name.upper()}, or say fabric run --{name.replace('_', '-')} {wanted}",
+        )
+    return recipe, dataclasses.replace(world, launcher="fabric run")
+
+
+def _with_options(recipe: Recipe, asked: Mapping[str, str | None]) -> Recipe:
+    """The recipe with the options of ``fabric run``."""
+    accelerator, strategy, precision = asked["accelerator"], asked["strategy"], asked["precision"]
     run: dict[str, Any] = {}
     memory: dict[str, Any] = {}
     if accelerator not in (None, "auto"):
@@ -69,35 +119,43 @@ def adopt_fabric_run(recipe: Recipe, environment: MutableMapping[str, str] = os.
     )
 
 
-def detect_world(recipe: Recipe, environment: MutableMapping[str, str] = os.environ) -> World:
+def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> World:
     """The world that the launcher's environment and the recipe ask for.
 
     Raises:
         RecipeError: when they contradict each other.
     """
-    accelerator = _accelerator(recipe)
+    accelerator, fallback = _accelerator(recipe, environment)
     wanted = recipe.run.devices
+    accelerated = "ACCELERATE_DYNAMO_BACKEND" in environment  # which accelerate launch always sets
+    if accelerated:
+        _refuse_options_of_accelerate(recipe, environment)
     if "TORCHELASTIC_RUN_ID" in environment:
-        world = World(
-            "torchrun", accelerator, int(environment["LOCAL_WORLD_SIZE"]), int(environment["GROUP_WORLD_SIZE"])
-        )
-    elif int(environment.get("SLURM_NTASKS", "1")) > 1:
-        nodes = int(environment.get("SLURM_NNODES", "1"))
-        world = World("slurm", accelerator, int(environment["SLURM_NTASKS"]) // nodes, nodes)
+        name = "accelerate launch (torchrun)" if accelerated else "torchrun"
+        world = World(name, accelerator, int(environment["LOCAL_WORLD_SIZE"]), int(environment["GROUP_WORLD_SIZE"]))
+        _refuse_uneven_nodes(world, environment)
+    elif is_ray_worker(environment):
+        world = World("ray", accelerator, *ray_layout(environment))
+    elif (task := slurm_task(environment)) is not None:
+        gpus = _devices_here(accelerator) if accelerator == "cuda" else None
+        world = World("slurm", accelerator, devices_per_node(task, gpus), len(task.tasks_per_node))
     else:
-        world = World("plain", accelerator, _devices_here(accelerator) if wanted == "auto" else wanted)
+        if wanted == "auto":
+            require_srun(environment)
+        devices = _devices_here(accelerator) if wanted == "auto" else wanted
+        world = World("accelerate launch" if accelerated else "python", accelerator, devices)
         _refuse_unknown_launcher(world, environment)
     require(
         wanted in ("auto", world.devices),
         f"run.devices={wanted} contradicts the launcher: {world.launcher} started {world.devices} process(es) on this "
         "node; leave run.devices out, or start as many",
     )
-    return world
+    return dataclasses.replace(world, fallback=fallback)
 
 
-def _refuse_unknown_launcher(world: World, environment: MutableMapping[str, str]) -> None:
+def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> None:
     """Several processes that do not know of each other would be as many silent single runs."""
-    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"):
         started = int(environment.get(name, "1"))
         # Fabric tells the processes that it starts itself their WORLD_SIZE, too: that of run.devices.
         joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.size
@@ -106,62 +164,43 @@ def _refuse_unknown_launcher(world: World, environment: MutableMapping[str, str]
             f"{name}={started} in the environment says that a launcher started {started} processes, but it is neither "
             "torchrun nor Slurm: start the run with torchrun, fabric run, srun or --run.devices, or unset the variable",
         )
-
-
-def launch(plan: Plan, world: World) -> Fabric:
-    """Start Fabric, and with it the other processes where no launcher has.
-
-    Raises:
-        RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
-    """
-    end_with_launcher()
-    fabric = Fabric(
-        accelerator=world.accelerator,
-        devices=world.devices,
-        num_nodes=world.nodes,
-        strategy=fabric_strategy(plan, world.accelerator),
-        plugins=[precision_plugin(plan.memory, world.accelerator)],
-    )
-    fabric.launch()
+    # For several processes on CPUs, accelerate launch starts one, says where the others would meet, and not how many.
     require(
-        fabric.world_size == world.size,
-        f"{world.size} rank(s) were asked for and {fabric.world_size} came up: check run.devices and the launcher "
-        "(under Slurm, ntasks-per-node must equal run.devices)",
+        world.launcher != "accelerate launch" or world.size > 1 or "MASTER_ADDR" not in environment,
+        "accelerate launch was asked for several processes and started one: start them with "
+        "torchrun --nproc-per-node N -m trainer fit RECIPE, or with trainer fit RECIPE --run.devices N",
     )
-    return fabric
 
 
-def on_first_rank_first(fabric: Fabric, action: Callable[[], Any]) -> None:
-    """Run ``action`` on the first rank of every node, then on the others; an error on it becomes everybody's.
-
-    With a bare barrier in between, the others would wait for a failed rank until the process group's timeout.
-    """
-    error: Exception | None = None
-    if fabric.local_rank == 0:
-        try:
-            action()
-        except Exception as caught:
-            error = caught
-    failed = _any_rank(fabric, error is not None)
-    if error is not None:
-        raise error
-    if failed:
-        raise RecipeError("preparing model and data failed on the first rank of a node, which says why")
-    if fabric.local_rank != 0:
-        action()
+def _refuse_uneven_nodes(world: World, environment: Mapping[str, str]) -> None:
+    """Ranks are counted as those of this node times the nodes."""
+    size = int(environment.get("WORLD_SIZE", world.size))
+    require(
+        size == world.size,
+        f"torchrun started {size} ranks on {world.nodes} node(s), {world.devices} of them on this one: "
+        "start as many on every node, by the same --nproc-per-node",
+    )
 
 
-def _any_rank(fabric: Fabric, flag: bool) -> bool:
-    import torch
+def _refuse_options_of_accelerate(recipe: Recipe, environment: Mapping[str, str]) -> None:
+    """What ``accelerate launch`` tells the library of that name means nothing here: no option is dropped silently."""
+    name = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = ACCELERATE_PRECISION.get(name, "one of its values")
+    require(
+        precision in (None, recipe.memory.precision),
+        f"accelerate launch --mixed_precision {name} contradicts memory.precision={recipe.memory.precision}: "
+        f"say --memory.precision {precision}, and --mixed_precision no",
+    )
+    for option in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        require(
+            environment.get(f"ACCELERATE_USE_{option}", "false").lower() not in ("true", "1"),
+            f"accelerate launch --use_{option.lower()} is not for this trainer: leave it out, and say "
+            "--memory.strategy fsdp",
+        )
 
-    if fabric.world_size == 1:
-        return flag
-    count = torch.tensor(float(flag), device=fabric.device)
-    torch.distributed.all_reduce(count)
-    return bool(count.item())
 
-
-def _accelerator(recipe: Recipe) -> str:
+def _accelerator(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, str | None]:
+    """``cpu`` or ``cuda``, and why it is the former where nobody has asked for it."""
     import torch
 
     if recipe.run.accelerator != "auto":
@@ -169,8 +208,25 @@ def _accelerator(recipe: Recipe) -> str:
             recipe.run.accelerator != "cuda" or torch.cuda.is_available(),
             "run.accelerator=cuda, but torch sees no CUDA device: use run.accelerator cpu or auto",
         )
-        return recipe.run.accelerator
-    return "cuda" if torch.cuda.is_available() else "cpu"
+        return recipe.run.accelerator, None
+    if environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1"):
+        return "cpu", "as accelerate launch was told"
+    if torch.cuda.is_available():
+        return "cuda", None
+    return "cpu", "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+
+
+def _require_devices(world: World) -> None:
+    """Refuse more ranks on this node than it has GPUs."""
+    if world.accelerator != "cuda":
+        return
+    found = _devices_here(world.accelerator)
+    asked = "run.devices asks for" if world.started_by_fabric else f"{world.launcher} started"
+    require(
+        world.devices <= found,
+        f"{asked} {world.devices} ranks on this node, and torch sees {found} GPU(s): use at most {found}, or check "
+        "CUDA_VISIBLE_DEVICES and what the scheduler gives to each process",
+    )
 
 
 def _devices_here(accelerator: str) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from started import StartedRun
 
 from trainer.supervise.journal import newest_step
 
@@ -77,11 +76,9 @@ if __name__ == "__main__":
     main(recipe)
 """
 
-FOREIGN = ("LT_", "TORCHELASTIC", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "NODE_RANK")
 
-
-class Supervised:
-    """A ``trainer run`` in its own session, with everything that it starts.
+class Supervised(StartedRun):
+    """A ``trainer run`` with everything that it starts.
 
     Args:
         folder: for the recipe, the run and what it prints.
@@ -94,19 +91,7 @@ class Supervised:
         recipe = folder / "frail.py"
         recipe.write_text(RECIPE)
         words = ["run", "--backoff", "0.2", *own, "--", str(recipe), "--run.dir", str(self.run_dir), *flags]
-        self.mark = f"supervised-{folder.name}-{os.getpid()}"  # in the environment of every process of the run
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
-        clean |= {"OMP_NUM_THREADS": "1", "TRAINER_TEST_MARK": self.mark}
-        self.output = folder / "output"
-        with open(self.output, "wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer", *words], stdout=file, stderr=file, env=clean, start_new_session=True
-            )
-
-    @property
-    def text(self) -> str:
-        """What it has printed so far."""
-        return self.output.read_text()
+        super().__init__(folder, [sys.executable, "-m", "trainer", *words])
 
     @property
     def journal(self) -> dict:
@@ -119,11 +104,7 @@ class Supervised:
         return [attempt["exit_code"] for attempt in self.journal["attempts"]]
 
     def wait(self, seconds: float = 150.0) -> int:
-        """Its exit code."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end in {seconds} s:\n{self.text}") from None
+        return super().wait(seconds)
 
     def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
         """Until there is a checkpoint of ``step`` or a later one."""
@@ -132,26 +113,3 @@ class Supervised:
             assert time.monotonic() < until, f"no checkpoint of step {step} in:\n{self.text}"
             assert self.process.poll() is None, f"ended before step {step}:\n{self.text}"
             time.sleep(0.05)
-
-    def pids(self) -> list[int]:
-        """Its processes that are alive."""
-        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._has(entry)]
-
-    def _has(self, entry: Path) -> bool:
-        try:
-            return self.mark.encode() in (entry / "environ").read_bytes()
-        except OSError:  # it has ended
-            return False
-
-    def assert_nothing_left(self, seconds: float = 10.0) -> None:
-        """All its processes end within ``seconds``."""
-        until = time.monotonic() + seconds
-        while self.pids():
-            assert time.monotonic() < until, f"left behind: {self.pids()}\n{self.text}"
-            time.sleep(0.1)
-
-    def end(self) -> None:
-        """Kill whatever is left."""
-        for pid in self.pids():
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait()

@@ -35,7 +35,7 @@ def subject_of(data=None, module=None, devices=1, ready=True, **settings):
         data=data or Digits(),
         **{"batch_size": 24, "memory": Memory(micro_batch_size=12), **settings},
     )
-    return Subject(prepared(recipe) if ready else recipe, "own", World("plain", "cpu", devices), ready)
+    return Subject(prepared(recipe) if ready else recipe, "own", World("python", "cpu", devices), ready)
 
 
 def only(found):

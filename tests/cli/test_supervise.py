@@ -103,6 +103,7 @@ def test_own_flags_come_before_the_recipe():
         (["--restarts", "1.5", "--", "r"], "integer"),
         (["--nproc", "0", "--", "r"], "--nproc='0'"),
         (["--epochs", "3", "--", "r"], "unknown flag --epochs"),
+        (["--nnodes", "2", "--", "r"], "--nnodes: trainer run starts the ranks of one machine"),
         (["--restarts"], "needs a value"),
     ],
 )

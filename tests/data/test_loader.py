@@ -1,13 +1,16 @@
 """The loader: the same bits for any number of workers and any cut, and failures that name their sample."""
 
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 
-from trainer.contract import Data, Request
+from trainer.contract import Data, Groups, Request
 from trainer.data import CIFAR10, Digits
 from trainer.data.loader import Loader, SampleError
+from trainer.engine.window import Cut, Windows
 from trainer.errors import RecipeError
 
 
@@ -141,6 +144,31 @@ def test_samples_that_do_not_collate_are_named():
         list(Loader(Named(), refuse)([Request([0, 3])]))
 
 
+class Noisy:
+    """Draws from the three global generators, as a user's transforms may."""
+
+    augmented = True
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_what_is_drawn_from_random_and_numpy_follows_the_seed_of_the_sample(workers):
+    random.seed(3), np.random.seed(4)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    requests = [Request([i, i + 1], [2**62 + i, i + 1]) for i in range(0, 8, 2)]
+    drawn = torch.cat(list(Loader(Noisy(), Data().collate, workers=workers)(requests)))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    for index, seed in ((4, 2**62 + 4), (7, 7)):  # by the one request of a resumed run
+        (alone,) = Loader(Noisy(), Data().collate)([Request([index], [seed])])
+        assert torch.equal(alone[0], drawn[index])
+    assert len(set(drawn[:, 1:].flatten().tolist())) == 24  # no draw is another's
+
+
 def test_a_failure_leaves_the_random_numbers_alone():
     class Broken(Named):
         augmented = True
@@ -150,6 +178,40 @@ def test_a_failure_leaves_the_random_numbers_alone():
     with pytest.raises(SampleError):
         list(Loader(Broken(), Data().collate)([Request([6], [0])]))
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Counting:
+    """Knows which samples it was asked for."""
+
+    def __init__(self, size):
+        self.size, self.asked = size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return {"labels": torch.tensor(index % 2)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "known",
+    [{}, {"lengths": [7 * i % 50 + 1 for i in range(95)]}, {"groups": Groups([10] * 9 + [5], 30)}],
+    ids=["plain", "by length", "by groups"],
+)
+def test_each_rank_loads_the_samples_of_its_own_micro_batches_and_no_others(world_size, known):
+    splits = [Counting(95) for _ in range(world_size)]
+    for rank, split in enumerate(splits):
+        fetch = Loader(split, Data().collate)
+        weigh, cut = (lambda batch: {"loss": float(len(batch["labels"]))}), Cut(24, 4, 1)
+        windows = Windows(95, lambda epoch, cut=cut: cut, fetch, weigh, 0, rank, world_size, **known)
+        own = [i for window in windows.epoch(0) for micro in window if not micro.is_empty for i in micro.indices]
+        assert len(split.asked) - len(own) <= 4  # an empty micro-batch borrows a sample
+        assert sorted(own) == sorted(set(own))
+        split.asked = own
+    assert sorted(index for split in splits for index in split.asked) == list(range(95))
+    assert max(len(split.asked) for split in splits) - min(len(split.asked) for split in splits) <= 4 * 4
 
 
 def test_a_split_travels_to_a_spawned_worker(augmented):

@@ -25,6 +25,7 @@ from trainer.fit import fit
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP
 from trainer.session import Session, evaluation
+from trainer.world import World
 
 SIZE, BATCH = 21, 6
 BAD = (0, 3, 4, 11, 20)
@@ -230,7 +231,7 @@ def evaluate(world_size, split, limit, micro=2):
     )
     torch.manual_seed(0)
     module = fabric.setup_module(recipe.model.build().double())
-    session = Session(recipe, decide_plan(recipe, world_size), fabric)
+    session = Session(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
     run_evaluation = evaluation(session, Forward(fabric, recipe.model, module), "test")
     first = run_evaluation()
     second = run_evaluation()

@@ -13,6 +13,7 @@ from trainer.engine.forward import Forward
 from trainer.memory.plan import decide_plan
 from trainer.recipe import Memory, Recipe
 from trainer.session import Session, evaluation
+from trainer.world import World
 
 SIZES = [1, 2, 13, 31]
 
@@ -38,7 +39,8 @@ def evaluate_on(size, world_size):
     recipe = Recipe(model=model, data=Own(size), batch_size=8, memory=Memory(micro_batch_size=2))
     forward = Forward(fabric, model, module)
     forward.module.train()
-    result = evaluation(Session(recipe, decide_plan(recipe, world_size), fabric), forward, "test")()
+    session = Session(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
+    result = evaluation(session, forward, "test")()
     assert forward.module.training
     return result.loss, result.accuracy, result.samples, result.confusion.tolist()
 
@@ -68,7 +70,7 @@ def test_one_process_agrees_with_plain_pytorch():
 def test_evaluation_is_cut_as_training_is_after_a_recovery():
     model, fabric = make_model("mlp"), make_fabric("64-true", 1)
     recipe = Recipe(model=model, data=Own(31), batch_size=16, memory=Memory(micro_batch_size=8))
-    session = Session(recipe, decide_plan(recipe, 1), fabric)
+    session = Session(recipe, decide_plan(recipe, 1), fabric, World("python", "cpu", 1))
     forward = Forward(fabric, model, fabric.setup_module(model.build().double()))
     sizes = []
     losses = forward.losses

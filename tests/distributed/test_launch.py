@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 RECIPE = """
 from trainer import Memory, Optim, Recipe, main
@@ -21,7 +25,7 @@ recipe = Recipe(
     optim=Optim("sgd", lr=0.1, momentum=0.9, clip_norm=1.0),
     batch_size=50,
     max_steps=8,
-    memory=Memory(micro_batch_size=5),
+    memory=Memory(micro_batch_size=5, precision="64-true"),
 )
 
 if __name__ == "__main__":
@@ -29,7 +33,18 @@ if __name__ == "__main__":
 """
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN_SH = [str(Path(__file__).parents[2] / "launch" / "torchrun.sh"), "2"]
 FABRIC = [sys.executable, "-c", "from lightning.fabric.cli import _main; _main()", "run"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+
+ON_CPU = ["--run.accelerator", "cpu"]
+
+LINES = {
+    "torchrun.sh": "torchrun: 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
+    "fabric": "fabric run: 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
+    "accelerate": "accelerate launch (torchrun): 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
+    "devices": "python: 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +55,23 @@ def recipe_file(tmp_path_factory):
 
 
 def start(command, **environment):
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("LT_", "TORCHELASTIC"))}
+    foreign = ("LT_", "TORCHELASTIC", "ACCELERATE_")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+    clean["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"  # for torchrun
     return subprocess.run(
         command, capture_output=True, text=True, timeout=240, env=clean | {"OMP_NUM_THREADS": "1"} | environment
     )
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def lines(text):
+    """Those that say what was found: one, of the first rank."""
+    return [line for line in text.splitlines() if re.search(r" ranks? on \d+ node", line)]
 
 
 def curve(run_dir):
@@ -54,17 +82,19 @@ def curve(run_dir):
 @pytest.fixture(scope="module")
 def alone(recipe_file, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "alone"
-    done = start([sys.executable, recipe_file, "--run.dir", str(run_dir)])
+    done = start([sys.executable, recipe_file, "--run.dir", str(run_dir), *ON_CPU])
     assert done.returncode == 0, done.stderr
+    assert lines(done.stderr) == ["python: 1 rank on 1 node, cpu, no process group, single"]
     return run_dir
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "fabric", "devices"])
-def test_two_ranks_give_the_loss_curve_of_one(launcher, recipe_file, alone, tmp_path):
+@pytest.mark.parametrize("launcher", LINES)
+def test_two_ranks_give_the_weights_of_one(launcher, recipe_file, alone, tmp_path):
     run_dir = tmp_path / "two"
-    flags = ["--run.dir", str(run_dir)]
+    flags = ["--run.dir", str(run_dir), *ON_CPU]
     command = {
-        "torchrun": [*TORCHRUN, "-m", "trainer", "fit", recipe_file, *flags],
+        "torchrun.sh": [*TORCHRUN_SH, recipe_file, *flags],
+        "accelerate": [*ACCELERATE, "--main_process_port", free_port(), recipe_file, *flags],
         "fabric": [*FABRIC, "--accelerator", "cpu", "--devices", "2", recipe_file, *flags],
         "devices": [sys.executable, "-m", "trainer", "fit", recipe_file, "--run.devices", "2", *flags],
     }[launcher]
@@ -72,9 +102,15 @@ def test_two_ranks_give_the_loss_curve_of_one(launcher, recipe_file, alone, tmp_
     assert done.returncode == 0, done.stderr
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["world_size"], summary["accumulate"], summary["batch_size"]) == (2, 5, 50)
-    assert curve(run_dir) == pytest.approx(curve(alone), rel=1e-5)  # dropout included
+    assert curve(run_dir) == pytest.approx(curve(alone), rel=1e-6)  # dropout included
     single = json.loads((alone / "summary.json").read_text())
-    assert summary["metrics"]["test"]["loss"] == pytest.approx(single["metrics"]["test"]["loss"], rel=1e-5)
+    assert summary["metrics"]["test"]["loss"] == pytest.approx(single["metrics"]["test"]["loss"], rel=1e-6)
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (run_dir, alone))
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert (ours[name] - weight).abs().max() <= 1e-6 * weight.abs().max(), name
+    assert lines(done.stderr) == [LINES[launcher]]
+    assert (summary["launcher"], summary["nodes"], summary["backend"]) == (LINES[launcher].split(":")[0], 1, "gloo")
     assert done.stderr.count("plan: ") == 1  # one rank speaks
 
 

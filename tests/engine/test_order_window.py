@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.contract import Groups
 from trainer.engine.order import batch_indices, derive_seed, permutation, steps_in_epoch
 from trainer.engine.window import Cut, Windows, at_epoch, cut_batch, decide_cut, padded, padding_share
 from trainer.errors import RecipeError
@@ -35,6 +36,74 @@ def test_the_order_never_changes():
 
 PERMUTATION = [7, 8, 1, 4, 9, 6, 3, 0, 5, 2]
 SEED = 8479124504904169328
+
+group_sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+@given(st.integers(0, 2**62), st.integers(0, 9), group_sizes, st.integers(1, 60), st.integers(1, 40))
+def test_with_groups_an_epoch_takes_every_sample_once(seed, epoch, sizes, mixed, batch_size):
+    size = sum(sizes)
+    batches = [
+        batch_indices(seed, epoch, step, size, batch_size, Groups(sizes, mixed))
+        for step in range(steps_in_epoch(size, batch_size))
+    ]
+    assert sorted(index for batch in batches for index in batch) == list(range(size))
+    assert {len(batch) for batch in batches[:-1]} <= {batch_size}
+
+
+def group_of(sizes):
+    return [number for number, size in enumerate(sizes) for _ in range(size)]
+
+
+def test_a_stretch_is_mixed_and_needs_no_other_groups():
+    sizes = [10] * 40
+    of = group_of(sizes)
+    groups = Groups(sizes, 80)
+    stretches = [batch_indices(1, 0, step, 400, 80, groups) for step in range(5)]
+    assert [len({of[index] for index in batch}) for batch in stretches] == [8] * 5
+    batches = [batch_indices(1, 0, step, 400, 16, groups) for step in range(25)]
+    assert min(len({of[index] for index in batch}) for batch in batches) > 4
+    assert batches != [batch_indices(1, 1, step, 400, 16, groups) for step in range(25)]
+    assert batches != [batch_indices(2, 0, step, 400, 16, groups) for step in range(25)]
+
+
+def test_the_order_with_groups_never_changes():
+    assert batch_indices(0, 0, 1, 12, 4, Groups((3, 2, 4, 3), 5)) == GROUPED
+
+
+GROUPED = [4, 11, 6, 8]
+
+
+def grouped_windows(sizes, mixed, cut, rank, world_size):
+    """Windows whose micro-batches are their samples."""
+    return Windows(
+        sum(sizes), lambda epoch: cut, lambda requests: ({"labels": r.indices} for r in requests),
+        lambda batch: {"loss": 1.0}, seed=0, rank=rank, world_size=world_size, groups=Groups(sizes, mixed),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batch_size", [16, 4])
+def test_a_rank_reads_a_share_of_the_groups_and_all_ranks_every_sample(micro_batch_size):
+    sizes, world_size = [25] * 64, 4
+    of = group_of(sizes)
+    read = [set() for _ in range(world_size)]
+    samples = Counter()
+    for rank in range(world_size):
+        for window in grouped_windows(sizes, 400, Cut(64, micro_batch_size, 1), rank, world_size).epoch(0):
+            for micro in window:
+                samples.update(micro.batch["labels"])
+                read[rank] |= {of[index] for index in micro.batch["labels"]}
+    assert samples == Counter(range(sum(sizes)))
+    assert all(len(groups) < 0.4 * len(sizes) for groups in read)
+
+
+def test_with_groups_a_micro_batch_has_its_dropout_on_any_number_of_ranks():
+    def micro_batches(world_size):
+        windows = [grouped_windows([10] * 12, 40, Cut(24, 3, 1), rank, world_size) for rank in range(world_size)]
+        return sorted((m.seed, m.indices) for w in windows for window in w.epoch(1) for m in window if not m.is_empty)
+
+    assert micro_batches(1) == micro_batches(2) == micro_batches(4)
+
 
 lengths_of = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 

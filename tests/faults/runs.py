@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from started import StartedRun
 
 RECIPE = """
 import os, signal, time
@@ -102,8 +101,8 @@ LONGEST = 30.0
 """Seconds that the end of a disturbed run may take; fifteen are promised, on a machine with nothing else to do."""
 
 
-class DisturbedRun:
-    """A run in its own session, so that nothing of it can be missed.
+class DisturbedRun(StartedRun):
+    """A run of the recipe above.
 
     Args:
         folder: for the recipe, the run and what it prints.
@@ -118,19 +117,7 @@ class DisturbedRun:
         fit = ["-m", "trainer", "fit", str(recipe), "--run.dir", str(folder / "run"), *flags]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         several = ["--run.devices", str(ranks)] if ranks > 1 else []
-        command = [sys.executable, *(torchrun + fit if launcher == "torchrun" else fit + several)]
-        foreign = ("LT_", "TORCHELASTIC", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "NODE_RANK")
-        clean = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
-        self.mark = f"disturbed-{folder.name}-{os.getpid()}"  # in the environment of every process of the run
-        clean |= {"OMP_NUM_THREADS": "1", "TRAINER_TEST_MARK": self.mark}
-        self.output = folder / "output"
-        with open(self.output, "wb") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=clean, start_new_session=True)
-
-    @property
-    def text(self) -> str:
-        """What it has printed so far."""
-        return self.output.read_text()
+        super().__init__(folder, [sys.executable, *(torchrun + fit if launcher == "torchrun" else fit + several)])
 
     def errors(self) -> list[str]:
         """The lines of its errors, in order."""
@@ -143,33 +130,3 @@ class DisturbedRun:
             assert time.monotonic() < until, f"{text!r} is not in:\n{self.text}"
             assert self.process.poll() is None, f"ended before {text!r}:\n{self.text}"
             time.sleep(0.1)
-
-    def wait(self, seconds: float) -> int:
-        """Its exit code."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end in {seconds} s:\n{self.text}") from None
-
-    def pids(self) -> list[int]:
-        """Its processes that are alive."""
-        return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit() and self._has(folder)]
-
-    def _has(self, folder: Path) -> bool:
-        try:
-            return self.mark.encode() in (folder / "environ").read_bytes()
-        except OSError:  # it has ended
-            return False
-
-    def assert_no_orphan(self) -> None:
-        """All processes of the run end within seconds."""
-        until = time.monotonic() + 10
-        while self.pids():
-            assert time.monotonic() < until, f"left behind: {self.pids()}\n{self.text}"
-            time.sleep(0.2)
-
-    def end(self) -> None:
-        """Kill whatever is left."""
-        for pid in self.pids():
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait()

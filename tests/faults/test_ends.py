@@ -23,7 +23,7 @@ def disturb(start, launcher, ranks, rank, what, *flags):
     run = start(launcher, ranks, "--model.what", what, "--model.rank", str(rank), *flags)
     run.wait_for(STEPS_ARE_TAKEN)
     assert run.wait(LONGEST) == 1
-    run.assert_no_orphan()
+    run.assert_nothing_left()
     return run
 
 
@@ -98,7 +98,7 @@ def test_a_rank_that_hangs_in_its_data_is_named_with_the_samples(start):
     for line in run.errors():
         assert re.search(r"error: rank 1, step 3, loading, samples \d+, \d+, \d+, \d+: no progress for \d+ s$", line)
     assert "time.sleep(1000)" in run.text
-    run.assert_no_orphan()
+    run.assert_nothing_left()
 
 
 def test_the_first_process_is_killed_and_no_rank_is_left(start):
@@ -107,7 +107,7 @@ def test_the_first_process_is_killed_and_no_rank_is_left(start):
     assert len(run.pids()) >= 2
     run.process.kill()
     assert run.wait(10) == -signal.SIGKILL
-    run.assert_no_orphan()
+    run.assert_nothing_left()
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_the_agent_of_torchrun_is_killed_and_no_rank_is_left(flags, start):
     assert len(run.pids()) >= 3
     run.process.kill()
     run.wait(10)
-    run.assert_no_orphan()
+    run.assert_nothing_left()
 
 
 @pytest.mark.parametrize("launcher", ["plain", pytest.param("torchrun", marks=pytest.mark.slow)])
@@ -129,7 +129,7 @@ def test_ctrl_c_twice_leaves_no_process_and_no_traceback_of_a_worker(launcher, s
     time.sleep(1.0)
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait(LONGEST) != 0
-    run.assert_no_orphan()
+    run.assert_nothing_left()
     assert "DataLoader worker" not in run.text
     if launcher == "plain":  # torchrun's agent shows one of its own
         assert "Traceback" not in run.text

@@ -147,3 +147,42 @@ def test_a_forked_child_neither_holds_the_lock_nor_drops_it(tmp_path):
     other = subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert "in use by" in other.stderr
     lock.release()
+
+
+@pytest.mark.parametrize(
+    ("owner", "taken_over"),
+    [
+        ({"slurm_job": "here:17", "slurm_restarts": 0}, True),
+        ({"slurm_job": "here:17", "slurm_restarts": 1}, False),  # another step of this very start
+        ({"slurm_job": "here:18", "slurm_restarts": 0}, False),
+        ({"slurm_job": "there:17", "slurm_restarts": 0}, False),
+        ({}, False),
+    ],
+)
+def test_a_job_that_slurm_starts_again_elsewhere_takes_its_own_lock_over(tmp_path, monkeypatch, owner, taken_over):
+    for name, value in {"JOB_ID": "17", "CLUSTER_NAME": "here", "RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    write(tmp_path, host="another", pid=4711, boot_id="another", **owner)
+    take_or_be_refused(tmp_path, taken_over)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "taken_over"),
+    [("night", "night", True), ("night", "day", False), ("none", "none", False), ("night", None, False)],
+)
+def test_ranks_that_torchrun_starts_again_on_another_machine_take_their_own_lock_over(
+    tmp_path, monkeypatch, ours, theirs, taken_over
+):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", ours)
+    write(tmp_path, host="another", pid=4711, boot_id="another", **({"rendezvous": theirs} if theirs else {}))
+    take_or_be_refused(tmp_path, taken_over)
+
+
+def take_or_be_refused(folder, taken_over):
+    lock = RunLock(folder)
+    if not taken_over:
+        with pytest.raises(RecipeError, match="another machine"):
+            lock.acquire()
+        return
+    assert "the run of pid 4711 on another since 2026-01-02 has died" in lock.acquire()
+    lock.release()

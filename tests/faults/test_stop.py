@@ -27,7 +27,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(name, ranks, start):
     pid = pid_of(run, 1) if (name, ranks) == ("SIGTERM", 2) else run.process.pid
     os.kill(pid, getattr(signal, name))
     assert run.wait(LONGEST) == EXIT_REQUEUE
-    run.assert_no_orphan()
+    run.assert_nothing_left()
     assert "Traceback" not in run.text
     step = int(re.search(r"stopped by .* after step (\d+); nothing is lost", run.text)[1])
     (checkpoint,) = (run.output.parent / "run" / "checkpoints").iterdir()
@@ -40,7 +40,7 @@ def test_torchrun_passes_the_signal_on_and_waits_for_the_checkpoint(start):
     run.wait_for("step 1/2000")
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(60) != 0
-    run.assert_no_orphan()
+    run.assert_nothing_left()
     assert "nothing is lost" in run.text
     assert "DataLoader worker" not in run.text
     assert len(list((run.output.parent / "run" / "checkpoints").iterdir())) == 1

@@ -18,7 +18,7 @@ CHUNK = 16 * 2**20
 TYPES: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("run", "plan", "dataset", "created"), str),
     **dict.fromkeys(("step", "epoch", "step_in_epoch", "seed", "world_size", "format"), int),
-    **dict.fromkeys(("recipe", "versions", "files"), dict),
+    **dict.fromkeys(("recipe", "versions", "files", "data_files"), dict),
     "tokenizer": (str, type(None)),
     "figures": (dict, type(None)),
 }
@@ -51,6 +51,7 @@ class Manifest:
         figures: of the last evaluation, if it was made after this very step.
         created: when, UTC.
         files: ``{"bytes", "sha256"}`` of every other file, by name.
+        data_files: a short hash of every file of the data, by its name, where those are kept apart.
     """
 
     run: str
@@ -68,10 +69,13 @@ class Manifest:
     created: str
     files: Mapping[str, Mapping[str, Any]]
     format: int = FORMAT
+    data_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
         """With a hash of its own content, so that a changed manifest is found as well as a changed file."""
         content = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if not self.data_files:  # as in manifests from before there was such a thing
+            del content["data_files"]
         return json.dumps({**content, "digest": _digest(content)}, indent=1, ensure_ascii=False) + "\n"
 
 

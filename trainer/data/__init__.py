@@ -1,6 +1,7 @@
 """Datasets: typed settings that become train, val and test. Importing this imports no torch."""
 
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
+from trainer.data.streamed import StreamedText
 from trainer.data.text import IMDb, TextFiles
 
-__all__ = ["CIFAR10", "Digits", "FashionMNIST", "IMDb", "ImageFolder", "TextFiles"]
+__all__ = ["CIFAR10", "Digits", "FashionMNIST", "IMDb", "ImageFolder", "StreamedText", "TextFiles"]

@@ -57,16 +57,14 @@ def hold_out(labels: Sequence[int], fraction: float, key: str) -> tuple[list[int
     Raises:
         RecipeError: naming ``key`` when a class has too few samples to be in both parts.
     """
-    from sklearn.model_selection import train_test_split
-
-    positions = range(len(labels))
     if fraction == 0:
-        return list(positions), []
+        return list(range(len(labels))), []
+    from trainer.data.stratified import stratified_split
+
     try:
-        kept, held = train_test_split(positions, test_size=fraction, random_state=_SPLIT_SEED, stratify=labels)
+        return stratified_split(labels, fraction, _SPLIT_SEED)
     except ValueError as error:
         raise RecipeError(
             f"{key}={fraction} of {len(labels)} samples cannot hold every class ({error}): "
             "use another fraction or more samples"
         ) from error
-    return sorted(kept), sorted(held)

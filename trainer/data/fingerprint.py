@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
 from trainer.contract import Data
 from trainer.data.content import Content
+from trainer.data.generators import generators_kept, seed_generators
 from trainer.data.tables import add_rows, blocks, spread
 from trainer.errors import require
 
@@ -48,6 +45,17 @@ def fingerprint(data: Data) -> str:
     return content.hexdigest()
 
 
+def data_files(data: Data) -> dict[str, str]:
+    """A short hash of every file of a dataset whose splits define ``files()``: what to name when one has changed."""
+    splits = {name: getattr(data, name) for name in ("train", "val", "test")}
+    return {
+        f"{name}/{file}": digest
+        for name, split in splits.items()
+        if callable(getattr(split, "files", None))
+        for file, digest in split.files().items()
+    }
+
+
 def split_fingerprint(split: Any) -> str:
     """Of one split; see :func:`fingerprint`."""
     own = getattr(split, "fingerprint", None)
@@ -64,7 +72,7 @@ def split_fingerprint(split: Any) -> str:
     if _is_table(split):
         for rows in blocks(size, split.data.nbytes * size // max(1, split.data.num_rows)):
             add_rows(content, split, rows)
-    with _fixed_generators():
+    with generators_kept():
         for index in spread(size, SAMPLES):
             content.add(index)
             content.add(_sample(split, index))
@@ -78,25 +86,11 @@ def _is_table(split: Any) -> bool:
 
 
 def _sample(split: Any, index: int) -> Any:
-    torch.random.default_generator.manual_seed(_SEED + index)
-    random.seed(_SEED + index)
-    np.random.seed(_SEED + index)
+    seed_generators(_SEED + index)
     try:
         return split[index]
     except Exception as error:  # the loader deals with it, when it is this sample's turn
         return f"cannot be loaded: {type(error).__name__}"
-
-
-@contextmanager
-def _fixed_generators() -> Iterator[None]:
-    generator = torch.random.default_generator
-    before = generator.get_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        generator.set_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
 
 
 def tokenizer_hash(tokenizer: Any) -> str | None:

@@ -114,14 +114,14 @@ class Digits(_Images):
         require_fraction("data.test_fraction", self.test_fraction, zero=False)
 
     def prepare(self, tokenizer: Any = None) -> None:
-        """Read the images from scikit-learn and split them."""
+        """Read the images from scikit-learn's files and split them."""
         import torch
-        from sklearn.datasets import load_digits
 
-        digits = load_digits()
-        images = torch.from_numpy((digits.images * (255 / 16)).round()).to(torch.uint8)[:, None]
-        labels = torch.from_numpy(digits.target).long()
-        self._set_classes([str(name) for name in digits.target_names])
+        from trainer.data.digits import read_digits
+
+        pixels, labels = map(torch.from_numpy, read_digits())
+        images = (pixels * (255 / 16)).round().to(torch.uint8)[:, None]
+        self._set_classes([str(number) for number in range(10)])
         rest, test = hold_out(labels.tolist(), self.test_fraction, "data.test_fraction")
         kept, held = hold_out(labels[rest].tolist(), self.val_fraction, "data.val_fraction")
         self.train = self._split(images, labels, self.augment, "scikit-learn digits", [rest[i] for i in kept])

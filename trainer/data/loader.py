@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from trainer.contract import BadSample, Incomplete, Request
 from trainer.data.common import reason
+from trainer.data.generators import generators_kept, seed_generators
 from trainer.data.labels import stray_labels
 from trainer.data.workers import load_in_workers
 from trainer.errors import RecipeError
@@ -21,9 +20,9 @@ class SampleError(RecipeError):
 class Loader:
     """Load the micro-batches that are asked for, one a request, in order.
 
-    What comes out does not depend on ``workers``: sample ``i`` is drawn with torch's global CPU generator seeded by
-    its own seed, and the caller's generators are left as they were. (Random numbers drawn from elsewhere, such as
-    ``random`` or NumPy, are not seeded.)
+    What comes out does not depend on ``workers``: sample ``i`` of an ``augmented`` split is drawn with the global
+    generators (torch's of the CPU, NumPy's, that of ``random``) seeded by its own seed, and the caller's are left as
+    they were.
 
     Args:
         split: a map-style dataset, as :class:`trainer.contract.Data` describes it. Where ``__getitems__`` returns a
@@ -104,16 +103,11 @@ class _Fetch:
         return self._guard(indices, self.collate, samples)
 
     def _draw(self, indices: Sequence[int], seeds: Sequence[int]) -> list[Any]:
-        generator = torch.random.default_generator
-        state = generator.get_state()
         samples = []
-        try:
+        with generators_kept():
             for i, seed in zip(indices, seeds, strict=True):
-                # Not torch.manual_seed: it would seed the GPUs too, and dropout there with them.
-                generator.manual_seed(seed)
+                seed_generators(seed)
                 samples.append(self._guard([i], self.split.__getitem__, i))
-        finally:
-            generator.set_state(state)
         return samples
 
     def _guard(self, indices: Sequence[int], function: Callable[[Any], Any], argument: Any) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import datasets
 import pandas
 from datasets.utils.extract import Extractor
 
+from trainer.data.cache import checksum, content_of, hash_of
 from trainer.data.common import reason
 from trainer.errors import RecipeError, require
 
@@ -30,14 +32,16 @@ class Rows:
     """One split as it was found.
 
     Args:
-        table: the rows, on disk.
+        content: a hash of what is in it.
+        read: puts the rows on disk, with a cache in the folder that it is given.
         source: the file or data set, for messages.
         first: number of the first row, as ``counting`` counts.
         counting: how rows are numbered, in words.
         files: the file of every row, where each has its own.
     """
 
-    table: datasets.Dataset
+    content: str
+    read: Callable[[str], datasets.Dataset]
     source: str
     first: int = 0
     counting: str = ""
@@ -48,42 +52,38 @@ class Rows:
             return self.files[index]
         return f"{self.source} row {index + self.first} ({self.counting})"
 
-    def check_columns(self, **wanted: str) -> None:
-        """Refuse a missing column: ``text_column="text"`` says which field asks for which."""
-        found = self.table.column_names
-        for field, name in wanted.items():
-            near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
-            require(
-                name in found,
-                f"data.{field}={name!r}: {self.source} has no such column; it has {', '.join(map(repr, found))}"
-                + (f"; did you mean {near[0]!r}?" if near else ""),
-            )
 
-    def labels(self, column: str) -> list[str]:
-        """The label of every row as text: ``"1"`` for 1.
-
-        Raises:
-            RecipeError: naming the first row without one.
-        """
-        values = ["" if _is_missing(value) else str(value) for value in self.table[column][:]]
-        if "" in values:
-            raise RecipeError(f"{self.describe(values.index(''))} has no {column}: add it or remove the row")
-        return values
+def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
+    """Refuse a missing column: ``text_column="text"`` says which field asks for which."""
+    for field, name in wanted.items():
+        near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
+        require(
+            name in found,
+            f"data.{field}={name!r}: {source} has no such column; it has {', '.join(map(repr, found))}"
+            + (f"; did you mean {near[0]!r}?" if near else ""),
+        )
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
+    """Whether a cell holds nothing."""
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
-def read_file(path: Path, cache_dir: str | None) -> Rows:
-    """Read a .csv, .parquet or .jsonl file.
+def find_file(path: Path, cache: Path) -> Rows:
+    """The rows of a .csv, .parquet or .jsonl file.
 
     Raises:
-        RecipeError: naming the file when it is missing, empty, malformed or of another kind.
+        RecipeError: naming the file when it is missing or of another kind; when they are read, also when it is empty
+            or malformed.
     """
     kind = path.suffix.lower()
     require(path.is_file(), f"there is no file {path}: check the path")
     require(kind in _BUILDERS, f"{path} is none of {', '.join(_BUILDERS)}: convert it to one of them")
+    (content,) = content_of(cache, [path], partial(checksum, most_bytes=math.inf))
+    return Rows(f"{kind} {content}", partial(_read_file, path, kind), str(path), *_COUNTING[kind])
+
+
+def _read_file(path: Path, kind: str, cache_dir: str) -> datasets.Dataset:
     try:
         _refuse_archive(path)
         if kind == ".jsonl":
@@ -95,7 +95,7 @@ def read_file(path: Path, cache_dir: str | None) -> Rows:
     except Exception as error:  # each format's reader has its own exceptions
         raise RecipeError(f"{path} cannot be read as {kind[1:]} ({reason(error)}): mend the file") from error
     require(len(table) > 0, f"{path} has no rows")
-    return Rows(table, str(path), *_COUNTING[kind])
+    return table
 
 
 def _refuse_archive(path: Path) -> None:
@@ -123,28 +123,34 @@ def _csv_options(path: Path) -> dict[str, Any]:
     return {"features": features, "keep_default_na": False}
 
 
-def read_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache_dir: str | None) -> Rows:
-    """Read ROOT/PART/NAME/*.txt, one text a file, for every ``(name, label)`` of ``classes``.
+def find_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache: Path) -> Rows:
+    """The rows ROOT/PART/NAME/*.txt, one text a file, for every ``(name, label)`` of ``classes``.
 
     Raises:
-        RecipeError: for a missing folder, one without texts, and a file that is not UTF-8.
+        RecipeError: for a missing folder or one without texts; when they are read, for a file that is not UTF-8.
     """
-    files: list[tuple[str, int, int, int]] = []
+    files: list[tuple[str, int]] = []
     for name, label in classes:
         folder = root / part / name
         paths = sorted(folder.glob("*.txt"))
         require(len(paths) > 0, f"{folder} is missing or holds no .txt files")
-        # Size and time of change are read by nobody: they put a changed file under another key in the cache.
-        files += [(str(path), label, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        files += [(str(path), label) for path in paths]
+    hashes = content_of(cache, [Path(path) for path, _ in files], partial(checksum, most_bytes=math.inf))
+    content = hash_of(hashes, [label for _, label in files])
+    return Rows(
+        content, partial(_read_folders, root / part, files), str(root / part), files=[path for path, _ in files]
+    )
+
+
+def _read_folders(folder: Path, files: list[tuple[str, int]], cache_dir: str) -> datasets.Dataset:
     try:
-        table = datasets.Dataset.from_generator(_read_texts, gen_kwargs={"files": files}, cache_dir=cache_dir)
+        return datasets.Dataset.from_generator(_read_texts, gen_kwargs={"files": files}, cache_dir=cache_dir)
     except Exception as error:  # datasets wraps what the generator raises
-        raise RecipeError(f"{root / part} cannot be read: {reason(error)}") from error
-    return Rows(table, str(root / part), files=[file[0] for file in files])
+        raise RecipeError(f"{folder} cannot be read: {reason(error)}") from error
 
 
-def _read_texts(files: list[tuple[str, int, int, int]]) -> Iterator[dict[str, Any]]:
-    for path, label, *_ in files:
+def _read_texts(files: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
+    for path, label in files:
         yield {"text": _read_text(path), "label": label}
 
 
@@ -155,7 +161,7 @@ def _read_text(path: str) -> str:
         raise RecipeError(f"{path} is not UTF-8 text: save it as UTF-8 or remove it") from None
 
 
-def read_hub(name: str, cache_dir: str | None) -> dict[str, Rows]:
+def find_hub(name: str, cache_dir: str | None) -> dict[str, Rows]:
     """Load the train and test splits of a dataset from the Hugging Face hub, or from its cache.
 
     Raises:
@@ -170,4 +176,13 @@ def read_hub(name: str, cache_dir: str | None) -> dict[str, Rows]:
             "test.csv, or to an unpacked aclImdb folder"
         ) from error
     parts = zip(("train", "test"), tables, strict=True)
-    return {part: Rows(table, f"{name} {part}", 0, "the first is row 0, as on the hub") for part, table in parts}
+    counting = "the first is row 0, as on the hub"
+    # The fingerprint follows the revision on the hub.
+    return {
+        part: Rows(table._fingerprint, partial(_as_loaded, table), f"{name} {part}", 0, counting)
+        for part, table in parts
+    }
+
+
+def _as_loaded(table: datasets.Dataset, cache_dir: str) -> datasets.Dataset:
+    return table

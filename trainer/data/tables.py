@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from trainer.data.content import Content
 
 MOST_BYTES = 1 << 30
@@ -40,6 +37,9 @@ def add_rows(content: Content, table: Any, rows: Sequence[int]) -> None:
 
 
 def _add_array(content: Content, array: Any) -> None:
+    import pyarrow as pa  # here: few runs need it to begin
+    import pyarrow.compute as pc
+
     kind = array.type
     content.add(str(kind))
     content.add(array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None)

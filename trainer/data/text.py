@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +11,21 @@ from trainer.data.common import check_loading, hold_out, local_path, require_fra
 from trainer.errors import RecipeError, require, require_positive
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from datasets import Dataset
+    from numpy import ndarray
     from torch import Tensor
 
     from trainer.data.rows import Rows
 
 
-class _Texts(Data):
-    """What the text datasets share: the checks, labels to classes, tokenising, padding."""
+class Texts(Data):
+    """What all text datasets share: checks, padding, classes."""
 
     num_classes: int
     class_names: list[str]
     max_length: int
-    val_fraction: float
     text_column: str
     label_column: str
     cache_dir: str | None
@@ -31,36 +34,11 @@ class _Texts(Data):
 
     def __post_init__(self) -> None:
         require_positive("data.max_length", self.max_length)
-        require_fraction("data.val_fraction", self.val_fraction)
         check_loading(self)
         require(
             self.text_column != self.label_column,
             f"data.text_column and data.label_column are both {self.text_column!r}: they must differ",
         )
-
-    def prepare(self, tokenizer: Any = None) -> None:
-        """Read, check and tokenise; what was tokenised before is taken from the cache.
-
-        Raises:
-            RecipeError: naming the file, column or row that will not do.
-        """
-        from trainer.data.tokens import Padder, Tokens, check_tokenizer, tokenise
-
-        check_tokenizer(tokenizer, self.max_length)
-        parts = self._read()
-        for rows in parts.values():
-            rows.check_columns(text_column=self.text_column, label_column=self.label_column)
-        classes = self._classes(parts["train"])
-        labels = {part: self._label(rows, classes) for part, rows in parts.items()}
-        self._pad = Padder(tokenizer, self.max_length)
-        splits = {
-            part: Tokens(tokenise(rows, self.text_column, tokenizer, self.max_length), labels[part], rows, self._pad)
-            for part, rows in parts.items()
-        }
-        self.train, self.val, self.test = splits["train"], splits.get("val"), splits.get("test")
-        if self.val_fraction:
-            kept, held = hold_out(labels["train"], self.val_fraction, "data.val_fraction")
-            self.train, self.val = splits["train"].select(kept), splits["train"].select(held)
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Pad samples of a prepared dataset to a batch."""
@@ -81,30 +59,77 @@ class _Texts(Data):
             require(bool(text.strip()), f"text {position} (the first is 1) is empty")
         return Padder(tokenizer, self.max_length)(encode(texts, tokenizer, self.max_length))
 
-    def _read(self) -> dict[str, Rows]:
-        raise NotImplementedError
-
-    def _classes(self, train: Rows) -> dict[str, int]:
-        """The class of every label text; sets ``class_names`` and ``num_classes``."""
-        raise NotImplementedError
-
     def _set_classes(self, names: Sequence[str]) -> None:
         self.class_names = list(names)
         self.num_classes = len(self.class_names)
 
-    def _label(self, rows: Rows, classes: Mapping[str, int]) -> list[int]:
-        texts = rows.labels(self.label_column)
-        for index, text in enumerate(texts):
-            if text not in classes:
-                raise RecipeError(
-                    f"{rows.describe(index)}: {self.label_column} {text!r} is not one of {', '.join(classes)}, "
-                    "the labels of the training data"
-                )
-        return [classes[text] for text in texts]
+
+class _Tokenised(Texts):
+    """What the text datasets share that are tokenised before training."""
+
+    val_fraction: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("data.val_fraction", self.val_fraction)
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        """Read, check and tokenise; what was tokenised before is taken from the cache.
+
+        Raises:
+            RecipeError: naming the file, column or row that will not do.
+        """
+        from trainer.data.cache import cache_folder
+        from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_texts, tokenise
+
+        check_tokenizer(tokenizer, self.max_length)
+        cache = cache_folder(self.cache_dir)
+        found = self._find(cache)
+        tables = {
+            part: tokenise(rows, self.text_column, self.label_column, tokenizer, self.max_length, cache)
+            for part, rows in found.items()
+        }
+        classes = self._classes(found["train"].source, label_texts(tables["train"]))
+        self._pad = Padder(tokenizer, self.max_length)
+        splits = {
+            part: Tokens(table, self._label(found[part], table, classes), found[part], self._pad)
+            for part, table in tables.items()
+        }
+        self.train, self.val, self.test = splits["train"], splits.get("val"), splits.get("test")
+        if self.val_fraction:
+            kept, held = hold_out(splits["train"].labels, self.val_fraction, "data.val_fraction")
+            self.train, self.val = splits["train"].select(kept), splits["train"].select(held)
+
+    def _find(self, cache: Path) -> dict[str, Rows]:
+        """The rows of every split that there is."""
+        raise NotImplementedError
+
+    def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
+        """The class of every label text of the training data; sets ``class_names`` and ``num_classes``."""
+        raise NotImplementedError
+
+    def _label(self, rows: Rows, table: Dataset, classes: Mapping[str, int]) -> ndarray:
+        from trainer.data.tokens import label_numbers
+
+        numbers = label_numbers(table, classes)
+        if len(unknown := (numbers < 0).nonzero()[0]):
+            index = int(unknown[0])
+            raise RecipeError(
+                f"{rows.describe(index)}: {self.label_column} {table[index]['label_text']!r} is not one of "
+                f"{', '.join(classes)}, the labels of the training data"
+            )
+        return numbers
+
+
+def sort_classes(labels: Iterable[str]) -> list[str]:
+    """The different labels in order, numbers by value."""
+    names = set(labels)
+    numbers = all(name.removeprefix("-").isdecimal() for name in names)
+    return sorted(names, key=int) if numbers else sorted(names)
 
 
 @dataclass
-class IMDb(_Texts):
+class IMDb(_Tokenised):
     """IMDb film reviews, negative (0) or positive (1): 25,000 for training, 25,000 for testing.
 
     Args:
@@ -130,31 +155,31 @@ class IMDb(_Texts):
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 
-    def _read(self) -> dict[str, Rows]:
-        from trainer.data.rows import read_file, read_folders, read_hub
+    def _find(self, cache: Path) -> dict[str, Rows]:
+        from trainer.data.rows import find_file, find_folders, find_hub
 
         root = local_path(self.root)
         parts = ("train", "test")
         if not root.is_dir():
             looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
             require(not looks_local, f"data.root={self.root!r}: there is no folder {root}")
-            return read_hub(self.root, self.cache_dir)
+            return find_hub(self.root, self.cache_dir)
         if (root / "train.csv").is_file():
-            return {part: read_file(root / f"{part}.csv", self.cache_dir) for part in parts}
+            return {part: find_file(root / f"{part}.csv", cache) for part in parts}
         require(
             (root / "train" / "pos").is_dir(),
             f"data.root={self.root!r}: {root} holds neither train.csv nor train/pos: set it to a folder with train.csv "
             "and test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb",
         )
-        return {part: read_folders(root, part, (("neg", 0), ("pos", 1)), self.cache_dir) for part in parts}
+        return {part: find_folders(root, part, (("neg", 0), ("pos", 1)), cache) for part in parts}
 
-    def _classes(self, train: Rows) -> dict[str, int]:
+    def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
         self._set_classes(["negative", "positive"])
         return {"0": 0, "1": 1, "negative": 0, "positive": 1}
 
 
 @dataclass
-class TextFiles(_Texts):
+class TextFiles(_Tokenised):
     """Texts of one's own with one label each, in .csv, .parquet or .jsonl files.
 
     Classes are the distinct labels of the training file in sorted order, numbers by value.
@@ -192,20 +217,18 @@ class TextFiles(_Texts):
             f"data.val_file={self.val_file!r} and data.val_fraction={self.val_fraction} exclude each other: give one",
         )
 
-    def _read(self) -> dict[str, Rows]:
-        from trainer.data.rows import read_file
+    def _find(self, cache: Path) -> dict[str, Rows]:
+        from trainer.data.rows import find_file
 
         files = {"train": self.train_file, "val": self.val_file, "test": self.test_file}
         found = {}
         for part, file in files.items():
             if file is not None:
                 require(local_path(file).is_file(), f"data.{part}_file={file!r}: there is no file {local_path(file)}")
-                found[part] = read_file(local_path(file), self.cache_dir)
+                found[part] = find_file(local_path(file), cache)
         return found
 
-    def _classes(self, train: Rows) -> dict[str, int]:
-        names = set(train.labels(self.label_column))
-        numbers = all(name.removeprefix("-").isdecimal() for name in names)
-        self._set_classes(sorted(names, key=int) if numbers else sorted(names))
-        require(self.num_classes > 1, f"{train.source}: every {self.label_column} is {self.class_names[0]!r}")
+    def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
+        self._set_classes(sort_classes(labels))
+        require(self.num_classes > 1, f"{source}: every {self.label_column} is {self.class_names[0]!r}")
         return {name: index for index, name in enumerate(self.class_names)}

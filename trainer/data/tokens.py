@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
 from trainer.contract import PADDING_MULTIPLE
+from trainer.data.cache import cached, hash_of
 from trainer.data.content import Content
-from trainer.data.rows import Rows
+from trainer.data.rows import Rows, check_columns, is_missing
 from trainer.data.tables import add_rows, blocks
 from trainer.errors import RecipeError, require
 
 _STORED = ("input_ids", "token_type_ids")
+FILE = "tokens.arrow"
 
 
 class Padder:
@@ -49,8 +56,8 @@ class Tokens:
     """One split, tokenised.
 
     Args:
-        table: what :func:`tokenise` made.
-        labels: the class of every row of ``table``.
+        table: what :func:`tokenise` made, on disk: processes that read it share its pages.
+        labels: the class of every row of ``table``; int64.
         rows: where they come from.
         pad: makes batches.
         chosen: the rows of ``table`` that this split has; by default all.
@@ -61,19 +68,20 @@ class Tokens:
     def __init__(
         self,
         table: datasets.Dataset,
-        labels: Sequence[int],
+        labels: np.ndarray,
         rows: Rows,
         pad: Padder,
         chosen: Sequence[int] | None = None,
     ) -> None:
-        self.table, self.labels, self.rows, self.pad = table, labels, rows, pad
-        self.chosen = range(len(table)) if chosen is None else chosen
-        lengths = table["length"][:]
-        self.lengths: list[int] = [lengths[row] for row in self.chosen]
+        self.table, self.labels, self.rows, self.pad = table, compact(labels), rows, pad
+        self.chosen = range(len(table)) if chosen is None else compact(chosen)
+        lengths = table.data.column("length").to_numpy()
+        self.lengths: Sequence[int] = compact(lengths if chosen is None else lengths[np.asarray(self.chosen)])
 
     def select(self, chosen: Sequence[int]) -> Tokens:
         """The split that has the samples at the positions ``chosen`` only."""
-        return Tokens(self.table, self.labels, self.rows, self.pad, [self.chosen[position] for position in chosen])
+        rows = [self.chosen[position] for position in chosen]
+        return Tokens(self.table, np.asarray(self.labels), self.rows, self.pad, rows)
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -128,29 +136,59 @@ def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> dict[str, l
     return {key: encoded[key] for key in _STORED if key in encoded}
 
 
-def tokenise(rows: Rows, column: str, tokenizer: Any, max_length: int) -> datasets.Dataset:
-    """The tokens of every row, with their ``length``, from the cache on disk where they were made before.
+def compact(values: Any) -> array[int]:
+    """Integers in 8 bytes each; a list takes 36."""
+    return array("q", np.asarray(values, dtype=np.int64).tobytes())
+
+
+def tokenise(
+    rows: Rows, text_column: str, label_column: str, tokenizer: Any, max_length: int, cache: Path
+) -> datasets.Dataset:
+    """The tokens of every row, with their ``length`` and their ``label_text``, from the cache on disk.
 
     Raises:
-        RecipeError: naming the first row without text.
+        RecipeError: naming the missing column, or the first row without text or label.
     """
+    key = hash_of("tokens", rows.content, text_column, label_column, max_length, _tokenizer_key(tokenizer))
 
-    def encode_rows(texts: list[Any], indices: list[int]) -> dict[str, list[Any]]:
-        for index, text in zip(indices, texts, strict=True):
+    def encode_rows(texts: list[Any], labels: list[Any], indices: list[int]) -> dict[str, list[Any]]:
+        for index, text, label in zip(indices, texts, labels, strict=True):
             if not isinstance(text, str) or not text.strip():
-                raise RecipeError(f"{rows.describe(index)} has no text in {column!r}: add it or remove the row")
+                raise RecipeError(f"{rows.describe(index)} has no text in {text_column!r}: add it or remove the row")
+            if is_missing(label):
+                raise RecipeError(f"{rows.describe(index)} has no {label_column}: add it or remove the row")
         tokens: dict[str, list[Any]] = encode(texts, tokenizer, max_length)
-        return {**tokens, "length": [len(ids) for ids in tokens["input_ids"]]}
+        lengths = [len(ids) for ids in tokens["input_ids"]]
+        return {**tokens, "length": lengths, "label_text": list(map(str, labels))}
 
-    return rows.table.map(
-        encode_rows,
-        batched=True,
-        with_indices=True,
-        input_columns=column,
-        remove_columns=rows.table.column_names,
-        new_fingerprint=Hasher.hash((rows.table._fingerprint, column, max_length, _tokenizer_key(tokenizer))),
-        desc=f"tokenising {rows.source}",
-    )
+    def build(folder: Path) -> None:
+        with TemporaryDirectory(dir=folder) as scratch:
+            table = rows.read(scratch)
+            check_columns(rows.source, table.column_names, text_column=text_column, label_column=label_column)
+            table.map(
+                encode_rows,
+                batched=True,
+                with_indices=True,
+                input_columns=[text_column, label_column],
+                remove_columns=table.column_names,
+                cache_file_name=str(folder / FILE),
+                new_fingerprint=key,
+                desc=f"tokenising {rows.source}",
+            )
+
+    return datasets.Dataset.from_file(str(cached(cache, key, f"the tokens of {rows.source}", build) / FILE))
+
+
+def label_texts(table: datasets.Dataset) -> list[str]:
+    """The different labels of a table that :func:`tokenise` made."""
+    return pc.unique(table.data.column("label_text")).to_pylist()
+
+
+def label_numbers(table: datasets.Dataset, classes: Mapping[str, int]) -> np.ndarray:
+    """The class of every row, int64, -1 for a label that is none of ``classes``."""
+    places = pc.index_in(table.data.column("label_text"), value_set=pa.array(list(classes), pa.string()))
+    numbers = np.array([*classes.values(), -1])
+    return numbers[pc.fill_null(places, len(classes)).to_numpy()]
 
 
 def _tokenizer_key(tokenizer: Any) -> str:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_right
 from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
+
+from trainer.contract import Groups
 
 
 def derive_seed(*parts: int) -> int:
@@ -27,6 +32,77 @@ def steps_in_epoch(size: int, batch_size: int) -> int:
     return -(-size // batch_size)
 
 
-def batch_indices(seed: int, epoch: int, step: int, size: int, batch_size: int) -> list[int]:
-    """The samples of the ``step``-th batch (from 0) of ``epoch``."""
-    return permutation(seed, epoch, size)[step * batch_size : (step + 1) * batch_size].tolist()
+def batch_indices(
+    seed: int, epoch: int, step: int, size: int, batch_size: int, groups: Groups | None = None
+) -> list[int]:
+    """The samples of the ``step``-th batch (from 0) of ``epoch``.
+
+    With ``groups``, they stand in the order of the groups of their stretch; where the batch is of two stretches, at the
+    same share of each. So a rank, whose micro-batches have their places in the batch, reads about the same groups in
+    step after step.
+    """
+    first, last = step * batch_size, min((step + 1) * batch_size, size)
+    if groups is None:
+        return permutation(seed, epoch, size)[first:last].tolist()
+    stretches = _stretches(seed, epoch, groups)
+    number = bisect_right(stretches.begins, first) - 1
+    shares, samples = [], []
+    while first < last:
+        order, within = _stretch(seed, epoch, groups, number)
+        begin = stretches.begins[number]
+        places = order[first - begin : last - begin].sort().values
+        shares.append(places.double() / len(order))
+        samples.append(within[places])
+        first, number = begin + len(order), number + 1
+    return torch.cat(samples)[torch.cat(shares).argsort(stable=True)].tolist()
+
+
+class _Stretches(NamedTuple):
+    """Of an epoch: its groups in order, the first group of every stretch, and where each begins, in samples."""
+
+    groups: list[int]
+    firsts: list[int]
+    begins: list[int]
+
+
+@lru_cache(maxsize=2)
+def _stretches(seed: int, epoch: int, groups: Groups) -> _Stretches:
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+    order = torch.randperm(len(groups.sizes), generator=generator).tolist()
+    found = _Stretches(order, [], [])
+    begin, held = 0, groups.mixed
+    for number, group in enumerate(order):
+        if held >= groups.mixed:
+            found.firsts.append(number)
+            found.begins.append(begin)
+            held = 0
+        held += groups.sizes[group]
+        begin += groups.sizes[group]
+    return found
+
+
+@lru_cache(maxsize=2)
+def _starts(groups: Groups) -> list[int]:
+    """The first sample of every group."""
+    return [0, *accumulate(groups.sizes)]
+
+
+@lru_cache(maxsize=4)
+def _stretch(seed: int, epoch: int, groups: Groups, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of a stretch, and its samples group by group: int64, as many as it has.
+
+    The k-th of the n shuffled samples of a group has its place at random between k / n and (k + 1) / n of the stretch,
+    so every batch holds of every group what is in proportion.
+    """
+    stretches, starts = _stretches(seed, epoch, groups), _starts(groups)
+    last = stretches.firsts[number + 1] if number + 1 < len(stretches.firsts) else None
+    own = stretches.groups[stretches.firsts[number] : last]
+    samples = torch.cat([torch.arange(starts[group], starts[group + 1]) for group in own])
+    sizes = torch.tensor([groups.sizes[group] for group in own])
+    group_of = torch.repeat_interleave(sizes)
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch, number))
+    shuffled = torch.randperm(len(samples), generator=generator)
+    shuffled = shuffled[group_of[shuffled].argsort(stable=True)]  # group by group again, each in an order of its own
+    rank_in_group = torch.arange(len(samples)) - (sizes.cumsum(0) - sizes)[group_of]
+    place = (rank_in_group + torch.rand(len(samples), generator=generator, dtype=torch.float64)) / sizes[group_of]
+    return shuffled[place.argsort(stable=True)], samples

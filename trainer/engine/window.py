@@ -12,7 +12,7 @@ from itertools import islice, tee
 from math import fsum
 from typing import Any
 
-from trainer.contract import PADDING_MULTIPLE, BadSample, Incomplete, Request
+from trainer.contract import PADDING_MULTIPLE, BadSample, Groups, Incomplete, Request
 from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
 from trainer.engine.quarantine import Quarantine
 from trainer.errors import RecipeError
@@ -219,6 +219,8 @@ class Windows:
         weigh: the weight of every loss of a micro-batch.
         reduce: sums a list of floats over all ranks.
         lengths: tokens of each sample, when there are such.
+        groups: of samples that lie together, when there are such.
+        probably_longest: samples to take for the longest ones, where ``lengths`` are not known.
         augmented: whether reading a sample draws random numbers, so that each needs a seed.
         quarantine: the samples that could not be loaded.
         on_load: called with the samples of each micro-batch before it is waited for, and with none after the last.
@@ -233,6 +235,8 @@ class Windows:
     world_size: int = 1
     reduce: Callable[[list[float]], list[float]] = list
     lengths: Sequence[int] | None = None
+    groups: Groups | None = None
+    probably_longest: Sequence[int] = ()
     augmented: bool = False
     quarantine: Quarantine = field(default_factory=Quarantine)
     on_load: Callable[[Sequence[int]], None] = lambda samples: None
@@ -263,7 +267,9 @@ class Windows:
         self.current_epoch = max(range(epochs), key=lambda epoch: self.cut(epoch).micro_batch_size)
         cut = self.cut(self.current_epoch)
         lengths = self.lengths
-        order = sorted(range(self.size), key=lambda i: -lengths[i]) if lengths is not None else range(self.size)
+        order: Sequence[int] = [*self.probably_longest, *range(min(self.size, cut.micro_batch_size))]
+        if lengths is not None:
+            order = sorted(range(self.size), key=lambda i: -lengths[i])
         indices = cut_batch(order[: cut.micro_batch_size], cut, 1, lengths)[0]
         seeds = [0] * len(indices) if self.augmented else None
         count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
@@ -282,8 +288,16 @@ class Windows:
     def pieces(self, epoch: int, step: int) -> list[list[int]]:
         """All micro-batches of a batch, over all ranks."""
         cut = self.cut(epoch)
-        batch = batch_indices(self.seed, epoch, step, self.size, cut.batch_size)
-        return cut_batch(batch, cut, self.world_size, self.lengths)
+        batch = batch_indices(self.seed, epoch, step, self.size, cut.batch_size, self.groups)
+        pieces = cut_batch(batch, cut, self.world_size, self.lengths)
+        if not self._are_neighbours(epoch):
+            return pieces
+        each = len(pieces) // self.world_size
+        return [pieces[rank * each + number] for number in range(each) for rank in range(self.world_size)]
+
+    def _are_neighbours(self, epoch: int) -> bool:
+        """Whether a rank's micro-batches stand together in the batch, as samples of a group do; else they alternate."""
+        return self.groups is not None and not self.cut(epoch).any_ranks
 
     def epoch(self, epoch: int, first_step: int = 0, last_step: int | None = None) -> Iterator[Window]:
         """Yield the windows of steps ``first_step`` to ``last_step`` (excluded; default: all that there are)."""
@@ -297,7 +311,7 @@ class Windows:
             bad: list[BadSample] = []
             for number, ((indices, _), is_empty) in enumerate(own):
                 self.on_load(indices)
-                seed, is_last = self._dropout_seed(epoch, step, number), number == len(own) - 1
+                seed, is_last = self._dropout_seed(epoch, step, number, len(own)), number == len(own) - 1
                 micro, found = micro_batch(next(batches), indices, seed, is_last, is_empty)
                 micro_batches.append(micro)
                 bad += found
@@ -318,8 +332,12 @@ class Windows:
             own.append((Request(indices, seeds), not piece))
         return own
 
-    def _dropout_seed(self, epoch: int, step: int, number: int) -> int:
-        return derive_seed(self.seed, epoch, step, number * self.world_size + self.rank)
+    def _dropout_seed(self, epoch: int, step: int, number: int, count: int) -> int:
+        """Of the place in the batch that this rank's micro-batch ``number`` of ``count`` has on any number of ranks."""
+        place = number * self.world_size + self.rank
+        if self._are_neighbours(epoch):
+            place = self.rank * count + number
+        return derive_seed(self.seed, epoch, step, place)
 
     def _borrowed(self, pieces: Sequence[Sequence[int]]) -> list[int]:
         """The shortest sample of the first micro-batch that has one; any good sample where the batch has none."""
@@ -334,7 +352,8 @@ class Windows:
         """The samples of a batch over all ranks that are not known as bad."""
         if not len(self.quarantine):
             return min(batch_size, self.size - step * batch_size)
-        return len(self.quarantine.kept("train", batch_indices(self.seed, epoch, step, self.size, batch_size)))
+        batch = batch_indices(self.seed, epoch, step, self.size, batch_size, self.groups)
+        return len(self.quarantine.kept("train", batch))
 
     def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:
         """What a window says of the batch over all ranks: weights, present; and if any rank has ``bad`` samples."""

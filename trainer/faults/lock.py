@@ -15,6 +15,9 @@ from trainer.processes import boot_id
 
 NAME = ".run.lock"
 
+NO_ID = "none"
+"""What torchrun calls a rendezvous that was given no ``--rdzv-id``: it may be any."""
+
 _held: set[Path] = set()
 """Locks of this process. The kernel would let it take one twice, and drop it when the second is closed."""
 
@@ -24,7 +27,7 @@ class RunLock:
 
     The kernel holds it (a POSIX record lock on ``.run.lock``): it ends with the process, however that ends, and a
     process that is forked from this one does not inherit it. Between machines that share a directory without sharing
-    its locks, what is written in the file decides: host, pid, boot_id and when it was taken.
+    its locks, what is written in the file decides: host, pid, boot_id, when it was taken and by which job of Slurm.
 
     Args:
         run_dir: an existing directory.
@@ -103,7 +106,23 @@ def _owner() -> dict[str, Any]:
         "pid": os.getpid(),
         "boot_id": boot_id(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        **_slurm_job(),
+        **_rendezvous(),
     }
+
+
+def _slurm_job() -> dict[str, Any]:
+    """The job of this process, and how often Slurm has started it again; nothing outside of one."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return {}
+    cluster, job = (os.environ.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID"))
+    return {"slurm_job": f"{cluster}:{job}", "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0"))}
+
+
+def _rendezvous() -> dict[str, Any]:
+    """The ``--rdzv-id`` of the torchrun that has started this process; nothing without one."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", NO_ID)
+    return {} if name == NO_ID else {"rendezvous": name}
 
 
 def _own() -> str:
@@ -123,8 +142,15 @@ def _may_live(owner: dict[str, Any]) -> bool:
     """Whether an owner whose lock is free may be alive all the same: on a machine whose locks are not seen here.
 
     On this kernel a free lock says that its owner is dead, and a host of this name with another boot_id was this one
-    before it was started again.
+    before it was started again. Slurm starts a job again, on whichever node, when it has ended. torchrun goes on
+    without a machine only when that is gone, or cut off: its ranks have ended then, or end by themselves before the
+    others have started.
     """
+    own, job = _rendezvous(), _slurm_job()
+    if job and owner.get("slurm_job") == job["slurm_job"] and owner["slurm_restarts"] < job["slurm_restarts"]:
+        return False
+    if own and owner.get("rendezvous") == own["rendezvous"]:
+        return False
     same_kernel = bool(boot_id()) and owner.get("boot_id") == boot_id()
     return not same_kernel and owner.get("host") != socket.gethostname()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -132,8 +133,9 @@ class Peers:
             return Told(f"{name} is stopped by a signal, and with it the store of all ranks", process)
         seconds = LOOKS_OF_SILENCE * SECONDS_BETWEEN_LOOKS
         return Told(
-            f"the store of the ranks has not answered for {seconds:g} s: the launcher, or the rank that it began with, "
-            "is stopped, or its machine is gone"
+            f"the store of the ranks, at {os.environ.get('MASTER_ADDR', 'the first rank')}, has not answered for "
+            f"{seconds:g} s: the launcher, or the rank that it began with, is stopped, or its machine is gone or "
+            "cannot be reached"
         )
 
     def furthest_behind(self) -> Place | None:
@@ -154,7 +156,8 @@ class Peers:
             return Told(f"{name} is stopped by a signal, for {silent:g} s now: it was last {place.at()}", process)
         if state == "running":
             return Told(f"{name} gave no sign for {silent:g} s, last {place.at()}, though its process runs", process)
-        return Told(f"{name} gave no sign for {silent:g} s: it or its machine is gone; it was last {place.at()}")
+        gone = "it or its machine is gone, or cannot be reached"
+        return Told(f"{name} gave no sign for {silent:g} s: {gone}; it was last {place.at()}")
 
     def _beat_of(self, rank: int) -> bytes | None:
         key = self._key("beat", rank)

@@ -10,8 +10,27 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from trainer.errors import EXIT_REQUEUE
+
 STOP_SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
 """Of a scheduler that wants the machine back, of a person, and of Slurm's ``--signal``."""
+
+
+def leave_before_training() -> None:
+    """In a job of Slurm, a task that is asked to stop before it trains ends with ``EXIT_REQUEUE``: nothing is lost.
+
+    A preemption, or a time limit, may come while libraries are imported and data prepared; without this the signal
+    would end the task as a failure, and the job with it. :class:`StopSignals` takes over when training begins.
+    """
+    if "SLURM_JOB_ID" in os.environ and threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGUSR1"):
+            signal.signal(getattr(signal, name), _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    text = f"{signal.Signals(number).name} received before training: there is nothing to save\n"
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+    os._exit(EXIT_REQUEUE)
 
 
 class StopSignals:

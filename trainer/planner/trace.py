@@ -25,6 +25,7 @@ from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.window import MicroBatch, Window, cut_batch
+from trainer.launching import launch
 from trainer.memory import optimizer_offload
 from trainer.memory.initialize import home_of_weights
 from trainer.memory.monitor import MonitoredStepper
@@ -41,7 +42,7 @@ from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer
 from trainer.recipe import Recipe
 from trainer.streaming import allocate, default_dtype, on_meta
-from trainer.world import World, launch
+from trainer.world import World
 
 
 @dataclass
@@ -110,7 +111,7 @@ def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, node
     grouped = plan.strategy != "single"
     with fake_ranks(ranks, nodes) if grouped else nullcontext(), tracing(target, ranks, nodes) as tracer:
         with _disable_current_modes():
-            launcher = "torchrun" if ranks > 1 else "plain"
+            launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
             module = _empty(recipe, plan)
         patch_transformers()

@@ -24,6 +24,9 @@ class Summary:
         skipped_steps: those that moved no weight, because loss or gradient was not finite or nothing had weight.
         recoveries: how often a step ran out of memory and was taken again in smaller micro-batches.
         world_size: ranks.
+        launcher: what started them, such as torchrun.
+        nodes: machines that they are on.
+        backend: of their process group; ``None`` for one rank without any.
         batch_size: samples per step over all ranks.
         micro_batch_size: samples that go through forward and backward at once.
         accumulate: micro-batches per step and rank, or a schedule by epoch.
@@ -45,6 +48,9 @@ class Summary:
     skipped_steps: int
     recoveries: int = 0
     world_size: int
+    launcher: str
+    nodes: int
+    backend: str | None
     batch_size: int
     micro_batch_size: int
     accumulate: int | Mapping[int, int]

@@ -34,6 +34,9 @@ LOCK = ".supervisor.lock"
 
 LEAST = {"restarts": 0, "nproc": 1, "grace": 0, "patience": 1, "backoff": 0}
 WHOLE = ("restarts", "nproc", "patience")
+SEVERAL_MACHINES = ("nnodes", "nodes", "num_nodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "node-rank")
+"""Flags of torchrun and of Fabric that one may look for here."""
+
 CUT = ("batch_size", "accumulate", "memory.micro_batch_size")
 """Settings that say how batches are cut."""
 
@@ -95,6 +98,11 @@ def split(argv: Sequence[str]) -> tuple[OwnFlags, list[str]]:
     rest = list(argv)
     while rest and rest[0].startswith("--") and rest[0] != "--":
         name, equals, text = rest.pop(0)[2:].partition("=")
+        require(
+            name not in SEVERAL_MACHINES,
+            f"--{name}: trainer run starts the ranks of one machine; for several, run launch/nodes.sh on each, which "
+            "starts them again, too",
+        )
         require(name in LEAST, f"unknown flag --{name}: flags of the recipe come after it (trainer run --help)")
         require(bool(equals or rest), f"flag --{name} needs a value")
         setattr(own, name, _number(name, text if equals else rest.pop(0)))

@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# Trains a recipe on several machines: run the same command on each.
+#   launch/nodes.sh HEAD NODES PROCESSES RECIPE [flags of trainer fit]
+#   launch/nodes.sh node1 2 4 vit_digits --run.dir /shared/runs/digits            two machines of four processes
+#   launch/nodes.sh node1 1:2 4 vit_digits --run.dir … --run.resume auto          one or two: see --nnodes of torchrun
+# HEAD is a name or address of the machine that hosts the meeting point; it must stay for as long as the run does.
+# PORT (29500), ID (the name of HEAD and the port), RESTARTS (3) and the interfaces are taken from the environment.
+set -euo pipefail
+if [ $# -lt 4 ]; then
+    sed -n '2,7s/^# \?//p' "$0" >&2
+    exit 2
+fi
+head=$1 nodes=$2 processes=$3
+shift 3
+port=${PORT:-29500}
+
+# By which address and interface this machine reaches the head, and whether it is the head: torchrun guesses both by
+# the machine's name, which may be unknown or a loopback address.
+way=$(python3 - "$head" <<'PYTHON'
+import fcntl, socket, struct, sys
+
+head = sys.argv[1]
+try:
+    target = socket.gethostbyname(head)
+except OSError as error:
+    sys.exit(f"launch/nodes.sh: {head} is not known on {socket.gethostname()} ({error.strerror}): give its address")
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+    try:
+        way.connect((target, 9))  # sends nothing
+    except OSError as error:
+        sys.exit(f"launch/nodes.sh: {socket.gethostname()} has no way to {head} ({target}): {error.strerror}")
+    address = way.getsockname()[0]
+    if address.startswith("127."):
+        sys.exit(f"launch/nodes.sh: on {socket.gethostname()}, {head} is {target}, which no other machine can reach: "
+                 "give its address in the network, or mend /etc/hosts")
+    found = "-"
+    for _, name in socket.if_nameindex():
+        try:
+            answer = fcntl.ioctl(way.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+        except OSError:
+            continue
+        if socket.inet_ntoa(answer[20:24]) == address:
+            found = name
+print(int(address == target), address, found)
+PYTHON
+) || exit 2
+read -r is_host address interface <<<"$way"
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+if [ "$interface" != - ]; then
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
+fi
+# Else torchrun keeps one store for all its rounds, and a node that comes later, or back, never learns where it is.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# A node that is gone must have been given up when the ranks, which notice within 10 s, meet anew.
+conf="is_host=$is_host,keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=${LAST_CALL:-15}"
+
+answers() { timeout 2 bash -c "exec 3<>/dev/tcp/$head/$port" 2>/dev/null; }
+
+# Started before the head, it waits for it.
+until [ "$is_host" = 1 ] || answers; do
+    if [ "$SECONDS" -ge "${WAIT:-600}" ]; then
+        echo "launch/nodes.sh: nothing answers at $head, port $port: does the command run there, is the port open?" >&2
+        exit 1
+    fi
+    [ -n "${said:-}" ] || echo "waiting for $head, port $port" >&2
+    said=1
+    sleep 1
+done
+
+torchrun --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "${RESTARTS:-3}" --local-addr "$address" \
+    --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "${ID:-$head-$port}" --rdzv-conf "$conf" \
+    -m trainer fit "$@" &
+child=$!
+trap 'kill -TERM "$child" 2>/dev/null || true' TERM
+trap : INT HUP # a terminal sends them to torchrun, too
+
+# Cut off from the head, the ranks end by themselves, but torchrun waits for an answer until the kernel gives up its
+# connection, a quarter of an hour later.
+end_without_head() {
+    local missed=0
+    while sleep 2 && kill -0 "$child" 2>/dev/null; do
+        missed=$((missed + 1))
+        ! answers || missed=0
+        if [ "$missed" = 4 ]; then
+            echo "launch/nodes.sh: $head, port $port, cannot be reached any more: ending" >&2
+            kill -KILL "$child" 2>/dev/null || true
+        fi
+    done
+}
+[ "$is_host" = 1 ] || end_without_head &
+watcher=$!
+
+while :; do # a signal that is passed on interrupts the wait
+    code=0
+    wait "$child" || code=$?
+    kill -0 "$child" 2>/dev/null || break
+done
+kill "$watcher" 2>/dev/null || true
+exit "$code"

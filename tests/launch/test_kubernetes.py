@@ -1,0 +1,188 @@
+"""The manifests: valid by the published API, and the command that they give is one that runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer import cli
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+SCHEMA = json.loads((Path(__file__).parent / "schemas" / "kubeflow.json").read_text())
+API = {
+    "PersistentVolumeClaim": "v1",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+    "PyTorchJob": "kubeflow.org/v1",
+}
+RECIPE = """
+from trainer import Memory, Optim, Recipe
+from trainer.data import Digits
+from trainer.models import VisionTransformer
+
+recipe = Recipe(
+    model=VisionTransformer("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, dropout=0.1),
+    data=Digits(),
+    optim=Optim("sgd", lr=0.1, momentum=0.9),
+    batch_size=50,
+    epochs=20,
+    max_steps=400,
+    memory=Memory(micro_batch_size=5),
+)
+"""
+DOCUMENTS = [
+    (path.name, document)
+    for path in sorted(LAUNCH.glob("kubernetes*.yaml"))
+    for document in yaml.safe_load_all(path.read_text())
+]
+IDS = [f"{name}-{document['kind']}" for name, document in DOCUMENTS]
+
+
+def of_kind(kind):
+    return next(document for _, document in DOCUMENTS if document["kind"] == kind)
+
+
+def problems(document):
+    validator = pytest.importorskip("jsonschema").Draft202012Validator
+    schema = SCHEMA | {"$ref": f"#/$defs/{document['kind']}"}
+    return [f"{error.json_path}: {error.message}" for error in validator(schema).iter_errors(document)]
+
+
+def pods():
+    """Every pod of the manifests by its name: its spec, and the container that trains."""
+    job = of_kind("TrainJob")["spec"]
+    patch = job["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    spec = patch["template"]["spec"]["template"]["spec"]
+    found = {"TrainJob": (spec, spec["containers"][0] | job["trainer"])}
+    for name, replica in of_kind("PyTorchJob")["spec"]["pytorchReplicaSpecs"].items():
+        spec = replica["template"]["spec"]
+        found[name] = (spec, spec["containers"][0])
+    return found
+
+
+@pytest.mark.parametrize(("name", "document"), DOCUMENTS, ids=IDS)
+def test_manifests_are_valid_by_the_published_api(name, document):
+    assert document["apiVersion"] == API[document["kind"]]
+    assert problems(document) == [], name
+
+
+def test_the_schema_finds_what_an_api_server_would_refuse():
+    job = json.loads(json.dumps(of_kind("TrainJob")))
+    job["spec"]["trainer"]["numNode"] = job["spec"]["trainer"].pop("numNodes")
+    del job["spec"]["runtimeRef"]
+    job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]["replicas"] = "2"
+    assert len(problems(job)) == 3
+    claim = json.loads(json.dumps(of_kind("PersistentVolumeClaim")))
+    claim["spec"]["accessModes"] = "ReadWriteMany"
+    assert len(problems(claim)) == 1
+
+
+@pytest.mark.parametrize("pod", pods())
+def test_the_flags_are_those_of_the_trainer(pod, capsys):
+    _, container = pods()[pod]
+    command, args = container["command"], container["args"]
+    assert command[0] == "torchrun"
+    assert command[-2:] == ["-m", "trainer"]
+    assert cli.run([*args, "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["run"]["dir"].startswith("/runs/")
+    assert printed["run"]["resume"] == "auto"
+    assert printed["checkpoint"]["every"] == "10min"
+
+
+@pytest.mark.parametrize("pod", pods())
+def test_a_pod_has_what_training_needs(pod):
+    spec, container = pods()[pod]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    places = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    claim = of_kind("PersistentVolumeClaim")
+    assert places["/runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert places["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    # torchrun must have ended its ranks before the pod is killed.
+    command = container["command"]
+    to_save = int(command[command.index("--shutdown-timeout") + 1])
+    assert spec["terminationGracePeriodSeconds"] >= to_save + 30
+    assert spec["securityContext"]["runAsNonRoot"]
+    image = (LAUNCH / "Dockerfile").read_text()
+    assert f"USER {spec['securityContext']['runAsUser']}:{spec['securityContext']['fsGroup']}" in image
+    assert {"/runs", "/cache"} <= places.keys()
+    assert re.search(r"HF_HOME=/cache/", image)
+
+
+def test_a_train_job_can_name_the_runtime_with_rules_for_restarts():
+    runtime = of_kind("TrainingRuntime")
+    comment = (LAUNCH / "kubernetes.yaml").read_text()
+    assert f"kind TrainingRuntime, name {runtime['metadata']['name']}" in comment
+    job = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
+    assert job["name"] == "node"  # what patches and the runtime's plugin look for
+    rules = job["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule] == [[75]]
+    assert job["template"]["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+
+
+class Pods:
+    """What the runtime starts in each of two pods, as processes: the manifest's command with its variables."""
+
+    def __init__(self, folder, run_dir, port, *flags):
+        _, container = pods()["TrainJob"]
+        words = [sys.executable, "-m", "torch.distributed.run", *container["command"][1:], *container["args"], *flags]
+        words[words.index("vit_digits")] = str(folder / "own.py")
+        words[words.index("/runs/vit-digits")] = str(run_dir)
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "TORCHELASTIC"))}
+        clean |= {"OMP_NUM_THREADS": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+        clean |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+        self.outputs = [folder / f"{run_dir.name}-{port}-{rank}" for rank in range(2)]
+        self.processes = []
+        for rank, output in enumerate(self.outputs):
+            with open(output, "wb") as file:
+                environment = clean | {"PET_NODE_RANK": str(rank)}
+                self.processes.append(subprocess.Popen(words, stdout=file, stderr=file, env=environment))
+
+    @property
+    def text(self):
+        return "\n".join(output.read_text() for output in self.outputs)
+
+    def wait_for(self, text, seconds=120):
+        until = time.monotonic() + seconds
+        while text not in self.text:
+            assert time.monotonic() < until, self.text
+            time.sleep(0.1)
+
+    def wait(self, seconds=120):
+        return [process.wait(seconds) for process in self.processes]
+
+
+def curve(run_dir):
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return [(row["step"], row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+@pytest.mark.slow
+def test_pods_that_are_evicted_save_and_go_on(tmp_path):
+    """Two torchruns with the runtime's variables; SIGTERM, as the kubelet sends it, then the same again."""
+    (tmp_path / "own.py").write_text(RECIPE)
+    flags = ["--run.evaluate", "false"]
+    undisturbed = Pods(tmp_path, tmp_path / "whole", 29611, *flags)
+    assert undisturbed.wait() == [0, 0], undisturbed.text
+    first = Pods(tmp_path, tmp_path / "run", 29612, *flags)
+    first.wait_for("step 1/400")
+    for process in first.processes:
+        process.send_signal(signal.SIGTERM)
+    assert 0 not in first.wait(60), first.text
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped", first.text
+    again = Pods(tmp_path, tmp_path / "run", 29613, *flags)
+    assert again.wait() == [0, 0], again.text
+    assert "resuming from" in again.text
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")

@@ -1,0 +1,177 @@
+"""A recipe on the workers of Ray Train: the same result as alone, killed workers, errors."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer import Recipe, RecipeError, Run
+from trainer.data import Digits
+from trainer.models import MLP
+from trainer.world import World, detect_world
+
+SCRIPT = Path(__file__).parents[2] / "launch" / "ray_train.py"
+ROOT = Path(__file__).parents[2]
+WORKER = {"RAY_JOB_ID": "01000000", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+WORKER |= {"NODE_RANK": "1"}
+
+RECIPE = """
+import os, signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer import Memory, Optim, Recipe, main
+from trainer.data import Digits
+from trainer.models import VisionTransformer
+
+DONE = Path(__file__).with_name("done")
+
+
+@dataclass
+class Disturbed(VisionTransformer):
+    "A Vision Transformer that does `what` on rank 1 in its fifth step, unless a file says that it has done so."
+    what: str = "nothing"
+    micro_batches: int = 0
+
+    def losses(self, module, batch):
+        self.micro_batches += module.training
+        if os.environ.get("RANK") == "1" and self.micro_batches == 21 and not DONE.exists():
+            DONE.touch()
+            if self.what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.what == "raise":
+                1 / 0
+        yield from super().losses(module, batch)
+
+
+recipe = Recipe(
+    model=Disturbed("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, dropout=0.1),
+    data=Digits(),
+    optim=Optim("sgd", lr=0.1, momentum=0.9, clip_norm=1.0),
+    batch_size=50,
+    max_steps=8,
+    memory=Memory(micro_batch_size=5, precision="64-true"),
+)
+
+if __name__ == "__main__":
+    main(recipe)
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("ray_train", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "own.py").write_text(RECIPE)
+    return tmp_path
+
+
+def start(folder, *command):
+    foreign = ("LT_", "TORCHELASTIC", "RANK", "LOCAL_RANK", "WORLD_SIZE", "RAY_")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+    # Ray leaves a key and the records of its runs in the home directory.
+    clean |= {"OMP_NUM_THREADS": "1", "HOME": str(folder), "NO_COLOR": "1"}
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=280, env=clean
+    )
+
+
+def on_ray(folder, *flags):
+    pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
+    return start(folder, str(SCRIPT), "own.py", "--workers", "2", "--run.dir", "run", *flags)
+
+
+def losses(run_dir):
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return [(row["step"], row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def weights(run_dir):
+    return load_file(next((run_dir / "model").glob("*.safetensors")))
+
+
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(folder):
+    done = on_ray(folder, "--model.what", "kill", "--checkpoint.every", "2", "--max-failures", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "done").exists()
+    assert "starting from step 0" in done.stdout + done.stderr
+    assert "resuming" in done.stdout + done.stderr
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["world_size"], summary["steps"]) == ("finished", 2, 8)
+    for name, flags in {"alone": [], "two": ["--run.devices", "2"]}.items():
+        undisturbed = start(folder, "own.py", "--run.dir", name, *flags)
+        assert undisturbed.returncode == 0, undisturbed.stderr
+    assert losses(folder / "run") == losses(folder / "two")  # to the last digit, dropout included
+    single, here = weights(folder / "alone"), weights(folder / "run")
+    assert single.keys() == here.keys()
+    for name, value in single.items():
+        torch.testing.assert_close(here[name], value, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_an_error_in_a_recipe_is_the_last_thing_that_is_said(folder):
+    done = on_ray(folder, "--model.what", "raise", "--max-failures", "0")
+    assert done.returncode == 1, done.stdout + done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("[rank 1] trainer: error: rank 1, step 5, forward, samples "), done.stderr
+    assert last.endswith(": ZeroDivisionError: division by zero")
+
+
+def test_a_setting_that_cannot_work_is_refused_once(folder):
+    done = on_ray(folder, "--optim.lr", "fast")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("trainer: error: optim.lr")
+    assert done.stderr.count("Started training worker group") + done.stdout.count("Started training worker group") == 1
+
+
+def test_more_workers_than_a_local_ray_has_room_for_are_refused(script, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    each = {"CPU": 1.0, "GPU": 1.0}
+    assert script.missing_resources({"CPU": 4.0, "GPU": 2.0}, each, 2) is None
+    assert "--workers 3 with 1 GPU each need 3 GPU, and this Ray has 2" in script.missing_resources(
+        {"CPU": 4.0, "GPU": 2.0}, each, 3
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")  # a cluster that may grow
+    assert script.missing_resources({"CPU": 4.0}, each, 3) is None
+
+
+def test_runs_are_resumed_unless_told_otherwise(script):
+    options, words = script.parse(["own.py", "--workers", "2", "--optim.lr", "0.1"])
+    assert (options.workers, words) == (2, ["own.py", "--optim.lr", "0.1", "--run.resume", "auto"])
+    assert script.parse(["own.py", "--run.resume=none", "--workers", "2"])[1] == ["own.py", "--run.resume=none"]
+
+
+def test_a_script_without_ray_says_how_to_get_it(folder):
+    (folder / "ray.py").write_text("raise ImportError('no such package')")
+    done = start(
+        folder,
+        "-c",
+        f"import runpy, sys; sys.argv = ['x', 'own.py', '--workers', '2']; "
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')",
+    )
+    assert done.returncode == 2
+    assert "launch/ray_train.py needs Ray (no such package): pip install 'exactbatch-trainer[ray]'" in done.stderr
+
+
+def test_workers_of_ray_are_ranks():
+    recipe = Recipe(model=MLP(), data=Digits(), batch_size=8, run=Run(accelerator="cpu"))
+    assert detect_world(recipe, WORKER) == World("ray", "cpu", 2, 2)
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    assert detect_world(recipe, WORKER | torchrun).launcher == "torchrun"
+    with pytest.raises(RecipeError, match="Ray has put 3 of 4 workers on this node"):
+        detect_world(recipe, WORKER | {"LOCAL_WORLD_SIZE": "3"})

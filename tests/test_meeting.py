@@ -1,0 +1,129 @@
+"""What the ranks of several machines find out of each other before they train."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from trainer import shared_dir
+from trainer.agreement import Agreement
+from trainer.errors import RecipeError, RunError
+from trainer.meeting import INTERFACE, interface_of, meet, route_to
+from trainer.report.summary import versions
+
+
+def port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def torchrun(rank, at, size=2):
+    """What torchrun tells a rank, one a machine, where it does not host their store."""
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "GROUP_WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_PORT": at}
+    texts = {"TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1", INTERFACE: "lo"}
+    return {name: str(number) for name, number in numbers.items()} | texts
+
+
+def meet_beside(other, seconds=20.0):
+    """Meet as rank 0, while ``other`` does in a thread what rank 1 would do with the store's port."""
+    at = port()
+    thread = threading.Thread(target=other, args=(at,), daemon=True)
+    thread.start()
+    try:
+        return meet(seconds, torchrun(0, at))
+    finally:
+        thread.join(20.0)
+
+
+def words_of_rank_1(at, **changed):
+    store = TCPStore("127.0.0.1", at, 2, is_master=False, wait_for_workers=False)
+    PrefixStore("meeting", store).set("1", json.dumps({"host": "node2", "versions": versions() | changed}))
+
+
+def test_two_ranks_meet_and_their_store_serves_the_process_group():
+    met = []
+    store = meet_beside(lambda at: met.append(meet(20.0, torchrun(1, at))))
+    store.set("afterwards", "1")
+    assert met[0].get("afterwards") == b"1"
+
+
+def test_a_single_machine_has_nobody_to_meet():
+    assert meet(1.0, {}) is None
+    assert meet(1.0, torchrun(0, 1) | {"GROUP_WORLD_SIZE": "1"}) is None
+
+
+def test_a_rank_that_does_not_come_is_named():
+    with pytest.raises(RunError, match=r"of 3 ranks, 1, 2 have not come within 0\.5 s"):
+        meet(0.5, torchrun(0, port(), size=3))
+
+
+def test_a_store_that_cannot_be_reached_is_named():
+    at = port()
+    with pytest.raises(
+        RunError, match=rf"rank 1 on \S+ does not reach the first rank's machine, 127\.0\.0\.1, port {at}"
+    ):
+        meet(1.0, torchrun(1, at))
+
+
+def test_other_versions_are_refused_with_both_and_their_machines():
+    mine = versions()["torch"]
+    with pytest.raises(RecipeError, match=rf"torch is {mine} on {socket.gethostname()} and 1\.0 on node2: install"):
+        meet_beside(lambda at: words_of_rank_1(at, torch="1.0"))
+    meet_beside(lambda at: words_of_rank_1(at, python="2.7"))  # that alone changes nothing
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+    assert route_to("127.0.0.1") is None
+
+
+def look(folders, rank_is_alone):
+    """As on two machines of one rank each, with a directory each: the refusal of this rank."""
+    rank = torch.distributed.get_rank()
+
+    def total(values):
+        sums = torch.tensor(values)
+        torch.distributed.all_reduce(sums)
+        return sums.tolist()
+
+    def on_first(decide):
+        found = [decide() if rank == 0 else None]
+        torch.distributed.broadcast_object_list(found)
+        return found[0]
+
+    fabric = SimpleNamespace(local_rank=rank if rank_is_alone else 0, world_size=2, global_rank=rank)
+    session = SimpleNamespace(fabric=fabric, is_first=rank == 0, agreement=Agreement(total), on_first=on_first)
+    patience, shared_dir.SECONDS_TO_SEE = shared_dir.SECONDS_TO_SEE, 0.5
+    try:
+        shared_dir.require_shared(session, folders[rank])
+    except RecipeError as refusal:
+        return str(refusal)
+    finally:
+        shared_dir.SECONDS_TO_SEE = patience
+    return None
+
+
+def test_one_directory_of_two_machines_is_fine_and_left_as_it_was(ranks, tmp_path):
+    assert ranks(2).run(look, [tmp_path, tmp_path], False) == [None, None]
+    assert list(tmp_path.glob(f"{shared_dir.PREFIX}*")) == []
+
+
+def test_two_directories_are_refused_on_all_ranks(ranks, tmp_path):
+    folders = [tmp_path, tmp_path / "other"]
+    folders[1].mkdir()
+    here = socket.gethostname()
+    for folder, refusal in zip(folders, ranks(2).run(look, folders, False), strict=True):
+        assert f"run.dir={folder} is not one directory for all machines: {here} does not see what" in refusal
+    assert list(tmp_path.glob(f"**/{shared_dir.PREFIX}*")) == []
+
+
+def test_ranks_of_one_machine_are_not_asked(ranks, tmp_path):
+    assert ranks(2).run(look, [tmp_path, tmp_path / "nowhere"], True) == [None, None]

@@ -1,0 +1,85 @@
+"""What srun's variables say, and what is refused of them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from trainer.errors import EXIT_REQUEUE, RecipeError
+from trainer.slurm import devices_per_node, require_srun, slurm_task
+
+STEP = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+def task(**changed):
+    found = slurm_task(STEP | changed)
+    assert found is not None
+    return found
+
+
+def test_a_task_knows_its_place():
+    found = task()
+    assert (found.rank, found.local_rank, found.node_rank, found.size) == (3, 1, 1, 4)
+    assert found.tasks_per_node == (2, 2)
+    assert found.variables == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    assert devices_per_node(found, None) == devices_per_node(found, 2) == 2
+
+
+def test_a_task_by_itself_is_none():
+    assert slurm_task({}) is None
+    assert slurm_task(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert slurm_task({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4"}) is None  # in a batch script
+
+
+def test_steps_and_jobs_have_ports_of_their_own():
+    ports = [task(SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step)).port for job in range(990, 1010) for step in range(9)]
+    assert len(set(ports)) == len(ports)
+    assert 15000 <= min(ports) <= max(ports) < 25000
+    assert task(SLURM_JOB_ID="123456789").port < 25000
+
+
+@pytest.mark.parametrize(
+    ("changed", "gpus", "message"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,1(x2)"}, None, r"Slurm put 2, 1, 1 tasks on the nodes n\[1-2\]"),
+        ({"SLURM_NODEID": "0"}, None, "say --distribution=block"),
+        ({}, 1, r"started 2 tasks on this node, and this one sees 1 GPU\(s\): .*--gpus-per-node=2"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_fix(changed, gpus, message):
+    with pytest.raises(RecipeError, match=message):
+        devices_per_node(task(**changed), gpus)
+
+
+def test_a_job_of_several_tasks_without_srun_is_refused():
+    with pytest.raises(RecipeError, match=r"has 4 tasks, but srun did not start this process"):
+        require_srun({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4"})
+    require_srun({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1"})
+    require_srun({"SLURM_NTASKS": "4"})
+    require_srun(STEP | {"SLURM_NTASKS": "4"})
+
+
+@pytest.mark.parametrize(("variables", "code"), [({"SLURM_JOB_ID": "17"}, EXIT_REQUEUE), ({}, -signal.SIGTERM)])
+def test_a_task_that_is_asked_to_stop_before_training_can_be_requeued(variables, code):
+    wait = "from trainer.faults.signals import leave_before_training as leave; leave(); print('ready', flush=True)"
+    command = [sys.executable, "-c", f"{wait}; import time; time.sleep(60)"]
+    process = subprocess.Popen(
+        command, env=variables | {"PYTHONPATH": ":".join(sys.path)}, stdout=-1, stderr=-1, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert ("SIGTERM received before training" in said) == bool(variables)

@@ -1,0 +1,188 @@
+"""What is made of data once and kept on disk: found by its content, made by one process while the others wait."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from trainer.data.tables import MOST_BYTES, spread
+from trainer.errors import RecipeError
+
+MANIFEST = "manifest.json"
+CHUNK = 1 << 20
+SETTLED_NS = 2_000_000_000
+"""A file that was changed less than this before it is looked at may be changed again without a new time of change."""
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Where to keep what is made: in ``cache_dir``, or in the cache of ``datasets`` (``HF_DATASETS_CACHE``)."""
+    import datasets
+
+    return Path(cache_dir if cache_dir is not None else datasets.config.HF_DATASETS_CACHE) / "trainer"
+
+
+def cached(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Path:
+    """The folder that ``build`` has filled for ``key``, in this process or another one, now or earlier.
+
+    One process of a machine builds, others wait; those of other machines too, where ``root`` is on a file system that
+    locks files between them. The folder gets its name by one move when it is complete. One that is not what was built
+    is built again, and that is said.
+
+    Args:
+        root: of the cache.
+        key: a hash of everything that decides the content.
+        what: it is, for messages.
+        build: fills a folder with files.
+
+    Raises:
+        RecipeError: when the cache cannot be written.
+    """
+    place = root / key
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if _fault(place) is None:
+            return place
+        with _locked(root / f"{key}.lock", what):
+            fault = _fault(place)
+            if fault is not None:
+                _discard(place, fault)
+                _build(place, build)
+    except (OSError, NotImplementedError) as error:  # the latter where files cannot be locked
+        why = getattr(error, "strerror", None) or error
+        raise RecipeError(
+            f"the cache {root} cannot be used ({why}): set data.cache_dir to a folder on a disk with space that can "
+            "lock files"
+        ) from error
+    return place
+
+
+def _discard(place: Path, fault: str) -> None:
+    if place.exists():
+        print(f"trainer: warning: {place} is broken ({fault}): it is made again", file=sys.stderr, flush=True)
+        shutil.rmtree(place)
+    for part in place.parent.glob(f"{place.name}.partial-*"):  # of a process that has died: this one has the lock
+        shutil.rmtree(part)
+
+
+def _build(place: Path, build: Callable[[Path], None]) -> None:
+    aside = place.with_name(f"{place.name}.partial-{os.getpid()}")
+    aside.mkdir()
+    try:
+        build(aside)
+        files = {path.name: [path.stat().st_size, checksum(path)] for path in sorted(aside.iterdir())}
+        (aside / MANIFEST).write_text(json.dumps(files))
+        for name in (*files, MANIFEST):
+            with open(aside / name, "rb") as file:
+                os.fsync(file.fileno())
+        aside.rename(place)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path, what: str) -> Iterator[None]:
+    """The kernel lets go of it when this process ends, however that is."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=2)
+    except Timeout:
+        print(f"waiting for another process that makes {what}", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _fault(place: Path) -> str | None:
+    """What is wrong with a folder of the cache; ``None`` for one that is as it was built."""
+    try:
+        files: Any = json.loads((place / MANIFEST).read_bytes())
+        for name, (size, digest) in files.items():
+            path = place / name
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if checksum(path) != digest:
+                return f"{name} is not what was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    return None
+
+
+def checksum(path: Path, most_bytes: float = MOST_BYTES) -> str:
+    """The sha256 of a file, in hexadecimal: of all of it up to ``most_bytes``, of evenly spread blocks beyond."""
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    count = -(-size // CHUNK)
+    whole = size <= most_bytes
+    with open(path, "rb", buffering=0) as file:
+        for block in range(count) if whole else spread(count, max(2, int(most_bytes) // CHUNK)):
+            if not whole:
+                file.seek(block * CHUNK)
+            digest.update(file.read(CHUNK))
+    return digest.hexdigest()
+
+
+def content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str], *asked: Any) -> list[str]:
+    """What ``hashed`` says of every file; not asked again while their paths, sizes and times of change stay.
+
+    Args:
+        root: of the cache.
+        paths: the files.
+        hashed: a hash of the content of a file, or what else there is to say of it.
+        asked: what decides the answer besides the content; JSON can hold it.
+
+    Raises:
+        RecipeError: naming the file that cannot be read.
+    """
+    try:
+        return _content_of(root, paths, hashed, asked)
+    except OSError as error:
+        raise RecipeError(
+            f"{error.filename} cannot be read ({error.strerror}): check that it is there and may be read"
+        ) from error
+
+
+def _content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str], asked: Sequence[Any]) -> list[str]:
+    stats = [path.stat() for path in paths]
+    seen = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
+    note = root / "contents" / f"{hash_of(seen, *asked)}.json"
+    settled = all(time.time_ns() - stat.st_mtime_ns > SETTLED_NS for stat in stats)
+    if settled:
+        try:
+            known = json.loads(note.read_bytes())
+            if known["digest"] == hash_of(known["found"]):
+                return known["found"]
+        except (OSError, ValueError, TypeError, LookupError):
+            pass
+    found = [hashed(path) for path in paths]
+    if settled:
+        _leave(note, found)
+    return found
+
+
+def _leave(note: Path, found: Sequence[str]) -> None:
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        aside = note.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps({"found": found, "digest": hash_of(found)}))
+        aside.replace(note)
+    except OSError:  # it saves time, no more
+        return
+
+
+def hash_of(*values: Any) -> str:
+    """A key for values that JSON can hold."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:40]

@@ -1,0 +1,123 @@
+"""The ranks of a run: started where no launcher has, joined in a process group, and counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+
+from trainer.errors import RecipeError, require
+from trainer.memory.plan import Plan
+from trainer.memory.precision import precision_plugin
+from trainer.memory.sharding import fabric_strategy
+from trainer.processes import end_with_launcher
+from trainer.slurm import slurm_task
+from trainer.slurm_environment import SlurmEnvironment
+from trainer.world import World
+
+
+def launch(plan: Plan, world: World) -> Fabric:
+    """Start Fabric, and with it the other processes where no launcher has.
+
+    Raises:
+        RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
+    """
+    if world.launcher != "ray":  # which ends its workers itself
+        end_with_launcher()
+    fabric = Fabric(
+        accelerator=world.accelerator,
+        devices=world.devices,
+        num_nodes=world.nodes,
+        strategy=fabric_strategy(plan, world.accelerator),
+        plugins=[precision_plugin(plan.memory, world.accelerator), *_environment(world)],
+    )
+    with _quiet():
+        fabric.launch()
+    require(
+        fabric.world_size == world.size,
+        f"{world.size} rank(s) were asked for and {fabric.world_size} came up: check run.devices and the launcher "
+        "(under Slurm, ntasks-per-node must equal run.devices)",
+    )
+    return fabric
+
+
+def announced(world: World, plan: Plan, say: Callable[[str], None]) -> World:
+    """The world with the backend of the process group that was made, after it was said what was found."""
+    if torch.distributed.is_initialized():
+        by_device = dict(part.split(":") for part in torch.distributed.get_backend_config().split(","))
+        world = dataclasses.replace(world, backend=by_device[world.accelerator])
+    replicas = plan.memory.replicas
+    say(world.describe(plan.strategy + (f", {replicas} replicas" if replicas > 1 else "")))
+    return world
+
+
+def on_first_rank_first(fabric: Fabric, action: Callable[[], Any]) -> None:
+    """Run ``action`` on the first rank of every node, then on the others; an error on it becomes everybody's.
+
+    With a bare barrier in between, the others would wait for a failed rank until the process group's timeout.
+    """
+    error: Exception | None = None
+    if fabric.local_rank == 0:
+        try:
+            action()
+        except Exception as caught:
+            error = caught
+    failed = _any_rank(fabric, error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise RecipeError("preparing model and data failed on the first rank of a node, which says why")
+    if fabric.local_rank != 0:
+        action()
+
+
+def _any_rank(fabric: Fabric, flag: bool) -> bool:
+    if fabric.world_size == 1:
+        return flag
+    count = torch.tensor(float(flag), device=fabric.device)
+    torch.distributed.all_reduce(count)
+    return bool(count.item())
+
+
+def _environment(world: World) -> list[ClusterEnvironment]:
+    """What Fabric is told of the launcher. Torchrun it finds by itself; it would take any job of Slurm for one."""
+    task = slurm_task(os.environ) if world.launcher == "slurm" else None
+    if task is not None:
+        os.environ.update(task.variables)  # as those of any other launcher: errors and helpers name ranks by them
+        return [SlurmEnvironment(task)]
+    if world.launcher == "ray":
+        return [RayEnvironment()]
+    return [LightningEnvironment()] if world.started_by_fabric else []
+
+
+class RayEnvironment(TorchElasticEnvironment):
+    """Ray's workers have the variables of torchrun's ranks, but for the number of the node.
+
+    Nothing else is needed: Fabric takes a process group that is there as it is. Ray's own plugin for Lightning is for
+    Lightning's Trainer, and would make Ray an import of every run.
+    """
+
+    def node_rank(self) -> int:
+        """Of this worker's node."""
+        return int(os.environ["NODE_RANK"])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Fabric's lines about its process group are left out: the run says it in one of its own."""
+    loggers = [logging.getLogger(f"lightning.{part}") for part in ("fabric", "pytorch")]  # it writes to both
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,168 @@
+"""Before the process group of several machines: all ranks are there, run the same versions, and can reach each other.
+
+Without it, a rank that does not come is waited for half an hour, and one that tells the others a loopback address ends
+in an error that names neither the machine nor the cure.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import MutableMapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+
+from trainer.errors import MOST_LISTED, RunError, listed, require
+from trainer.report.summary import versions
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+SECONDS_BETWEEN_LOOKS = 0.2
+SIOCGIFADDR = 0x8915
+"""Of netdevice(7): the address of an interface."""
+
+
+def meet(seconds: float, environment: MutableMapping[str, str] = os.environ) -> TCPStore | None:
+    """Wait for the other ranks of a torchrun over several machines, and compare what they say of themselves.
+
+    Args:
+        seconds: to wait for the last of them.
+        environment: torchrun's. ``GLOO_SOCKET_IFNAME`` is added to it where this machine's own name would lead gloo to
+            an address that no other machine can reach.
+
+    Returns:
+        The ranks' store, which the process group takes up: to be kept until then. ``None`` on a single machine.
+
+    Raises:
+        RunError: naming the ranks that did not come, or the store that cannot be reached.
+        RecipeError: when versions differ, or no address of this machine can be found.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment or int(environment["GROUP_WORLD_SIZE"]) == 1:
+        return None
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    _choose_interface(environment)
+    store = _store(rank, size, seconds, environment)
+    libraries = {name: version for name, version in versions().items() if name != "python"}
+    own = {"host": socket.gethostname(), "versions": libraries}
+    meeting = PrefixStore("meeting", store)
+    meeting.set(str(rank), json.dumps(own))
+    found = _all(meeting, size, seconds)
+    _require_same_versions(found)
+    return store
+
+
+def _store(rank: int, size: int, seconds: float, environment: MutableMapping[str, str]) -> TCPStore:
+    """A connection to the store that torchrun has chosen; the first rank hosts it where the agent does not."""
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and by_agent and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        print(
+            "warning: a machine that leaves this run cannot come back, nor another one join: give torchrun "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as launch/nodes.sh does",
+            file=sys.stderr,
+            flush=True,
+        )
+    try:
+        return TCPStore(
+            address,
+            port,
+            size,
+            is_master=rank == 0 and not by_agent,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (DistError, RuntimeError) as error:
+        raise RunError(
+            f"rank {rank} on {socket.gethostname()} does not reach the first rank's machine, {address}, port {port} "
+            f"({str(error).splitlines()[0]}): is the name known here, and are ports open between the machines? "
+            "torchrun --local-addr there says by which address it is reached; see docs/launching/several-machines.md"
+        ) from error
+
+
+def _all(meeting: PrefixStore, size: int, seconds: float) -> list[dict[str, Any]]:
+    """What all ranks say of themselves, in their order."""
+    until = time.monotonic() + seconds
+    missing = list(range(size))
+    while missing := [rank for rank in missing if not meeting.check([str(rank)])]:
+        if time.monotonic() > until:
+            raise RunError(
+                f"of {size} ranks, {listed(missing[: MOST_LISTED + 1])} have not come within {seconds:g} s: are their "
+                "machines gone, or slower to start (run.hang_after)?"
+            )
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    return [json.loads(meeting.get(str(rank))) for rank in range(size)]
+
+
+def _require_same_versions(found: list[dict[str, Any]]) -> None:
+    first = found[0]
+    for other in found[1:]:
+        for name, version in first["versions"].items():
+            theirs = other["versions"].get(name)
+            require(
+                theirs == version,
+                f"{name} is {version} on {first['host']} and {theirs} on {other['host']}: install the same on all "
+                "machines",
+            )
+
+
+def _choose_interface(environment: MutableMapping[str, str]) -> None:
+    """Where this machine's name is unknown or its own loopback, gloo would give the others that address."""
+    if INTERFACE in environment or not _leads_nowhere(socket.gethostname()):
+        return
+    address = route_to(environment["MASTER_ADDR"])
+    interface = interface_of(address) if address is not None else None
+    name = socket.gethostname()
+    require(
+        interface is not None,
+        f"{name} finds no address of its own that other machines can reach ({name} is unknown, or a loopback address, "
+        f"to itself): set {INTERFACE} (and NCCL_SOCKET_IFNAME on GPUs) to one of "
+        f"{', '.join(other for _, other in socket.if_nameindex() if other != 'lo') or 'its interfaces'}",
+    )
+    assert interface is not None
+    environment[INTERFACE] = interface
+    if environment.get("LOCAL_RANK", "0") == "0":
+        print(
+            f"{name} does not lead to this machine from others: using {interface} ({address}), the way to "
+            f"{environment['MASTER_ADDR']}; {INTERFACE} sets another",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _leads_nowhere(name: str) -> bool:
+    """Whether ``name`` is unknown here, or a loopback address, such as Debian's 127.0.1.1."""
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+    except OSError:
+        return True
+    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+
+
+def route_to(host: str) -> str | None:
+    """The address from which this machine reaches ``host``; ``None`` where that is a loopback. Nothing is sent."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, 9))
+        address = str(way.getsockname()[0])
+        return None if ipaddress.ip_address(address).is_loopback else address
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The interface of this machine that has ``address``."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                asked = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, asked)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

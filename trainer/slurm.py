@@ -1,0 +1,120 @@
+"""What Slurm tells the tasks that ``srun`` starts: which they are, and how many on which nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.errors import RecipeError, require
+
+FIRST_PORT, PORTS = 15000, 10000
+"""Ports that the steps of jobs are dealt out to, below those that Linux gives to clients."""
+
+PORTS_BETWEEN_STEPS = 1009
+"""A prime: neither the next steps of a job nor the next jobs meet on a port."""
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """A task of a job step, which is a rank.
+
+    Args:
+        job, step: their numbers.
+        rank, local_rank, node_rank: of this task, among all, on its node, and of its node.
+        size: tasks of the step.
+        tasks_per_node: how many each node has.
+        nodes: as Slurm writes them, such as ``n[1-2]``.
+    """
+
+    job: int
+    step: int
+    rank: int
+    local_rank: int
+    node_rank: int
+    size: int
+    tasks_per_node: tuple[int, ...]
+    nodes: str
+
+    @property
+    def port(self) -> int:
+        """Of the ranks' meeting on the first node: every task can tell, and no two steps of a node share one soon."""
+        return FIRST_PORT + (self.job + PORTS_BETWEEN_STEPS * self.step) % PORTS
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What torchrun would tell this rank."""
+        return {"RANK": str(self.rank), "LOCAL_RANK": str(self.local_rank), "WORLD_SIZE": str(self.size)}
+
+
+def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
+    """This task of a step of several tasks; ``None`` in a process that no ``srun`` has started with others."""
+    if not started_by_srun(environment):
+        return None
+    return SlurmTask(
+        job=int(environment["SLURM_JOB_ID"]),
+        step=int(environment["SLURM_STEP_ID"]),
+        rank=int(environment["SLURM_PROCID"]),
+        local_rank=int(environment["SLURM_LOCALID"]),
+        node_rank=int(environment["SLURM_NODEID"]),
+        size=int(environment["SLURM_STEP_NUM_TASKS"]),
+        tasks_per_node=_expanded(environment["SLURM_STEP_TASKS_PER_NODE"]),
+        nodes=environment["SLURM_STEP_NODELIST"],
+    )
+
+
+def started_by_srun(environment: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks of a step. A job's other variables are those of its allocation."""
+    return "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
+    """Ranks on this node, which are as many on every other.
+
+    Args:
+        task: this one.
+        gpus: that it sees; ``None`` on CPUs.
+
+    Raises:
+        RecipeError: when nodes have different numbers of them, or not ranks in a row, or a rank no GPU of its own.
+    """
+    counts = sorted(set(task.tasks_per_node))
+    require(
+        len(counts) == 1,
+        f"Slurm put {', '.join(map(str, task.tasks_per_node))} tasks on the nodes {task.nodes}: as many on each are "
+        "needed, say --nodes and --ntasks-per-node",
+    )
+    require(
+        task.rank == task.node_rank * counts[0] + task.local_rank,
+        "Slurm dealt the tasks out to the nodes in turn: say --distribution=block, for ranks in a row on each node",
+    )
+    require(
+        gpus is None or gpus >= counts[0],
+        f"Slurm started {counts[0]} tasks on this node, and this one sees {gpus} GPU(s): give the node as many with "
+        f"--gpus-per-node={counts[0]}, leave --gpus-per-task out, and say --gpu-bind=none",
+    )
+    return counts[0]
+
+
+def require_srun(environment: Mapping[str, str]) -> None:
+    """Refuse to be one process in a job of several tasks: it would train alone, and the others' devices lie idle.
+
+    Raises:
+        RecipeError: naming both ways out.
+    """
+    if "SLURM_JOB_ID" not in environment or "SLURM_STEP_ID" in environment:
+        return
+    tasks = int(environment.get("SLURM_NTASKS", "1"))
+    if tasks > 1:
+        raise RecipeError(
+            f"this job of Slurm has {tasks} tasks, but srun did not start this process: write srun before the command, "
+            "or say --run.devices for processes of this node alone"
+        )
+
+
+def _expanded(text: str) -> tuple[int, ...]:
+    """``2(x3),1`` as 2, 2, 2, 1."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return tuple(counts)
