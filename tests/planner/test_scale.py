@@ -39,10 +39,8 @@ def padded_bytes(ranks: int) -> int:
 WEIGHTS = padded_bytes(1)
 FSDP: dict[str, Any] = {"strategy": "fsdp", "micro_batch_size": 2}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
-    "ddp": ({"strategy": "ddp"}, 4),
-    "ddp, micro-batches": ({"strategy": "ddp", "micro_batch_size": 4}, 4),
-    "fsdp": ({"strategy": "fsdp"}, 4),
-    "fsdp, micro-batches": (FSDP, 4),
+    "ddp": ({"strategy": "ddp", "micro_batch_size": 4}, 4),
+    "fsdp": (FSDP, 4),
     "fsdp, kept": (FSDP | {"reshard_after_forward": False}, 4),
     "fsdp, synced": (FSDP | {"sync_every_micro_step": True}, 4),
     "fsdp 16": ({"strategy": "fsdp"}, 16),
@@ -60,9 +58,9 @@ def traffic(runs: dict[str, Trace], name: str, nodes: int = 1) -> tuple[dict[str
     return traffic_of(runs[name], Cluster(CASES[name][1], nodes))
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp, micro-batches"])
-def test_ddp_reduces_each_gradient_once_a_step(runs: dict[str, Trace], name: str) -> None:
-    by_op, leaving = traffic(runs, name)
+def test_ddp_reduces_each_gradient_once_a_step(runs: dict[str, Trace]) -> None:
+    """And not in each of its 4 micro-steps."""
+    by_op, leaving = traffic(runs, "ddp")
     assert set(by_op) == {"all_reduce"}
     assert 2 * 3 / 4 * WEIGHTS <= by_op["all_reduce"] <= 2 * 3 / 4 * (WEIGHTS + NORM)
     assert leaving == 0
@@ -84,8 +82,7 @@ def test_ddp_reduces_whole_buckets(runs: dict[str, Trace]) -> None:
 @pytest.mark.parametrize(
     ("name", "gathers", "scatters"),
     [
-        ("fsdp", 2, 1),
-        ("fsdp, micro-batches", 2 * 8, 1),
+        ("fsdp", 2 * 8, 1),
         ("fsdp, kept", 8, 1),
         ("fsdp, synced", 2 * 8, 8),
     ],
@@ -134,14 +131,15 @@ def test_replicas_win_over_a_slow_network_alone(runs: dict[str, Trace]) -> None:
 @pytest.fixture(scope="module")
 def report() -> ScaleReport:
     recipe = own_recipe(Memory(micro_batch_size=8, strategy="fsdp"))
-    return Scale(recipe, TARGET, clusters([2, 16, 128], None, None), [SLOW, FAST]).run()
+    return Scale(recipe, TARGET, clusters([16, 128], None, None), [SLOW, FAST]).run()
 
 
 def test_sharding_divides_the_memory_that_does_not_grow_with_samples(report: ScaleReport) -> None:
     found = {(row.strategy, row.cluster.devices): row.found for row in report.rows if row.found is not None}
-    assert set(found) == {("single", 1), ("fsdp", 2), ("fsdp*", 2), ("fsdp", 16), ("fsdp*", 16), ("hsdp", 16)}
-    assert found["single", 1].allocated > found["fsdp", 2].allocated > found["fsdp", 16].allocated
-    assert found["fsdp", 16].allocated < found["hsdp", 16].allocated  # which divides by 8 only
+    assert set(found) == {("single", 1), ("fsdp", 16), ("fsdp*", 16), ("hsdp", 16)}
+    constant = {key: one.allocated - one.growing for key, one in found.items()}
+    assert constant["fsdp", 16] < constant["hsdp", 16] < 0.5 * constant["single", 1]  # hsdp divides by 8 only
+    assert constant["fsdp", 16] < constant["fsdp*", 16]
 
 
 def test_devices_without_samples_are_refused_with_the_batch_that_it_takes(report: ScaleReport) -> None:
@@ -152,10 +150,8 @@ def test_devices_without_samples_are_refused_with_the_batch_that_it_takes(report
 
 def test_the_table_has_a_line_for_each_row_and_json_all_of_it(report: ScaleReport) -> None:
     lines = table(report).splitlines()
-    assert [line.split()[:3] for line in lines[2:8]] == [
+    assert [line.split()[:3] for line in lines[2:6]] == [
         ["1", "1", "single"],
-        ["2", "1", "fsdp"],
-        ["2", "1", "fsdp*"],
         ["16", "2", "fsdp"],
         ["16", "2", "fsdp*"],
         ["16", "2", "hsdp"],
@@ -163,14 +159,14 @@ def test_the_table_has_a_line_for_each_row_and_json_all_of_it(report: ScaleRepor
     assert max(map(len, lines)) <= 120
     content = to_json(report)
     rows = content["rows"]
-    assert [row["reason"] != "" for row in rows] == [False] * 6 + [True]
-    assert rows[5]["flags"] == "--memory.strategy fsdp --memory.replicas 2"
+    assert [row["reason"] != "" for row in rows] == [False] * 4 + [True]
+    assert rows[3]["flags"] == "--memory.strategy fsdp --memory.replicas 2"
     assert rows[0]["over"]["10gbe"]["efficiency"] == 1
     assert rows[0]["over"]["10gbe"]["exposed_ms"] == 0
-    assert set(rows[3]["sent_gb"]) == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert set(rows[1]["sent_gb"]) == {"all_gather", "reduce_scatter", "all_reduce"}
     assert content["interconnects"]["8x-ib-ndr"]["between_gb_s"] == pytest.approx(320)
     assert set(content["verdicts"]) == {"10gbe", "8x-ib-ndr"}
-    assert content["verdicts"]["10gbe"].endswith("and more devices do not shorten it")
+    assert content["verdicts"]["10gbe"].startswith("over 10gbe: hsdp is fastest on 16; the shortest step is ")
 
 
 # ----------------------------------------------------------------------------------------------------- without traces

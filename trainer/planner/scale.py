@@ -140,7 +140,8 @@ class Scale:
                 answer = {"reason": str(result).splitlines()[0]} if failed else {"found": from_json(result)}
                 tried[places[number]].append(replace(row, **answer))
                 done += 1
-                self.progress(done, max(done, len(rows)), f"{row.strategy} on {row.cluster.devices}")
+                total = max(done, sum(not one.reason for one in rows))
+                self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
         best = [best_of(found) for found in tried]
         for row in best:
             self.notes |= dict.fromkeys(row.found.notes if row.found else ())
