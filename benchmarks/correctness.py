@@ -54,12 +54,12 @@ from trainer.data.loader import Loader
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows
-from trainer.launching import launch
+from trainer.launching.start import launch
+from trainer.launching.world import detect_world
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import cut_at, decide_plan
 from trainer.memory.stack import apply_stack, build_updates
 from trainer.recipe import Memory, Optim, Recipe, Run
-from trainer.world import detect_world
 
 VOCABULARY = 97
 CLASSES = 5

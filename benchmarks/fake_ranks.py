@@ -20,7 +20,8 @@ from torch.distributed import ReduceOp
 
 from trainer.engine.rehearsal import rehearse
 from trainer.errors import RecipeError, require
-from trainer.launching import launch
+from trainer.launching.start import launch
+from trainer.launching.world import World
 from trainer.memory.initialize import build_module
 from trainer.memory.monitor import Monitor, MonitoredStepper
 from trainer.memory.plan import Plan, decide_plan
@@ -29,7 +30,6 @@ from trainer.planner.predict import prepared
 from trainer.planner.ranks import fake_ranks
 from trainer.planner.trace import draw_samples
 from trainer.recipe import Recipe
-from trainer.world import World
 
 
 def take_steps(recipe: Recipe, ranks: int) -> dict[str, Any]:

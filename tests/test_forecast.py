@@ -15,11 +15,11 @@ import torch
 from trainer import Memory, Recipe, RecipeError, Run
 from trainer.fit import fit
 from trainer.forecast import Forecast, _awaited, _through_file, forecast, planned
+from trainer.launching.world import World
 from trainer.locate import load_recipe
 from trainer.planner.children import Child
 from trainer.planner.gpus import host_as_device
 from trainer.planner.knobs import applied, combinations, free_knobs, micro_batch_sizes, wants_plan
-from trainer.world import World
 
 ALONE = World("python", "cpu", 1)
 ONLY_MICRO_BATCHES = [

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from trainer.errors import RecipeError, RunError
+from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.memory.units import GB
 from trainer.planner.children import Child
@@ -26,7 +27,6 @@ from trainer.planner.predict import Prediction, predict_here, prepared
 from trainer.planner.search import MARGIN, Search
 from trainer.planner.target import Target
 from trainer.recipe import Recipe
-from trainer.world import World
 
 PATIENCE = 20.0
 """Seconds that training waits for its prediction; one that takes longer is shown at the end."""

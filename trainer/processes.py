@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trainer.slurm import started_by_srun
+from trainer.launching.slurm import started_by_srun
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""

@@ -19,6 +19,7 @@ from trainer.engine.events import Counters
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share
 from trainer.errors import RecipeError, require
+from trainer.launching.shared_dir import require_shared
 from trainer.listeners import Stopwatch
 from trainer.memory.plan import idle_ranks, plan_warnings
 from trainer.recipe import Recipe
@@ -29,7 +30,6 @@ from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.summary import Summary, summary_text, versions
 from trainer.session import Session
 from trainer.settings import dump_recipe
-from trainer.shared_dir import require_shared
 
 
 def choose_run_dir(session: Session, source: str | None) -> Path:

@@ -25,8 +25,9 @@ from trainer.faults.launched import SECONDS_TO_LEAVE, ended_after
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
-from trainer.launching import announced, launch, on_first_rank_first
-from trainer.meeting import meet
+from trainer.launching.meeting import meet
+from trainer.launching.start import announced, launch, on_first_rank_first
+from trainer.launching.world import World, find_world
 from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.snapshot import require_recordable
@@ -35,7 +36,6 @@ from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.report.progress import Progress
-from trainer.world import World, find_world
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from trainer.doctor.command import examine
 from trainer.doctor.finding import findings
 from trainer.doctor.subject import Subject
 from trainer.faults.lock import RunLock
+from trainer.launching.world import World
 from trainer.models import TextClassifier, VisionTransformer
 from trainer.planner.predict import prepared
-from trainer.world import World
 
 if not sys.platform.startswith("linux"):
     pytest.skip("forks with the libraries loaded", allow_module_level=True)

@@ -22,10 +22,10 @@ from trainer.engine.quarantine import Quarantine, gather_texts
 from trainer.engine.step import Stepper
 from trainer.errors import RecipeError
 from trainer.fit import fit
+from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP
 from trainer.session import Session, evaluation
-from trainer.world import World
 
 SIZE, BATCH = 21, 6
 BAD = (0, 3, 4, 11, 20)

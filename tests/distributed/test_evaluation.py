@@ -10,10 +10,10 @@ from problems import Problem, collate, make_fabric, make_model, make_samples
 
 from trainer.contract import Data
 from trainer.engine.forward import Forward
+from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.recipe import Memory, Recipe
 from trainer.session import Session, evaluation
-from trainer.world import World
 
 SIZES = [1, 2, 13, 31]
 

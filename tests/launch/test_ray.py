@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from trainer import Recipe, RecipeError, Run
 from trainer.data import Digits
+from trainer.launching.world import World, detect_world
 from trainer.models import MLP
-from trainer.world import World, detect_world
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "ray_train.py"
 ROOT = Path(__file__).parents[2]

@@ -59,8 +59,8 @@ def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
     from trainer.doctor import disk, machine, model, ranks, samples, trial
     from trainer.doctor.finding import fail, findings
     from trainer.doctor.subject import Subject
+    from trainer.launching.world import detect_world
     from trainer.planner.predict import prepared
-    from trainer.world import detect_world
 
     try:
         subject = Subject(recipe, reference, detect_world(recipe))

@@ -25,7 +25,8 @@ from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.window import MicroBatch, Window, cut_batch
-from trainer.launching import launch
+from trainer.launching.start import launch
+from trainer.launching.world import World
 from trainer.memory import optimizer_offload
 from trainer.memory.initialize import home_of_weights
 from trainer.memory.monitor import MonitoredStepper
@@ -42,7 +43,6 @@ from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer
 from trainer.recipe import Recipe
 from trainer.streaming import allocate, default_dtype, on_meta
-from trainer.world import World
 
 
 @dataclass

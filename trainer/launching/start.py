@@ -14,13 +14,13 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
 from trainer.errors import RecipeError, require
+from trainer.launching.slurm import slurm_task
+from trainer.launching.slurm_environment import SlurmEnvironment
+from trainer.launching.world import World
 from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.processes import end_with_launcher
-from trainer.slurm import slurm_task
-from trainer.slurm_environment import SlurmEnvironment
-from trainer.world import World
 
 
 def launch(plan: Plan, world: World) -> Fabric:

@@ -7,8 +7,8 @@ import torch
 
 from trainer import Memory, Recipe, RecipeError, Run
 from trainer.data import Digits
+from trainer.launching.world import World, detect_world, find_world
 from trainer.models import MLP
-from trainer.world import World, detect_world, find_world
 
 
 def recipe(**run):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from trainer.errors import EXIT_REQUEUE, RecipeError
-from trainer.slurm import devices_per_node, require_srun, slurm_task
+from trainer.launching.slurm import devices_per_node, require_srun, slurm_task
 
 STEP = {
     "SLURM_JOB_ID": "17",

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.errors import require
-from trainer.ray_workers import is_ray_worker, ray_layout
+from trainer.launching.ray_workers import is_ray_worker, ray_layout
+from trainer.launching.slurm import devices_per_node, require_srun, slurm_task
 from trainer.recipe import Recipe
-from trainer.slurm import devices_per_node, require_srun, slurm_task
 
 # The names that `fabric run --precision` also takes, and ours for them.
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}

@@ -6,7 +6,7 @@ import os
 
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
 
-from trainer.slurm import SlurmTask
+from trainer.launching.slurm import SlurmTask
 
 
 class SlurmEnvironment(ClusterEnvironment):

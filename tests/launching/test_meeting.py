@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from trainer import shared_dir
 from trainer.agreement import Agreement
 from trainer.errors import RecipeError, RunError
-from trainer.meeting import INTERFACE, interface_of, meet, route_to
+from trainer.launching import shared_dir
+from trainer.launching.meeting import INTERFACE, interface_of, meet, route_to
 from trainer.report.summary import versions
 
 

@@ -1,0 +1,1 @@
+"""Which ranks take part in a run, how they find each other, and how they are started."""
