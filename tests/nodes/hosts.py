@@ -99,14 +99,6 @@ class Host:
         """Let everything through again."""
         ip("-n", self.switch, "link", "set", self.port, "master", "br0")
 
-    def unplug(self) -> None:
-        """Take the cable out: eth0 has no carrier."""
-        ip("-n", self.switch, "link", "set", self.port, "down")
-
-    def plug(self) -> None:
-        """Put the cable in again."""
-        ip("-n", self.switch, "link", "set", self.port, "up")
-
     def crash(self) -> None:
         """Lose the machine: nothing is heard of it, not even that its connections end."""
         self.cut()
