@@ -97,7 +97,13 @@ def test_every_setting_that_a_page_names_exists():
         f"data.{field.name}" for kind in (ImageFolder, TextFiles, StreamedText) for field in dataclasses.fields(kind)
     }
     known |= {key.rsplit(".", 1)[0] for key in known}
-    files = {"memory.png", "model.safetensors", "model.safetensors.index", "model.parameters"}  # and what code calls so
+    files = {
+        "memory.png",
+        "model.safetensors",
+        "model.safetensors.index",
+        "model.parameters",
+        "run.lock",
+    }  # and what code calls so
     own_models = {"data.size"}  # of the network in docs/your-own-model.md
     named = {(page, key) for page in [*PAGES, "CHANGELOG.md", "benchmarks/README.md"] for key in found_in(page)}
     assert len({key for _, key in named}) > 40

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import socket
@@ -13,8 +12,6 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-from trainer.launching.slurm import started_by_srun
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
@@ -31,25 +28,6 @@ def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def end_with_launcher() -> None:
-    """Where torchrun or Fabric started this process, have it end when they do: killed, they would leave it behind."""
-    by_fabric = "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
-    if "TORCHELASTIC_RUN_ID" in os.environ or (by_fabric and not started_by_srun(os.environ)):
-        end_with_parent()
-    _require_supervisor()
-
-
-def _require_supervisor() -> None:
-    """End a rank whose supervisor has ended, and with it the first rank, while this one was not yet bound to it."""
-    text = os.environ.get(SUPERVISOR)
-    if text is None:
-        return
-    supervisor = ProcessId(**json.loads(text))
-    if supervisor.is_here() and supervisor.state() == "gone":
-        print("trainer: error: the supervisor of this run has ended", file=sys.stderr, flush=True)
-        os._exit(1)
 
 
 def become_helper() -> None:

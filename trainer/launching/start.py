@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +16,13 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
 from trainer.errors import RecipeError, require
-from trainer.launching.slurm import slurm_task
+from trainer.launching.slurm import slurm_task, started_by_srun
 from trainer.launching.slurm_environment import SlurmEnvironment
 from trainer.launching.world import World
 from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
-from trainer.processes import end_with_launcher
+from trainer.processes import SUPERVISOR, ProcessId, end_with_parent
 
 
 def launch(plan: Plan, world: World) -> Fabric:
@@ -30,7 +32,7 @@ def launch(plan: Plan, world: World) -> Fabric:
         RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
     """
     if world.launcher != "ray":  # which ends its workers itself
-        end_with_launcher()
+        _end_with_launcher()
     fabric = Fabric(
         accelerator=world.accelerator,
         devices=world.devices,
@@ -46,6 +48,25 @@ def launch(plan: Plan, world: World) -> Fabric:
         "(under Slurm, ntasks-per-node must equal run.devices)",
     )
     return fabric
+
+
+def _end_with_launcher() -> None:
+    """Where torchrun or Fabric started this process, have it end when they do: killed, they would leave it behind."""
+    by_fabric = "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
+    if "TORCHELASTIC_RUN_ID" in os.environ or (by_fabric and not started_by_srun(os.environ)):
+        end_with_parent()
+    _require_supervisor()
+
+
+def _require_supervisor() -> None:
+    """End a rank whose supervisor has ended, and with it the first rank, while this one was not yet bound to it."""
+    text = os.environ.get(SUPERVISOR)
+    if text is None:
+        return
+    supervisor = ProcessId(**json.loads(text))
+    if supervisor.is_here() and supervisor.state() == "gone":
+        print("trainer: error: the supervisor of this run has ended", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def announced(world: World, plan: Plan, say: Callable[[str], None]) -> World:
