@@ -93,7 +93,7 @@ SRUN = ("srun", "--nodes=1", "--ntasks-per-node=2")
 LAUNCHERS = {
     "python": Launcher("trainer fit R", (PYTHON, *FIT), (PYTHON,), 1),
     "python recipe.py": Launcher("python R.py", (PYTHON, RECIPE), (PYTHON,), 1),
-    "--run.devices": Launcher("trainer fit R --run.devices 2", (PYTHON, *FIT, "--run.devices", "2"), (PYTHON,)),
+    "run.devices": Launcher("trainer fit R --run.devices 2", (PYTHON, *FIT, "--run.devices", "2"), (PYTHON,)),
     "torchrun": Launcher("torchrun --standalone --nproc-per-node 2 -m trainer fit R", (*TORCHRUN, *FIT), (*TORCHRUN,)),
     "torchrun.sh": Launcher("launch/torchrun.sh 2 R", (str(ROOT / "launch/torchrun.sh"), "2", RECIPE), (*TORCHRUN,)),
     "fabric run": Launcher("fabric run --accelerator cpu --devices 2 R.py", (*FABRIC_RUN, RECIPE), (*FABRIC_RUN,)),

@@ -189,6 +189,8 @@ def _main(recipe: Recipe) -> None:
 
 
 def _command(name: str, argv: list[str]) -> None:
+    if name == "fit":
+        _leave_before_training()
     from trainer.flags import scan
     from trainer.locate import load_recipe
 

@@ -101,9 +101,13 @@ def test_a_killed_task_ends_the_job_with_its_name_and_a_second_run_is_refused(su
 
 NOT_ON_THE_SECOND = """
 import os, time
+from pathlib import Path
 
 if os.environ["SLURM_PROCID"] == "1":
+    while not Path("first").exists():
+        time.sleep(0.1)
     raise SystemExit("this node lacks something")
+Path("first").touch()
 time.sleep(60)
 """
 
