@@ -166,11 +166,11 @@ def be_rank() -> None:
 
 def _of_steps(recipe: Recipe) -> float:
     from trainer.engine.step import Stepper
-    from trainer.launching import launch
+    from trainer.launching.start import launch
+    from trainer.launching.world import World
     from trainer.memory.initialize import build_module
     from trainer.memory.stack import apply_stack, build_updates
     from trainer.planner.trace import draw_samples
-    from trainer.world import World
 
     ranks = torch.distributed.get_world_size()
     plan = decide_plan(recipe, ranks)
