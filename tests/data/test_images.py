@@ -1,6 +1,7 @@
 """Image datasets on real images: shapes, splits, augmentation, and every refusal names what is wrong."""
 
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 import torchvision
 from PIL import Image
 
-from trainer.data import CIFAR10, Digits, FashionMNIST, ImageFolder
+from trainer.data import CIFAR10, Digits, FashionMNIST, ImageFolder, arrays
 from trainer.data.arrays import FORMATS, read_image
 from trainer.errors import RecipeError
 
@@ -187,6 +188,29 @@ def test_a_truncated_jpeg_is_named_before_training(folder):
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(RecipeError, match=f"1 of [0-9]+ images cannot be read: {path}"):
         ImageFolder(str(folder)).prepare()
+
+
+def test_sound_files_are_read_once_and_faults_looked_at_again(folder, tmp_path, monkeypatch):
+    read = []
+    check = arrays._check
+    monkeypatch.setattr(arrays, "_check", lambda path: (read.append(path), check(path))[1])
+    images = sorted(folder.rglob("*.png"))
+    for path in images:
+        os.utime(path, (0, 0))
+    splits = []
+    for _ in range(2):  # two ranks, or two runs
+        data = ImageFolder(str(folder), cache_dir=str(tmp_path / "cache"))
+        data.prepare()
+        splits.append(data.train.fingerprint())
+    assert sorted(read) == images
+    assert splits[0] == splits[1]
+    images[0].write_bytes(b"broken")
+    os.utime(images[0], (1, 1))
+    for _ in range(2):
+        read.clear()
+        with pytest.raises(RecipeError, match=f"1 of {len(images)} images cannot be read: {images[0]}"):
+            ImageFolder(str(folder), cache_dir=str(tmp_path / "cache")).prepare()
+        assert len(read) == len(images)
 
 
 def test_classes_that_differ_are_named(folder):

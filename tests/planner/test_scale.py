@@ -139,7 +139,6 @@ def test_sharding_divides_the_memory_that_does_not_grow_with_samples(report: Sca
     assert set(found) == {("single", 1), ("fsdp", 16), ("fsdp*", 16), ("hsdp", 16)}
     constant = {key: one.allocated - one.growing for key, one in found.items()}
     assert constant["fsdp", 16] < constant["hsdp", 16] < 0.5 * constant["single", 1]  # hsdp divides by 8 only
-    assert constant["fsdp", 16] < constant["fsdp*", 16]
 
 
 def test_devices_without_samples_are_refused_with_the_batch_that_it_takes(report: ScaleReport) -> None:

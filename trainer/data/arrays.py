@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 from tqdm import tqdm
 
+from trainer.data.cache import content_of
 from trainer.data.common import reason
 from trainer.data.content import Content
 from trainer.errors import RecipeError
@@ -169,17 +171,25 @@ class CheckedFile(NamedTuple):
     fault: str | None
 
 
-def check_images(paths: Sequence[str], most_bad: int = 0) -> dict[str, CheckedFile]:
+def check_images(paths: Sequence[str], most_bad: int, cache: Path) -> dict[str, CheckedFile]:
     """Read every file to its end, hash it, and check its structure, decoding as little as the format allows.
+
+    Sound files are remembered in ``cache`` while their paths, sizes and times of change stay: one rank of a machine
+    reads them, once.
 
     Raises:
         RecipeError: naming the broken files when they are more than ``most_bad``.
     """
-    with ThreadPoolExecutor(8) as pool:  # reading waits for the disk, or the network
-        checks = tqdm(
-            pool.map(_check, paths), total=len(paths), desc="checking images", unit="image", disable=None, leave=False
-        )
-        checked = dict(zip(paths, checks, strict=True))
+
+    def in_threads(check: Callable[[Path], str], files: Sequence[Path]) -> Iterator[str]:
+        with ThreadPoolExecutor(8) as pool:  # reading waits for the disk, or the network
+            found = pool.map(check, files)
+            yield from tqdm(found, total=len(files), desc="checking images", unit="image", disable=None, leave=False)
+
+    answers = content_of(
+        cache, [Path(path) for path in paths], _answer, "images", over=in_threads, worth_keeping=_sound
+    )
+    checked = {path: _checked(answer) for path, answer in zip(paths, answers, strict=True)}
     faults = [f"{path} ({found.fault})" for path, found in checked.items() if found.fault]
     if len(faults) > most_bad:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
@@ -190,10 +200,25 @@ def check_images(paths: Sequence[str], most_bad: int = 0) -> dict[str, CheckedFi
     return checked
 
 
-def _check(path: str) -> CheckedFile:
+def _answer(path: Path) -> str:
+    found = _check(path)
+    return json.dumps([found.digest.hex(), found.fault])
+
+
+def _checked(answer: str) -> CheckedFile:
+    digest, fault = json.loads(answer)
+    return CheckedFile(bytes.fromhex(digest), fault)
+
+
+def _sound(answers: Sequence[str]) -> bool:
+    """A fault may be one of the disk, or the network, and gone the next time."""
+    return all(_checked(answer).fault is None for answer in answers)
+
+
+def _check(path: Path) -> CheckedFile:
     digest = b""
     try:
-        content = Path(path).read_bytes()
+        content = path.read_bytes()
         digest = hashlib.sha256(content).digest()
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if image.format == "JPEG":  # verify() looks at nothing of it; at an eighth of its size, decoding is cheap

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from trainer.errors import RecipeError
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 20
+Over = Callable[[Callable[[Path], str], Sequence[Path]], Iterable[str]]
 SETTLED_NS = 2_000_000_000
 """A file that was changed less than this before it is looked at may be changed again without a new time of change."""
 
@@ -135,7 +136,14 @@ def checksum(path: Path, most_bytes: float = MOST_BYTES) -> str:
     return digest.hexdigest()
 
 
-def content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str], *asked: Any) -> list[str]:
+def content_of(
+    root: Path,
+    paths: Sequence[Path],
+    hashed: Callable[[Path], str],
+    *asked: Any,
+    over: Over = map,
+    worth_keeping: Callable[[Sequence[str]], bool] = lambda found: True,
+) -> list[str]:
     """What ``hashed`` says of every file; not asked again while their paths, sizes and times of change stay.
 
     Args:
@@ -143,20 +151,31 @@ def content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str],
         paths: the files.
         hashed: a hash of the content of a file, or what else there is to say of it.
         asked: what decides the answer besides the content; JSON can hold it.
+        over: asks ``hashed`` of all files; in threads, say.
+        worth_keeping: whether the answers may be given again.
 
     Raises:
         RecipeError: naming the file that cannot be read.
     """
     try:
-        return _content_of(root, paths, hashed, asked)
+        return _content_of(root, paths, lambda: list(over(hashed, paths)), asked, worth_keeping)
     except OSError as error:
         raise RecipeError(
             f"{error.filename} cannot be read ({error.strerror}): check that it is there and may be read"
         ) from error
 
 
-def _content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str], asked: Sequence[Any]) -> list[str]:
-    stats = [path.stat() for path in paths]
+def _content_of(
+    root: Path,
+    paths: Sequence[Path],
+    ask: Callable[[], list[str]],
+    asked: Sequence[Any],
+    worth_keeping: Callable[[Sequence[str]], bool],
+) -> list[str]:
+    try:
+        stats = [path.stat() for path in paths]
+    except OSError:
+        return ask()  # which knows what to say of it
     seen = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
     note = root / "contents" / f"{hash_of(seen, *asked)}.json"
     settled = all(time.time_ns() - stat.st_mtime_ns > SETTLED_NS for stat in stats)
@@ -167,8 +186,8 @@ def _content_of(root: Path, paths: Sequence[Path], hashed: Callable[[Path], str]
                 return known["found"]
         except (OSError, ValueError, TypeError, LookupError):
             pass
-    found = [hashed(path) for path in paths]
-    if settled:
+    found = ask()
+    if settled and worth_keeping(found):
         _leave(note, found)
     return found
 

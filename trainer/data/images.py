@@ -242,6 +242,7 @@ class ImageFolder(_Images):
         val_fraction: share of the training images held out for validation when there is no val folder.
         augment: random changes of training images: none, flip (mirrored half of the time) or crop_flip (also shifted
             by up to 1/8 of the size, the border reflected).
+        cache_dir: folder that remembers which files were found sound; by default that of the datasets library.
         workers: processes that load data; 0 loads in the main process.
         worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
         max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
@@ -251,6 +252,7 @@ class ImageFolder(_Images):
     image_size: int = 224
     val_fraction: float = 0.0
     augment: Augment = "none"
+    cache_dir: str | None = None
     workers: int = 0
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
@@ -262,11 +264,12 @@ class ImageFolder(_Images):
             RecipeError: for missing folders, classes that differ between the parts, and broken images.
         """
         from trainer.data.arrays import ImageFiles, check_images
+        from trainer.data.cache import cache_folder
 
         found = {part: samples for part in ("train", "val", "test") if (samples := self._list(part)) is not None}
         self._check_parts(found)
         paths = [path for _, samples in found.values() for path, _ in samples]
-        checked = check_images(paths, self.max_bad_samples)
+        checked = check_images(paths, self.max_bad_samples, cache_folder(self.cache_dir))
         self._set_classes(found["train"][0])
         files = {part: samples for part, (_, samples) in found.items()}
         labels = [label for _, label in files["train"]]

@@ -62,7 +62,8 @@ def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int 
 def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:
     """The strategies that the recipe leaves open, by name, with the settings that make each."""
     if cluster.devices == 1:
-        return {"single": {"memory.strategy": "auto", "memory.replicas": 1, "memory.reshard_after_forward": True}}
+        alone: Settings = {"memory.strategy": "auto", "memory.replicas": 1, "memory.reshard_after_forward": True}
+        return {"single": alone | {"memory.sync_every_micro_step": None}}
     sharded: Settings = {"memory.strategy": "fsdp"}
     if memory.replicas > 1:
         return {"hsdp": sharded}

@@ -29,7 +29,8 @@ def group_among(values: list[Any]) -> tuple[int, int]:
     ``(0, 1)``, which stands for all ranks, where there is no group among them.
     """
     for value in values:
-        if isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup":
+        kind: Any = value._type() if isinstance(value, torch.ScriptObject) else None
+        if kind is not None and kind.name() == "ProcessGroup":
             ranks = torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(value))
             return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
     return 0, 1

@@ -130,7 +130,7 @@ class TracedDDP(DistributedDataParallel):
             place.copy_(parameter.grad)
             parameter.grad = place
         number = self.bucket_of[parameter]  # type: ignore[index]
-        self.waiting[number].discard(parameter)  # type: ignore[arg-type]
+        self.waiting[number].discard(parameter)
         if not self.waiting[number]:
             torch.distributed.all_reduce(self.buckets[number], async_op=True)
             self.waiting[number] = {p for p, own in self.bucket_of.items() if own == number}

@@ -74,9 +74,10 @@ def table(report: ScaleReport) -> str:
 
 def _cells(row: Row, report: ScaleReport) -> list[tuple[str, str]]:
     """The columns of a row with their names, of which several are alike."""
-    found, cut, nodes = row.found, row.plan and row.plan.first_cut, row.cluster.nodes
+    found, nodes = row.found, row.cluster.nodes
     assert found is not None
-    assert cut is not None
+    assert row.plan is not None
+    cut = row.plan.first_cut
     cells = [
         ("devices", f"{row.cluster.devices}"),
         ("nodes", f"{nodes}"),
@@ -122,7 +123,8 @@ def verdict(report: ScaleReport, fabric: str) -> str:
 
 def _runs(winners: dict[int, str]) -> str:
     """Such as "ddp is fastest on 2 to 8 devices, hsdp from 64 on"."""
-    sizes, runs = list(winners), []
+    sizes = list(winners)
+    runs: list[tuple[str, list[int]]] = []
     for size in sizes:
         if runs and runs[-1][0] == winners[size]:
             runs[-1][1].append(size)
