@@ -88,7 +88,11 @@ def alone(recipe_file, tmp_path_factory):
     return run_dir
 
 
-@pytest.mark.parametrize("launcher", LINES)
+SLOW = ("devices", "accelerate")
+"""--run.devices is what most tests of faults start, and accelerate launch starts torchrun."""
+
+
+@pytest.mark.parametrize("launcher", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LINES])
 def test_two_ranks_give_the_weights_of_one(launcher, recipe_file, alone, tmp_path):
     run_dir = tmp_path / "two"
     flags = ["--run.dir", str(run_dir), *ON_CPU]

@@ -171,7 +171,7 @@ def test_a_script_without_ray_says_how_to_get_it(folder):
 def test_workers_of_ray_are_ranks():
     recipe = Recipe(model=MLP(), data=Digits(), batch_size=8, run=Run(accelerator="cpu"))
     assert detect_world(recipe, WORKER) == World("ray", "cpu", 2, 2)
-    torchrun = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
     assert detect_world(recipe, WORKER | torchrun).launcher == "torchrun"
     with pytest.raises(RecipeError, match="Ray has put 3 of 4 workers on this node"):
         detect_world(recipe, WORKER | {"LOCAL_WORLD_SIZE": "3"})

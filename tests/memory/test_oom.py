@@ -270,7 +270,8 @@ def test_a_run_that_dies_of_it_ends_in_one_line_and_says_failed(hungry, tmp_path
 def test_a_model_that_cannot_be_built_gets_knobs_for_weights_only(hungry, tmp_path, capsys):
     argv = ["fit", str(hungry), "--model.phase", "init", "--run.dir", str(tmp_path / "run")]
     assert run(argv) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    found, line = capsys.readouterr().err.splitlines()
+    assert found.startswith("python: 1 rank")
     assert "out of memory in init on rank 0" in line
     assert line.endswith("try next: --memory.precision bf16-true (lossy)")
 
