@@ -31,6 +31,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_rows_are_measured_compared_and_kept(tmp_path):
     only = "uncapped,under 2 GB,DistilBERT"
     done = benchmark(

@@ -147,7 +147,8 @@ def _may_live(owner: dict[str, Any]) -> bool:
     others have started.
     """
     own, job = _rendezvous(), _slurm_job()
-    if job and owner.get("slurm_job") == job["slurm_job"] and owner["slurm_restarts"] < job["slurm_restarts"]:
+    before = range(job.get("slurm_restarts", 0))  # what a damaged file says is none of them
+    if job and owner.get("slurm_job") == job["slurm_job"] and owner.get("slurm_restarts") in before:
         return False
     if own and owner.get("rendezvous") == own["rendezvous"]:
         return False
