@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any, cast
 
 import torch
@@ -102,6 +103,12 @@ class _Requests:
         return [index for request in list(self.under_way)[first::workers] for index in request.indices]
 
 
+ENDED_IN_BETWEEN = (EOFError, ConnectionError, FileNotFoundError)
+"""What a micro-batch raises whose worker has ended while it was handed over."""
+
+SECONDS_TO_END = 1.0
+
+
 class _Watch:
     """Iterates over what workers load, and looks after them while it waits."""
 
@@ -123,11 +130,13 @@ class _Watch:
         while True:
             try:
                 return next(self.batches)
-            except RuntimeError as error:  # noqa: PERF203
+            except (RuntimeError, *ENDED_IN_BETWEEN) as error:  # noqa: PERF203
                 self._diagnose(error, time.monotonic() - since)
 
-    def _diagnose(self, error: RuntimeError, waited: float) -> None:
+    def _diagnose(self, error: Exception, waited: float) -> None:
         """Return if the wait can go on."""
+        if isinstance(error, ENDED_IN_BETWEEN):  # its end follows
+            wait([process.sentinel for process in self.processes], SECONDS_TO_END)
         for number, process in enumerate(self.processes):
             if not process.is_alive():
                 raise WorkerError(self._died(number)) from error
