@@ -18,7 +18,7 @@ from trainer.checkpoint.writer import STATE, sign_of
 from trainer.engine.loop import Engine
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.step import Stepper
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 from trainer.listeners import Stopwatch
 from trainer.memory.stack import Stack
 from trainer.origin import Origin
@@ -63,7 +63,8 @@ def find_checkpoint(session: Session, own: CheckpointFolder) -> tuple[Found | No
         if problem is None:
             return Found(path, read_manifest(path)), problems
         problems.append((path, problem))
-    require(not problems, _none_valid(problems))
+    if problems:
+        raise RecipeError(_none_valid(problems))
     return None, []
 
 
@@ -73,11 +74,7 @@ def _checkpoints_of(path: Path) -> Path:
 
 def _none_valid(problems: list[tuple[Path, str]]) -> str:
     rest = f" (and {len(problems) - 1} older ones are not valid, either)" if len(problems) > 1 else ""
-    return (
-        (f"{problems[0][1]}{rest}: give another checkpoint to run.resume, or start anew in another run.dir")
-        if problems
-        else ""
-    )
+    return f"{problems[0][1]}{rest}: give another checkpoint to run.resume, or start anew in another run.dir"
 
 
 def _problem(session: Session, path: Path) -> str | None:

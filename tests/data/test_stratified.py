@@ -29,7 +29,10 @@ def test_the_split_is_that_of_scikit_learn(labels, fraction, seed):
         assert stratified_split(labels, fraction, seed) == tuple(map(sorted, parts))
 
 
-def test_the_digits_are_those_of_scikit_learn():
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_digits_are_those_of_scikit_learn(elsewhere, monkeypatch):
+    if elsewhere:
+        monkeypatch.setattr("trainer.data.digits.find_spec", lambda name: None)
     digits = load_digits()
     pixels, classes = read_digits()
     assert np.array_equal(pixels, digits.images)

@@ -1,9 +1,11 @@
 """Workers that die or hang are found and named, and leave nothing behind; signals to a group do not end them."""
 
+import multiprocessing
 import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from trainer.cli import run
 from trainer.contract import Data, Request
 from trainer.data.loader import Loader
-from trainer.data.workers import WorkerError
+from trainer.data.workers import WorkerError, _Requests, _Watch
 
 
 class Faulty:
@@ -52,6 +54,22 @@ def test_a_dead_worker_is_named_with_what_it_was_loading(act, ended):
         load(act)
     assert time.monotonic() - since < 15
     assert "samples 6, 7" in str(caught.value) or "samples 1, 6, 7" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [EOFError, ConnectionResetError, FileNotFoundError])
+def test_a_worker_that_ends_while_it_hands_a_micro_batch_over_is_named(error):
+    def hand_over():
+        raise error
+
+    process = multiprocessing.get_context("fork").Process(target=lambda: (time.sleep(0.2), os._exit(3)))
+    process.start()
+    batches = SimpleNamespace(_workers=[process])
+    log = _Requests([Request([4, 5])])
+    next(iter(log))
+    watch = _Watch(batches, log, 300.0)
+    watch.batches = iter(hand_over, None)
+    with pytest.raises(WorkerError, match=r"data worker 0 of 1 \(pid \d+\) exited with code 3 .*samples 4, 5"):
+        next(iter(watch))
 
 
 def test_a_worker_that_stands_still_is_named_and_ended():
