@@ -1,0 +1,1 @@
+"""Files, texts and processes of this machine: no torch, no run, no recipe."""
