@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import FrameType
 
 from trainer.errors import EXIT_REQUEUE
 from trainer.faults.signals import STOP_SIGNALS
+from trainer.processes import own_command
 from trainer.supervise.attempt import SECONDS_BETWEEN_LOOKS, Attempt, Ending, tell
 from trainer.supervise.command import FitCommand
 from trainer.supervise.journal import Journal, newest_step
@@ -72,7 +72,7 @@ class Supervisor:
         words = self.command.words()
         self.journal.begin(newest_step(self.run_dir), words)
         kills, began = kernel_kills(), time.time()
-        attempt = Attempt([sys.executable, "-m", "trainer", *words])
+        attempt = Attempt(own_command(*words))
         try:
             ending = self._watched(attempt)
         finally:
