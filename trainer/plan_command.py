@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.store import write_atomic
 from trainer.errors import RunError, require
+from trainer.locate import TRUST
 from trainer.own_flags import count, new_folder, yes_or_no
 from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
@@ -146,6 +147,7 @@ def fit_command(
     chosen = {**run, **report.chosen.flags}
     kept = [(name, text) for name, text in passed if name not in chosen and text is not None]
     decided = [(name, as_text(value)) for name, value in chosen.items()]
+    start += f" --{TRUST}" if (TRUST, None) in passed else ""
     return [start, *(f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in [*kept, *decided])]
 
 
