@@ -139,13 +139,14 @@ def _guarded(command: Callable[[], int | None]) -> int:
 
 def _report(error: Exception) -> int:
     """Print an error whose cause is known, or where it happened in a run; raise any other."""
-    from trainer.faults.reports import place_of, report, say
+    from trainer.faults.reports import place_of, print_traceback, report, say
 
     if isinstance(error, RecipeError | RunError) or place_of(error) is not None:
         report(error)
     elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
         say("another rank ended; its message says why")
     else:
+        sys.excepthook = print_traceback
         raise error
     return 2 if isinstance(error, RecipeError) else 1
 

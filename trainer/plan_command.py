@@ -18,7 +18,7 @@ from trainer.locate import TRUST
 from trainer.own_flags import count, new_folder, yes_or_no
 from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
-from trainer.redact import redact_value
+from trainer.redact import redact, redact_value
 from trainer.scale_command import scale_command, wants_table
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def _planned(
     parameters = _announce(search)
     report = _with_progress(search, lossy)
     command = fit_command(reference, passed, recipe, report)
-    content = _content(reference, parameters, report, command)
-    print(f"\n{table(report)}\n\n{why(report)}")
+    content = redact_value(_content(reference, parameters, report, command))
+    print(redact(f"\n{table(report)}\n\n{why(report)}"))
     if command:
         print(f"\nthe chosen plan:\n{pasteable(command)}")
     _write(out, reference, report, content)

@@ -19,7 +19,7 @@ from typing import Any
 
 import trainer
 from trainer.processes import own_code, own_command
-from trainer.redact import redact_words
+from trainer.redact import redact, redact_words
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 
@@ -148,7 +148,7 @@ def run_trial(
     text = log.read_text(encoding="utf-8", errors="replace")
     status, reason = _outcome(code, text, seconds)
     repeated = [sys.executable, *(entry or ("-m", "trainer")), *words]
-    return Trial(status, reason, repeated, wall, _plan(text), **_figures(run_dir))
+    return Trial(status, reason and redact(reason), repeated, wall, _plan(text), **_figures(run_dir))
 
 
 def _environment() -> dict[str, str]:
