@@ -195,7 +195,7 @@ class Benchmark:
         if row.recipe in VOCABULARY:
             settings["model.tokenizer"] = self.tokenizer(100 if self.tiny else VOCABULARY[row.recipe])
         flags = [f"--{key}={value}" for key, value in settings.items()]
-        entry = ("-m", "trainer") if row.cap_gb is None else (str(HERE / "capped.py"), str(row.cap_gb))
+        entry = None if row.cap_gb is None else (str(HERE / "capped.py"), str(row.cap_gb))
         run_dir = self.work / "".join(letter if letter.isalnum() else "-" for letter in row.name)
         arguments = [str(HERE / "recipes" / f"{row.recipe}.py"), *flags]
         return run_trial(arguments, run_dir, seconds=seconds, entry=entry, environment=row.environment)

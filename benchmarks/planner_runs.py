@@ -170,11 +170,11 @@ class Runs:
         return {**found, "file": trace.name if kept else None, "file_bytes": trace.stat().st_size, "requests": sizes}
 
 
-def _entry(case: Case, trace: Path) -> tuple[str, ...]:
-    """What python is started with."""
+def _entry(case: Case, trace: Path) -> tuple[str, ...] | None:
+    """The script that is started in the place of the package, with its arguments."""
     if case.recorded:
         return (str(HERE / "recorded_run.py"), str(trace))
-    return (str(HERE / "fake_ranks.py"), str(case.ranks)) if case.ranks > 1 else ("-m", "trainer")
+    return (str(HERE / "fake_ranks.py"), str(case.ranks)) if case.ranks > 1 else None
 
 
 def _figures(trial: Trial, run_dir: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ port=${PORT:-29500}
 
 # By which address and interface this machine reaches the head, and whether it is the head: torchrun guesses both by
 # the machine's name, which may be unknown or a loopback address.
-way=$(python3 - "$head" <<'PYTHON'
+way=$(python3 -I - "$head" <<'PYTHON'
 import fcntl, socket, struct, sys
 
 head = sys.argv[1]
@@ -69,9 +69,11 @@ until [ "$is_host" = 1 ] || answers; do
     sleep 1
 done
 
+# Not -m trainer, which would import whatever lies in the working directory first.
+export PYTHONUNBUFFERED=1
 torchrun --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "${RESTARTS:-3}" --local-addr "$address" \
     --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "${ID:-$head-$port}" --rdzv-conf "$conf" \
-    -m trainer fit "$@" &
+    --no-python trainer fit "$@" &
 child=$!
 trap 'kill -TERM "$child" 2>/dev/null || true' TERM
 trap : INT HUP # a terminal sends them to torchrun, too

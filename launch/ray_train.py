@@ -27,13 +27,15 @@ def main(argv: Sequence[str]) -> int:
     except ImportError as error:
         return refuse(f"launch/ray_train.py needs Ray ({error}): pip install 'exactbatch-trainer[ray]'")
 
+    folder = os.getcwd()
+    os.chdir(os.path.dirname(os.path.abspath(__file__)))  # Ray has its workers import from here before all else
     ray.init()
     resources = {"CPU": options.cpus_per_worker} | ({"GPU": 1.0} if options.use_gpu else {})
     if lacking := missing_resources(ray.cluster_resources(), resources, options.workers):
         return refuse(lacking)
     trainer = TorchTrainer(
         train,
-        train_loop_config={"fit": fit_flags, "folder": os.getcwd()},
+        train_loop_config={"fit": fit_flags, "folder": folder},
         scaling_config=ScalingConfig(
             num_workers=options.workers, use_gpu=options.use_gpu, resources_per_worker=resources
         ),

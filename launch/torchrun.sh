@@ -9,4 +9,6 @@ processes=$1
 shift
 # Without this, torchrun's processes run single-threaded on a CPU and say so at length; on GPUs it does not matter.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec torchrun --standalone --nproc-per-node "$processes" -m trainer fit "$@"
+# Not -m trainer, which would import whatever lies in the working directory first.
+export PYTHONUNBUFFERED=1
+exec torchrun --standalone --nproc-per-node "$processes" --no-python trainer fit "$@"

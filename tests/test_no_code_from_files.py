@@ -1,12 +1,25 @@
-"""Nothing in this project loads a file in a way that could execute what is in it: read from the source code itself."""
+"""Nothing in this project executes what is in a file: read from the source code itself, and tried with every command.
+
+The commands are those of the table in trainer/cli.py, with the words that it says they take: a new one is in here.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
+from payloads import code
+
+from trainer.cli import COMMANDS, run
+from trainer.processes import own_code, own_command
+from trainer.trial import probe_machine, run_trial
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("trainer", "recipes", "benchmarks")
@@ -172,3 +185,153 @@ def test_what_would_execute_is_found(code, what):
 )
 def test_what_is_safe_is_not_found(code):
     assert faults(code) == []
+
+
+def test_only_two_functions_start_python():
+    """``python -m`` and ``-c`` import from the working directory; see trainer/processes.py."""
+    using = [path for path in (ROOT / "trainer").rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")]
+    assert {path.relative_to(ROOT).as_posix() for path in using} == {"trainer/processes.py", "trainer/trial.py"}
+    scripts = [path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch")]
+    assert len(scripts) == 3
+    assert [path.name for path in scripts if re.search(r"^[^#]*-m trainer", path.read_text(), re.MULTILINE)] == []
+
+
+# ---------------------------------------------------------------------------------- files of somebody else
+
+SMALL = ["--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--max_steps=1", "--run.evaluate=false"]
+SHADOWS = ("trainer", "random", "torch", "yaml", "json", "typing", "ctypes", "socket", "sitecustomize", "recipe")
+"""Modules that this program imports, or that Python does for it."""
+
+WAYS = {
+    "beside": "evil.py",
+    "dot": "./evil.py",
+    "dots": "../run/evil.py",
+    "absolute": "{run}/evil.py",
+    "proc": "/proc/self/cwd/run/evil.py",
+    "two slashes": "//proc/self/cwd/run/evil.py",
+    "around proc": "/dev/../proc/self/cwd/run/evil.py",
+    "dot in proc": "/./proc/self/cwd/run/evil.py",
+    "own number": "/proc/{pid}/cwd/run/evil.py",
+    "beside the run": "/proc/self/cwd/evil.py",
+    "a link inside": "link.py",
+    "a link outside": "{run}/../link/evil.py",
+    "a packaged name": "vit_digits.py",
+}
+"""What the key ``recipe`` of a run's recipe.yaml may say."""
+
+
+def command_lines() -> dict[str, list[str]]:
+    """Every command with what it takes, as its line in the table says: ``{"evaluate": ["evaluate", "RUN_DIR"]}``."""
+    lines = {}
+    for name, command in COMMANDS.items():
+        needed = re.sub(r"\[[^]]*\]", "", command.words.partition(" | ")[0]).split()
+        for words in product(*(word.split("|") for word in needed)):
+            line = [name, *words]
+            lines[" ".join(word for word in line if word[0] not in "-")] = line
+    return lines
+
+
+GIVEN = {"RECIPE": "run/recipe.yaml", "RUN_DIR": "run", "DIR": "run", "TEXT": "a", "--": "--", "--text": "--text"}
+"""What stands for the words of the table in these tests. A word that is missing here fails them: give it a payload."""
+
+
+NO_RECIPE = ("checkpoint list DIR", "checkpoint verify DIR", "chaos")
+"""Commands that read none of a recipe."""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    assert run(["fit", "vit_digits", *SMALL, "--checkpoint.every=1", f"--run.dir={run_dir}"]) == 0
+    return run_dir
+
+
+@pytest.fixture
+def foreign(finished, tmp_path, monkeypatch):
+    """A run directory of somebody else's in the working directory, both full of Python; and what that makes."""
+    marker = tmp_path / "executed"
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    folders = [tmp_path, run_dir, run_dir / "model", run_dir / "checkpoints"]
+    for folder, name in product(folders, (*SHADOWS, "__init__", "__main__", "conftest", "evil", "vit_digits")):
+        (folder / f"{name}.py").write_text(code(marker))
+    (run_dir / "link.py").symlink_to(tmp_path / "evil.py")
+    (tmp_path / "link").symlink_to(run_dir)
+    shutil.rmtree(run_dir / "model")  # else export refuses for that
+    monkeypatch.chdir(tmp_path)
+    return run_dir, marker
+
+
+def name_recipe(run_dir, reference):
+    text = reference.format(run=run_dir, pid=os.getpid())
+    (run_dir / "recipe.yaml").write_text(f"recipe: {text}\n")
+    return text
+
+
+@pytest.mark.parametrize("name", command_lines())
+def test_no_command_executes_what_came_with_files(name, foreign, capfd):
+    run_dir, marker = foreign
+    line = [GIVEN.get(word, word) if word.isupper() or word in GIVEN else word for word in command_lines()[name]]
+    assert not [word for word in line if word.isupper()], f"{name} takes something new: say in GIVEN what to give it"
+    takes_files = any(word in GIVEN for word in command_lines()[name])
+    if "evaluate" in line or "predict" in line:
+        (run_dir / "model").mkdir()
+    refused = 0
+    for reference in WAYS.values() if takes_files else ():
+        text = name_recipe(run_dir, reference)
+        status, error = run(line), capfd.readouterr().err
+        assert not marker.exists(), text
+        refused += status == 2 and f"recipe={text!r}" in error and "is not executed: add --trust-recipe" in error
+    assert refused in (0, len(WAYS)), "by some ways in and not by others"
+    if refused:  # or else nothing was tried
+        assert run([*line, "--trust-recipe"]) == 2
+        assert marker.exists()
+    else:
+        assert name in NO_RECIPE, f"{name} is not refused: it says here that it needs no recipe, or it is broken"
+
+
+@pytest.mark.parametrize("reference", WAYS.values(), ids=WAYS)
+def test_no_flag_executes_what_came_with_files(reference, foreign, capfd):
+    """``--config`` compares the key; ``--run.resume`` and ``run.dir`` read checkpoints."""
+    run_dir, marker = foreign
+    name_recipe(run_dir, reference)
+    for flags in (["--config=run/recipe.yaml"], ["--max_steps=-1", "--run.resume=auto", "--run.dir=run"]):
+        assert run(["fit", "vit_digits", *flags]) == 2
+        assert not marker.exists(), capfd.readouterr().err
+
+
+def test_a_resumed_run_executes_nothing(foreign, capfd):
+    run_dir, marker = foreign
+    name_recipe(run_dir, "evil.py")
+    longer = [*SMALL, "--max_steps=2", "--run.allow_change=max_steps", "--run.resume=auto", f"--run.dir={run_dir}"]
+    assert run(["fit", "vit_digits", *longer]) == 0
+    assert "step 1" in capfd.readouterr().err
+    assert not marker.exists()
+
+
+def test_children_import_nothing_from_the_working_directory(foreign, monkeypatch):
+    marker = foreign[1]
+    for safe_path in ("", "1"):  # with which Python 3.11 and later leave the working directory out themselves
+        monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
+        done = subprocess.run(own_command("fit", "vit_digits", "--max_steps=-1"), capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "trainer: error: max_steps=-1 must be an integer of at least 1\n"
+        look = "import random, sys, trainer.recipe; print(sys.path[0], trainer.__file__)"
+        done = subprocess.run(own_code(look), capture_output=True, text=True, check=True)
+        first, package = done.stdout.split()
+        assert (Path(first).is_relative_to(Path.cwd()), Path(package)) == (False, ROOT / "trainer" / "__init__.py")
+    assert not marker.exists()
+
+
+def test_the_processes_of_a_ladder_import_nothing_from_the_working_directory(foreign, tmp_path):
+    assert probe_machine()["devices"] >= 1  # imports torch
+    assert run_trial(["vit_digits", "--max_steps=-1"], tmp_path / "rung").status == "refused"
+    assert not foreign[1].exists()
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_supervised_run_import_nothing_from_the_working_directory(foreign, tmp_path, capfd):
+    """Fabric starts them by the command line of the process that the supervisor has started."""
+    words = ["vit_digits", *SMALL, "--run.devices=2", "--run.accelerator=cpu", f"--run.dir={tmp_path / 'two'}"]
+    assert run(["run", "--restarts", "0", "--", *words]) == 0
+    assert "python: 2 ranks on 1 node" in capfd.readouterr().err
+    assert not foreign[1].exists()

@@ -256,15 +256,6 @@ def test_yaml_that_constructs_is_refused(refused, marker, tmp_path, name):
     refused("evaluate", tmp_path / "run", parts=["recipe.yaml"])
 
 
-def test_python_that_came_with_a_run_is_not_executed(refused, marker, tmp_path):
-    run_dir = tmp_path / "run"
-    (run_dir / "model").mkdir(parents=True)
-    (run_dir / "evil.py").write_text(code(marker))
-    for name in ("evil.py", "./evil.py", "../run/evil.py", "/proc/self/cwd/run/evil.py"):
-        (run_dir / "recipe.yaml").write_text(f"recipe: {name}\n")
-        refused("predict", run_dir, "--text", "a", parts=["recipe.yaml", name, "not executed"])
-
-
 # --------------------------------------------------------------------------------------------------- data
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
 import yaml
+from PIL import Image
 
-from trainer.cli import run
+from trainer.cli import COMMANDS, run
+from trainer.processes import own_code
 from trainer.redact import REDACTED
 from trainer.trial import Trial
 
@@ -34,6 +37,8 @@ class Remote(Digits):
     root: str = ""
 
     def prepare(self, tokenizer=None):
+        if "broken" in self.url:
+            raise ValueError(f"{self.url} with token={self.token!r} is no address")
         if "absent" in self.url:
             raise RecipeError(f"data.url={self.url!r} with token={self.token!r} is not there: check the network")
         super().prepare(tokenizer)
@@ -112,7 +117,80 @@ def test_a_printed_recipe_and_an_error_hold_no_secret(recipe_file, tmp_path, cap
 
 
 def test_the_command_of_a_trial_holds_no_secret():
-
     trial = Trial("finished", None, command("python", "-m", "trainer", "fit"), 1.0)
     assert shown(str(trial.to_json())) == []
     assert trial.to_json()["command"].count(REDACTED) == 5
+
+
+LINES = {
+    "fit": ["fit", "RECIPE", "--run.dir=out/run"],
+    "run": ["run", "--restarts=1", "--backoff=0", "--", "RECIPE", "--run.dir=out/run"],
+    "doctor": ["doctor", "RECIPE"],
+    "plan": ["plan", "RECIPE", "--gpu=cpu", "--out=out/plan"],
+    "scale": ["plan", "RECIPE", "--gpu=a100-80gb", "--devices=1,2", "--out=out/scale"],
+    "ladder": ["ladder", "RECIPE", "--steps=1", "--rungs=baseline", "--out=out/ladder"],
+    "evaluate": ["evaluate", "run", "--trust-recipe"],
+    "predict": ["predict", "run", "--trust-recipe", "--image=digit.png"],
+    "checkpoint": ["checkpoint", "export", "run", "--trust-recipe", "--out=out/model"],
+}
+"""Every command with a line of its own, as it is given settings."""
+
+ENDS = {"works": "", "is refused": "absent", "breaks": "broken"}
+SEVERAL_PROCESSES = ("run", "doctor", "scale", "ladder")
+
+
+def tried():
+    for name in LINES:
+        for end in ENDS:
+            slow = name in SEVERAL_PROCESSES and (name, end) not in (("run", "is refused"), ("doctor", "is refused"))
+            if name not in ("checkpoint", "predict") or end == "works":  # these read no data
+                yield pytest.param(name, end, marks=pytest.mark.slow if slow else ())
+
+
+def test_every_command_is_among_those_tried_with_secrets():
+    assert {line[0] for line in LINES.values()} == COMMANDS.keys() - {"chaos"}  # which takes no recipe
+
+
+@pytest.mark.parametrize(("name", "end"), tried())
+def test_no_command_writes_or_prints_a_secret(recipe_file, tmp_path, monkeypatch, capfd, name, end):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    recipe_file.write_text(RECIPE.replace('["tensorboard", "wandb"]', '["csv"]'))
+    if LINES[name][1] == "run" or "export" in LINES[name]:
+        assert run(command("fit", recipe_file, "--run.dir=run", "--checkpoint.every=1")) == 0
+        Image.new("L", (8, 8)).save("digit.png")
+        if name == "checkpoint":  # its model comes of recipe.yaml, which lacks what was secret
+            kept = (tmp_path / "run" / "recipe.yaml").read_text()
+            (tmp_path / "run" / "recipe.yaml").write_text(kept.replace(REDACTED, "given"))
+    words = [str(recipe_file) if word == "RECIPE" else word for word in LINES[name]]
+    url = f"https://me:pa55w0rdInUrl@host/{ENDS[end]}?token=sign4tureInUrl"
+    given = words if name == "checkpoint" else command(*words, **({"--data.url": url} if ENDS[end] else {}))
+    given += ["--max_steps=-1"] if (name, end) == ("run", "is refused") else []  # before anything is imported
+    try:
+        status = run(given)
+    except ValueError as error:
+        status = 1
+        sys.excepthook(ValueError, error, error.__traceback__)
+    assert (status == 0) == (end == "works" or name == "ladder"), capfd.readouterr()
+    printed = "".join(capfd.readouterr())
+    assert shown(printed) == []
+    assert ENDS[end] == "" or name == "ladder" or f"https://{REDACTED}@host/{ENDS[end]}?token={REDACTED}" in printed
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != recipe_file]
+    assert {str(path): found for path in files if (found := shown(path.read_bytes().decode("latin-1")))} == {}
+
+
+def test_an_error_that_nobody_expected_is_printed_without_secrets():
+    code = """
+from trainer import cli
+from trainer.checkpoint_command import checkpoint_command
+def fail(argv):
+    raise ValueError("https://me:pa55w0rdInUrl@host/x?token=sign4tureInUrl is no address")
+cli._checkpoint = fail
+sys.argv = ["trainer", "checkpoint"]
+cli.entry()
+"""
+    done = subprocess.run(own_code(code), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith(f"ValueError: https://{REDACTED}@host/x?token={REDACTED} is no address\n")
+    assert shown(done.stderr + done.stdout) == []

@@ -12,12 +12,13 @@ from trainer.errors import require
 USAGE = """\
 usage: trainer checkpoint list DIR
        trainer checkpoint verify DIR
-       trainer checkpoint export DIR [--out FOLDER]
+       trainer checkpoint export DIR [--out FOLDER] [--trust-recipe]
 
 list    every checkpoint: step, epoch, size, ranks, figures
 verify  check the hash of every file; exit code 1 when one is not what was saved
 export  write the model of a checkpoint as a finished run does: for trainer evaluate and trainer predict, for
-        transformers, for anything that reads safetensors. FOLDER is RUN_DIR/model by default
+        transformers, for anything that reads safetensors. FOLDER is RUN_DIR/model by default. A recipe that is a
+        .py file says what the model is by being executed: only with --trust-recipe
 
 DIR is a run directory (export takes its newest valid checkpoint) or one checkpoint, such as
 RUN_DIR/checkpoints/step-00000100.
@@ -34,13 +35,14 @@ def checkpoint_command(argv: Sequence[str]) -> None:
         RunError: when a checkpoint is not what was saved.
     """
     from trainer.flags import scan
+    from trainer.locate import TRUST
 
     positionals, flags = scan(argv)
     if ("help", None) in flags or not positionals:
         print(USAGE, end="")
         return
     action, *rest = positionals
-    unknown = [name for name, _ in flags if (action, name) != ("export", "out")]
+    unknown = [name for name, _ in flags if action != "export" or name not in ("out", TRUST)]
     require(action in ACTIONS, f"checkpoint {action}: no such action (there are {', '.join(ACTIONS)})")
     require(not unknown, f"checkpoint {action}: unknown flag --{'/--'.join(unknown)}: see trainer checkpoint --help")
     require(len(rest) == 1, f"checkpoint {action} takes one DIR: see trainer checkpoint --help")
@@ -51,7 +53,7 @@ def checkpoint_command(argv: Sequence[str]) -> None:
         verify_checkpoints(found)
     else:
         out = next((text for name, text in flags if name == "out"), None)
-        export_checkpoint(found, Path(out) if out else None)
+        export_checkpoint(found, Path(out) if out else None, trusted=(TRUST, None) in flags)
 
 
 def find(path: Path) -> list[Path]:
@@ -111,8 +113,8 @@ def _problem(path: Path) -> str | None:
     return None
 
 
-def export_checkpoint(paths: Sequence[Path], out: Path | None) -> None:
-    """Write the model of the first valid one of ``paths`` to ``out``.
+def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool = False) -> None:
+    """Write the model of the first valid one of ``paths`` to ``out``; ``trusted`` as for ``load_recipe``.
 
     Raises:
         RecipeError: when there is no recipe to build the model from, or ``out`` exists.
@@ -131,7 +133,7 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None) -> None:
     from trainer.locate import load_recipe
     from trainer.restore import Found, load_whole_model
 
-    recipe, _ = load_recipe(str(run_dir / "recipe.yaml"))
+    recipe, _ = load_recipe(str(run_dir / "recipe.yaml"), trusted=trusted)
     module = load_whole_model(Found(path, read_manifest(path)), recipe.model)
     with staged_folder(target) as folder:
         save_model(recipe.model, module, folder)

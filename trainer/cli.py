@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trainer
 from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
@@ -24,21 +25,10 @@ usage: trainer COMMAND ...
 {summary}
 
 commands:
-  fit RECIPE [flags]        train, evaluate and write a run directory
-  run [--restarts N] -- RECIPE [flags]
-                            fit, started again from its newest checkpoint when it dies; `trainer run --help`
-  doctor RECIPE [flags]     check this machine, the data and the model before a run: each finding with its fix
-  plan RECIPE [flags]       find the fastest plan that fits a memory budget, for GPUs that need not be there
-  ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
-  evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
-  checkpoint list|verify|export DIR
-                            look at the checkpoints of a run, check them, or make a model of one
-  predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]
-                            classify texts or images with the trained model of a run directory
-  chaos [--trials N] [--out FILE] [--only FAULTS]
-                            kill, stop and corrupt tiny runs on this machine, and see whether they resume bit for bit
+{commands}
 
-RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run.
+RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
+names is executed only with --trust-recipe.
 packaged recipes: {recipes}
 
 options:
@@ -49,9 +39,46 @@ options:
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 """What a collective says when another rank is gone."""
 
+
+class Command(NamedTuple):
+    """A row of the table of commands.
+
+    Args:
+        words: that follow its name; the first says what it takes.
+        help: what it does.
+    """
+
+    words: str
+    help: str
+
+
 COMMANDS = {
-    **dict.fromkeys(("fit", "doctor", "plan", "ladder"), "RECIPE"),
-    **dict.fromkeys(("evaluate", "predict"), "RUN_DIR"),
+    "fit": Command("RECIPE [flags]", "train, evaluate and write a run directory"),
+    "run": Command(
+        "[--restarts N] -- RECIPE [flags]",
+        "fit, started again from its newest checkpoint when it dies; `trainer run --help`",
+    ),
+    "doctor": Command(
+        "RECIPE [flags]", "check this machine, the data and the model before a run: each finding with its fix"
+    ),
+    "plan": Command(
+        "RECIPE [flags]", "find the fastest plan that fits a memory budget, for GPUs that need not be there"
+    ),
+    "ladder": Command(
+        "RECIPE [flags]", "measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss"
+    ),
+    "evaluate": Command("RUN_DIR [flags]", "evaluate the trained model of a run directory"),
+    "checkpoint": Command(
+        "list|verify|export DIR", "look at the checkpoints of a run, check them, or make a model of one"
+    ),
+    "predict": Command(
+        "RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]",
+        "classify texts or images with the trained model of a run directory",
+    ),
+    "chaos": Command(
+        "[--trials N] [--out FILE] [--only FAULTS]",
+        "kill, stop and corrupt tiny runs on this machine, and see whether they resume bit for bit",
+    ),
 }
 PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
 
@@ -112,13 +139,14 @@ def _guarded(command: Callable[[], int | None]) -> int:
 
 def _report(error: Exception) -> int:
     """Print an error whose cause is known, or where it happened in a run; raise any other."""
-    from trainer.faults.reports import place_of, report, say
+    from trainer.faults.reports import place_of, print_traceback, report, say
 
     if isinstance(error, RecipeError | RunError) or place_of(error) is not None:
         report(error)
     elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
         say("another rank ended; its message says why")
     else:
+        sys.excepthook = print_traceback
         raise error
     return 2 if isinstance(error, RecipeError) else 1
 
@@ -139,18 +167,9 @@ def _hide_foreign_bars() -> None:
 def _dispatch(argv: list[str]) -> int:
     first = argv[0] if argv else "--help"
     if first in COMMANDS:
-        _command(first, argv[1:])
-    elif first == "run":
-        from trainer.supervise.command import run_command
-
-        return run_command(argv[1:])
-    elif first == "chaos":
-        _chaos(argv[1:])
-    elif first == "checkpoint":
-        from trainer.checkpoint_command import checkpoint_command
-
-        checkpoint_command(argv[1:])
-    elif first in ("-h", "--help"):
+        own: dict[str, Callable[[list[str]], int | None]] = {"run": _run, "checkpoint": _checkpoint, "chaos": _chaos}
+        return own.get(first, partial(_command, first))(argv[1:]) or 0
+    if first in ("-h", "--help"):
         _print_usage()
     elif first == "--version":
         print(f"trainer {trainer.__version__}")
@@ -158,16 +177,30 @@ def _dispatch(argv: list[str]) -> int:
         from trainer.settings import did_you_mean
 
         kind = "flag" if first.startswith("-") else "command"
-        known = [*COMMANDS, "run", "checkpoint", "chaos"]
-        suggestion = did_you_mean(first.lstrip("-"), known)
-        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(known)})")
+        suggestion = did_you_mean(first.lstrip("-"), COMMANDS)
+        raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(COMMANDS)})")
     return 0
 
 
 def _print_usage() -> None:
     from trainer.locate import packaged_recipes
 
-    print(USAGE.format(summary=trainer.__doc__, recipes=", ".join(packaged_recipes())), end="")
+    rows = [(f"{name} {command.words}", command.help) for name, command in COMMANDS.items()]
+    table = [f"  {line:<26}{text}" if len(line) < 26 else f"  {line}\n{'':28}{text}" for line, text in rows]
+    names = ", ".join(packaged_recipes())
+    print(USAGE.format(summary=trainer.__doc__, commands="\n".join(table), recipes=names), end="")
+
+
+def _run(argv: list[str]) -> int:
+    from trainer.supervise.command import run_command
+
+    return run_command(argv)
+
+
+def _checkpoint(argv: list[str]) -> None:
+    from trainer.checkpoint_command import checkpoint_command
+
+    checkpoint_command(argv)
 
 
 def _main(recipe: Recipe) -> None:
@@ -192,7 +225,7 @@ def _command(name: str, argv: list[str]) -> None:
     if name == "fit":
         _leave_before_training()
     from trainer.flags import scan
-    from trainer.locate import load_recipe
+    from trainer.locate import TRUST, load_recipe
 
     lists, switches = _own_flags(name)
     positionals, flags = scan(argv, several=PREDICT_FLAGS if name == "predict" else (), switches=switches)
@@ -201,8 +234,8 @@ def _command(name: str, argv: list[str]) -> None:
         return
     reference = _one_positional(name, positionals)
     run_dir = Path(reference)
-    of_run = COMMANDS[name] == "RUN_DIR"
-    recipe, source = load_recipe(str(_recipe_of(run_dir)) if of_run else reference, of_run=of_run)
+    named = str(_recipe_of(run_dir)) if _takes(name) == "RUN_DIR" else reference
+    recipe, source = load_recipe(named, trusted=(TRUST, None) in flags)
     resolved = _resolve(recipe, source, flags, f"trainer {name} {reference} [flags]", lists, switches)
     if resolved is None:
         return
@@ -302,8 +335,12 @@ def _resolve(
     return resolved
 
 
+def _takes(command: str) -> str:
+    return COMMANDS[command].words.partition(" ")[0]
+
+
 def _one_positional(command: str, positionals: list[str]) -> str:
-    what = COMMANDS[command]
+    what = _takes(command)
     if not positionals:
         from trainer.locate import packaged_recipes
 

@@ -6,7 +6,9 @@ import types
 from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from enum import Enum
 from functools import partial
+from pathlib import PurePath
 from re import findall, search
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -15,11 +17,12 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_loader
 
 from trainer.errors import RecipeError
+from trainer.locate import TRUST
 from trainer.recipe import Recipe
 from trainer.settings import did_you_mean, settings_of
 from trainer.yaml_files import load_yaml
 
-SWITCHES = ("help", "print_config")
+SWITCHES = ("help", "print_config", TRUST)
 
 Flags = list[tuple[str, str | None]]
 """Names and values of flags, in the order given; the value is ``None`` for a switch."""
@@ -75,7 +78,11 @@ class RecipeParser:
     ) -> None:
         self.settings = settings_of(recipe)
         self.lists = {"config": "read settings from a YAML file; flags override it", **(lists or {})}
-        self.switches = {"print_config": "print the recipe as YAML", **(switches or {})}
+        self.switches = {
+            "print_config": "print the recipe as YAML",
+            TRUST: "execute the .py file that a recipe.yaml names",
+            **(switches or {}),
+        }
         self.parser = ArgumentParser(
             usage=usage,
             formatter_class=_Formatter,
@@ -96,11 +103,8 @@ class RecipeParser:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
                 groups[section] = self.parser.add_argument_group(title)
             shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name) or None}
-            add = partial(groups[section].add_argument, f"--{key}", default=setting.value, **shown)
-            try:
-                add(type=_keep_strings(setting.hint))
-            except ValueError:  # a type that jsonargparse does not know: whatever YAML makes of the value
-                add(type=Any)
+            kind = _checked_as(setting.hint)
+            groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
 
     def read_yaml(self, nested: Mapping[Any, Any]) -> dict[str, Any]:
         """The changes that a YAML file asks for."""
@@ -254,8 +258,27 @@ def _as_list(hint: Any, value: Any) -> Any:
     return value if value == "null" or value.startswith(("[", "(")) else f"[{value}]"
 
 
-def _keep_strings(hint: Any) -> Any:
-    """``hint`` with ``dict`` for ``dict[str, Any]``, whose strings jsonargparse would read again: "2" as 2."""
+def _checked_as(hint: Any) -> Any:
+    """What jsonargparse checks a value as: the type, or for one that is not made of plain ones what YAML makes of it.
+
+    For a class, a function or ``Any`` it would import whatever module a text or a ``class_path`` names. Of
+    ``dict[str, Any]`` it would read strings again, "2" as 2: that is ``dict``.
+    """
     if _is_union(hint):
-        return Union[tuple(map(_keep_strings, get_args(hint)))]  # noqa: UP007
-    return dict if hint == dict[str, Any] else hint
+        members = tuple(map(_checked_as, get_args(hint)))
+        return _any_value if _any_value in members else Union[members]  # noqa: UP007
+    if hint == dict[str, Any]:
+        return dict
+    return hint if _is_plain(hint) else _any_value
+
+
+def _is_plain(hint: Any) -> bool:
+    if get_origin(hint) in (list, tuple, dict, Union, types.UnionType):
+        return all(argument is ... or _is_plain(argument) for argument in get_args(hint))
+    if get_origin(hint) is Literal or hint in (None, type(None), int, float, str, bool, list, tuple, dict):
+        return True
+    return isinstance(hint, type) and issubclass(hint, (Enum, PurePath))
+
+
+def _any_value(value: Any) -> Any:
+    return _value(value) if isinstance(value, str) else value

@@ -341,7 +341,7 @@ def _split(flags: Sequence[tuple[str, str | None]]) -> tuple[dict[str, str], lis
         elif name in VARIED:
             raise RecipeError(f"--{name} is what the ladder varies: leave it out, and choose rungs with --rungs")
         else:
-            passed.append(f"--{name}={text}")
+            passed.append(f"--{name}" if text is None else f"--{name}={text}")
     return own, passed
 
 

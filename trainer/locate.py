@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from trainer.flags import RecipeParser
 
 
+TRUST = "trust-recipe"
+"""The switch that lets a YAML file lead to Python code."""
+
+
 def recipes_folder() -> Path:
     """The packaged recipes: inside the installed package, or beside it in a checkout."""
     package = Path(__file__).parent
@@ -31,14 +35,14 @@ def packaged_recipes() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.py") if not path.stem.startswith("_"))
 
 
-def load_recipe(reference: str, *, of_run: bool = False) -> tuple[Recipe, str]:
+def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str]:
     """The recipe that ``reference`` names, and its source: a packaged name or the absolute path of a Python file.
 
     Args:
         reference: a packaged name, a path to a ``.py`` file that defines ``recipe``, or a path to a ``.yaml`` file
             whose key ``recipe`` names one of these; the YAML file's other settings are then applied.
-        of_run: the YAML file is that of a run directory, which may be somebody else's: Python that came with it is
-            not executed.
+        trusted: whether a ``.py`` file that the YAML file names is executed (``--trust-recipe``). One that
+            ``reference`` names itself is: nobody takes it for settings, nor for the files of a run.
 
     Raises:
         RecipeError: when there is no such recipe, or it does not load.
@@ -56,8 +60,11 @@ def load_recipe(reference: str, *, of_run: bool = False) -> tuple[Recipe, str]:
         raise RecipeError(
             f"{path}: the key recipe must name a packaged recipe or a .py file, to say which model and data are meant"
         )
-    if of_run:
-        _refuse_code_of_run(path, str(tree["recipe"]), named)
+    if os.path.isabs(named) and not trusted:
+        raise RecipeError(
+            f"{path}: recipe={str(tree['recipe'])!r} is Python code, {os.path.realpath(named)!r}, and is not executed: "
+            f"add --{TRUST} if you trust that file"
+        )
     recipe = import_recipe(_path_of(named))
     return change(recipe, yaml_changes(RecipeParser(recipe), path, tree)), named
 
@@ -80,15 +87,6 @@ def source_of(reference: str, folder: Path | None = None) -> str:
         raise RecipeError(f"recipe {reference!r}: no such file")
     packaged = path.stem in names and path.samefile(recipes_folder() / path.name)
     return path.stem if packaged else str(path)
-
-
-def _refuse_code_of_run(path: Path, reference: str, source: str) -> None:
-    """A run writes a packaged name or an absolute path; a relative one leads to what came with the directory."""
-    if os.path.isabs(source) and (not os.path.isabs(reference) or reference.startswith("/proc/")):
-        raise RecipeError(
-            f"{path}: recipe={reference!r} is Python code that came with the run directory, and is not executed: "
-            "write its absolute path there if you trust it"
-        )
 
 
 def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.store import write_atomic
 from trainer.errors import RunError, require
+from trainer.locate import TRUST
 from trainer.own_flags import count, new_folder, yes_or_no
 from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
-from trainer.redact import redact_value
+from trainer.redact import redact, redact_value
 from trainer.scale_command import scale_command, wants_table
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def _planned(
     parameters = _announce(search)
     report = _with_progress(search, lossy)
     command = fit_command(reference, passed, recipe, report)
-    content = _content(reference, parameters, report, command)
-    print(f"\n{table(report)}\n\n{why(report)}")
+    content = redact_value(_content(reference, parameters, report, command))
+    print(redact(f"\n{table(report)}\n\n{why(report)}"))
     if command:
         print(f"\nthe chosen plan:\n{pasteable(command)}")
     _write(out, reference, report, content)
@@ -146,6 +147,7 @@ def fit_command(
     chosen = {**run, **report.chosen.flags}
     kept = [(name, text) for name, text in passed if name not in chosen and text is not None]
     decided = [(name, as_text(value)) for name, value in chosen.items()]
+    start += f" --{TRUST}" if (TRUST, None) in passed else ""
     return [start, *(f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in [*kept, *decided])]
 
 

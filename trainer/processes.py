@@ -19,9 +19,32 @@ PR_SET_PDEATHSIG = 1
 SUPERVISOR = "TRAINER_SUPERVISOR"
 """Variable in which ``trainer run`` tells the ranks that it starts which process it is."""
 
+MAIN = Path(__file__).with_name("__main__.py")
+THIS_PACKAGE = f"""\
+import sys
+sys.path[:1] = [{str(MAIN.parent.parent)!r}, *(path for path in sys.path[:1] if path)]
+import trainer
+del sys.path[0]
+"""
+"""For ``python -c``, which puts the working directory first, as an empty word, unless it was told not to."""
+
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STOPPED, GONE = "T", "ZX"
 """States in /proc/PID/stat: stopped by a signal; ended, and perhaps not yet waited for."""
+
+
+def own_command(*words: str) -> list[str]:
+    """What starts this package's command line in a process of its own, as ``trainer`` does.
+
+    ``python -m trainer`` would import from the working directory before all else: a trainer.py or random.py that lies
+    there by accident, or came with somebody's files. Python has a flag against that from 3.11 on only.
+    """
+    return [sys.executable, str(MAIN), *words]
+
+
+def own_code(code: str) -> list[str]:
+    """The same for Python code of ours, which finds this package."""
+    return [sys.executable, "-c", THIS_PACKAGE + code]
 
 
 def end_with_parent() -> None:

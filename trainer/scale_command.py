@@ -13,6 +13,7 @@ from trainer.checkpoint.store import write_atomic
 from trainer.errors import RunError, require
 from trainer.own_flags import count, new_folder
 from trainer.recipe import Recipe
+from trainer.redact import redact, redact_value
 
 WIDTH = 112
 
@@ -69,12 +70,8 @@ def _scaled(recipe: Recipe, reference: str, own: dict[str, str]) -> dict[str, An
     report = _with_progress(scale)
     from trainer.report.summary import versions
 
-    content = {
-        "recipe": reference,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        **to_json(report),
-        "versions": versions(),
-    }
+    date = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    content = redact_value({"recipe": reference, "date": date, **to_json(report), "versions": versions()})
     _print(report, type(recipe.model).__name__)
     write_atomic(out / "scale.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     print(f"\nfiles: {out}: scale.json")
@@ -104,7 +101,7 @@ def _print(report: Any, model: str) -> None:
     lines = [verdict(report, fabric.name) for fabric in report.fabrics]
     lines += [f"not simulated: {line}" for line in refused(report)]
     lines += [f"assumed: {line}" for line in ASSUMED] + [f"note: {line}" for line in report.notes]
-    print("\n".join(_wrapped(f"- {line}", "  ") for line in lines))
+    print("\n".join(_wrapped(f"- {redact(line)}", "  ") for line in lines))
 
 
 def _wrapped(line: str, indent: str) -> str:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import trainer
-from trainer.redact import redact_words
+from trainer.processes import own_code, own_command
+from trainer.redact import redact, redact_words
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 
@@ -50,7 +51,7 @@ class Trial:
     Args:
         status: finished, refused (the settings cannot work), out of memory, killed, too slow, or failed.
         reason: of a run that did not finish, the first line that says why.
-        command: what was started; ``to_json`` leaves out where Python and the run directory are on this machine.
+        command: what repeats it; ``to_json`` leaves out where Python and the run directory are on this machine.
         seconds: wall time of the process, from start to end.
         plan: the line in which the run said what it decided.
         steps: steps taken.
@@ -109,9 +110,7 @@ def _anywhere(word: str) -> str:
 
 def probe_machine() -> dict[str, Any]:
     """The accelerator (cpu or cuda), its devices and memory, found out by a process that has ended by then."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], capture_output=True, text=True, env=_environment(), check=False
-    )
+    done = subprocess.run(own_code(PROBE), capture_output=True, text=True, env=_environment(), check=False)
     if done.returncode != 0:
         from trainer.errors import RunError
 
@@ -124,7 +123,7 @@ def run_trial(
     run_dir: Path,
     *,
     seconds: float | None = None,
-    entry: Sequence[str] = ("-m", "trainer"),
+    entry: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Trial:
     """Train in a fresh process, and read what it measured.
@@ -134,10 +133,11 @@ def run_trial(
         run_dir: the run directory, which must not hold a run; what the process says goes to ``run_dir.log`` beside it.
             The trained model is removed from it: only the figures are of interest.
         seconds: wall time after which the run is ended as too slow.
-        entry: what python is started with: the package, or a script that does something before.
+        entry: a script that does something before, with its arguments; without it, the package is started.
         environment: variables to set besides those of this process.
     """
-    command = [sys.executable, *entry, "fit", *arguments, f"--run.dir={run_dir}"]
+    words = ["fit", *arguments, f"--run.dir={run_dir}"]
+    command = own_command(*words) if entry is None else [sys.executable, *entry, *words]
     log = run_dir.with_name(f"{run_dir.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -147,7 +147,8 @@ def run_trial(
     shutil.rmtree(run_dir / "model", ignore_errors=True)
     text = log.read_text(encoding="utf-8", errors="replace")
     status, reason = _outcome(code, text, seconds)
-    return Trial(status, reason, command, wall, _plan(text), **_figures(run_dir))
+    repeated = [sys.executable, *(entry or ("-m", "trainer")), *words]
+    return Trial(status, reason and redact(reason), repeated, wall, _plan(text), **_figures(run_dir))
 
 
 def _environment() -> dict[str, str]:

@@ -175,22 +175,35 @@ def test_an_error_says_which_rank_has_it(monkeypatch, capsys, environment, prefi
 
 
 def test_evaluate_applies_flags_to_the_recipe_of_the_run(run_dir, calls):
-    assert run(["evaluate", str(run_dir), "--data.root", "elsewhere"]) == 0
+    assert run(["evaluate", str(run_dir), "--trust-recipe", "--data.root", "elsewhere"]) == 0
     [(command, recipe, folder)] = calls
     assert (command, recipe.seed, recipe.data.root, folder) == ("evaluate", 7, "elsewhere", run_dir)
 
 
+def test_a_recipe_of_ones_own_needs_the_switch_only_where_a_yaml_file_names_it(run_dir, recipe_file, calls, capsys):
+    for words in (["evaluate", run_dir], ["fit", run_dir / "recipe.yaml"], ["plan", run_dir / "recipe.yaml"]):
+        message = error_of(capsys, *words)
+        assert message == (
+            f"{run_dir / 'recipe.yaml'}: recipe={str(recipe_file)!r} is Python code, {str(recipe_file)!r}, and is not "
+            "executed: add --trust-recipe if you trust that file"
+        )
+    assert run(["fit", str(run_dir / "recipe.yaml"), "--trust-recipe"]) == 0
+    assert run(["fit", str(recipe_file), "--config", str(run_dir / "recipe.yaml")]) == 0
+    assert [(call[1].seed, call[2]) for call in calls] == [(7, str(recipe_file))] * 2
+
+
 def test_predict_takes_texts_or_images(run_dir, calls, capsys, tmp_path):
-    assert run(["predict", str(run_dir), "--text", "one", "two", "--seed", "3", "--text=--three"]) == 0
+    trusted = ["predict", str(run_dir), "--trust-recipe"]
+    assert run([*trusted, "--text", "one", "two", "--seed", "3", "--text=--three"]) == 0
     image = tmp_path / "image.png"
     image.touch()
-    assert run(["predict", str(run_dir), "--image", str(image)]) == 0
+    assert run([*trusted, "--image", str(image)]) == 0
     assert [call[3:] for call in calls] == [(["one", "two", "--three"], []), ([], [str(image)])]
     assert calls[0][1].seed == 3
-    assert "either --text TEXT or --image PATH" in error_of(capsys, "predict", run_dir)
-    assert "not both" in error_of(capsys, "predict", run_dir, "--text", "a", "--image", image)
-    assert "--text needs a value" in error_of(capsys, "predict", run_dir, "--text")
-    assert "'absent.png': no such file" in error_of(capsys, "predict", run_dir, "--image", "absent.png")
+    assert "either --text TEXT or --image PATH" in error_of(capsys, *trusted)
+    assert "not both" in error_of(capsys, *trusted, "--text", "a", "--image", image)
+    assert "--text needs a value" in error_of(capsys, *trusted, "--text")
+    assert "'absent.png': no such file" in error_of(capsys, *trusted, "--image", "absent.png")
 
 
 def test_a_run_directory_must_be_whole(run_dir, capsys):

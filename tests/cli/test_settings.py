@@ -1,6 +1,7 @@
 """Settings: types, YAML files, what wins over what."""
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,8 @@ def test_print_config_gives_the_same_recipe_back(recipe_file, calls, capsys, tmp
     path = tmp_path / "resolved.yaml"
     path.write_text(text)
     assert values(resolved(calls, recipe_file, "--config", path)) == wanted
-    assert values(resolved(calls, path)) == wanted  # the YAML names its recipe
-    recipe, source = load_recipe(str(path))
+    assert values(resolved(calls, path, "--trust-recipe")) == wanted  # the YAML names its recipe
+    recipe, source = load_recipe(str(path), trusted=True)
     assert dump_recipe(recipe, source) == text
 
 
@@ -221,7 +222,7 @@ def test_a_relative_recipe_in_yaml_starts_at_its_file(recipe_file, tmp_path, mon
     monkeypatch.chdir(tmp_path / "elsewhere")
     path = Path(tmp_path / "settings.yaml")
     path.write_text("recipe: points_recipe.py\n")
-    assert load_recipe(str(path))[1] == str(recipe_file)
+    assert load_recipe(str(path), trusted=True)[1] == str(recipe_file)
 
 
 _scalars = (
@@ -239,5 +240,46 @@ def test_what_is_written_to_yaml_is_what_is_read(recipe_file, config, weights):
     recipe = change(load_recipe(str(recipe_file))[0], {"model.config": config, "model.weights": weights})
     path = recipe_file.with_name("recipe.yaml")
     path.write_text(dump_recipe(recipe, str(recipe_file)), encoding="utf-8")
-    model = load_recipe(str(path))[0].model
+    model = load_recipe(str(path), trusted=True)[0].model
     assert (model.config, model.weights) == (config, weights)
+
+
+UNCERTAIN = """
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from trainer import Recipe
+from trainer.data import Digits
+from trainer.models import MLP
+
+
+@dataclass
+class Net(MLP):
+    value: Any = None
+    function: Callable | None = None
+    kind: type | None = None
+    several: list[Any] | None = None
+    named: dict[str, Any] | str | None = None
+    absent: "nowhere.Absent | None" = None
+
+
+recipe = Recipe(model=Net([8]), data=Digits(), batch_size=64)
+"""
+
+
+@pytest.mark.parametrize("key", ["value", "function", "kind", "several", "named", "absent"])
+@pytest.mark.parametrize(
+    "text", ["imported_by_name.Absent", "{class_path: imported_by_name.Absent, init_args: {a: 1}}"]
+)
+def test_no_value_of_a_setting_makes_a_module_be_imported(calls, tmp_path, monkeypatch, key, text):
+    """jsonargparse would, for a type that is a class, a function or anything."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "imported_by_name.py").write_text("class Absent:\n    pass\n")
+    (tmp_path / "uncertain.py").write_text(UNCERTAIN)
+    (tmp_path / "own.yaml").write_text(f"model.{key}: {text}\n")
+    run(["fit", str(tmp_path / "uncertain.py"), f"--model.{key}={text}"])
+    run(["fit", str(tmp_path / "uncertain.py"), "--config", str(tmp_path / "own.yaml")])
+    assert "imported_by_name" not in sys.modules
+    for call in calls:  # of several, the flag is a list of it
+        assert yaml.safe_load(text) in (getattr(call[1].model, key), *(call[1].model.several or ()))
+    assert len(calls) == 2

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from trainer.errors import RecipeError, RunError
 from trainer.faults.reports import cause
 from trainer.planner.children import Child
+from trainer.redact import redact, redact_value
 
 Status = Literal["ok", "warning", "FAIL", "skipped"]
 GB = 1e9
@@ -32,12 +33,12 @@ class Finding:
     fix: str = ""
 
     def line(self) -> str:
-        """For a person."""
-        return f"{self.status:<8} {self.check:<18} {self.text}" + (f"; fix: {self.fix}" if self.fix else "")
+        """For a person, without secrets."""
+        return redact(f"{self.status:<8} {self.check:<18} {self.text}" + (f"; fix: {self.fix}" if self.fix else ""))
 
     def to_json(self) -> dict[str, str]:
-        """For a program."""
-        return asdict(self)
+        """For a program, without secrets."""
+        return redact_value(asdict(self))
 
 
 def ok(check: str, text: str) -> Finding:

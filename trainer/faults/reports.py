@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from types import TracebackType
 
 from trainer.errors import RecipeError, RunError
 from trainer.redact import redact
@@ -37,8 +38,13 @@ def report(error: BaseException) -> None:
         say(f"{place}: {cause(error)}")
     if not isinstance(error, RecipeError | RunError):
         vars(error).pop("__notes__", None)  # the first line says it
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        print(redact("".join(lines)), end="", file=sys.stderr, flush=True)
+        print_traceback(type(error), error, error.__traceback__)
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What Python prints of an error, without secrets: for ``sys.excepthook``, too."""
+    lines = traceback.format_exception(kind, error, trace)
+    print(redact("".join(lines)), end="", file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -14,6 +15,7 @@ from trainer.faults.peers import LOOKS_OF_SILENCE, SECONDS_BETWEEN_LOOKS, Peers,
 from trainer.faults.place import Place
 from trainer.faults.reports import cause, note_place, report, say
 from trainer.memory.monitor import Monitor
+from trainer.redact import redact_value
 
 WATCHED = ("loading", "forward", "backward", "step", "evaluation", "checkpoint")
 """What may take ``run.hang_after`` at most."""
@@ -242,7 +244,13 @@ class Watchdog:
 
 def _leave_for_torchrun(error: BaseException) -> None:
     """Write the file from which torchrun's own report takes the first failure and its traceback."""
-    if os.environ.get("TORCHELASTIC_ERROR_FILE") and not isinstance(error, RecipeError | RunError):
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not isinstance(error, RecipeError | RunError):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
+        with open(path, "r+") as file:
+            content = json.load(file)
+            file.seek(0)
+            file.truncate()
+            json.dump(redact_value(content), file)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 
 import torch
 
 from trainer.planner.children import Failed, in_child
 from trainer.planner.gpus import GPU, detected_gpu, usable_memory
+from trainer.processes import own_code
 from trainer.quantities import parse_budget
 
 ASK = """
@@ -29,7 +29,7 @@ def gpu_here() -> GPU | None:
     try:
         found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None, sees_gpu=True)
     except Failed:  # this process has begun with CUDA in a way that it does not tell
-        done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
+        done = subprocess.run(own_code(ASK), capture_output=True, text=True, check=False)
         found = json.loads(done.stdout) if done.returncode == 0 else None
     return found and GPU(**found | {"capability": tuple(found["capability"])})
 

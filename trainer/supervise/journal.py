@@ -10,13 +10,14 @@ from typing import Any
 
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.store import write_atomic
+from trainer.redact import redact, redact_words
 from trainer.supervise.attempt import tell
 
 NAME = "supervisor.json"
 
 
 class Journal:
-    """Written anew whenever an attempt begins or ends. What an earlier supervisor wrote there is kept.
+    """Written anew whenever an attempt begins or ends, without secrets. What an earlier supervisor wrote is kept.
 
     Args:
         run_dir: where it is written.
@@ -25,17 +26,18 @@ class Journal:
 
     def __init__(self, run_dir: Path, command: list[str]) -> None:
         self.path = run_dir / NAME
-        self.content: dict[str, Any] = {"command": command, "status": "running", "attempts": _earlier(self.path)}
+        self.content: dict[str, Any] = {"command": redact_words(command), "status": "running"}
+        self.content["attempts"] = _earlier(self.path)
 
     def begin(self, step: int, command: list[str]) -> None:
         """An attempt begins, with the newest checkpoint at ``step`` (-1: none)."""
         entry = {"start": _now(), "end": None, "exit_code": None, "cause": None, "from_step": _or_none(step)}
-        self.content["attempts"].append({**entry, "step": None, "command": command})
+        self.content["attempts"].append({**entry, "step": None, "command": redact_words(command)})
         self._write()
 
     def end(self, exit_code: int, cause: str, step: int) -> None:
         """It has ended, with the newest checkpoint at ``step``; minus a signal's number for one that was killed."""
-        ended = {"end": _now(), "exit_code": exit_code, "cause": cause or None, "step": _or_none(step)}
+        ended = {"end": _now(), "exit_code": exit_code, "cause": redact(cause) or None, "step": _or_none(step)}
         self.content["attempts"][-1].update(ended)
         self._write()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from types import FrameType
 
 from trainer.errors import EXIT_REQUEUE
 from trainer.faults.signals import STOP_SIGNALS
+from trainer.processes import own_command
+from trainer.redact import redact, redact_words
 from trainer.supervise.attempt import SECONDS_BETWEEN_LOOKS, Attempt, Ending, tell
 from trainer.supervise.command import FitCommand
 from trainer.supervise.journal import Journal, newest_step
@@ -72,7 +73,7 @@ class Supervisor:
         words = self.command.words()
         self.journal.begin(newest_step(self.run_dir), words)
         kills, began = kernel_kills(), time.time()
-        attempt = Attempt([sys.executable, "-m", "trainer", *words])
+        attempt = Attempt(own_command(*words))
         try:
             ending = self._watched(attempt)
         finally:
@@ -144,13 +145,13 @@ class Supervisor:
 
 
 def say(text: str) -> None:
-    """Tell the person."""
-    tell(f"trainer run: {text}\n".encode())
+    """Tell the person, without secrets."""
+    tell(f"trainer run: {redact(text)}\n".encode())
 
 
 def announce(command: FitCommand) -> None:
     """Say what is started, and where it writes."""
-    say(f"run directory {command.run_dir}: trainer {shlex.join(command.words())}")
+    say(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.words()))}")
 
 
 def _numbers() -> list[int]:
