@@ -69,7 +69,11 @@ until [ "$is_host" = 1 ] || answers; do
     sleep 1
 done
 
-torchrun --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "${RESTARTS:-3}" --local-addr "$address" \
+start() { # in a subshell, whose number becomes torchrun's: the process that ranks end with
+    export TRAINER_LAUNCHER=$BASHPID
+    exec torchrun "$@"
+}
+start --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "${RESTARTS:-3}" --local-addr "$address" \
     --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "${ID:-$head-$port}" --rdzv-conf "$conf" \
     -m trainer fit "$@" &
 child=$!

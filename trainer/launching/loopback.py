@@ -53,14 +53,18 @@ class Local:
     processes: Mapping[int, ProcessId] = field(default_factory=dict)
 
 
-def loopback_store(port: int = 0, seconds: float = SECONDS_TO_MEET) -> TCPStore:
-    """A store that this process hosts on a port of 127.0.0.1; 0 chooses a free one.
+def loopback_store(at: int | socket.socket = 0, seconds: float = SECONDS_TO_MEET) -> TCPStore:
+    """A store that this process hosts on 127.0.0.1.
+
+    Args:
+        at: the port, 0 for a free one; or what listens there already.
+        seconds: that requests to it may take.
 
     Raises:
         OSError: when the port is taken.
         DistError: when this machine does not reach itself.
     """
-    listener = socket.create_server((ADDRESS, port))
+    listener = socket.create_server((ADDRESS, at)) if isinstance(at, int) else at
     return TCPStore(
         ADDRESS,
         listener.getsockname()[1],
