@@ -71,7 +71,11 @@ done
 
 # Not -m trainer, which would import whatever lies in the working directory first.
 export PYTHONUNBUFFERED=1
-torchrun --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "${RESTARTS:-3}" --local-addr "$address" \
+start() { # in a subshell, whose number becomes torchrun's: the process that ranks end with
+    export TRAINER_LAUNCHER=$BASHPID
+    exec torchrun "$@"
+}
+start --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "${RESTARTS:-3}" --local-addr "$address" \
     --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "${ID:-$head-$port}" --rdzv-conf "$conf" \
     --no-python trainer fit "$@" &
 child=$!

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+
+if "LOCAL_RANK" in os.environ:  # a rank ends with what started it, also while it imports
+    from trainer.processes import end_with_launcher
+
+    end_with_launcher()
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from trainer.system.text import escaped
+
 PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 
@@ -28,9 +30,22 @@ del sys.path[0]
 """
 """For ``python -c``, which puts the working directory first, as an empty word, unless it was told not to."""
 
+LAUNCHER = "TRAINER_LAUNCHER"
+"""Variable in which what starts ranks tells them the number of its process."""
+
+BOUND = "TRAINER_RANK_BOUND"
+"""Variable by which what a rank starts knows that torchrun's variables are the rank's, and that it is none itself."""
+
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STOPPED, GONE = "T", "ZX"
 """States in /proc/PID/stat: stopped by a signal; ended, and perhaps not yet waited for."""
+
+SECONDS_TO_CONNECT = 5.0
+MOST_PIDS = 2**22
+"""Of Linux, on any machine."""
+LONGEST_NAME = 255
+
+_told: list[int] = []
 
 
 def own_command(*words: str) -> list[str]:
@@ -47,24 +62,86 @@ def own_code(code: str) -> list[str]:
     return [sys.executable, "-c", THIS_PACKAGE + code]
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
+def end_with_parent(starter: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends.
+
+    Args:
+        starter: the number of the process that started this one, where it is known: should that have ended before the
+            kernel could be asked, this one ends at once.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if starter is not None and _is_gone(starter):
+            os._exit(1)
+
+
+def end_with_launcher() -> None:
+    """What a rank does before it imports anything that takes time: it ends with what started it, however that ends.
+
+    A launcher that is killed while its ranks import would leave them behind, and they would wait for each other. Which
+    process it is, it tells by :data:`LAUNCHER`; torchrun does not, and may have ended before the kernel could be asked:
+    then the store that it hosts is not there, or this process belongs to the one that inherits orphans. Tasks of srun
+    and workers of Ray are ended by these.
+    """
+    told = os.environ.pop(LAUNCHER, None)
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and BOUND not in os.environ
+    if sys.platform != "linux" or (told is None and not by_torchrun):
+        return
+    os.environ[BOUND] = "1"
+    if told is not None and not (told.isascii() and told.isdigit()):
+        _leave(2, f"{LAUNCHER}={told!r} is not the number of a process: unset it")
+    _told.extend([] if told is None else [int(told)])
+    end_with_parent()
+    if _is_gone(int(told)) if told is not None else _is_orphan():
+        _leave(1, "what started this rank has ended")
+
+
+def has_told_launcher() -> bool:
+    """Whether what started this rank has told which process it is: that one ends all ranks when one is gone."""
+    return bool(_told)
+
+
+def _is_orphan() -> bool:
+    """Whether the torchrun that started this process has ended."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_RANK") == "0":
+        try:
+            store = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", ""))
+            socket.create_connection(store, SECONDS_TO_CONNECT).close()
+        except ConnectionRefusedError:
+            return True
+        except (OSError, ValueError, OverflowError):  # whatever is wrong there is told by those that need it
+            pass
+    try:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[0].rpartition(b"/")[2]
+    except OSError:
+        parent = b""
+    return parent == b"systemd" or (os.getppid() == 1 and b"python" not in parent)  # in a container, torchrun may be 1
+
+
+def _leave(code: int, why: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"trainer: error: {why}\n".encode())
+    os._exit(code)
 
 
 def become_helper() -> None:
     """What a process that was forked from a rank does first: signals to the rank are not for it, and it ends with it.
 
-    Ctrl-C, and torchrun's own end, reach every process of the rank's group. A helper that died of that would take from
-    the rank what it needs to finish its step, so it leaves the group; the kernel ends it when the rank ends.
+    Ctrl-C, a terminal that is closed, and torchrun's own end reach every process of the rank's group. A helper that
+    died of that would take from the rank what it needs to finish its step, so it leaves the group; the kernel ends it
+    when the rank ends.
     """
     for name in ("SIGINT", "SIGUSR1"):  # a rank's own handlers are not for it; torch has set that of SIGTERM
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform == "linux":
+        from multiprocessing import parent_process  # not before a rank is bound to its launcher
+
         os.setpgrp()
-        end_with_parent()
+        rank = parent_process()
+        end_with_parent(None if rank is None else rank.pid)
 
 
 @lru_cache(maxsize=1)
@@ -102,6 +179,22 @@ class ProcessId:
         """For JSON."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, values: Any) -> ProcessId:
+        """What :meth:`to_dict` gave, as far as can be told from what came from elsewhere.
+
+        Raises:
+            ValueError: for what it cannot have given.
+        """
+        if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
+            raise ValueError("no process")
+        numbers, texts = (values["pid"], values["began"]), (values["host"], values["boot_id"], values["namespace"])
+        if not all(type(number) is int and number >= 0 for number in numbers) or not 0 < values["pid"] <= MOST_PIDS:
+            raise ValueError("no number of a process")
+        if not all(isinstance(text, str) and len(text) <= LONGEST_NAME for text in texts):
+            raise ValueError("no name of a machine")
+        return cls(**values | {"host": escaped(values["host"])})
+
     def is_here(self) -> bool:
         """Whether this process can see it: it is of the same machine and container, and Linux tells."""
         return bool(self.boot_id and self.namespace) and (self.boot_id, self.namespace) == (boot_id(), _namespace())
@@ -113,20 +206,32 @@ class ProcessId:
             return "gone"
         return "stopped" if found[0] == STOPPED else "running"
 
+    def is_kin(self) -> bool:
+        """Whether one process has started this and that, or one of the two the other: as it is with ranks."""
+        found, own = _stat(self.pid), _stat(os.getpid())
+        if not self.is_here() or found is None or found[1] != self.began or own is None:
+            return False
+        return own[2] in (found[2], self.pid) or found[2] == os.getpid()
+
     def kill(self) -> None:
-        """End it at once, if it is here and still the same."""
-        if self.is_here() and self.state() != "gone":
-            with suppress(ProcessLookupError):
+        """End it at once, if it is here, still the same, and kin: whatever else names it may have been made up."""
+        if self.is_here() and self.state() != "gone" and self.is_kin():
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State and start of a process; ``None`` when there is none of that number."""
+def _is_gone(pid: int) -> bool:
+    found = _stat(pid)
+    return found is None or found[0] in GONE
+
+
+def _stat(pid: int) -> tuple[str, int, int] | None:
+    """State, start and parent of a process; ``None`` when there is none of that number."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()
     except (OSError, IndexError):
         return None
-    return fields[0], int(fields[19])
+    return fields[0], int(fields[19]), int(fields[1])
 
 
 @lru_cache(maxsize=1)

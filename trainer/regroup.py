@@ -20,6 +20,8 @@ from lightning.fabric import Fabric
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.system.text import escaped
+
 SECONDS_TO_HEAR = 1.0
 """How long a rank whose collective broke waits to hear that another one called for a new group.
 
@@ -28,6 +30,9 @@ started the ranks, it kills the first one up to five seconds after another has f
 """
 
 SECONDS_BETWEEN_LOOKS = 0.5
+
+LONGEST = 1000
+"""Characters of a reason."""
 
 SECONDS_TO_LEAVE = 300.0
 """How long a rank that was called may take before it is ended: to come out of its collective and to keep its state."""
@@ -65,7 +70,7 @@ class Regrouping:
         until = time.monotonic() + SECONDS_TO_HEAR
         while time.monotonic() < until:
             if self.own_store.check([self._key()]):
-                return self.own_store.get(self._key()).decode()
+                return self._said(self.meetings)
             time.sleep(SECONDS_BETWEEN_LOOKS / 5)
         return None
 
@@ -98,6 +103,10 @@ class Regrouping:
     def _key_of(self, meeting: int) -> str:
         return f"run{self.run}/leave/{meeting}"
 
+    def _said(self, meeting: int) -> str:
+        """Why, as the store has it: which may be anybody's words."""
+        return escaped(self.own_store.get(self._key_of(meeting)).decode(errors="replace"))[:LONGEST]
+
     def _watch(self) -> None:
         """Runs in a thread for as long as the process does."""
         meeting = 0
@@ -128,7 +137,7 @@ class Regrouping:
                 rank = self.fabric.global_rank
                 print(
                     f"trainer: error: rank {rank} could not leave a collective that another rank has left "
-                    f"({self.own_store.get(self._key_of(meeting)).decode()}): start the run again with a smaller "
+                    f"({self._said(meeting)}): start the run again with a smaller "
                     "memory.micro_batch_size",
                     file=sys.stderr,
                     flush=True,

@@ -21,7 +21,7 @@ from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Finding, Quarantine
 from trainer.engine.window import MicroBatch, Windows, cut_batch
 from trainer.errors import EvaluationStopped, RecipeError, require
-from trainer.faults.launched import SECONDS_TO_LEAVE, ended_after
+from trainer.faults.launched import SECONDS_TO_LEAVE, ended_after, have_started, watch_start
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
@@ -125,8 +125,9 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
         recipe = planned(recipe, world, partial(print, flush=True))
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
     outlook = forecast(recipe, world) if saved_in is None else None
-    meeting = meet(max(SECONDS_TO_START, recipe.run.hang_after))
-    fabric = launch(plan, world)
+    patience = max(SECONDS_TO_START, recipe.run.hang_after)
+    meeting = meet(patience)
+    fabric = launch(plan, world, watch_start, patience)
     del meeting
     world = announced(world, plan, Progress(recipe.run.progress, fabric.global_rank).message)
     keep_to_budget(recipe, fabric.device)
@@ -140,6 +141,7 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
             recipe.data.prepare(recipe.model.tokenizer_or_none())
 
     on_first_rank_first(fabric, prepare)
+    have_started()
     forget_plan(world)
     require(len(recipe.data.train) > 0, "the training set is empty")
     recipe = recipe.replace(model=fill_from_data(recipe.model, recipe.data))

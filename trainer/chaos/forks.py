@@ -30,12 +30,13 @@ def fork(work: Callable[[], int], output: Path) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    starter = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        end_with_parent()
+        end_with_parent(starter)
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for standard in (1, 2):
             os.dup2(descriptor, standard)

@@ -231,9 +231,9 @@ def log_windows(path: Path) -> None:
 
 
 def _host(port: int) -> int:
-    from torch.distributed import TCPStore
+    from trainer.launching.loopback import loopback_store
 
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = loopback_store(port)
     while store:
         time.sleep(3600)
     return 0

@@ -196,7 +196,7 @@ def _torch_raises_nothing_between() -> Iterator[None]:
 def _begin(worker: int) -> None:
     become_helper()
     # Slurm signals every process of a job, whatever its group. What ends a worker is the rank, or the rank's end.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from trainer.doctor.finding import Finding, fail, ok
 from trainer.doctor.subject import Subject
+from trainer.launching.loopback import ADDRESS, keep_to_loopback, loopback_store
 from trainer.planner.children import Child
 from trainer.planner.ranks import forget_process_group
 
@@ -26,14 +27,15 @@ def process_group(subject: Subject) -> Iterator[Finding]:
     """Start the ranks of this machine and let them add up who they are, for no longer than ``SECONDS``."""
     check, size = "process group", subject.world.devices
     try:
-        port = free_port()
+        listener = socket.create_server((ADDRESS, 0))  # which the first rank inherits
     except OSError as error:
-        yield fail(check, f"no port can be opened on 127.0.0.1: {error}", "check the network of this container")
+        yield fail(check, f"no port can be opened on {ADDRESS}: {error}", "check the network of this container")
         return
     on_gpu = subject.world.accelerator == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     began = time.perf_counter()
-    ranks = [Child(partial(_add_up, backend, rank, size, port), sees_gpu=on_gpu) for rank in range(size)]
+    ranks = [Child(partial(_add_up, backend, rank, size, listener), sees_gpu=on_gpu) for rank in range(size)]
+    listener.close()
     problems = []
     for rank, child in enumerate(ranks):
         left = SECONDS - (time.perf_counter() - began)
@@ -54,15 +56,22 @@ def _problem(child: Child, seconds: float) -> str | None:
     return str(found) if isinstance(found, Exception) else None
 
 
-def _add_up(backend: str, rank: int, size: int, port: int) -> bool:
+def _add_up(backend: str, rank: int, size: int, listener: socket.socket) -> bool:
     if backend == "nccl":
         torch.cuda.set_device(rank)
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     forget_process_group()
+    keep_to_loopback()
+    port = listener.getsockname()[1]
+    if rank == 0:
+        store = loopback_store(listener, SECONDS)
+    else:
+        listener.close()
+        store = dist.TCPStore(ADDRESS, port, wait_for_workers=False, timeout=timedelta(seconds=SECONDS))
     dist.init_process_group(
         backend,
-        init_method=f"tcp://127.0.0.1:{port}",
+        store=store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=SECONDS),
@@ -73,10 +82,3 @@ def _add_up(backend: str, rank: int, size: int, port: int) -> bool:
         raise RuntimeError(f"the sum of the ranks came out as {value.item():g}")
     dist.destroy_process_group()
     return True
-
-
-def free_port() -> int:
-    """Of this machine, at this moment."""
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return made.getsockname()[1]

@@ -5,16 +5,21 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from pathlib import Path
 
 from trainer.errors import MOST_LISTED
 from trainer.faults.place import Place
 from trainer.memory.monitor import Monitor
+from trainer.system.files import open_regular
+from trainer.system.text import escaped
 
 SAMPLES = MOST_LISTED + 1
 LAYOUT = struct.Struct(f"=qq16sq{SAMPLES}q")
 """Steps, moves, activity, and the first samples after how many they are."""
 
 PADDING = (0,) * SAMPLES
+
+NAME = "trainer-rank"
 
 
 class BlackBox:
@@ -28,12 +33,10 @@ class BlackBox:
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
-        self.path = ""
         self._descriptor: int | None = None
         if hasattr(os, "memfd_create"):  # on Linux, where alone another process is looked at
-            self._descriptor = os.memfd_create("trainer-rank")
+            self._descriptor = os.memfd_create(NAME)
             os.ftruncate(self._descriptor, LAYOUT.size)
-            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.memory = mmap.mmap(-1 if self._descriptor is None else self._descriptor, LAYOUT.size)
         self.write()
         monitor.on_move = self.write
@@ -54,16 +57,21 @@ class BlackBox:
             self._descriptor = None
 
 
-def open_box(path: str) -> mmap.mmap | None:
-    """The memory of another rank's black box; ``None`` when it cannot be reached from here."""
+def open_box(pid: int) -> mmap.mmap | None:
+    """The memory of the black box of the rank that is process ``pid``; ``None`` when it cannot be reached from here."""
     try:
-        with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), LAYOUT.size, access=mmap.ACCESS_READ)
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if os.readlink(link) == f"/memfd:{NAME} (deleted)":
+                with open_regular(link, LAYOUT.size) as file:
+                    return mmap.mmap(file.fileno(), LAYOUT.size, access=mmap.ACCESS_READ)
     except (OSError, ValueError):
         return None
+    return None
 
 
 def read_box(memory: mmap.mmap, rank: int) -> Place:
     """Where ``rank`` was last."""
     steps, moves, activity, count, *samples = LAYOUT.unpack_from(memory, 0)
-    return Place(rank, steps, activity.rstrip(b"\0").decode() or None, tuple(samples[:count]), moves)
+    return Place(
+        rank, steps, escaped(activity.rstrip(b"\0").decode(errors="replace")) or None, tuple(samples[:count]), moves
+    )

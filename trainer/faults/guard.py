@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainer.errors import RunError, Stopped
-from trainer.faults.launched import adopt_children
+from trainer.faults.launched import end_start_watch
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, sample_lengths, shapes_of
@@ -32,8 +32,8 @@ def guarded(session: Session) -> Iterator[None]:
             yield
         return
     fabric = session.fabric
-    adopt_children(fabric)
     watchdog = Watchdog(session.monitor, fabric.global_rank, fabric.world_size, session.recipe.run.hang_after)
+    end_start_watch()
     try:
         with StopSignals(session.is_first, lambda: watchdog.heard is not None) as signals:
             session.watchdog, session.signals = watchdog, signals

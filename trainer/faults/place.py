@@ -6,12 +6,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import MOST_LISTED, listed
+from trainer.system.text import escaped
 
 if TYPE_CHECKING:
     from trainer.memory.monitor import Monitor
 
 AFTER_A_STEP = (None, "evaluation", "checkpoint")
 """What lies between two steps."""
+
+LONGEST_ACTIVITY = 64
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,24 @@ class Place:
         return cls(rank, monitor.step, monitor.activity, samples, monitor.moves)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Place:
-        """What :meth:`to_dict` gave."""
-        return cls(**values | {"samples": tuple(values["samples"])})
+    def from_dict(cls, values: Any) -> Place:
+        """What :meth:`to_dict` gave, as far as can be told from what came from elsewhere.
+
+        Raises:
+            ValueError: for what it cannot have given.
+        """
+        if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
+            raise ValueError("no place")
+        activity, samples = values["activity"], values["samples"]
+        if not isinstance(samples, list | tuple) or len(samples) > MOST_LISTED + 1:
+            raise ValueError("no list of samples")
+        numbers = [values["rank"], values["steps"], values["moves"], *samples]
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise ValueError("no number of a step or a sample")
+        if activity is not None and not (isinstance(activity, str) and len(activity) <= LONGEST_ACTIVITY):
+            raise ValueError("no activity")
+        known = None if activity is None else escaped(activity)
+        return cls(**values | {"samples": tuple(samples), "activity": known})
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -7,13 +7,34 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 from trainer.errors import EXIT_REQUEUE
 
-STOP_SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
-"""Of a scheduler that wants the machine back, of a person, and of Slurm's ``--signal``."""
+STOP_SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+"""Of a scheduler that wants the machine back, of a person, of Slurm's ``--signal``, of a terminal that is closed."""
+
+
+def stop_signals() -> list[int]:
+    """Those that ask this process to stop: not SIGHUP where that is ignored, as ``nohup`` has it."""
+    numbers = [getattr(signal, name) for name in STOP_SIGNALS]
+    return [number for number in numbers if not (is_hangup(number) and signal.getsignal(number) == signal.SIG_IGN)]
+
+
+def is_hangup(number: int) -> bool:
+    """Whether a terminal sends this when it is closed: its shell sends another one, which asks for nothing more."""
+    return number == getattr(signal, "SIGHUP", None)
+
+
+def tell(text: str) -> None:
+    """Write a line to standard error, from within a handler: the terminal may be gone, and the signal be its last.
+
+    Not print: the signal may have come in the middle of one, whose buffer is not to be entered again.
+    """
+    with suppress(OSError, ValueError):  # the latter of one that is closed
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())
 
 
 def leave_before_training() -> None:
@@ -28,13 +49,14 @@ def leave_before_training() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    text = f"{signal.Signals(number).name} received before training: there is nothing to save\n"
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+    tell(f"{signal.Signals(number).name} received before training: there is nothing to save")
     os._exit(EXIT_REQUEUE)
 
 
 class StopSignals:
-    """While it lasts, the first of :data:`STOP_SIGNALS` is noted in ``received``; a second one ends the process.
+    """While it lasts, the first of :func:`stop_signals` is noted in ``received``; a second one ends the process.
+
+    Not a second SIGHUP: the kernel and the shell both send one when a terminal is closed.
 
     Only the main thread can do this; elsewhere it does nothing, and ``received`` stays ``None``. A process that is
     forked meanwhile has the signals' own effects: see :func:`trainer.processes.become_helper`.
@@ -55,8 +77,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for name in STOP_SIGNALS:
-                number = getattr(signal, name)
+            for number in stop_signals():
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -77,9 +98,10 @@ class StopSignals:
         if self.leaving and number == signal.SIGTERM:
             return
         if self.received is not None:
+            if is_hangup(number):
+                return
             os._exit(128 + number)
         self.received = signal.Signals(number).name
         if self.first and not self.expected():
-            # Not print: the signal may have come in the middle of one, whose buffer is not to be entered again.
             text = "saving a checkpoint at the end of this step, then leaving; once more leaves at once"
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{self.received} received: {text}\n".encode())
+            tell(f"{self.received} received: {text}")

@@ -161,13 +161,12 @@ class Watchdog:
         if told is None or self.heard is not None:
             return
         self.heard = told
-        if told.process is None:
+        if not told.is_stopped:
             # The one that ended closes its connections, and with them the collective that the main thread waits in.
             self._wait_for_main(SECONDS_TO_END)
         if not (self._closed or self._ending):
             self._end(told.text)
-        if told.process is not None:
-            told.process.kill()
+        peers.kill_stopped()
 
     def _look_at_self(self) -> None:
         now, place = time.monotonic(), self.place()
@@ -232,12 +231,12 @@ class Watchdog:
             with suppress(RuntimeError, ValueError):
                 self.peers.tell(Told(text))
                 self.peers.wait_heard(SECONDS_TO_HEAR)
-        self._leave(self.heard)
+        self._leave()
 
-    def _leave(self, told: Told | None) -> None:
-        """End this process, and the one that is told to be stopped."""
-        if told is not None and told.process is not None:
-            told.process.kill()
+    def _leave(self) -> None:
+        """End this process, and the one that it has found stopped."""
+        if self.peers is not None:
+            self.peers.kill_stopped()
         sys.stdout.flush()
         os._exit(1)
 

@@ -6,28 +6,24 @@ in an error that names neither the machine nor the cure.
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
-import json
 import os
 import socket
-import struct
 import sys
-import time
 from collections.abc import MutableMapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistError, TCPStore
 
-from trainer.errors import MOST_LISTED, RunError, listed, require
+from trainer.errors import RunError, require
+from trainer.launching.loopback import FOREIGN, INTERFACE, all_that_come, interface_of
 from trainer.report.summary import versions
+from trainer.system.text import escaped
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
-SECONDS_BETWEEN_LOOKS = 0.2
-SIOCGIFADDR = 0x8915
-"""Of netdevice(7): the address of an interface."""
+LONGEST = 100
+"""Characters of a name that a rank says of itself."""
 
 
 def meet(seconds: float, environment: MutableMapping[str, str] = os.environ) -> TCPStore | None:
@@ -51,11 +47,8 @@ def meet(seconds: float, environment: MutableMapping[str, str] = os.environ) -> 
     _choose_interface(environment)
     store = _store(rank, size, seconds, environment)
     libraries = {name: version for name, version in versions().items() if name != "python"}
-    own = {"host": socket.gethostname(), "versions": libraries}
-    meeting = PrefixStore("meeting", store)
-    meeting.set(str(rank), json.dumps(own))
-    found = _all(meeting, size, seconds)
-    _require_same_versions(found)
+    found = all_that_come(store, rank, size, seconds, {"host": socket.gethostname(), "versions": libraries})
+    _require_same_versions([_known(other, said) for other, said in enumerate(found)])
     return store
 
 
@@ -88,18 +81,12 @@ def _store(rank: int, size: int, seconds: float, environment: MutableMapping[str
         ) from error
 
 
-def _all(meeting: PrefixStore, size: int, seconds: float) -> list[dict[str, Any]]:
-    """What all ranks say of themselves, in their order."""
-    until = time.monotonic() + seconds
-    missing = list(range(size))
-    while missing := [rank for rank in missing if not meeting.check([str(rank)])]:
-        if time.monotonic() > until:
-            raise RunError(
-                f"of {size} ranks, {listed(missing[: MOST_LISTED + 1])} have not come within {seconds:g} s: are their "
-                "machines gone, or slower to start (run.hang_after)?"
-            )
-        time.sleep(SECONDS_BETWEEN_LOOKS)
-    return [json.loads(meeting.get(str(rank))) for rank in range(size)]
+def _known(rank: int, said: Any) -> dict[str, Any]:
+    """The machine of a rank and the versions of its libraries, as it says."""
+    host, found = (said.get("host"), said.get("versions")) if isinstance(said, dict) else (None, None)
+    if not isinstance(host, str) or not isinstance(found, dict):
+        raise RunError(FOREIGN.format(rank=rank))
+    return {"host": escaped(host)[:LONGEST], "versions": {name: escaped(found[name])[:LONGEST] for name in found}}
 
 
 def _require_same_versions(found: list[dict[str, Any]]) -> None:
@@ -153,16 +140,4 @@ def route_to(host: str) -> str | None:
         way.connect((host, 9))
         address = str(way.getsockname()[0])
         return None if ipaddress.ip_address(address).is_loopback else address
-    return None
-
-
-def interface_of(address: str) -> str | None:
-    """The interface of this machine that has ``address``."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                asked = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, asked)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
     return None

@@ -7,41 +7,64 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from subprocess import Popen
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
 from trainer.errors import RecipeError, require
+from trainer.launching.loopback import SECONDS_TO_MEET, Local, gather_here
 from trainer.launching.slurm import slurm_task, started_by_srun
 from trainer.launching.slurm_environment import SlurmEnvironment
 from trainer.launching.world import World
 from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
-from trainer.processes import SUPERVISOR, ProcessId, end_with_parent
+from trainer.processes import LAUNCHER, SUPERVISOR, ProcessId, end_with_parent
+
+Watch = Callable[[list[Popen[bytes]], Mapping[int, ProcessId]], None]
+"""Told of the processes that Fabric starts from this one, as they come, and of other ranks on this machine."""
 
 
-def launch(plan: Plan, world: World) -> Fabric:
+def launch(
+    plan: Plan, world: World, watch: Watch = lambda started, ranks: None, seconds: float = SECONDS_TO_MEET
+) -> Fabric:
     """Start Fabric, and with it the other processes where no launcher has.
+
+    Args:
+        plan: for its strategy and precision.
+        world: that was found.
+        watch: is called before anybody is started or waited for.
+        seconds: that the last rank of this machine is waited for, where a launcher ends all when one is gone.
 
     Raises:
         RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
+        RunError: when the ranks of this machine do not meet.
     """
     if world.launcher != "ray":  # which ends its workers itself
         _end_with_launcher()
+    environment = _environment(world)
+    local: Local | None = None
+    if plan.strategy != "single" and world.nodes == 1 and world.launcher != "ray" and not dist.is_initialized():
+        local = gather_here(world, seconds)
     fabric = Fabric(
         accelerator=world.accelerator,
         devices=world.devices,
         num_nodes=world.nodes,
         strategy=fabric_strategy(plan, world.accelerator),
-        plugins=[precision_plugin(plan.memory, world.accelerator), *_environment(world)],
+        plugins=[precision_plugin(plan.memory, world.accelerator), *environment],
     )
-    with _quiet():
+    started, others = getattr(fabric.strategy.launcher, "procs", None), local.processes if local is not None else {}
+    if others or (started is not None and world.size > 1):
+        watch([] if started is None else started, others)
+    with _quiet(), _known_as_launcher():
         fabric.launch()
+    del local  # its store is the process group's now
     require(
         fabric.world_size == world.size,
         f"{world.size} rank(s) were asked for and {fabric.world_size} came up: check run.devices and the launcher "
@@ -128,6 +151,16 @@ class RayEnvironment(TorchElasticEnvironment):
     def node_rank(self) -> int:
         """Of this worker's node."""
         return int(os.environ["NODE_RANK"])
+
+
+@contextmanager
+def _known_as_launcher() -> Iterator[None]:
+    """The ranks that Fabric starts meanwhile know which process to end with."""
+    os.environ[LAUNCHER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        os.environ.pop(LAUNCHER, None)
 
 
 @contextmanager

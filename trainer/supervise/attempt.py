@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from trainer.processes import SUPERVISOR, ProcessId, end_with_parent
 
@@ -71,13 +72,6 @@ class Attempt:
     """
 
     def __init__(self, command: Sequence[str]) -> None:
-        supervisor = os.getpid()
-
-        def bind() -> None:
-            end_with_parent()
-            if os.getppid() != supervisor:  # it has ended before it could be asked for
-                os._exit(1)
-
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANKS
         }
@@ -88,7 +82,7 @@ class Attempt:
             stderr=subprocess.PIPE,
             env=environment,
             start_new_session=True,
-            preexec_fn=bind,
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
         assert self.process.stderr is not None
         self._pipe = self.process.stderr.fileno()

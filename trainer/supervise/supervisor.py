@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.errors import EXIT_REQUEUE
-from trainer.faults.signals import STOP_SIGNALS
+from trainer.faults.signals import is_hangup, stop_signals
 from trainer.processes import own_command
 from trainer.redact import redact, redact_words
 from trainer.supervise.attempt import SECONDS_BETWEEN_LOOKS, Attempt, Ending, tell
@@ -53,7 +53,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Attempt after attempt; the exit code of the last one, as a shell gives it."""
-        before = {number: signal.signal(number, self._ask) for number in _numbers()}
+        before = {number: signal.signal(number, self._ask) for number in stop_signals()}
         try:
             while (outcome := self._attempt()) is None:
                 pass
@@ -64,7 +64,8 @@ class Supervisor:
         return outcome.code
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked.append(number)
+        if not (self.asked and is_hangup(number)):
+            self.asked.append(number)
 
     def _attempt(self) -> Outcome | None:
         """One attempt, and the wait for the next one; what to leave with, if there is none."""
@@ -152,7 +153,3 @@ def say(text: str) -> None:
 def announce(command: FitCommand) -> None:
     """Say what is started, and where it writes."""
     say(f"run directory {command.run_dir}: trainer {shlex.join(redact_words(command.words()))}")
-
-
-def _numbers() -> list[int]:
-    return [getattr(signal, name) for name in STOP_SIGNALS]

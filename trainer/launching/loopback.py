@@ -1,0 +1,207 @@
+"""The ranks of one machine: their store, and every other socket, listen where no other machine reaches them.
+
+Torch's store has no password, and listens on all interfaces: who reaches it reads and writes what the ranks tell each
+other. One that this process hosts is given a listener of its own; the store of a launcher is the launcher's.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from trainer.errors import MOST_LISTED, RecipeError, RunError, listed, require
+from trainer.launching.world import World
+from trainer.processes import ProcessId, has_told_launcher
+
+ADDRESS = "127.0.0.1"
+INTERFACE = "GLOO_SOCKET_IFNAME"
+SECONDS_BETWEEN_LOOKS = 0.2
+SIOCGIFADDR = 0x8915
+"""Of netdevice(7): the address of an interface."""
+
+MOST_BYTES = 1 << 16
+"""Of what a rank says of itself."""
+
+FOREIGN = "the store says of rank {rank} what no rank says of itself: can others reach its port?"
+
+SECONDS_TO_MEET = 45.0
+"""How much later than this rank another one of the machine may come, where no launcher would end it if that is gone."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """The store of the ranks of this machine, which the process group takes up, and who they are.
+
+    Args:
+        store: to be kept until there is a process group.
+        processes: of the other ranks, as far as nobody else watches them.
+    """
+
+    store: TCPStore
+    processes: Mapping[int, ProcessId] = field(default_factory=dict)
+
+
+def loopback_store(at: int | socket.socket = 0, seconds: float = SECONDS_TO_MEET) -> TCPStore:
+    """A store that this process hosts on 127.0.0.1.
+
+    Args:
+        at: the port, 0 for a free one; or what listens there already.
+        seconds: that requests to it may take.
+
+    Raises:
+        OSError: when the port is taken.
+        DistError: when this machine does not reach itself.
+    """
+    listener = socket.create_server((ADDRESS, at)) if isinstance(at, int) else at
+    return TCPStore(
+        ADDRESS,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,  # torch finds it by its port when the process group is made
+        timeout=timedelta(seconds=seconds),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def keep_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo and NCCL listen there, unless somebody has said where."""
+    interface = interface_of(ADDRESS)
+    if interface is not None:
+        for name in (INTERFACE, "NCCL_SOCKET_IFNAME"):
+            environment.setdefault(name, interface)
+
+
+def gather_here(world: World, seconds: float, environment: MutableMapping[str, str] = os.environ) -> Local | None:
+    """Host the store of the ranks of one machine, or reach it, at the address that the environment names from then on.
+
+    Where Fabric starts the ranks this is done before, and those find each other by it. Others wait for each other here.
+
+    Args:
+        world: of one machine.
+        seconds: to wait for the last rank where a launcher ends all when one is gone; else it is less.
+        environment: that of this rank.
+
+    Returns:
+        ``None`` where the launcher hosts the store, or the first rank does and this is another that it has started.
+
+    Raises:
+        RunError: naming the ranks that did not come, or the store that cannot be reached.
+        RecipeError: for a port that is taken.
+    """
+    keep_to_loopback(environment)
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    rank = int(environment.get("LOCAL_RANK" if world.started_by_fabric else "RANK", "0"))
+    if rank and world.started_by_fabric:
+        return None
+    environment["MASTER_ADDR"] = ADDRESS
+    port = _port(environment)
+    if world.started_by_fabric or world.size == 1:
+        return Local(_hosted(port, environment))
+    seconds = seconds if has_told_launcher() else min(seconds, SECONDS_TO_MEET)
+    store: TCPStore | None = None
+    try:
+        store = _hosted(port, environment) if rank == 0 else _reached(port, seconds)
+        found = all_that_come(store, rank, world.size, seconds, ProcessId.own().to_dict())
+    except DistError as error:
+        why = "ended before the ranks met" if store is not None else f"has not come within {seconds:g} s"
+        raise RunError(f"rank {rank}: the first rank {why}: nothing was trained, nothing is lost") from error
+    return Local(store, {other: _process(other, said) for other, said in enumerate(found) if other != rank})
+
+
+def _process(rank: int, said: object) -> ProcessId:
+    try:
+        return ProcessId.from_dict(said)
+    except ValueError as error:
+        raise RunError(FOREIGN.format(rank=rank)) from error
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    text = environment.get("MASTER_PORT", "0")
+    fine = text.isascii() and text.isdigit() and int(text) < 1 << 16
+    require(fine, f"MASTER_PORT={text!r} in the environment is not a port: unset it, and a free one is chosen")
+    return int(text)
+
+
+def _hosted(port: int, environment: MutableMapping[str, str]) -> TCPStore:
+    try:
+        store = loopback_store(port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        store = _shared(port)
+    environment["MASTER_PORT"] = str(store.port)
+    return store
+
+
+def _shared(port: int) -> TCPStore:
+    """The store that an earlier run of this process has left at a port."""
+    try:
+        return TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    except DistError as error:
+        raise RecipeError(
+            f"MASTER_PORT={port} in the environment is taken by another process: unset it, and a free one is chosen"
+        ) from error
+
+
+def _reached(port: int, seconds: float) -> TCPStore:
+    return TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
+def all_that_come(store: Store, rank: int, size: int, seconds: float, own: dict[str, Any]) -> list[Any]:
+    """What all ranks say of themselves, in their order; ``None`` for what is no JSON, and the rest may be anybody's.
+
+    Args:
+        store: of all ranks.
+        rank: this one.
+        size: ranks.
+        seconds: to wait for the last of them.
+        own: what this rank says.
+
+    Raises:
+        RunError: naming the ranks that did not come.
+    """
+    meeting = PrefixStore("meeting", store)
+    meeting.set(str(rank), json.dumps(own))
+    until = time.monotonic() + seconds
+    missing = list(range(size))
+    while missing := [other for other in missing if not meeting.check([str(other)])]:
+        if time.monotonic() > until:
+            raise RunError(
+                f"of {size} ranks, {listed(missing[: MOST_LISTED + 1])} have not come within {seconds:g} s: have they, "
+                "or their machines, ended, or are they slower to start (run.hang_after)?"
+            )
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    return [_parsed(meeting.get(str(other))) for other in range(size)]
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content) if len(content) <= MOST_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def interface_of(address: str) -> str | None:
+    """The interface of this machine that has ``address``."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                asked = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, asked)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
