@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -19,6 +18,8 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.faults.reports import say
 
 SECONDS_TO_HEAR = 1.0
 """How long a rank whose collective broke waits to hear that another one called for a new group.
@@ -126,12 +127,10 @@ class Regrouping:
         while self.meetings <= meeting and not self.done.is_set():
             if time.monotonic() > until:
                 rank = self.fabric.global_rank
-                print(
-                    f"trainer: error: rank {rank} could not leave a collective that another rank has left "
-                    f"({self.own_store.get(self._key_of(meeting)).decode()}): start the run again with a smaller "
-                    "memory.micro_batch_size",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"rank {rank} could not leave a collective that another rank has left "
+                    f"({self.own_store.get(self._key_of(meeting)).decode(errors='replace')}): start the run again with "
+                    "a smaller memory.micro_batch_size"
                 )
                 os._exit(1)
             time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -1,6 +1,5 @@
 """Workers that die or hang are found and named, and leave nothing behind; signals to a group do not end them."""
 
-import multiprocessing
 import os
 import signal
 import sys

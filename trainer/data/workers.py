@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.contract import Request
 from trainer.errors import RunError
 from trainer.processes import become_helper
+from trainer.system.streams import keep_streams
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """How often a wait for a micro-batch is interrupted to see whether the workers live."""
@@ -191,6 +192,7 @@ class _Watch:
 
     def close(self) -> None:
         """Let the workers leave, and kill those that stay: torch waits 5 s for each that a thread keeps."""
+        self.batches._shutdown_workers = self.shutdown  # nothing to do for it, from here on
         late = threading.Timer(SECONDS_TO_LEAVE, lambda: [process.kill() for process in self.processes])
         late.daemon = True
         late.start()
@@ -225,6 +227,7 @@ def _torch_raises_nothing_between() -> Iterator[None]:
 
 def _begin(worker: int) -> None:
     become_helper()
+    keep_streams()  # one that was not forked has those of Python
     # Slurm signals every process of a job, whatever its group. What ends a worker is the rank, or the rank's end.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

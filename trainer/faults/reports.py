@@ -8,6 +8,7 @@ import traceback
 
 from trainer.errors import RecipeError, RunError
 from trainer.redact import redact
+from trainer.system.text import escaped
 
 LONGEST = 400
 
@@ -38,19 +39,20 @@ def report(error: BaseException) -> None:
     if not isinstance(error, RecipeError | RunError):
         vars(error).pop("__notes__", None)  # the first line says it
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        print(redact("".join(lines)), end="", file=sys.stderr, flush=True)
+        text = redact("".join(lines)).replace("\ntrainer: ", "\n  trainer: ")  # a message's second line is none of ours
+        print(escaped(text, "\n\t"), end="", file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:
-    """Print ``trainer: error: message``, without secrets; with its rank, where that is not the first."""
+    """Print ``trainer: error: message``, one line without secrets; with its rank, where that is not the first."""
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     prefix = "" if rank == "0" else f"[rank {rank}] "
-    print(f"{prefix}trainer: error: {redact(message)}", file=sys.stderr, flush=True)
+    print(f"{prefix}trainer: error: {escaped(redact(message))}", file=sys.stderr, flush=True)
 
 
 def in_one_line(error: BaseException) -> str:
     """The message."""
-    return " ".join(line.strip() for line in str(error).splitlines())
+    return " ".join(line.strip() for line in str(error).split("\n"))
 
 
 def cause(error: BaseException) -> str:
@@ -59,4 +61,6 @@ def cause(error: BaseException) -> str:
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
     if isinstance(error, RecipeError | RunError):
         return text
+    if isinstance(error, SystemExit):
+        return f"SystemExit: sys.exit({text}) was called, by which nothing is finished"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

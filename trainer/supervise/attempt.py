@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.processes import SUPERVISOR, ProcessId, end_with_parent
+from trainer.system.text import escaped
 
 LAUNCHERS = ("LT_", "TORCHELASTIC_", "MASTER_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -164,10 +165,14 @@ class Attempt:
 
 
 def tell(content: bytes) -> None:
-    """Write to standard error; that nobody reads it any more is no reason to end a run."""
-    with suppress(OSError):
-        sys.stderr.buffer.write(content)
-        sys.stderr.buffer.flush()
+    """Write to standard error."""
+    sys.stderr.buffer.write(content)
+    sys.stderr.buffer.flush()
+
+
+def say(text: str) -> None:
+    """Tell the person."""
+    tell(f"trainer run: {escaped(text)}\n".encode())
 
 
 def sizes_in(text: str) -> Sizes | None:

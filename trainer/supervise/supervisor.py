@@ -12,7 +12,7 @@ from types import FrameType
 
 from trainer.errors import EXIT_REQUEUE
 from trainer.faults.signals import STOP_SIGNALS
-from trainer.supervise.attempt import SECONDS_BETWEEN_LOOKS, Attempt, Ending, tell
+from trainer.supervise.attempt import SECONDS_BETWEEN_LOOKS, Attempt, Ending, say
 from trainer.supervise.command import FitCommand
 from trainer.supervise.journal import Journal, newest_step
 from trainer.supervise.memory import kernel_kills, known_sizes, ran_out_of_memory
@@ -141,11 +141,6 @@ class Supervisor:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.asked:
             time.sleep(SECONDS_BETWEEN_LOOKS)
-
-
-def say(text: str) -> None:
-    """Tell the person."""
-    tell(f"trainer run: {text}\n".encode())
 
 
 def announce(command: FitCommand) -> None:
