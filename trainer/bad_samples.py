@@ -11,6 +11,7 @@ from tqdm import tqdm
 from trainer.checkpoint.store import write_atomic
 from trainer.engine.quarantine import Finding, Quarantine
 from trainer.redact import redact, redact_value
+from trainer.system.text import escaped
 
 FILE = "quarantine.json"
 
@@ -22,7 +23,7 @@ def report_bad_samples(quarantine: Quarantine, new: list[Finding], run_dir: str 
     could not be loaded.
     """
     for finding in new:  # above a bar, if there is one
-        tqdm.write(f"trainer: warning: left out: {redact(finding.describe())}", file=sys.stderr)
+        tqdm.write(escaped(f"trainer: warning: left out: {redact(finding.describe())}"), file=sys.stderr)
     if run_dir is not None:
         content = {"max_bad_samples": quarantine.limit, **redact_value(quarantine.to_dict())}
         write_atomic(Path(run_dir) / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest, verify_files
 from trainer.errors import require
+from trainer.system.text import escaped
 
 USAGE = """\
 usage: trainer checkpoint list DIR
@@ -71,9 +72,9 @@ def list_checkpoints(paths: Sequence[Path]) -> None:
     """Print a line each, by the manifests alone."""
     for path in paths:
         try:
-            print(f"{path}  {_described(read_manifest(path))}")
+            print(escaped(f"{path}  {_described(read_manifest(path))}"))
         except CorruptCheckpoint as error:  # noqa: PERF203
-            print(f"{path}  CORRUPT: {error}")
+            print(escaped(f"{path}  CORRUPT: {error}"))
 
 
 def _described(manifest: Manifest) -> str:
@@ -99,7 +100,7 @@ def verify_checkpoints(paths: Sequence[Path]) -> None:
     for path in paths:
         problem = _problem(path)
         corrupt += problem is not None
-        print(f"{path}  {'ok' if problem is None else f'CORRUPT: {problem}'}")
+        print(escaped(f"{path}  {'ok' if problem is None else f'CORRUPT: {problem}'}"))
     if corrupt:
         raise CorruptCheckpoint(f"{corrupt} of {len(paths)} checkpoint(s) are corrupt")
 
@@ -137,7 +138,7 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
     module = load_whole_model(Found(path, read_manifest(path)), recipe.model)
     with staged_folder(target) as folder:
         save_model(recipe.model, module, folder)
-    print(f"the model of {path.name} is in {target}")
+    print(escaped(f"the model of {path.name} is in {target}"))
 
 
 def _first_valid(paths: Sequence[Path]) -> Path:
@@ -145,5 +146,5 @@ def _first_valid(paths: Sequence[Path]) -> Path:
         problem = _problem(path)
         if problem is None:
             return path
-        print(f"warning: {problem}")
+        print(escaped(f"warning: {problem}"))
     raise CorruptCheckpoint(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is what was saved")

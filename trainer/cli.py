@@ -13,6 +13,8 @@ import trainer
 from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
 from trainer.recipe import Recipe
 from trainer.redact import refuse_redacted
+from trainer.system.streams import keep_streams, lost_output
+from trainer.system.text import escaped
 
 if TYPE_CHECKING:
     from trainer.flags import Flags
@@ -85,7 +87,9 @@ PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"
 
 def entry() -> None:
     """The ``trainer`` command."""
-    code = run(sys.argv[1:])
+    keep_streams()
+    argv = sys.argv[1:]
+    code = run(argv) or _output_lost(argv)
     _leave_failed_ranks(code)
     sys.exit(code)
 
@@ -94,15 +98,17 @@ def run(argv: Sequence[str]) -> int:
     """Run a command line, without the program's name, and return its exit code.
 
     A setting that cannot work is one line on stderr and exit code 2, a run that could not go on one line and exit
-    code 1, an error of anybody's own code in a run a line that says where it was, its traceback and exit code 1, and a
-    run that stopped because it was asked to exit code 75; any other exception is passed on.
+    code 1, an error of anybody's own code in a run, ``sys.exit()`` among them, a line that says where it was, its
+    traceback and exit code 1, and a run that stopped because it was asked to exit code 75; any other exception is
+    passed on.
     """
     return _guarded(lambda: _dispatch(list(argv)))
 
 
 def main(recipe: Recipe) -> None:
     """Train ``recipe``, with the flags of ``trainer fit``: for ``python my_recipe.py --epochs 3``."""
-    if code := _guarded(lambda: _main(recipe)):
+    keep_streams()
+    if code := _guarded(lambda: _main(recipe)) or _output_lost(["fit", *sys.argv[1:]]):
         _leave_failed_ranks(code)
         sys.exit(code)
 
@@ -123,25 +129,37 @@ def _leave_failed_ranks(code: int) -> None:
         os._exit(code)
 
 
+def _output_lost(argv: Sequence[str]) -> int:
+    """1, and a line, where the output is what a command was given for and did not arrive; training outlives it."""
+    trains = argv[:1] in (["fit"], ["run"]) and not {"-h", "--help", "--print_config"} & set(argv)
+    error = None if trains else lost_output()
+    if error is None:
+        return 0
+    from trainer.faults.reports import say
+
+    say(f"stdout: {error.strerror}: the output is not complete")
+    return 1
+
+
 def _guarded(command: Callable[[], int | None]) -> int:
     """Run a command; its exit code, 0 where it returns none."""
     _hide_foreign_bars()
     try:
         return command() or 0
     except Stopped as error:
-        print(error, file=sys.stderr)
+        print(escaped(error), file=sys.stderr)
         return EXIT_REQUEUE
     except KeyboardInterrupt:
         return 130
-    except Exception as error:
+    except BaseException as error:  # SystemExit, too: whoever calls sys.exit() has not finished the command
         return _report(error)
 
 
-def _report(error: Exception) -> int:
+def _report(error: BaseException) -> int:
     """Print an error whose cause is known, or where it happened in a run; raise any other."""
     from trainer.faults.reports import place_of, print_traceback, report, say
 
-    if isinstance(error, RecipeError | RunError) or place_of(error) is not None:
+    if isinstance(error, RecipeError | RunError | SystemExit) or place_of(error) is not None:
         report(error)
     elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
         say("another rank ended; its message says why")

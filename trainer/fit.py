@@ -29,6 +29,7 @@ from trainer.rundir import (
     report_text,
 )
 from trainer.session import Session, evaluation, open_session
+from trainer.system.text import escaped
 from trainer.training import Training
 
 PREDICTION_BATCH = 32
@@ -61,8 +62,8 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         lock = RunLock(run_dir)
         closing.callback(lock.release)
         if notice := session.on_first(lock.acquire):
-            progress.message(notice)
-        resumption = Resumption(session, run_dir, progress.message)
+            progress.notice(notice)
+        resumption = Resumption(session, run_dir, progress)
         return Training(session, run_dir, source, progress, resumption).run()
 
 
@@ -77,7 +78,7 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
         result = run()
         if session.is_first:
             print(report_text(result, session.recipe.data))
-            print(" · ".join(f"{name} {value:.4f}" for name, value in result.figures().items()))
+            print(escaped(" · ".join(f"{name} {value:.4f}" for name, value in result.figures().items())))
         return result
 
 
@@ -106,7 +107,7 @@ def predict(
         probabilities, classes = _probabilities(model, module, batch, len(chunk)).max(-1)
         for sample, probability, number in zip(chunk, probabilities.tolist(), classes.tolist(), strict=True):
             found.append((names[number] if names else str(number), probability))
-            print(f"{found[-1][0]}\t{probability:.4f}\t{sample}")
+            print(f"{escaped(found[-1][0])}\t{probability:.4f}\t{escaped(sample)}")
     return found
 
 

@@ -20,6 +20,7 @@ from trainer.recipe import Memory, Recipe
 from trainer.redact import redact_words
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean, settings_of
+from trainer.system.text import escaped
 from trainer.trial import RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
 
 FLAGS = {
@@ -237,7 +238,7 @@ class Report:
         self.rows.append(Row(rung, trial, _difference(trial, first)))
         if len(self.rows) == 1:
             self._print_header()
-        print(self._line(self._cells(self.rows[-1])), flush=True)
+        print(escaped(self._line(self._cells(self.rows[-1]))), flush=True)
         self._write()
 
     def end(self) -> None:
@@ -253,7 +254,7 @@ class Report:
             ]
             plot_ladder(bars, kinds, f"{self.reference} on {self.machine['device']}", self.out / "ladder.png")
         missing = "" if self.complete else f" (stopped after {len(self.rows)} of {len(self.settings['rungs'])} rungs)"
-        print(f"files: {self.out}: ladder.json, ladder.png and a folder and a log for each rung{missing}")
+        print(f"files: {escaped(self.out)}: ladder.json, ladder.png and a folder and a log for each rung{missing}")
 
     def _write(self) -> None:
         content = {

@@ -149,14 +149,14 @@ def _execute(path: Path) -> ModuleType:
     module = sys.modules[name] = module_from_spec(spec)  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         what = str(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {error}"
         raise RecipeError(f"recipe {path}{_line_of(error, path)}: {what}") from error
     return module
 
 
-def _line_of(error: Exception, path: Path) -> str:
+def _line_of(error: BaseException, path: Path) -> str:
     """Which line of the recipe file led to ``error``."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f" line {error.lineno}"

@@ -20,6 +20,7 @@ from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
 from trainer.redact import redact, redact_value
 from trainer.scale_command import scale_command, wants_table
+from trainer.system.text import escaped
 
 if TYPE_CHECKING:
     from trainer.planner.report import PlanReport
@@ -62,7 +63,7 @@ def plan_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         report, content = _planned(recipe, reference, own, passed)
     if as_json:
-        print(json.dumps(content, indent=1, ensure_ascii=False))
+        print(json.dumps(content, indent=1))
     if report.chosen is None:
         missing = next(line for line in reversed(report.explanations) if line.startswith(("nothing", "no comb")))
         raise RunError(missing)
@@ -90,7 +91,7 @@ def _planned(
     if command:
         print(f"\nthe chosen plan:\n{pasteable(command)}")
     _write(out, reference, report, content)
-    print(f"\nfiles: {out}: plan.json, plan.png")
+    print(f"\nfiles: {escaped(out)}: plan.json, plan.png")
     return report, content
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,6 +19,7 @@ from lightning.fabric import Fabric
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.faults.reports import say
 from trainer.system.text import escaped
 
 SECONDS_TO_HEAR = 1.0
@@ -135,12 +135,9 @@ class Regrouping:
         while self.meetings <= meeting and not self.done.is_set():
             if time.monotonic() > until:
                 rank = self.fabric.global_rank
-                print(
-                    f"trainer: error: rank {rank} could not leave a collective that another rank has left "
-                    f"({self._said(meeting)}): start the run again with a smaller "
-                    "memory.micro_batch_size",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"rank {rank} could not leave a collective that another rank has left ({self._said(meeting)}): "
+                    "start the run again with a smaller memory.micro_batch_size"
                 )
                 os._exit(1)
             time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from trainer.listeners import Stopwatch
 from trainer.memory.stack import Stack
 from trainer.origin import Origin
 from trainer.random_state import RandomState, restore_random_state
+from trainer.report.progress import Progress
 from trainer.restore import Found, restore_tensors
 from trainer.rundir import restore_history
 from trainer.same_run import require_same_run
@@ -130,22 +130,21 @@ class Resumption:
     Args:
         session: launched.
         run_dir: of this run.
-        say: tells the person.
+        progress: tells the person.
 
     Raises:
         RecipeError: when there is nothing valid to resume from, or it is of another recipe, dataset or tokenizer.
     """
 
-    def __init__(self, session: Session, run_dir: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, session: Session, run_dir: Path, progress: Progress) -> None:
+        say = progress.notice
         self.session, self.folder = session, CheckpointFolder(run_dir / FOLDER)
         session.on_first(self.folder.clean)
         self.found, problems = find_checkpoint(session, self.folder)
         self.origin = Origin(session, self.found.manifest.run if self.found is not None else None)
         if self.found is not None:
-            if session.is_first:  # also where no progress is shown
-                for _, problem in problems:
-                    text = f"trainer: warning: {problem}; resuming from {self.found.path.name} instead"
-                    print(text, file=sys.stderr, flush=True)
+            for _, problem in problems if session.is_first else []:
+                progress.warning(f"{problem}; resuming from {self.found.path.name} instead")
             for line in session.on_first(partial(self._compare, self.found)):
                 say(f"changed since the checkpoint: {line}")
             if session.is_first:  # only now is it certain that the run goes on from there

@@ -30,6 +30,7 @@ from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.summary import Summary, summary_text, versions
 from trainer.session import Session
 from trainer.settings import dump_recipe
+from trainer.system.text import escaped
 
 
 def choose_run_dir(session: Session, source: str | None) -> Path:
@@ -192,8 +193,9 @@ def print_results(session: Session, run_dir: Path, summary: Summary, result: Eva
 def report_text(result: EvaluationResult, data: Any) -> str:
     """The classification report, or the losses of a model that does not classify."""
     if result.confusion is None:
-        return "\n".join(f"{name} {value:.6f}" for name, value in result.losses.items())
-    return classification_report(result.confusion, getattr(data, "class_names", None))
+        return "\n".join(f"{escaped(name)} {value:.6f}" for name, value in result.losses.items())
+    names = getattr(data, "class_names", None)
+    return classification_report(result.confusion, names and [escaped(name) for name in names])
 
 
 def describe_run(session: Session, module: nn.Module, windows: Windows) -> list[str]:

@@ -14,6 +14,7 @@ from trainer.errors import RunError, require
 from trainer.own_flags import count, new_folder
 from trainer.recipe import Recipe
 from trainer.redact import redact, redact_value
+from trainer.system.text import escaped
 
 WIDTH = 112
 
@@ -46,7 +47,7 @@ def scale_command(recipe: Recipe, reference: str, own: dict[str, str], as_json: 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         content = _scaled(recipe, reference, own)
     if as_json:
-        print(json.dumps(content, indent=1, ensure_ascii=False))
+        print(json.dumps(content, indent=1))
     if not any(row["fits"] for row in content["rows"]):
         raise RunError("nothing fits on any of these numbers of devices: shard over more, or plan one of them")
 
@@ -74,7 +75,7 @@ def _scaled(recipe: Recipe, reference: str, own: dict[str, str]) -> dict[str, An
     content = redact_value({"recipe": reference, "date": date, **to_json(report), "versions": versions()})
     _print(report, type(recipe.model).__name__)
     write_atomic(out / "scale.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    print(f"\nfiles: {out}: scale.json")
+    print(f"\nfiles: {escaped(out)}: scale.json")
     return content
 
 

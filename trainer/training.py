@@ -76,14 +76,12 @@ class Training:
         if session.is_first:
             write_recipe(session, run_dir, source)
             for line in describe_run(session, self.stack.module, self.windows):
-                progress.message(line)
+                (progress.notice if line.startswith("warning: ") else progress.message)(line)
         self.split = "val" if recipe.data.val is not None else "test"
         self.stopwatch = Stopwatch()
         self.logging = LoggingListener(self.loggers, self.stopwatch, self.split)
         shown = ProgressListener(progress, self.stopwatch, session.monitor, self.split)
-        self.recovery = Recovery(
-            session, self.stack, self.stepper, self.windows, build, self.schedule, progress.message
-        )
+        self.recovery = Recovery(session, self.stack, self.stepper, self.windows, build, self.schedule, progress.notice)
         generators = RandomState(session.fabric.device)
         self.checkpointer = Checkpointer(
             session, resumption, self.stack, self.stepper, self.windows, self.stopwatch, generators, self._history

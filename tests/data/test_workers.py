@@ -1,8 +1,9 @@
 """Workers that die or hang are found and named, and leave nothing behind; signals to a group do not end them."""
 
-import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,20 +57,66 @@ def test_a_dead_worker_is_named_with_what_it_was_loading(act, ended):
     assert "samples 6, 7" in str(caught.value) or "samples 1, 6, 7" in str(caught.value)
 
 
+class Ending:
+    """A worker's process as it is while it ends: its descriptors are closed some time before it can be waited for."""
+
+    pid, exitcode = 1234, 3
+
+    def __init__(self, seconds):
+        self.sentinel, self.theirs = os.pipe()
+        self.gone = threading.Event()
+        self.closing = threading.Timer(seconds, os.close, [self.theirs])
+        self.closing.start()
+
+    def join(self, timeout):
+        assert timeout > 1
+        self.gone.set()
+
+    def is_alive(self):
+        return not self.gone.is_set()
+
+
 @pytest.mark.parametrize("error", [EOFError, ConnectionResetError, FileNotFoundError])
 def test_a_worker_that_ends_while_it_hands_a_micro_batch_over_is_named(error):
     def hand_over():
         raise error
 
-    process = multiprocessing.get_context("fork").Process(target=lambda: (time.sleep(0.2), os._exit(3)))
-    process.start()
-    batches = SimpleNamespace(_workers=[process])
+    process = Ending(1.5)  # on a machine with much else to do
     log = _Requests([Request([4, 5])])
     next(iter(log))
-    watch = _Watch(batches, log, 300.0)
+    watch = _Watch(SimpleNamespace(_workers=[process], _shutdown_workers=None), log, 300.0)
     watch.batches = iter(hand_over, None)
-    with pytest.raises(WorkerError, match=r"data worker 0 of 1 \(pid \d+\) exited with code 3 .*samples 4, 5"):
+    with pytest.raises(WorkerError, match=r"data worker 0 of 1 \(pid 1234\) exited with code 3 .*samples 4, 5"):
         next(iter(watch))
+    process.closing.join()
+    os.close(process.sentinel)
+
+
+def test_an_error_that_a_worker_passes_on_is_not_waited_for():
+    process = Ending(0.0)
+    process.join = lambda timeout: pytest.fail("waited for the end of a worker that lives")
+    watch = _Watch(SimpleNamespace(_workers=[process], _shutdown_workers=None), _Requests([]), 300.0)
+    watch.batches = iter(lambda: (_ for _ in ()).throw(FileNotFoundError("Caught FileNotFoundError in DataLoader")), 0)
+    with pytest.raises(FileNotFoundError, match="Caught"):
+        next(iter(watch))
+    process.closing.join()
+    os.close(process.sentinel)
+
+
+@pytest.mark.parametrize("code", [None, 0, 3, "enough"])
+def test_a_worker_that_leaves_by_sys_exit_is_named(code):
+    with pytest.raises(WorkerError, match=r"^data worker 1 of 2 \(pid \d+\) exited with code [013] while it loaded"):
+        load(lambda: sys.exit(code))
+
+
+def test_workers_that_a_thread_keeps_do_not_keep_the_run(monkeypatch):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 120.0)  # torch waits so long for each
+    batches = Loader(
+        Faulty(0, lambda: threading.Thread(target=time.sleep, args=(600,)).start()), Data().collate, workers=1
+    )
+    since = time.monotonic()
+    assert len(list(batches([Request([0]), Request([1])]))) == 2
+    assert time.monotonic() - since < 100
 
 
 def test_a_worker_that_stands_still_is_named_and_ended():

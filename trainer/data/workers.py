@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.contract import Request
 from trainer.errors import RunError
 from trainer.processes import become_helper
+from trainer.system.streams import keep_streams
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """How often a wait for a micro-batch is interrupted to see whether the workers live."""
@@ -27,6 +28,7 @@ HINTS = {
     signal.SIGBUS: "; shared memory (/dev/shm) may be full: lower data.workers, or give it more",
     signal.SIGSEGV: "; a library that decodes samples has crashed: load them with data.workers 0 to see where",
 }
+EXITED = "; load them with data.workers 0 to see where it is ended"
 
 
 class WorkerError(RunError):
@@ -75,8 +77,7 @@ def load_in_workers(
         watch.kill()
         raise
     finally:
-        batches._shutdown_workers()  # in peace, where they answer
-        watch.kill()  # else the end of this process would wait for one that is stopped
+        watch.close()
 
 
 class _Requests:
@@ -106,7 +107,11 @@ class _Requests:
 ENDED_IN_BETWEEN = (EOFError, ConnectionError, FileNotFoundError)
 """What a micro-batch raises whose worker has ended while it was handed over."""
 
-SECONDS_TO_END = 1.0
+SECONDS_TO_END = 60.0
+"""How long that worker may take to be gone, on a machine with much else to do."""
+
+SECONDS_TO_LEAVE = 2.0
+"""How long all workers together may take to leave when nothing is asked of them any more: then they are killed."""
 
 
 class _Watch:
@@ -115,6 +120,8 @@ class _Watch:
     def __init__(self, batches: Any, log: _Requests, timeout: float) -> None:
         self.batches, self.log, self.timeout = batches, log, timeout
         self.processes = list(batches._workers)  # the only way to their exit codes
+        self.shutdown = batches._shutdown_workers
+        batches._shutdown_workers = self.close  # torch calls it, too, when the last micro-batch was taken
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -135,8 +142,8 @@ class _Watch:
 
     def _diagnose(self, error: Exception, waited: float) -> None:
         """Return if the wait can go on."""
-        if isinstance(error, ENDED_IN_BETWEEN):  # its end follows
-            wait([process.sentinel for process in self.processes], SECONDS_TO_END)
+        if _is_of_handing_over(error):  # a worker's end follows
+            self._wait_for_an_end()
         for number, process in enumerate(self.processes):
             if not process.is_alive():
                 raise WorkerError(self._died(number)) from error
@@ -145,9 +152,16 @@ class _Watch:
         if waited >= self.timeout:
             raise WorkerError(self._hung()) from error
 
+    def _wait_for_an_end(self) -> None:
+        """Until a worker is gone. Its sentinel tells a little sooner than that it may be asked for its exit code."""
+        gone = wait([process.sentinel for process in self.processes], SECONDS_TO_END)
+        for process in self.processes:
+            if process.sentinel in gone:
+                process.join(SECONDS_TO_END)
+
     def _died(self, number: int) -> str:
         code = self.processes[number].exitcode
-        ended, hint = f"exited with code {code}", ""
+        ended, hint = f"exited with code {code}", EXITED
         if code < 0:
             ended = f"was killed by {signal.Signals(-code).name}"
             hint = HINTS.get(signal.Signals(-code), "")
@@ -176,6 +190,24 @@ class _Watch:
         for process in self.processes:
             process.join()
 
+    def close(self) -> None:
+        """Let the workers leave, and kill those that stay: torch waits 5 s for each that a thread keeps."""
+        self.batches._shutdown_workers = self.shutdown  # nothing to do for it, from here on
+        late = threading.Timer(SECONDS_TO_LEAVE, lambda: [process.kill() for process in self.processes])
+        late.daemon = True
+        late.start()
+        try:
+            self.shutdown()
+        finally:
+            late.cancel()
+            late.join()
+            self.kill()  # else the end of this process would wait for one that is stopped
+
+
+def _is_of_handing_over(error: Exception) -> bool:
+    """Whether it is what a worker's end looks like from here; torch says of an error that a worker has passed on."""
+    return isinstance(error, ENDED_IN_BETWEEN) and not str(error).startswith("Caught ")
+
 
 @contextmanager
 def _torch_raises_nothing_between() -> Iterator[None]:
@@ -195,6 +227,7 @@ def _torch_raises_nothing_between() -> Iterator[None]:
 
 def _begin(worker: int) -> None:
     become_helper()
+    keep_streams()  # one that was not forked has those of Python
     # Slurm signals every process of a job, whatever its group. What ends a worker is the rank, or the rank's end.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -46,9 +46,7 @@ def doctor_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, st
     if as_json:
         content: dict[str, Any] = {"recipe": reference, "failed": len(failed)}
         content |= {"seconds": round(time.perf_counter() - began, 1)}
-        print(
-            json.dumps({**content, "findings": [finding.to_json() for finding in found]}, indent=1, ensure_ascii=False)
-        )
+        print(json.dumps({**content, "findings": [finding.to_json() for finding in found]}, indent=1))
     if failed:
         names = ", ".join(dict.fromkeys(finding.check for finding in failed))
         raise RunError(f"{len(failed)} finding(s) that the run would fail of: {names}")

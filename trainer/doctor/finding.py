@@ -11,6 +11,7 @@ from trainer.errors import RecipeError, RunError
 from trainer.faults.reports import cause
 from trainer.planner.children import Child
 from trainer.redact import redact, redact_value
+from trainer.system.text import escaped
 
 Status = Literal["ok", "warning", "FAIL", "skipped"]
 GB = 1e9
@@ -34,7 +35,8 @@ class Finding:
 
     def line(self) -> str:
         """For a person, without secrets."""
-        return redact(f"{self.status:<8} {self.check:<18} {self.text}" + (f"; fix: {self.fix}" if self.fix else ""))
+        line = f"{self.status:<8} {self.check:<18} {self.text}" + (f"; fix: {self.fix}" if self.fix else "")
+        return escaped(redact(line))
 
     def to_json(self) -> dict[str, str]:
         """For a program, without secrets."""
@@ -67,7 +69,7 @@ def findings(check: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Find
         yield from look()
     except (RecipeError, RunError) as error:
         yield fail(check, cause(error))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         yield fail(check, f"the check ended with {cause(error)}", "if the run starts all the same, report this")
 
 

@@ -54,7 +54,7 @@ def _of_split(subject: Subject, name: str, split: Any, classes: int | None) -> I
         place = _describe(name, split, position)
         try:
             sample = split[position]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             unloadable.append((f"{place} cannot be loaded", cause(error), BAD_FIX))
             continue
         problems += [(place, *problem) for problem in _problems(subject, sample, classes)]
@@ -179,7 +179,7 @@ def keys(split: Any) -> dict[int, bytes]:
 def _key(split: Any, position: int) -> bytes:
     try:
         sample = split[position]
-    except Exception:
+    except (Exception, SystemExit):
         return f"cannot be loaded {id(split)} {position}".encode()
     content = {key: value for key, value in sample.items() if key != "labels"} if isinstance(sample, dict) else sample
     return Content(content).hexdigest().encode()

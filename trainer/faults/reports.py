@@ -9,6 +9,7 @@ from types import TracebackType
 
 from trainer.errors import RecipeError, RunError
 from trainer.redact import redact
+from trainer.system.text import escaped
 
 LONGEST = 400
 
@@ -43,20 +44,21 @@ def report(error: BaseException) -> None:
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """What Python prints of an error, without secrets: for ``sys.excepthook``, too."""
-    lines = traceback.format_exception(kind, error, trace)
-    print(redact("".join(lines)), end="", file=sys.stderr, flush=True)
+    text = redact("".join(traceback.format_exception(kind, error, trace)))
+    own = text.replace("\ntrainer: ", "\n  trainer: ")  # a message's second line is none of ours
+    print(escaped(own, "\n\t"), end="", file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:
-    """Print ``trainer: error: message``, without secrets; with its rank, where that is not the first."""
+    """Print ``trainer: error: message``, one line without secrets; with its rank, where that is not the first."""
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     prefix = "" if rank == "0" else f"[rank {rank}] "
-    print(f"{prefix}trainer: error: {redact(message)}", file=sys.stderr, flush=True)
+    print(f"{prefix}trainer: error: {escaped(redact(message))}", file=sys.stderr, flush=True)
 
 
 def in_one_line(error: BaseException) -> str:
     """The message."""
-    return " ".join(line.strip() for line in str(error).splitlines())
+    return " ".join(line.strip() for line in str(error).split("\n"))
 
 
 def cause(error: BaseException) -> str:
@@ -65,4 +67,6 @@ def cause(error: BaseException) -> str:
     text = text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
     if isinstance(error, RecipeError | RunError):
         return text
+    if isinstance(error, SystemExit):
+        return f"SystemExit: sys.exit({text}) was called, by which nothing is finished"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

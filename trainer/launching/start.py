@@ -107,11 +107,11 @@ def on_first_rank_first(fabric: Fabric, action: Callable[[], Any]) -> None:
 
     With a bare barrier in between, the others would wait for a failed rank until the process group's timeout.
     """
-    error: Exception | None = None
+    error: BaseException | None = None
     if fabric.local_rank == 0:
         try:
             action()
-        except Exception as caught:
+        except (Exception, SystemExit) as caught:
             error = caught
     failed = _any_rank(fabric, error is not None)
     if error is not None:

@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from trainer.system.text import escaped
+
 SECONDS_BETWEEN_LINES = 5.0
 # The figures first, the bar takes the room that they leave; what does not fit in the terminal's width is cut off.
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
@@ -19,7 +21,7 @@ class Progress:
     """Shows how long work goes, to one person: silent on every rank but the first.
 
     Args:
-        enabled: ``False`` shows nothing at all.
+        enabled: ``False`` hides bars, steps, evaluations and what describes the run; notices and warnings stay.
         rank: this process's rank.
         stream: where to write; standard error by default. Whether it is a terminal, of known width,
             decides between bar and lines.
@@ -113,21 +115,24 @@ class Progress:
 
     def message(self, text: str) -> None:
         """Show a line of text, above the bar; also before ``start`` and after ``close``."""
-        if not self._shown:
-            return
-        if self._bar is not None:
-            tqdm.write(text, file=self._stream)
-        else:
-            self._print(text)
+        if self._shown:
+            self._above(text)
+
+    def notice(self, text: str) -> None:
+        """Show what happened otherwise than a run from start to end is asked for: also where progress is turned off."""
+        if self._rank == 0:
+            self._above(text)
 
     def warning(self, text: str) -> None:
-        """Show what must not be missed, above the bar: also where progress is turned off, and on every rank."""
+        """Show what must not be missed: also where progress is turned off, and on every rank."""
         prefix = f"[rank {self._rank}] " if self._rank else ""
-        line = f"{prefix}trainer: warning: {text}"
+        self._above(f"{prefix}trainer: warning: {text}")
+
+    def _above(self, text: str) -> None:
         if self._bar is not None:
-            tqdm.write(line, file=self._stream)
+            tqdm.write(escaped(text), file=self._stream)
         else:
-            self._print(line)
+            self._print(text)
 
     def close(self) -> None:
         """Show the last step and end; may be called twice."""
@@ -148,7 +153,7 @@ class Progress:
             self._pending = text
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(escaped(text), file=self._stream, flush=True)
 
 
 def _shows_a_bar(stream: TextIO) -> bool:

@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainer.system.text import escaped
+
 DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
 
 
@@ -96,7 +98,7 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
         ("files", f"{run_dir}: {', '.join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != '.'))}"),
     ]
     width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+    return "\n".join(escaped(f"{label:<{width}}  {value}") for label, value in rows)
 
 
 def _memory(memory: Mapping[str, Any]) -> str:

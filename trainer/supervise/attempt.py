@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from trainer.processes import SUPERVISOR, ProcessId, end_with_parent
+from trainer.redact import redact
+from trainer.system.text import escaped
 
 LAUNCHERS = ("LT_", "TORCHELASTIC_", "MASTER_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -158,10 +160,14 @@ class Attempt:
 
 
 def tell(content: bytes) -> None:
-    """Write to standard error; that nobody reads it any more is no reason to end a run."""
-    with suppress(OSError):
-        sys.stderr.buffer.write(content)
-        sys.stderr.buffer.flush()
+    """Write to standard error."""
+    sys.stderr.buffer.write(content)
+    sys.stderr.buffer.flush()
+
+
+def say(text: str) -> None:
+    """Tell the person, without secrets."""
+    tell(f"trainer run: {escaped(redact(text))}\n".encode())
 
 
 def sizes_in(text: str) -> Sizes | None:

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.store import write_atomic
 from trainer.redact import redact, redact_words
-from trainer.supervise.attempt import tell
+from trainer.supervise.attempt import say
 
 NAME = "supervisor.json"
 
@@ -50,7 +50,7 @@ class Journal:
         try:
             write_atomic(self.path, json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
         except OSError as error:  # a full disk may be what the run has died of, and may have space again
-            tell(f"trainer run: {self.path} could not be written: {error.strerror or error}\n".encode())
+            say(f"{self.path} could not be written: {error.strerror or error}")
 
 
 def newest_step(run_dir: Path) -> int:

@@ -12,8 +12,8 @@ from types import FrameType
 from trainer.errors import EXIT_REQUEUE
 from trainer.faults.signals import is_hangup, stop_signals
 from trainer.processes import own_command
-from trainer.redact import redact, redact_words
-from trainer.supervise.attempt import SECONDS_BETWEEN_LOOKS, Attempt, Ending, tell
+from trainer.redact import redact_words
+from trainer.supervise.attempt import SECONDS_BETWEEN_LOOKS, Attempt, Ending, say
 from trainer.supervise.command import FitCommand
 from trainer.supervise.journal import Journal, newest_step
 from trainer.supervise.memory import kernel_kills, known_sizes, ran_out_of_memory
@@ -143,11 +143,6 @@ class Supervisor:
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.asked:
             time.sleep(SECONDS_BETWEEN_LOOKS)
-
-
-def say(text: str) -> None:
-    """Tell the person, without secrets."""
-    tell(f"trainer run: {redact(text)}\n".encode())
 
 
 def announce(command: FitCommand) -> None:
