@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,7 @@ def windows_of(
         probably_longest=getattr(train, "longest", ()),
         augmented=bool(getattr(train, "augmented", False)),
         quarantine=Quarantine(limit=None) if quarantine is None else quarantine,
+        changes=sorted(recipe.accumulate) if isinstance(recipe.accumulate, Mapping) else (),
     )
 
 

@@ -24,6 +24,8 @@ ScaleLR = Literal["none", "linear", "sqrt"]
 Accelerator = Literal["auto", "cpu", "cuda"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 
+MOST_WORKERS = 1024
+
 
 @dataclass(frozen=True)
 class Optim:
@@ -279,6 +281,8 @@ class Recipe:
         require(
             isinstance(self.data, Data), f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
         )
+        workers = getattr(self.data, "workers", 0)
+        require(workers <= MOST_WORKERS, f"data.workers={workers}: each is a process; say {MOST_WORKERS} at most")
         for key in ("batch_size", "max_steps", "eval_every"):
             if getattr(self, key) is not None:
                 require_positive(key, getattr(self, key))

@@ -23,6 +23,7 @@ from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.processes import SUPERVISOR, ProcessId, end_with_parent
+from trainer.system.environment import number
 
 
 def launch(plan: Plan, world: World) -> Fabric:
@@ -31,6 +32,9 @@ def launch(plan: Plan, world: World) -> Fabric:
     Raises:
         RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # Fabric reads the others, too
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            number(name)
     if world.launcher != "ray":  # which ends its workers itself
         _end_with_launcher()
     fabric = Fabric(
@@ -63,7 +67,10 @@ def _require_supervisor() -> None:
     text = os.environ.get(SUPERVISOR)
     if text is None:
         return
-    supervisor = ProcessId(**json.loads(text))
+    try:
+        supervisor = ProcessId(**json.loads(text))
+    except (ValueError, TypeError):
+        raise RecipeError(f"{SUPERVISOR}={text!r} in the environment is not of trainer run: unset it") from None
     if supervisor.is_here() and supervisor.state() == "gone":
         print("trainer: error: the supervisor of this run has ended", file=sys.stderr, flush=True)
         os._exit(1)
@@ -127,7 +134,7 @@ class RayEnvironment(TorchElasticEnvironment):
 
     def node_rank(self) -> int:
         """Of this worker's node."""
-        return int(os.environ["NODE_RANK"])
+        return number("NODE_RANK")
 
 
 @contextmanager
