@@ -47,13 +47,13 @@ def require_choice(key: str, value: Any, choices: Any) -> None:
     require(value in get_args(choices), f"{key}={value!r} is not one of {', '.join(map(str, get_args(choices)))}")
 
 
-def require_positive(key: str, value: Any) -> None:
-    """Refuse a ``value`` that is not an integer of at least 1, or one of which nothing real can be counted."""
+def require_positive(key: str, value: Any, most: int = MOST) -> None:
+    """Refuse a ``value`` that is not an integer from 1 to ``most``, beyond which nothing real is counted."""
     require(
         isinstance(value, int) and not isinstance(value, bool) and value >= 1,
         f"{key}={value!r} must be an integer of at least 1",
     )
-    require(value <= MOST, f"{key}={value!r} must be at most {MOST:,}")
+    require(value <= most, f"{key}={value!r} must be at most {most:,}")
 
 
 def require_package(key: str, package: str, extra: str) -> None:

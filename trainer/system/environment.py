@@ -33,8 +33,9 @@ def number(name: str, default: int | None = None, environment: Mapping[str, str]
         )
     most = LARGEST.get(name, 2**32 - 1)  # which is how Slurm numbers steps of no number
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= most):
+        shown = repr(text if len(text) < 40 else f"{text[:40]}…")
         raise RecipeError(
-            f"{name}={text!r} in the environment must be an integer from 0 to {most}: unset it, or start the run with "
+            f"{name}={shown} in the environment must be an integer from 0 to {most}: unset it, or start the run with "
             "the launcher that sets it"
         )
     return int(text)
