@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from trainer.contract import BadSample, Data, Model, Request
 from trainer.data.loader import Loader
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.engine.window import Cut, MicroBatch, Windows, micro_batch
-from trainer.errors import require
+from trainer.errors import listed, require
 from trainer.memory.plan import cut_at
 from trainer.recipe import Recipe
 
@@ -26,6 +26,7 @@ def fill_from_data(model: Model, data: Data) -> Model:
     Raises:
         RecipeError: when both know and do not agree.
     """
+    _require_printable(getattr(data, "class_names", None) or ())
     changes = {}
     for name in FILLED_FROM_DATA:
         own, known = getattr(model, name, None), getattr(data, name, None)
@@ -38,6 +39,12 @@ def fill_from_data(model: Model, data: Data) -> Model:
                 own == known, f"model.{name}={own} does not fit the data, which has {known}: leave model.{name} at null"
             )
     return dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
+
+
+def _require_printable(names: Sequence[Any]) -> None:
+    """Refuse names of classes that no file can hold: of folders whose names are not UTF-8, or of broken JSON."""
+    broken = [ascii(name) for name in names if str(name).encode(errors="replace").decode() != str(name)]
+    require(not broken, f"data: class {listed(broken)} is not UTF-8 text: rename its folder or label")
 
 
 def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
@@ -88,6 +95,7 @@ def windows_of(
         probably_longest=getattr(train, "longest", ()),
         augmented=bool(getattr(train, "augmented", False)),
         quarantine=Quarantine(limit=None) if quarantine is None else quarantine,
+        changes=sorted(recipe.accumulate) if isinstance(recipe.accumulate, Mapping) else (),
     )
 
 

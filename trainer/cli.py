@@ -13,6 +13,7 @@ import trainer
 from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
 from trainer.recipe import Recipe
 from trainer.redact import refuse_redacted
+from trainer.system.environment import number, require_numbers
 from trainer.system.streams import keep_streams, lost_output
 from trainer.system.text import escaped
 
@@ -120,10 +121,9 @@ def fit_command(argv: Sequence[str]) -> None:
 
 def _leave_failed_ranks(code: int) -> None:
     """End a rank that failed among several without Python's own end: gloo would abort in it, with another code."""
-    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from trainer.faults.launched import wait_for_children
-
-        wait_for_children()
+    launched = sys.modules.get("trainer.faults.launched")  # else nothing was begun that could abort
+    if code and launched is not None and number("WORLD_SIZE", 1) > 1:
+        launched.wait_for_children()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -185,6 +185,7 @@ def _hide_foreign_bars() -> None:
 def _dispatch(argv: list[str]) -> int:
     first = argv[0] if argv else "--help"
     if first in COMMANDS:
+        require_numbers()
         own: dict[str, Callable[[list[str]], int | None]] = {"run": _run, "checkpoint": _checkpoint, "chaos": _chaos}
         return own.get(first, partial(_command, first))(argv[1:]) or 0
     if first in ("-h", "--help"):
@@ -225,6 +226,7 @@ def _main(recipe: Recipe) -> None:
     from trainer.flags import scan
     from trainer.locate import source_of
 
+    require_numbers()
     _leave_before_training()
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:

@@ -10,6 +10,8 @@ EXIT_REQUEUE = 75
 """Exit code of a run that stopped because it was asked to, and goes on when it is resumed (EX_TEMPFAIL)."""
 
 MOST_LISTED = 8
+MOST = 10**15
+"""Of anything that is counted: floats count it exactly, and its products fit into 64 bits or nearly."""
 
 
 class RecipeError(ValueError):
@@ -45,12 +47,13 @@ def require_choice(key: str, value: Any, choices: Any) -> None:
     require(value in get_args(choices), f"{key}={value!r} is not one of {', '.join(map(str, get_args(choices)))}")
 
 
-def require_positive(key: str, value: Any) -> None:
-    """Refuse a ``value`` that is not an integer of at least 1."""
+def require_positive(key: str, value: Any, most: int = MOST) -> None:
+    """Refuse a ``value`` that is not an integer from 1 to ``most``, beyond which nothing real is counted."""
     require(
         isinstance(value, int) and not isinstance(value, bool) and value >= 1,
         f"{key}={value!r} must be an integer of at least 1",
     )
+    require(value <= most, f"{key}={value!r} must be at most {most:,}")
 
 
 def require_package(key: str, package: str, extra: str) -> None:

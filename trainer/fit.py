@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.export import load_model
+from trainer.checkpoint.failpoints import require_failpoint
 from trainer.contract import Model
 from trainer.engine.algorithms import deterministic_algorithms
 from trainer.engine.forward import Forward
@@ -53,6 +54,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         OutOfMemory: when the device, or the host, has too little memory for it.
         Stopped: when it was asked to stop; everything is saved then.
     """
+    require_failpoint()
     with open_session(recipe) as session, guarded(session), ExitStack() as closing:
         closing.enter_context(deterministic_algorithms(recipe.run.deterministic))
         run_dir = choose_run_dir(session, source)

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from enum import Enum
 from functools import partial
 from pathlib import PurePath
-from re import findall, search
+from re import findall, fullmatch, search
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
@@ -159,6 +159,10 @@ class RecipeParser:
 
     def _convert(self, parse: Callable[[], Namespace], given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that ``parse`` finds; jsonargparse's messages of many lines become one."""
+        for key, value in given.items():
+            counted = key in self.settings and _accepts(self.settings[key].hint, int, float)
+            if counted and isinstance(value, int | str) and fullmatch(r"[-+]?\d{20,}", str(value)):
+                raise RecipeError(f"{key} is a number of {len(str(value).lstrip('+-'))} digits: nothing counts so far")
         try:
             found = vars(parse().as_flat())
         except ArgumentError as error:

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,8 +93,10 @@ def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) 
         return decide()
     if world.started_by_fabric:  # Fabric starts the others from this process, with its environment
         asked = hashlib.sha256(repr(recipe).encode()).hexdigest()
-        known = json.loads(os.environ.get(PLAN_VARIABLE, "{}"))
-        if known.get("of") != asked:  # also when it is of an earlier run of this process
+        known: Any = None
+        with suppress(ValueError):
+            known = json.loads(os.environ.get(PLAN_VARIABLE, "null"))
+        if not isinstance(known, dict) or known.get("of") != asked:  # also of an earlier run of this process
             known = {"of": asked, "settings": decide()}
             os.environ[PLAN_VARIABLE] = json.dumps(known)
         return known["settings"]

@@ -6,7 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from trainer.errors import RecipeError, require
+from trainer.errors import require
+from trainer.system.files import make_folder
 
 
 def count(name: str, text: str) -> int:
@@ -31,9 +32,6 @@ def new_folder(command: str, wanted: str | None, reference: str) -> Path:
     """
     name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     out = Path(wanted or f"runs/{Path(reference).stem}/{name}").absolute()
+    make_folder("--out", out)
     require(not (out / f"{command}.json").exists(), f"--out={out} already holds a {command}: choose another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(f"--out={out} cannot be made ({error.strerror}): choose another folder") from error
     return out

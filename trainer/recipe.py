@@ -24,6 +24,12 @@ ScaleLR = Literal["none", "linear", "sqrt"]
 Accelerator = Literal["auto", "cpu", "cuda"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 
+MOST_WORKERS = 1024
+"""Processes that a run may start on a machine."""
+
+MOST_SECONDS = 10**9
+"""That anything may be waited for: threads can count a little further."""
+
 
 @dataclass(frozen=True)
 class Optim:
@@ -57,7 +63,8 @@ class Optim:
         require_choice("optim.schedule", self.schedule, Schedule)
         require_choice("optim.scale_lr", self.scale_lr, ScaleLR)
         require(0 < self.lr < math.inf, f"optim.lr={self.lr} must be greater than 0, and finite")
-        require(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay} must not be negative")
+        decay = self.weight_decay
+        require(0 <= decay < math.inf, f"optim.weight_decay={decay} must not be negative, and be finite")
         require(0 <= self.momentum < 1, f"optim.momentum={self.momentum} must be in [0, 1)")
         require(
             not self.momentum or self.name in ("sgd", "rmsprop"),
@@ -233,10 +240,13 @@ class Run:
         for name in self.logger:
             require_choice("run.logger", name, LoggerName)
         if self.devices != "auto":
-            require_positive("run.devices", self.devices)
+            require_positive("run.devices", self.devices, MOST_WORKERS)
         require_positive("run.max_skipped_steps", self.max_skipped_steps)
         require(bool(self.resume), "run.resume is empty: give auto, none or the path of a checkpoint")
-        require(self.hang_after > 0, f"run.hang_after={self.hang_after} must be greater than 0 seconds")
+        require(
+            0 < self.hang_after <= MOST_SECONDS,
+            f"run.hang_after={self.hang_after} must be greater than 0 seconds, and at most {MOST_SECONDS:,}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +289,8 @@ class Recipe:
         require(
             isinstance(self.data, Data), f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
         )
+        workers = getattr(self.data, "workers", 0)
+        require(workers <= MOST_WORKERS, f"data.workers={workers}: each is a process; say {MOST_WORKERS} at most")
         for key in ("batch_size", "max_steps", "eval_every"):
             if getattr(self, key) is not None:
                 require_positive(key, getattr(self, key))

@@ -18,7 +18,7 @@ from trainer.checkpoint.store import staged_folder, write_atomic
 from trainer.engine.events import Counters
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share
-from trainer.errors import RecipeError, require
+from trainer.errors import require
 from trainer.launching.shared_dir import require_shared
 from trainer.listeners import Stopwatch
 from trainer.memory.plan import idle_ranks, plan_warnings
@@ -30,6 +30,7 @@ from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.summary import Summary, summary_text, versions
 from trainer.session import Session
 from trainer.settings import dump_recipe
+from trainer.system.files import make_folder
 from trainer.system.text import escaped
 
 
@@ -49,14 +50,11 @@ def choose_run_dir(session: Session, source: str | None) -> Path:
 
 
 def _make(run_dir: Path, resume: str) -> None:
+    make_folder("run.dir", run_dir)
     require(
         not (run_dir / "recipe.yaml").exists() or _is_resumed(run_dir, resume),
         f"run.dir={run_dir} already holds a run: go on with it by --run.resume auto, or choose another directory",
     )
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(f"run.dir={run_dir} cannot be made ({error.strerror}): choose another directory") from error
     require(os.access(run_dir, os.W_OK), f"run.dir={run_dir} is not writable: choose another directory")
 
 

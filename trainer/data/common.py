@@ -9,6 +9,7 @@ from urllib.request import url2pathname
 
 from trainer.contract import Data
 from trainer.errors import RecipeError, require
+from trainer.recipe import MOST_SECONDS
 
 _SPLIT_SEED = 0
 """Splits do not follow the run's seed: runs with different seeds are measured on the same samples."""
@@ -36,7 +37,10 @@ def check_loading(data: Data) -> None:
         RecipeError: naming the setting.
     """
     require(data.workers >= 0, f"data.workers={data.workers} must not be negative; 0 loads in the main process")
-    require(data.worker_timeout > 0, f"data.worker_timeout={data.worker_timeout} must be more than 0 seconds")
+    require(
+        0 < data.worker_timeout <= MOST_SECONDS,
+        f"data.worker_timeout={data.worker_timeout} must be more than 0 seconds, and at most {MOST_SECONDS:,}",
+    )
     require(
         data.max_bad_samples >= 0,
         f"data.max_bad_samples={data.max_bad_samples} must not be negative; 0 ends the run at the first bad sample",

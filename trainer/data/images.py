@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from trainer.data.arrays import Pixels
 
+MOST_PIXELS = 20_000
+"""Along an edge: one such image is 5 GB."""
+
 Augment = Literal["none", "flip", "crop_flip"]
 Normalize = Literal["dataset", "imagenet"]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
@@ -38,7 +41,7 @@ class _Images(Data):
     _mode: ClassVar[str] = "RGB"
 
     def __post_init__(self) -> None:
-        require_positive("data.image_size", self.image_size)
+        require_positive("data.image_size", self.image_size, MOST_PIXELS)
         require_fraction("data.val_fraction", getattr(self, "val_fraction", 0.0))
         require_choice("data.augment", self.augment, Augment)
         require_choice("data.normalize", self.normalize, Normalize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any, Protocol
@@ -32,14 +33,21 @@ class Metrics(Protocol):
 
 def count_steps(windows: Windows, epochs: int, max_steps: int | None) -> int:
     """How many optimizer steps a run takes."""
-    total = sum(windows.steps(epoch) for epoch in range(epochs))
+    total = sum(len(span) * windows.steps(span.start) for span in windows.spans(epochs))
     return total if max_steps is None else min(total, max_steps)
 
 
 def epoch_at(windows: Windows, epochs: int) -> Callable[[int], int]:
     """A function from a step (from 0, over the whole run) to its epoch; a step past the end is of the last epoch."""
-    ends = list(accumulate(windows.steps(epoch) for epoch in range(epochs)))
-    return lambda step: min(sum(end <= step for end in ends), epochs - 1)
+    spans = windows.spans(epochs)
+    steps = [windows.steps(span.start) for span in spans]
+    begins = list(accumulate((len(span) * each for span, each in zip(spans, steps, strict=True)), initial=0))[:-1]
+
+    def epoch_of(step: int) -> int:
+        at = bisect_right(begins, step) - 1
+        return min(spans[at].start + (step - begins[at]) // steps[at], epochs - 1)
+
+    return epoch_of
 
 
 @torch.no_grad()

@@ -224,6 +224,7 @@ class Windows:
         augmented: whether reading a sample draws random numbers, so that each needs a seed.
         quarantine: the samples that could not be loaded.
         on_load: called with the samples of each micro-batch before it is waited for, and with none after the last.
+        changes: the epochs from which on batches may be cut in another way; ``None`` for any.
     """
 
     size: int
@@ -240,6 +241,7 @@ class Windows:
     augmented: bool = False
     quarantine: Quarantine = field(default_factory=Quarantine)
     on_load: Callable[[Sequence[int]], None] = lambda samples: None
+    changes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self.cut = lru_cache(self._cut)  # asked for in every step
@@ -264,7 +266,7 @@ class Windows:
 
     def longest(self, epochs: int) -> Window:
         """A window of the largest micro-batch that can occur: twice, if gradients of an earlier one are kept then."""
-        self.current_epoch = max(range(epochs), key=lambda epoch: self.cut(epoch).micro_batch_size)
+        self.current_epoch = max(self.spans(epochs), key=lambda span: self.cut(span.start).micro_batch_size).start
         cut = self.cut(self.current_epoch)
         lengths = self.lengths
         order: Sequence[int] = [*self.probably_longest, *range(min(self.size, cut.micro_batch_size))]
@@ -280,6 +282,12 @@ class Windows:
         ]
         weights, present, _ = self._weights(micro_batches)
         return Window(micro_batches, weights, len(indices) * count * self.world_size, present=present)
+
+    def spans(self, epochs: int) -> list[range]:
+        """The epochs, in runs of those whose batches are cut alike: there may be billions of them."""
+        starts = range(epochs) if self.changes is None else sorted({0, *self.changes})
+        ends = [*starts[1:], epochs]
+        return [range(start, min(end, epochs)) for start, end in zip(starts, ends, strict=True) if start < epochs]
 
     def steps(self, epoch: int) -> int:
         """Steps in ``epoch``."""

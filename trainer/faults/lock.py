@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.processes import boot_id
+from trainer.system.environment import number
 
 NAME = ".run.lock"
 
@@ -116,7 +117,7 @@ def _slurm_job() -> dict[str, Any]:
     if "SLURM_JOB_ID" not in os.environ:
         return {}
     cluster, job = (os.environ.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID"))
-    return {"slurm_job": f"{cluster}:{job}", "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0"))}
+    return {"slurm_job": f"{cluster}:{job}", "slurm_restarts": number("SLURM_RESTART_COUNT", 0)}
 
 
 def _rendezvous() -> dict[str, Any]:

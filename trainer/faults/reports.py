@@ -51,7 +51,8 @@ def print_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 def say(message: str) -> None:
     """Print ``trainer: error: message``, one line without secrets; with its rank, where that is not the first."""
-    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+    told = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK"))
+    rank = next((text for text in told if text.isascii() and text.isdecimal() and len(text) < 10), "0")
     prefix = "" if rank == "0" else f"[rank {rank}] "
     print(f"{prefix}trainer: error: {escaped(redact(message))}", file=sys.stderr, flush=True)
 

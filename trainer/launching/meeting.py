@@ -20,6 +20,7 @@ from torch.distributed import DistError, TCPStore
 from trainer.errors import RunError, require
 from trainer.launching.loopback import FOREIGN, INTERFACE, all_that_come, interface_of
 from trainer.report.summary import versions
+from trainer.system.environment import number
 from trainer.system.text import escaped
 
 LONGEST = 100
@@ -41,9 +42,9 @@ def meet(seconds: float, environment: MutableMapping[str, str] = os.environ) -> 
         RunError: naming the ranks that did not come, or the store that cannot be reached.
         RecipeError: when versions differ, or no address of this machine can be found.
     """
-    if "TORCHELASTIC_RUN_ID" not in environment or int(environment["GROUP_WORLD_SIZE"]) == 1:
+    if "TORCHELASTIC_RUN_ID" not in environment or number("GROUP_WORLD_SIZE", environment=environment) == 1:
         return None
-    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    rank, size = (number(name, environment=environment) for name in ("RANK", "WORLD_SIZE"))
     _choose_interface(environment)
     store = _store(rank, size, seconds, environment)
     libraries = {name: version for name, version in versions().items() if name != "python"}
@@ -54,7 +55,7 @@ def meet(seconds: float, environment: MutableMapping[str, str] = os.environ) -> 
 
 def _store(rank: int, size: int, seconds: float, environment: MutableMapping[str, str]) -> TCPStore:
     """A connection to the store that torchrun has chosen; the first rank hosts it where the agent does not."""
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    address, port = environment["MASTER_ADDR"], number("MASTER_PORT", environment=environment)
     by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and by_agent and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         print(

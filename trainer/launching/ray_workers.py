@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trainer.errors import require
+from trainer.system.environment import number
 
 WORKER = ("RAY_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
 """The environment of a worker of Ray Train's ``TorchTrainer``; any other of Ray's processes has only the first."""
@@ -21,9 +22,9 @@ def ray_layout(environment: Mapping[str, str]) -> tuple[int, int]:
     Raises:
         RecipeError: when the nodes have unequal numbers of workers, which Fabric has no words for.
     """
-    workers, here = int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
+    workers, here = (number(name, environment=environment) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     require(
-        workers % here == 0,
+        here > 0 and workers % here == 0,
         f"Ray has put {here} of {workers} workers on this node, and another number on others: choose --workers and "
         "--cpus-per-worker so that every node has as many",
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.errors import RecipeError, require
+from trainer.system.environment import number
 
 FIRST_PORT, PORTS = 15000, 10000
 """Ports that the steps of jobs are dealt out to, below those that Linux gives to clients."""
@@ -52,20 +53,20 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
     if not started_by_srun(environment):
         return None
     return SlurmTask(
-        job=int(environment["SLURM_JOB_ID"]),
-        step=int(environment["SLURM_STEP_ID"]),
-        rank=int(environment["SLURM_PROCID"]),
-        local_rank=int(environment["SLURM_LOCALID"]),
-        node_rank=int(environment["SLURM_NODEID"]),
-        size=int(environment["SLURM_STEP_NUM_TASKS"]),
-        tasks_per_node=_expanded(environment["SLURM_STEP_TASKS_PER_NODE"]),
-        nodes=environment["SLURM_STEP_NODELIST"],
+        job=number("SLURM_JOB_ID", environment=environment),
+        step=number("SLURM_STEP_ID", environment=environment),
+        rank=number("SLURM_PROCID", environment=environment),
+        local_rank=number("SLURM_LOCALID", environment=environment),
+        node_rank=number("SLURM_NODEID", environment=environment),
+        size=number("SLURM_STEP_NUM_TASKS", environment=environment),
+        tasks_per_node=_expanded(environment.get("SLURM_STEP_TASKS_PER_NODE", "")),
+        nodes=environment.get("SLURM_STEP_NODELIST", ""),
     )
 
 
 def started_by_srun(environment: Mapping[str, str]) -> bool:
     """Whether this process is one of several tasks of a step. A job's other variables are those of its allocation."""
-    return "SLURM_STEP_ID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    return "SLURM_STEP_ID" in environment and number("SLURM_STEP_NUM_TASKS", 1, environment) > 1
 
 
 def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
@@ -104,7 +105,7 @@ def require_srun(environment: Mapping[str, str]) -> None:
     """
     if "SLURM_JOB_ID" not in environment or "SLURM_STEP_ID" in environment:
         return
-    tasks = int(environment.get("SLURM_NTASKS", "1"))
+    tasks = number("SLURM_NTASKS", 1, environment)
     if tasks > 1:
         raise RecipeError(
             f"this job of Slurm has {tasks} tasks, but srun did not start this process: write srun before the command, "

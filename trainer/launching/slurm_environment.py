@@ -7,6 +7,7 @@ import os
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
 
 from trainer.launching.slurm import SlurmTask
+from trainer.system.environment import number
 
 
 class SlurmEnvironment(ClusterEnvironment):
@@ -36,7 +37,7 @@ class SlurmEnvironment(ClusterEnvironment):
     @property
     def main_port(self) -> int:
         """That of the step, or ``MASTER_PORT``."""
-        return int(os.environ.get("MASTER_PORT") or self.task.port)
+        return number("MASTER_PORT", self.task.port)
 
     @staticmethod
     def detect() -> bool:

@@ -26,6 +26,7 @@ from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.processes import LAUNCHER, SUPERVISOR, ProcessId, end_with_parent
+from trainer.system.environment import number
 
 Watch = Callable[[list[Popen[bytes]], Mapping[int, ProcessId]], None]
 """Told of the processes that Fabric starts from this one, as they come, and of other ranks on this machine."""
@@ -46,6 +47,9 @@ def launch(
         RecipeError: when the world that came out is not the one asked for: N silent single runs would be the result.
         RunError: when the ranks of this machine do not meet.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # Fabric reads the others, too
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            number(name)
     if world.launcher != "ray":  # which ends its workers itself
         _end_with_launcher()
     environment = _environment(world)
@@ -86,7 +90,10 @@ def _require_supervisor() -> None:
     text = os.environ.get(SUPERVISOR)
     if text is None:
         return
-    supervisor = ProcessId(**json.loads(text))
+    try:
+        supervisor = ProcessId(**json.loads(text))
+    except (ValueError, TypeError):
+        raise RecipeError(f"{SUPERVISOR}={text!r} in the environment is not of trainer run: unset it") from None
     if supervisor.is_here() and supervisor.state() == "gone":
         print("trainer: error: the supervisor of this run has ended", file=sys.stderr, flush=True)
         os._exit(1)
@@ -150,7 +157,7 @@ class RayEnvironment(TorchElasticEnvironment):
 
     def node_rank(self) -> int:
         """Of this worker's node."""
-        return int(os.environ["NODE_RANK"])
+        return number("NODE_RANK")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from trainer.errors import require
 from trainer.launching.ray_workers import is_ray_worker, ray_layout
 from trainer.launching.slurm import devices_per_node, require_srun, slurm_task
 from trainer.recipe import Recipe
+from trainer.system.environment import number
 
 # The names that `fabric run --precision` also takes, and ours for them.
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -75,7 +76,8 @@ def find_world(recipe: Recipe, environment: MutableMapping[str, str] = os.enviro
     Raises:
         RecipeError: when they contradict each other.
     """
-    if int(environment.pop("LT_CLI_USED", "0")):
+    if number("LT_CLI_USED", 0, environment):
+        del environment["LT_CLI_USED"]
         recipe, world = _of_fabric_run(recipe, environment)
     else:
         world = detect_world(recipe, environment)
@@ -132,7 +134,8 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         _refuse_options_of_accelerate(recipe, environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         name = "accelerate launch (torchrun)" if accelerated else "torchrun"
-        world = World(name, accelerator, int(environment["LOCAL_WORLD_SIZE"]), int(environment["GROUP_WORLD_SIZE"]))
+        devices, nodes = (number(f"{level}_WORLD_SIZE", environment=environment) for level in ("LOCAL", "GROUP"))
+        world = World(name, accelerator, devices, nodes)
         _refuse_uneven_nodes(world, environment)
     elif is_ray_worker(environment):
         world = World("ray", accelerator, *ray_layout(environment))
@@ -156,7 +159,7 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
 def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> None:
     """Several processes that do not know of each other would be as many silent single runs."""
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE"):
-        started = int(environment.get(name, "1"))
+        started = number(name, 1, environment)
         # Fabric tells the processes that it starts itself their WORLD_SIZE, too: that of run.devices.
         joined = name == "WORLD_SIZE" and "LOCAL_RANK" in environment and started == world.size
         require(
@@ -174,7 +177,7 @@ def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> No
 
 def _refuse_uneven_nodes(world: World, environment: Mapping[str, str]) -> None:
     """Ranks are counted as those of this node times the nodes."""
-    size = int(environment.get("WORLD_SIZE", world.size))
+    size = number("WORLD_SIZE", world.size, environment)
     require(
         size == world.size,
         f"torchrun started {size} ranks on {world.nodes} node(s), {world.devices} of them on this one: "

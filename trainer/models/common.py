@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 
 from trainer.blocks import find_blocks
 from trainer.contract import IGNORED_LABEL, Loss
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require_positive
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+MOST_FEATURES = 10**7
+"""Of a layer, classes or pixels: beyond it a size in bytes may not fit into 64 bits."""
 
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
@@ -55,9 +59,10 @@ def head_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.P
 
 
 def require_filled(model: str, **fields: object) -> None:
-    """Refuse to build while a field that the dataset should have filled is still ``None``."""
+    """Refuse to build while a field that the dataset should have filled is still ``None``, or is no size."""
     for name, value in fields.items():
         if value is None:
             raise RecipeError(
                 f"model.{name} of {model} is not set, and the dataset does not know it: give --model.{name}"
             )
+        require_positive(f"model.{name}", value, MOST_FEATURES)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.contract import Loss, Model, Pretrained
 from trainer.errors import RecipeError, require, require_choice, require_positive
-from trainer.models.common import classification_loss, require_filled, train_last_blocks
+from trainer.models.common import MOST_FEATURES, classification_loss, require_filled, train_last_blocks
 from trainer.models.lora import LoRA, add_adapters, merged_state
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Name = Literal["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14", "custom"]
+MOST_LAYERS = 10_000
 SHAPE_FIELDS = ("patch_size", "layers", "heads", "width", "mlp_width")
 PRETRAINED_SIZE = 224
 # Not the attention: torchvision keeps it in one packed weight, and peft's adapter for that replaces the parameter in
@@ -74,7 +75,7 @@ class VisionTransformer(Model):
             missing = [f"model.{key}" for key in SHAPE_FIELDS if key not in given]
             require(not missing, f"model.name=custom needs {', '.join(missing)}")
             for key in SHAPE_FIELDS:
-                require_positive(f"model.{key}", getattr(self, key))
+                require_positive(f"model.{key}", getattr(self, key), MOST_LAYERS if key == "layers" else MOST_FEATURES)
             require(
                 self._shape()["width"] % self._shape()["heads"] == 0,
                 f"model.width={self.width} must be a multiple of model.heads={self.heads}",

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import RecipeError, require
+from trainer.errors import require
+from trainer.system.files import make_folder
 
 USAGE = """\
 usage: trainer run [flags] -- RECIPE [flags of trainer fit]
@@ -185,10 +186,7 @@ def run_command(argv: Sequence[str]) -> int:
     own, words = split(argv)
     command = fit_command(words, None if own.nproc is None else int(own.nproc))
     folder = Path(command.run_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(f"run.dir={folder} cannot be made ({error.strerror}): choose another directory") from error
+    make_folder("run.dir", folder)
     lock = RunLock(folder, LOCK)
     notice = lock.acquire()
     try:

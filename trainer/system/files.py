@@ -8,6 +8,9 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from trainer.errors import RecipeError
+from trainer.system.text import escaped
+
 KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -72,6 +75,20 @@ def open_own(path: str | Path, flags: int, mode: int = 0o644) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def make_folder(key: str, path: Path) -> None:
+    """Make a folder that a setting names, unless it is there.
+
+    Raises:
+        RecipeError: naming ``key``, when its name cannot be one, or it cannot be made.
+    """
+    try:
+        os.fsencode(path).decode()  # what is written about it is UTF-8
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RecipeError(f"{key}={escaped(str(path))} cannot be made ({why}): choose another directory") from error
 
 
 def require_regular(found: os.stat_result, path: str | Path) -> None:

@@ -1,0 +1,228 @@
+"""Environments and numbers that make no sense: one line that names them, exit code 2, and no time lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+
+import pytest
+from PIL import Image
+
+from trainer.cli import run
+from trainer.engine.loop import count_steps, epoch_at
+from trainer.engine.window import Cut, Windows
+from trainer.flags import _members
+from trainer.launching.slurm import slurm_task
+from trainer.launching.world import detect_world, find_world
+from trainer.locate import load_recipe, packaged_recipes
+from trainer.processes import own_command
+from trainer.recipe import Recipe
+from trainer.settings import settings_of
+from trainer.system.environment import NUMBERS, number
+
+SMALL = ["vit_digits", "--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--max_steps=1"]
+QUICK = [*SMALL, "--run.evaluate=false", "--run.predict=false", "--run.accelerator=cpu"]
+
+
+@pytest.fixture
+def refused(capfd):
+    """A function: a command line must be refused in one line that has all of ``parts`` in it."""
+
+    def check(*words, parts=()):
+        capfd.readouterr()
+        assert run([str(word) for word in words]) == 2
+        out, err = capfd.readouterr()
+        lines = [line for line in err.splitlines() if "trainer: error: " in line]
+        assert (out, "Traceback" in err, len(lines), err.splitlines()[-1:]) == ("", False, 1, lines)
+        assert [part for part in parts if str(part) not in lines[0]] == [], lines
+        assert len(lines[0]) < 500
+        return lines[0]
+
+    return check
+
+
+# ------------------------------------------------------------------------------------------- environment
+
+
+@pytest.mark.parametrize("text", ["abc", "", "-1", "1.5", "1e9", "٣", "9" * 400, "\x1b[2J"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_variable_that_is_no_number_is_refused_by_name(monkeypatch, refused, name, text):
+    monkeypatch.setenv(name, text)
+    line = refused("fit", "vit_digits", parts=[f"{name}={text[:20]!r}"[:-1], "in the environment", "unset it"])
+    assert line.startswith("trainer: error: ")  # and is no rank of a name like that
+
+
+def test_a_port_that_is_none_is_refused(monkeypatch, refused):
+    monkeypatch.setenv("MASTER_PORT", "99999")
+    refused("fit", "vit_digits", parts=["MASTER_PORT='99999'", "from 0 to 65535"])
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LT_CLI_USED", "SLURM_RESTART_COUNT"])
+def test_before_a_library_ends_with_a_traceback(name, tmp_path):
+    """Lightning reads some of them while it is imported."""
+    environment = {**os.environ, name: "x", "SLURM_JOB_ID": "1"}
+    words = own_command("fit", "vit_digits", f"--run.dir={tmp_path / 'run'}")
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"trainer: error: {name}='x' in the environment")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_that_did_not_say_all_is_refused(tmp_path):
+    recipe = load_recipe("vit_digits")[0]
+    launched = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    worker = dict.fromkeys(("RAY_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"), "0")
+    for environment in ({"TORCHELASTIC_RUN_ID": "x"}, launched | {"GROUP_WORLD_SIZE": "x"}, step, worker):
+        with pytest.raises(ValueError, match=r"(_SIZE|SLURM_JOB_ID).*environment|Ray has put 0"):
+            detect_world(recipe, environment)
+    with pytest.raises(ValueError, match="LT_CLI_USED='yes'"):
+        find_world(recipe, {"LT_CLI_USED": "yes"})
+    assert slurm_task({"SLURM_STEP_ID": "4294967294", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert (number("X", 3, {}), number("X", 3, {"X": "05"})) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("TRAINER_SUPERVISOR", "x"),
+        ("TRAINER_SUPERVISOR", "[]"),
+        ("TRAINER_SUPERVISOR", '{"pid": 1}'),
+        ("TRAINER_FAILPOINT", "x"),
+        ("TRAINER_FAILPOINT", "after name@x@0"),
+        ("TRAINER_FAILPOINT", "elsewhere@1@0"),
+    ],
+)
+def test_a_variable_of_ours_that_nobody_wrote_is_refused(monkeypatch, refused, tmp_path, name, text):
+    monkeypatch.setenv(name, text)
+    refused("fit", *QUICK, f"--run.dir={tmp_path / 'run'}", parts=[f"{name}={text!r}", "unset it"])
+
+
+# ----------------------------------------------------------------------------------------------- numbers
+
+ABSURD = [str(10**12), "-1", "0", "nan", "inf", "-inf", "1e308", "1e-320", "9" * 400, "1" * 5000]
+
+
+def numeric():
+    """Every setting that may be a number, of some recipe that has it."""
+    found = {}
+    for name in packaged_recipes():
+        settings = settings_of(load_recipe(name)[0])
+        found |= {key: name for key, setting in settings.items() if {int, float} & {*_members(setting.hint)}}
+    return found.items()
+
+
+@pytest.mark.parametrize(("key", "name"), numeric())
+def test_an_absurd_number_is_refused_in_a_line_or_taken_as_it_is(capfd, key, name):
+    for text in ABSURD:
+        status = run(["fit", name, f"--{key}={text}", "--print_config"])
+        out, err = capfd.readouterr()
+        assert status in (0, 2)
+        assert (status == 0) == (err == ""), err
+        assert err.count("\n") == status // 2
+        assert len(err) < 500, "a number need not be repeated"
+        assert key.rpartition(".")[2] in err + out
+        if status == 0:
+            assert math.isfinite(float(text)) or key == "optim.clip_norm"
+            assert abs(float(text)) < 1e300 or text == "1e308"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "model.num_classes=-1",
+        "model.num_classes=0",
+        "model.num_classes=1000000000000",
+        "model.image_size=-1",
+        "model.layers=1000000000000",
+        "model.width=1000000000000",
+        "data.image_size=1000000000000",
+        "data.workers=100000",
+        "run.devices=1000000000000",
+        "run.hang_after=1e308",
+        "data.worker_timeout=inf",
+    ],
+)
+def test_a_size_that_no_machine_has_is_refused_before_it_is_tried(refused, tmp_path, flag):
+    refused("fit", *QUICK, f"--{flag}", f"--run.dir={tmp_path / 'run'}", parts=[flag.partition("=")[0]])
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "epochs=1000000000000",
+        "batch_size=1000000000000",
+        "memory.micro_batch_size=1000000000000",
+        "run.hang_after=1000000000",
+    ],
+)
+def test_a_number_without_end_costs_no_time(tmp_path, flag):
+    """Epochs were counted one by one before."""
+    assert run(["fit", *QUICK, f"--{flag}", f"--run.dir={tmp_path / 'run'}"]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+def test_epochs_that_are_cut_alike_are_counted_together():
+    cuts = {0: 10, 3: 4, 7: 9}
+
+    def windows(changes):
+        size = lambda epoch: cuts[max(start for start in cuts if start <= epoch)]  # noqa: E731
+        cut_at = lambda epoch: Cut(size(epoch), size(epoch), 1)  # noqa: E731
+        return Windows(20, cut_at, iter, lambda batch: {}, seed=0, changes=changes)
+
+    for epochs in (1, 2, 3, 4, 7, 8, 12):
+        each, together = windows(None), windows([3, 7])
+        total = count_steps(each, epochs, None)
+        assert total == sum(each.steps(epoch) for epoch in range(epochs)) == count_steps(together, epochs, None)
+        wanted = [epoch for epoch in range(epochs) for _ in range(each.steps(epoch))]
+        for one in (each, together):
+            of = epoch_at(one, epochs)
+            assert [of(step) for step in range(total)] == wanted
+            assert of(total) == of(total + 5) == epochs - 1
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\udcff", "b/" + "c" * 256])
+def test_a_run_directory_that_cannot_be_made_is_refused(refused, tmp_path, name):
+    refused("fit", *QUICK, f"--run.dir={tmp_path}/{name}", parts=["run.dir=", "choose another directory"])
+    refused("run", "--restarts=0", "--", *QUICK, f"--run.dir={tmp_path}/{name}", parts=["run.dir=", "choose another"])
+    refused("plan", *QUICK, "--gpu=cpu", f"--out={tmp_path}/{name}", parts=["--out=", "choose another directory"])
+
+
+def test_a_class_whose_name_is_no_text_is_refused_before_training(refused, tmp_path):
+    for part in ("train", "test"):
+        for name in (b"good", b"b\xe4d"):
+            folder = os.path.join(os.fsencode(tmp_path / "data" / part), name)
+            os.makedirs(folder)
+            Image.new("RGB", (8, 8)).save(os.path.join(os.fsdecode(folder), "0.png"))
+    recipe = tmp_path / "own.py"
+    recipe.write_text(
+        "from trainer import Recipe\nfrom trainer.data import ImageFolder\n"
+        "from trainer.models import VisionTransformer\n"
+        "model = VisionTransformer('custom', patch_size=4, layers=1, heads=1, width=8, mlp_width=8)\n"
+        f"recipe = Recipe(model=model, data=ImageFolder({str(tmp_path / 'data')!r}, image_size=8), batch_size=2)\n"
+    )
+    line = refused("fit", recipe, f"--run.dir={tmp_path / 'run'}", parts=[r"'b\udce4d'", "not UTF-8"])
+    assert "rename" in line
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_a_yaml_file_of_many_keys_is_refused_unread(refused, tmp_path):
+    path = tmp_path / "many.yaml"
+    path.write_text("".join(f"key{number}: {number}\n" for number in range(200_000)))
+    refused("fit", "vit_digits", "--config", path, parts=["many.yaml", "larger than the 1 MB"])
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    os.mkfifo(path)
+    refused("fit", "vit_digits", "--config", path, parts=["many.yaml", "a named pipe"])
+
+
+def test_a_recipe_of_python_has_the_same_bounds():
+    recipe = load_recipe("vit_digits")[0]
+    with pytest.raises(ValueError, match=r"epochs=.* must be at most"):
+        Recipe(model=recipe.model, data=recipe.data, batch_size=8, epochs=10**16)
