@@ -201,7 +201,8 @@ class Run:
         devices: devices on this machine, an integer or auto (all GPUs, or one CPU process).
         accelerator: auto, cpu or cuda.
         logger: where metrics go besides metrics.csv: any of csv, tensorboard, wandb.
-        progress: show a progress bar on a terminal and plain lines elsewhere.
+        progress: show a progress bar on a terminal and plain lines elsewhere; warnings, recoveries and what a run
+            resumes from are shown in any case.
         max_skipped_steps: stop after this many steps in a row with a non-finite loss or gradient; fp16 needs up to 16
             at its start to find the loss scale.
         snapshot: record every allocation on the GPU and write memory_snapshot.pickle to the run directory at the end,

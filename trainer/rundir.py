@@ -193,7 +193,7 @@ def report_text(result: EvaluationResult, data: Any) -> str:
     if result.confusion is None:
         return "\n".join(f"{escaped(name)} {value:.6f}" for name, value in result.losses.items())
     names = getattr(data, "class_names", None)
-    return classification_report(result.confusion, names and [escaped(name) for name in names])
+    return classification_report(result.confusion, None if names is None else [escaped(name) for name in names])
 
 
 def describe_run(session: Session, module: nn.Module, windows: Windows) -> list[str]:

@@ -46,6 +46,16 @@ def test_an_error_on_one_rank_is_everybodys_first_line(launcher, ranks, rank, st
     assert "SIGTERM received" not in run.text
 
 
+@pytest.mark.parametrize(("launcher", "ranks", "rank"), [*RANKS, *SLOW])
+def test_sys_exit_on_one_rank_is_everybodys_failure(launcher, ranks, rank, start):
+    run = disturb(start, launcher, ranks, rank, "exit")
+    called = r"SystemExit: sys.exit\(0\) was called, by which nothing is finished$"
+    first, *others = run.errors()
+    assert re.search(rf"trainer: error: rank {rank}, {STEP}: {called}", first)
+    assert len(others) == ranks - 1
+    assert all(re.search(rf"error: rank {rank} ended {AT}: {called}", other) for other in others)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "own", "told"),

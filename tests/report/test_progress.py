@@ -147,6 +147,13 @@ def test_silent_when_disabled_and_on_other_ranks(options, make):
     assert stream.getvalue() == ""
 
 
+@pytest.mark.parametrize(("options", "expected"), [({"enabled": False}, "notice\n"), ({"rank": 1}, "")])
+def test_a_notice_is_shown_once_also_where_progress_is_hidden(options, expected):
+    stream = io.StringIO()
+    Progress(**options, stream=stream).notice("notice")
+    assert stream.getvalue() == expected
+
+
 def test_work_whose_total_changes_is_counted_in_lines():
     stream, clock = io.StringIO(), Clock()
     progress = Progress(stream=stream, clock=clock)

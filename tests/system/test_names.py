@@ -1,0 +1,216 @@
+"""Names that came from outside are one line, without what steers a terminal, wherever they are printed."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainer.bad_samples import report_bad_samples
+from trainer.checkpoint.manifest import Manifest
+from trainer.cli import _guarded, run
+from trainer.contract import BadSample
+from trainer.doctor import command
+from trainer.doctor.finding import ok, warning
+from trainer.engine.quarantine import Finding, Quarantine
+from trainer.errors import Stopped
+from trainer.faults.peers import Told
+from trainer.faults.reports import note_place, report
+from trainer.faults.watchdog import PeerError
+from trainer.fit import predict
+from trainer.report.metrics import EvaluationResult
+from trainer.report.progress import Progress
+from trainer.rundir import report_text
+from trainer.supervise.journal import Journal
+from trainer.supervise.supervisor import announce
+
+NAME = "a\x1b[2J\x1b]0;b\x07\x9b2J\u202ec\udcff\r\ntrainer: error: forged"
+IN_UTF8 = NAME.replace("\udcff", "")
+MEANT = r"a\x1b[2J\x1b]0;b\x07\x9b2J\u202ec"
+"""How it begins wherever it is printed."""
+
+
+class Digits:
+    """Classes and a model of such names, for ``predict``."""
+
+    class_names = (NAME, f"{NAME}2")
+    own_format = False
+
+    def tokenizer_or_none(self):
+        return None
+
+    def build(self):
+        import torch
+
+        return torch.nn.Linear(4, 2)
+
+    def losses(self, module, batch):
+        yield SimpleNamespace(logits=module(batch["pixel_values"]))
+
+    def load_image(self, path):
+        import torch
+
+        return torch.ones(4)
+
+
+def a_manifest(folder):
+    path = folder / "checkpoints" / "step-00000001"
+    path.mkdir(parents=True)
+    texts = dict.fromkeys(("run", "plan", "dataset", "created"), IN_UTF8)
+    numbers = dict.fromkeys(("step", "epoch", "step_in_epoch", "seed", "world_size"), 1)
+    found = Manifest(**texts, **numbers, recipe={}, tokenizer=None, versions={}, figures={IN_UTF8: 0.5}, files={})
+    (path / "manifest.json").write_text(found.to_json(), encoding="utf-8")
+    assert run(["checkpoint", "list", str(folder)]) == 0
+
+
+def a_checkpoint(folder):
+    (folder / NAME / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert run(["checkpoint", "verify", str(folder / NAME)]) == 1
+
+
+def a_flag(folder):
+    assert run(["fit", "vit_digits", f"--{NAME}", "1"]) == 2
+
+
+def a_value(folder):
+    assert run(["fit", "vit_digits", "--run.devices", NAME]) == 2
+
+
+def a_recipe(folder):
+    assert run(["fit", NAME]) == 2
+
+
+def a_key_of_yaml(folder):
+    (folder / "r.yaml").write_text("recipe: vit_digits\n" + json.dumps(IN_UTF8) + ": 1\n")
+    assert run(["fit", str(folder / "r.yaml")]) == 2
+
+
+def a_run_directory(folder):
+    assert run(["evaluate", str(folder / NAME)]) == 2
+
+
+def an_image(folder):
+    for kind in ("cat", "dog"):
+        for number in range(8):
+            path = folder / "images" / "train" / kind / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8)).save(path)
+    (folder / "images" / "train" / "cat" / f"{NAME}.png").write_bytes(b"no image")
+    recipe = folder / "own.py"
+    recipe.write_text(
+        "from trainer import Recipe, Run\nfrom trainer.data import ImageFolder\nfrom trainer.models import MLP\n"
+        f"data = ImageFolder(root={str(folder / 'images')!r}, image_size=8, val_fraction=0.25)\n"
+        "recipe = Recipe(model=MLP([4]), data=data, batch_size=4, run=Run(predict=False))\n"
+    )
+    assert run(["fit", str(recipe), "--run.dir", str(folder / "run")]) == 2
+
+
+def classes_of_a_report(folder):
+    confusion = np.array([[1, 0], [0, 1]])
+    result = EvaluationResult(0.0, {NAME: 0.0}, {NAME: 1.0}, 1.0, 2, confusion)
+    print(report_text(result, Digits()))
+    print(report_text(EvaluationResult(math.nan, {NAME: 0.0}, {}, None, None, None), Digits()))
+
+
+def classes_of_a_prediction(folder):
+    image = folder / NAME
+    image.touch()
+    recipe = SimpleNamespace(model=Digits(), data=Digits())
+    predict(recipe, folder, images=[str(image)])
+
+
+def a_finding(folder):
+    print(ok("samples", NAME).line())
+    print(warning("samples", "fine", NAME).line())
+
+
+def a_bad_sample(folder):
+    report_bad_samples(Quarantine(9), [Finding("train", BadSample(3, NAME, NAME))], None)
+
+
+def what_another_rank_tells(folder):
+    report(PeerError(Told(NAME).text))
+
+
+def a_message_of_an_error(folder):
+    for error in (ValueError(NAME), RuntimeError(f"Connection closed by peer {NAME}")):
+        note_place(error, f"rank 0, step 3, loading, {NAME}")
+        assert _guarded(lambda error=error: (_ for _ in ()).throw(error)) == 1
+
+
+def a_reason_to_stop(folder):
+    assert _guarded(lambda: (_ for _ in ()).throw(Stopped(NAME))) == 75
+
+
+def progress(folder):
+    shown = Progress()
+    shown.message(NAME)
+    shown.notice(NAME)
+    shown.warning(NAME)
+    shown.evaluation(1, "val", {NAME: 1.0})
+
+
+def a_supervised_run(folder):
+    announce(SimpleNamespace(run_dir=NAME, words=list))
+    journal = Journal(folder / NAME, [])  # there is no such folder
+    journal.close("failed")
+
+
+PLACES = [
+    a_manifest,
+    a_checkpoint,
+    a_flag,
+    a_value,
+    a_recipe,
+    a_key_of_yaml,
+    a_run_directory,
+    an_image,
+    classes_of_a_report,
+    classes_of_a_prediction,
+    a_finding,
+    a_bad_sample,
+    what_another_rank_tells,
+    a_message_of_an_error,
+    a_reason_to_stop,
+    progress,
+    a_supervised_run,
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+def test_a_name_from_outside_is_one_line_that_steers_nothing(place, tmp_path, capsysbinary, monkeypatch):
+    monkeypatch.setattr("trainer.fit.load_model", lambda model, folder: model.build())
+    place(tmp_path)
+    out, err = capsysbinary.readouterr()
+    printed = (out + err).decode()
+    assert [character for character in printed if not character.isprintable() and character not in "\n\t"] == []
+    assert [line for line in printed.splitlines() if line.startswith("trainer: error: forged")] == []
+    assert MEANT in printed or MEANT in printed.replace("\\\\", "\\")
+
+
+def test_a_program_gets_the_names_as_they_are(monkeypatch, capsys):
+    monkeypatch.setattr(command, "examine", lambda recipe, reference: iter([ok("samples", NAME)]))
+    command.doctor_command(SimpleNamespace(), NAME, [("json", None)])
+    out, err = capsys.readouterr()
+    assert json.loads(out)["findings"][0]["text"] == NAME
+    assert out.isascii()
+    assert err.count("\n") == 1
+
+
+def test_above_a_bar_as_well():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    shown = Progress(stream=stream)
+    shown.start(3)
+    shown.notice(NAME)
+    shown.close()
+    assert MEANT + r"\udcff\r\ntrainer" in stream.getvalue()
+    assert "\x07" not in stream.getvalue()
