@@ -226,7 +226,8 @@ class AccumulatingOptimizer(Optimizer):
             self._require_one_model(parameters, ranks)
         overflow = any(bool(flag) for flag in self._overflows)
         rows = self._gather([*self._status(flushes, overflow), *map(_layout, parameters)], parameters[0].device, ranks)
-        flushing, _, weights, overflowed, *_ = columns = list(zip(*rows, strict=True))
+        columns = list(zip(*rows, strict=True))
+        weights, overflowed = columns[2:4]
         updates = sum(weights) > 0 and not any(overflowed)
         _require_agreement(columns, updates)
         if updates:
@@ -258,8 +259,8 @@ class AccumulatingOptimizer(Optimizer):
         counts, sizes, norms = zip(*self._gather(row, parameters[0].device, ranks), strict=True)
         if len({*counts}) > 1 or len({*sizes}) > 1 or max(norms) - min(norms) > SAME_NORM * max(norms):
             raise RuntimeError(
-                f"the {ranks} ranks hold different weights: wrap the model in DistributedDataParallel, which copies the "
-                "first rank's, or give group= the ranks that train this one (torch.distributed.new_subgroups(1)[0] for "
+                f"the {ranks} ranks hold different weights: wrap the model in DistributedDataParallel, which copies "
+                "those of the first, or give group= the ranks of this one (torch.distributed.new_subgroups(1)[0] for "
                 "a model of each rank's own)"
             )
         self._is_one_model = True
