@@ -151,6 +151,10 @@ class Model:
     """Whether some micro-batches leave some parameters without a gradient (a branch not taken, say). Under DDP
     gradients are then reduced after the last backward instead of during it: exact, but not overlapped."""
 
+    samples_interact: ClassVar[bool] = False
+    """Whether the loss of a sample depends on the others of its micro-batch (in-batch negatives, load balancing): the
+    cut then changes the gradient, which the plan says; without it, such losses are refused."""
+
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
@@ -206,12 +210,19 @@ class Model:
         The default counts the entries of ``batch["labels"]`` that are not ``-100``: samples for a classifier, tokens
         for a tagger or a language model.
         """
-        labels = batch["labels"]
-        if labels.numel() <= 64:  # a sample each, usually: a list is several times faster than tensor operations
+        try:
+            labels = batch["labels"]
+            entries = labels.numel()
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise RecipeError(
+                f"{type(self).__name__} has no weigh(), and its micro-batches no tensor 'labels' to count the entries "
+                "of: define weigh(batch), a dict from each loss's name to how many items it is the sum of"
+            ) from error
+        if entries <= 64:  # a sample each, usually: a list is several times faster than tensor operations
             ignored = labels.flatten().tolist().count(IGNORED_LABEL)
         else:
             ignored = int((labels == IGNORED_LABEL).count_nonzero())
-        count = float(labels.numel() - ignored)
+        count = float(entries - ignored)
         return dict.fromkeys(self.loss_names, count)
 
     def tokenizer_or_none(self) -> Any:

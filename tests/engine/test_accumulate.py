@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -144,3 +145,78 @@ def test_misuse_is_refused():
         optimizer.state_dict()
     optimizer.flush()
     assert copy.deepcopy(optimizer.state_dict()).keys() == {"state", "param_groups"}
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    with pytest.raises(ValueError, match="LBFGS needs a closure"):
+        AccumulatingOptimizer(torch.optim.LBFGS(network().parameters()), steps=2)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("where", ["model", "wrapped"])
+def test_a_window_that_somebody_clears_is_refused_and_not_dropped(where, set_to_none):
+    module, (inputs, targets) = network(), data(8)
+    optimizer = AccumulatingOptimizer(sgd(module.parameters()), steps=4)
+
+    def micro_step(x, y):
+        (module(x) - y).square().mean().backward()
+        optimizer.step()
+
+    micro_step(inputs[:4], targets[:4])
+    (module if where == "model" else optimizer.optimizer).zero_grad(set_to_none=set_to_none)
+    with pytest.raises(RuntimeError, match=r"cleared or changed between step\(\) and backward\(\): call optimizer\."):
+        micro_step(inputs[4:], targets[4:])
+
+
+def test_a_gradient_that_is_cleared_and_gets_none_is_missed():
+    module = nn.ModuleDict({"left": nn.Linear(1, 1), "right": nn.Linear(1, 1)})
+    optimizer = AccumulatingOptimizer(sgd(module.parameters()), steps=3)
+    module["left"](torch.ones(1)).backward()
+    optimizer.step()
+    module["left"].zero_grad()
+    module["right"](torch.ones(1)).backward()
+    with pytest.raises(RuntimeError, match="cleared or changed"):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_gradients_that_torch_replaces_are_no_loss():
+    """A second graph makes autograd add out of place, several losses add twice: neither is somebody's clearing."""
+    module, (inputs, targets) = network(), data(8)
+    optimizer = AccumulatingOptimizer(sgd(module.parameters()), steps=2)
+    for x, y in zip(inputs.split(4), targets.split(4), strict=True):
+        (module(x) - y).square().sum().backward(create_graph=True)
+        (module(x) - y).square().sum().backward()
+        optimizer.step(weight=8)
+    torch.testing.assert_close(
+        nn.utils.parameters_to_vector(module.parameters()), whole_batches(sgd, [(inputs, targets)]), rtol=1e-12, atol=0
+    )
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_copy_goes_on_where_the_original_was(how, done):
+    module, (inputs, targets) = network(), data(8)
+    optimizer = AccumulatingOptimizer(adam(module.parameters()), steps=2, clip_norm=0.5)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # ties itself to the very object
+    micro = list(zip(inputs.split(4), targets.split(4), strict=True))
+
+    def micro_step(module, optimizer, x, y):
+        (module(x) - y).square().sum().backward()
+        return optimizer.step(weight=len(x))
+
+    for x, y in micro[:done]:
+        micro_step(module, optimizer, x, y)
+    before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    module_copy, optimizer_copy = how((module, optimizer))
+    assert optimizer_copy.micro_step == done
+    for x, y in micro[done:]:
+        updated = micro_step(module_copy, optimizer_copy, x, y)
+    assert updated
+    torch.testing.assert_close(
+        nn.utils.parameters_to_vector(module_copy.parameters()),
+        whole_batches(adam, [(inputs, targets)], clip_norm=0.5),
+        rtol=1e-12,
+        atol=1e-14,
+    )
+    assert torch.equal(nn.utils.parameters_to_vector(module.parameters()), before)

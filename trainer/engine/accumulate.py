@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+SAME_NORM = 1e-4
+"""How far the norms of the ranks' weights may be apart, relative to them, where the ranks differ in hardware."""
 
 
 class AccumulatingOptimizer(Optimizer):
@@ -30,30 +35,75 @@ class AccumulatingOptimizer(Optimizer):
     * losses are *sums*: ``step(weight=n)`` with the number of items of each micro-batch divides by their total, which
       is also exact when micro-batches differ in size.
 
+    On several ranks it is the optimizer of one model that all of them train: weights are summed over the ranks, once an
+    update, and so are gradients, whether DDP has averaged them already or not (a sum of equal means is the sum of what
+    they are means of). So micro-batches may differ in size from rank to rank, and a window may end anywhere. Leave DDP
+    to synchronise where :attr:`is_last` says, or run every backward under its ``no_sync()``, which sends gradients once
+    an update instead of twice. FSDP must reduce in the last backward of every window, also of one that is flushed
+    (``set_requires_gradient_sync``), since nobody else can. Every rank ends the same windows and flushes with the
+    others; one that has run out of micro-batches calls ``step(weight=0)``, or flushes an empty window.
+
     With ``torch.amp.GradScaler``, call ``scaler.step(optimizer)`` and ``scaler.update()`` once a micro-batch: gradients
-    are unscaled as they come, so the scale may change within a window. A window with an overflow is dropped whole.
+    are unscaled as they come, so the scale may change within a window. A window with an overflow is dropped whole, on
+    all ranks.
+
+    Between ``step()`` and the next backward the gradients are the sum so far: ``model.zero_grad()`` in the place of
+    ``optimizer.zero_grad()`` is an error. Clip by ``clip_norm``: clipping in the loop would see the sum so far, of this
+    rank alone.
 
     Args:
         optimizer: any torch optimizer that needs no closure.
         steps: micro-batches in a window.
-        clip_norm: largest global norm of the window's gradient. Clipping in the loop instead would see the sum so far.
+        clip_norm: largest global norm of the window's gradient.
+        group: the ranks that train this model, by default all of them, since neither an optimizer nor a parameter knows
+            of DDP. For a model of each rank's own: ``torch.distributed.new_subgroups(1)[0]``.
+
+    Raises:
+        ValueError: for ``steps`` below 1, and for an optimizer whose step needs a closure.
     """
 
     # Tells GradScaler.step to hand over scale and overflow flag instead of unscaling the same gradient again and again.
     _step_supports_amp_scaling = True
 
-    def __init__(self, optimizer: Optimizer, steps: int, *, clip_norm: float | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        steps: int,
+        *,
+        clip_norm: float | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps} must be at least 1")
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(f"{type(optimizer).__name__} needs a closure, inside of which nothing can be accumulated")
         # No super().__init__(): groups, state and defaults are the wrapped optimizer's own, for schedulers to see.
         self.optimizer = optimizer
         self.steps = steps
         self.clip_norm = clip_norm
+        self.group = group
         self.micro_step = 0
         self._weight: float = 0.0
         self._weighted: bool | None = None
         self._unscaled: dict[Tensor, Tensor] = {}
         self._overflows: list[Tensor] = []
+        self._overflows_ever = 0
+        self._is_one_model = False
+        self._left: list[_Left] = []
+        self._shards = _Shards()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its own state, without what schedulers and hooks have tied to this very object, and the sum so far."""
+        tied = ("step", "_left", "_shards", "grad_scale", "found_inf")
+        state = {name: value for name, value in self.__dict__.items() if name not in tied}
+        return state | {"_gradients": [parameter.grad for parameter in self._parameters()]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        gradients = state.pop("_gradients")
+        self.__dict__.update(state, _left=[], _shards=_Shards())
+        for parameter, gradient in zip(self._parameters(), gradients, strict=True):
+            parameter.grad = gradient
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -75,7 +125,7 @@ class AccumulatingOptimizer(Optimizer):
 
     @property
     def is_last(self) -> bool:
-        """Whether the next ``step`` updates the weights: the one before which DDP must synchronise."""
+        """Whether the next ``step`` updates the weights: before that one DDP may synchronise, and FSDP must."""
         return self.micro_step == self.steps - 1
 
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> bool:  # type: ignore[override]
@@ -87,24 +137,33 @@ class AccumulatingOptimizer(Optimizer):
 
         Raises:
             ValueError: when ``weight`` is given for some micro-batches of a window only, or is negative.
+            RuntimeError: on all ranks alike, when the update would be wrong; see ``flush``. On this rank, when somebody
+                has cleared or changed the sum so far.
         """
         if closure is not None:
             raise ValueError("AccumulatingOptimizer.step takes no closure: call backward() before step()")
+        for left in self._left:
+            left.require()
+        self._left.clear()
         self._count(weight)
+        self._shards.see(self._parameters())
         self._take_scaled()
-        return self.flush() if self.micro_step == self.steps else False
+        if self.micro_step == self.steps:
+            return self._update(flushes=False)
+        self._left = [_Left(parameter) for parameter in self._parameters() if parameter.grad is not None]
+        return False
 
     def flush(self) -> bool:
-        """Update with an incomplete window, divided by what it holds. Returns whether the weights were updated."""
-        if self.micro_step == 0:
-            return False
-        overflow = any(bool(flag) for flag in self._overflows)
-        updates = self._weight > 0 and not overflow
-        if updates:
-            self._finish_gradients()
-            self.optimizer.step()
-        self._start_window()
-        return updates
+        """Update with an incomplete window, divided by what it holds. Returns whether the weights were updated.
+
+        On several ranks all of them call it, and each may hold another number of micro-batches, or none.
+
+        Raises:
+            RuntimeError: on all ranks alike, when some flush while others end a full window, when the ranks hold
+                different models or weigh differently, when FSDP has not reduced, or when the scales of their
+                GradScalers differ.
+        """
+        return self._update(flushes=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, but not within a window, where they are still being summed."""
@@ -139,6 +198,11 @@ class AccumulatingOptimizer(Optimizer):
         overflow = getattr(self, "found_inf", None)
         if overflow is None:
             return
+        if self._shards.stale:
+            raise RuntimeError(
+                "FSDP sums scaled gradients until it reduces them, and the scale may change: with a GradScaler, reduce "
+                "in every backward (set_requires_gradient_sync(True))"
+            )
         self._overflows.append(overflow)
         for parameter in self._parameters():
             if parameter.grad is None:
@@ -150,19 +214,174 @@ class AccumulatingOptimizer(Optimizer):
                 self._unscaled[parameter] = gradient
             parameter.grad = None
 
-    def _finish_gradients(self) -> None:
+    def _update(self, flushes: bool) -> bool:
+        """End the window on all ranks: update, or drop it, on all of them alike."""
+        ranks = torch.distributed.get_world_size(self.group) if torch.distributed.is_initialized() else 1
+        if ranks == 1 and self.micro_step == 0:
+            return False
+        parameters = self._parameters()
         for parameter, gradient in self._unscaled.items():
             parameter.grad = gradient
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        torch._foreach_div_(gradients, self._weight)
+        if ranks > 1 and not self._is_one_model:
+            self._require_one_model(parameters, ranks)
+        overflow = any(bool(flag) for flag in self._overflows)
+        rows = self._gather([*self._status(flushes, overflow), *map(_layout, parameters)], parameters[0].device, ranks)
+        columns = list(zip(*rows, strict=True))
+        weights, overflowed = columns[2:4]
+        updates = sum(weights) > 0 and not any(overflowed)
+        _require_agreement(columns, updates)
+        if updates:
+            self._finish_gradients(parameters, columns[len(rows[0]) - len(parameters) :], sum(weights), ranks)
+            self.optimizer.step()
+        self._overflows_ever += overflow
+        self._start_window()
+        return updates
+
+    def _status(self, flushes: bool, overflow: bool) -> list[float]:
+        """What the other ranks must know of this one's window; see ``_require_agreement``."""
+        kind = 0.0 if self._weighted is None else 1.0 + self._weighted
+        stale = self.micro_step > 0 and self._shards.stale
+        return [flushes, kind, self._weight, overflow, self._overflows_ever, stale]
+
+    def _gather(self, row: Sequence[float], device: torch.device, ranks: int) -> list[list[float]]:
+        """The same row of all ranks."""
+        if ranks == 1:
+            return [list(row)]
+        own = torch.tensor(row, dtype=torch.float64, device=device)
+        rows = [torch.empty_like(own) for _ in range(ranks)]
+        torch.distributed.all_gather(rows, own, group=self.group)
+        return torch.stack(rows).tolist()
+
+    def _require_one_model(self, parameters: Sequence[Tensor], ranks: int) -> None:
+        """Ranks that each train a model of their own must not be mixed up, nor replicas that began differently."""
+        norm = sum(float(torch.linalg.vector_norm(p.detach())) for p in parameters if not isinstance(p, DTensor))
+        row = [len(parameters), sum(p.numel() for p in parameters), norm]
+        counts, sizes, norms = zip(*self._gather(row, parameters[0].device, ranks), strict=True)
+        if len({*counts}) > 1 or len({*sizes}) > 1 or max(norms) - min(norms) > SAME_NORM * max(norms):
+            raise RuntimeError(
+                f"the {ranks} ranks hold different weights: wrap the model in DistributedDataParallel, which copies "
+                "those of the first, or give group= the ranks of this one (torch.distributed.new_subgroups(1)[0] for "
+                "a model of each rank's own)"
+            )
+        self._is_one_model = True
+
+    def _finish_gradients(
+        self, parameters: Sequence[Tensor], layouts: Sequence[Sequence[float]], weight: float, ranks: int
+    ) -> None:
+        """Make the sums of this rank, or means over the ranks, the mean over the window of all ranks."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        for some, divisor in ((whole, weight), (shards, weight / ranks)):  # FSDP takes the mean over the ranks
+            if some:
+                torch._foreach_div_(some, divisor)
+        if ranks > 1:
+            _sum_over_ranks(parameters, layouts, self.group)
         if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters(), self.clip_norm)
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
 
     def _start_window(self) -> None:
         self.micro_step, self._weight, self._weighted = 0, 0.0, None
         self._unscaled.clear()
         self._overflows.clear()
+        self._left.clear()
+        self._shards = _Shards()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+class _Left:
+    """The gradient that a micro-step has left behind: nobody may touch it before the next backward adds to it."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter, self.gradient = parameter, parameter.grad
+        assert self.gradient is not None
+        # Gradients of shards come without autograd's hooks.
+        self.version = None if isinstance(self.gradient, DTensor) else self.gradient._version
+        self.handle = parameter.register_hook(self.require) if parameter.requires_grad else None
+
+    def require(self, _: Tensor | None = None) -> None:
+        """Called just before the first gradient is added, or at the end of a micro-step that adds none."""
+        if self.gradient is None:  # seen already
+            return
+        before, self.gradient = self.gradient, None
+        if self.handle is not None:
+            self.handle.remove()
+        if self.parameter.grad is not before or self.version not in (None, before._version):
+            raise RuntimeError(
+                "the gradients of this window were cleared or changed between step() and backward(): call "
+                "optimizer.zero_grad(), which knows of windows, and not model.zero_grad()"
+            )
+
+
+class _Shards:
+    """Whether FSDP has reduced everything so far: what it has not, no optimizer can see."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor | None, int]] = []
+        self.stale = False
+
+    def see(self, parameters: Sequence[Tensor]) -> None:
+        """Called after every backward: one that reduces changes the gradients of some shards."""
+        found: list[tuple[Tensor | None, int]] = []
+        for parameter in parameters:
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                gradient: Any = parameter.grad
+                found.append((gradient, -1 if gradient is None else gradient._local_tensor._version))
+        before = self.seen or [(None, -1)] * len(found)
+        pairs = zip(found, before, strict=True)
+        changed = any(new is not None and (new is not old or now != then) for (new, now), (old, then) in pairs)
+        self.seen, self.stale = found, bool(found) and not changed
+
+
+def _layout(parameter: Tensor) -> int:
+    """0 without a gradient, 1 for a dense one, 1 + its sparse dimensions for a sparse one."""
+    gradient = parameter.grad
+    if gradient is None:
+        return 0
+    return 1 + (gradient.sparse_dim() if gradient.is_sparse else 0)
+
+
+def _require_agreement(columns: Sequence[Sequence[float]], updates: bool) -> None:
+    flushing, kinds, _, _, overflows, stale = columns[:6]
+    ranks = len(flushing)
+    if 0 < sum(flushing) < ranks:
+        raise RuntimeError(
+            f"{sum(flushing):g} of {ranks} ranks flush while the others end a full window: give every rank as many "
+            "micro-batches, with step(weight=0) for those that it lacks"
+        )
+    if len({*kinds} - {0}) > 1:
+        raise RuntimeError("give weight= on every rank, or on none")
+    if any(stale):
+        raise RuntimeError(
+            "FSDP has not reduced the gradients of this window: call set_requires_gradient_sync(True) on the module "
+            "before its last backward, also of a window that is flushed"
+        )
+    if updates and len({*overflows}) > 1:
+        raise RuntimeError(
+            "an overflow that only some ranks saw has left their GradScalers with different scales: use "
+            "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and unscale_(optimizer) before step"
+        )
+
+
+@torch.no_grad()
+def _sum_over_ranks(
+    parameters: Sequence[Tensor], layouts: Sequence[Sequence[float]], group: torch.distributed.ProcessGroup | None
+) -> None:
+    """Sum the gradients of what is not sharded; one that is missing here counts as 0, on all ranks it stays missing."""
+    sent = []
+    for parameter, layout in zip(parameters, layouts, strict=True):
+        kinds = {int(kind) for kind in layout if kind}
+        if isinstance(parameter, DTensor) or not kinds:
+            continue
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if kinds == {1} or len(kinds) > 1:
+            gradient = gradient.to_dense().contiguous()  # DDP and autograd may have chosen other strides elsewhere
+        else:
+            gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(max(kinds) - 1)
+        sent.append((parameter, gradient, torch.distributed.all_reduce(gradient, group=group, async_op=True)))
+    for parameter, gradient, work in sent:
+        work.wait()
+        parameter.grad = gradient

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import random
+import sys
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
 from trainer.contract import Loss, Model
+from trainer.engine.forward import Forward
+from trainer.engine.sync import reshard
+from trainer.engine.window import MicroBatch
 from trainer.errors import RecipeError
+
+YIELD = (
+    "yield Loss(total, weight): the sum of the losses of the micro-batch's items, and how many items it is the sum of"
+)
+COMPARED = 4
+"""Samples that are compared with their two halves: few, for this is besides the step."""
+
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 5e-3}
+"""How far a sum may be from that of its halves, relative to them: kernels round otherwise for other shapes."""
+HALF_TOLERANCE = 3e-2
 
 
 class LossCheck:
@@ -20,6 +43,33 @@ class LossCheck:
     def __init__(self, model: Model) -> None:
         self.model, self.kind = model, type(model).__name__
         self.seen: Counter[str] = Counter()
+        self.compared = False
+
+    def each(self, losses: Any, batch: Any) -> Iterator[Loss]:
+        """What ``losses()`` returned for ``batch``, each looked at before it goes on to backward.
+
+        Raises:
+            RecipeError: when it is no loss that can be trained on, or not one that was promised.
+        """
+        if isinstance(losses, Loss | Tensor) or not isinstance(losses, Iterable):
+            raise RecipeError(f"{self.kind}: losses() returns a {type(losses).__name__}: {YIELD}")
+        for loss in losses:
+            self._require_loss(loss)
+            self.see(loss, batch)
+            yield loss
+
+    def _require_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Loss):
+            raise RecipeError(f"{self.kind}: losses() yields a {type(loss).__name__}: {YIELD}")
+        total, where = loss.total, f"{self.kind}: loss {loss.name!r}"
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            found = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"type {type(total).__name__}"
+            raise RecipeError(f"{where} has a total of {found}: give the sum as a scalar tensor (reduction='sum')")
+        if not total.requires_grad:
+            raise RecipeError(
+                f"{where} has no graph, so nothing can be learned from it: compute its total from module(...), without "
+                ".item(), .detach() or torch.no_grad(), and leave some parameters trainable"
+            )
 
     def see(self, loss: Loss, batch: Any) -> None:
         """A loss must have a declared name, and report the weight that it is divided by.
@@ -33,11 +83,19 @@ class LossCheck:
                 f"{self.kind}: losses() yields {loss.name!r}, loss_names are {', '.join(self.model.loss_names)} and "
                 f"weigh() weighs {', '.join(promised)}: use the same names in all three"
             )
-        reported = float(loss.counted())
-        if not math.isclose(promised[loss.name], reported, rel_tol=1e-6):
+        weight = loss.counted()
+        try:
+            reported = float(weight)
+        except (TypeError, ValueError, RuntimeError) as error:
+            found = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"type {type(weight).__name__}"
             raise RecipeError(
-                f"{self.kind}: loss {loss.name!r} reports weight {reported:g} for a micro-batch that weigh() weighed "
-                f"{promised[loss.name]:g}: make losses() and weigh() count the same items"
+                f"{self.kind}: loss {loss.name!r} has a weight of {found}: give the number of items as a number"
+            ) from error
+        closeness = 1e-12 if loss.total.dtype == torch.float64 else 1e-6
+        if not math.isclose(promised[loss.name], reported, rel_tol=closeness):
+            raise RecipeError(
+                f"{self.kind}: loss {loss.name!r} reports weight {reported:.15g} for a micro-batch that weigh() "
+                f"weighed {promised[loss.name]:.15g}: make losses() and weigh() count the same items"
             )
         self.seen[loss.name] += 1
 
@@ -53,3 +111,169 @@ class LossCheck:
                     f"{self.kind}: losses() yielded {name!r} {self.seen[name]} times in {micro_steps} micro-batches: "
                     "yield every one of loss_names once for each"
                 )
+
+    def compare(self, forward: Forward, micro: MicroBatch, ranks: int, generator: torch.Generator) -> None:
+        """Once: the losses of some samples of ``micro`` must be those of their two halves added up, as no mean is.
+
+        In eval mode and without gradients. Not compared is a model whose losses are drawn, a micro-batch whose tensors
+        do not all have a row for each sample, and one that a model cannot take in smaller pieces. Every rank makes the
+        same number of forwards.
+
+        Raises:
+            RecipeError: when they are not.
+        """
+        if self.compared or self.model.samples_interact:
+            return
+        self.compared = True
+        pieces = halves(micro.batch, len(micro.indices), self.model.weigh)
+        if pieces is None and ranks == 1:
+            return
+        self._require_counts(pieces)
+        with untouched(forward.module, generator):
+            found = [self._totals(forward, piece) for piece in pieces or [micro.batch] * 3]
+            tolerance = _tolerance(forward.module)
+            wrong = self._wrong(found, tolerance) if pieces else {}
+            if _any_rank(bool(wrong), ranks, forward.device):
+                again = self._totals(forward, pieces[0] if pieces else micro.batch)
+                for name in list(wrong):
+                    if not math.isclose(float(again[name]), float(found[0][name]), rel_tol=tolerance):
+                        del wrong[name]
+        for text in wrong.values():
+            raise RecipeError(
+                f"{self.kind}: {text}: losses() must give the sum over the samples, not a mean (use reduction='sum'); "
+                "if the loss of a sample depends on the others of its micro-batch, say so by samples_interact = True"
+            )
+
+    def _require_counts(self, pieces: Sequence[Any] | None) -> None:
+        if pieces is None:
+            return
+        whole, *parts = [self.model.weigh(piece) for piece in pieces]
+        for name, weight in whole.items():
+            if not math.isclose(weight, sum(part[name] for part in parts), rel_tol=1e-5):
+                shown = " + ".join(f"{part[name]:g}" for part in parts)
+                raise RecipeError(
+                    f"{self.kind}: weigh() says {weight:g} of loss {name!r} for some samples, and {shown} for their "
+                    "two halves: it must count the items (samples or tokens) that losses() sums over"
+                )
+
+    def _totals(self, forward: Forward, batch: Any) -> dict[str, Tensor]:
+        """The losses of ``batch``; none where the model cannot take it, which the step finds out if it is no cut's."""
+        try:
+            return {loss.name: loss.total.detach().double().reshape(()) for loss in forward.losses(batch)}
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            return {}
+
+    def _wrong(self, found: Sequence[Mapping[str, Tensor]], tolerance: float) -> dict[str, str]:
+        """What is to be said of the losses that do not add up; one that is not finite is not compared."""
+        wrong = {}
+        for name in [name for name in self.model.loss_names if all(name in totals for totals in found)]:
+            whole, left, right = (totals[name] for totals in found)
+            room = tolerance * (left.abs() + right.abs()) - (whole - left - right).abs()
+            if float(room) < 0:
+                parts = f"{float(left):g} + {float(right):g}"
+                wrong[name] = f"loss {name!r} of some samples is {float(whole):g}, of their two halves {parts}"
+        return wrong
+
+
+def halves(batch: Any, count: int, weigh: Callable[[Any], Mapping[str, float]]) -> list[Any] | None:
+    """Some samples of ``batch`` and their two halves, each with a weight; ``None`` where it cannot be cut.
+
+    A sample that is alone is taken twice.
+
+    Args:
+        batch: collated, on the host.
+        count: its samples.
+        weigh: the weight of every loss of such a batch.
+    """
+    try:
+        heavy = [place for place in range(count) if all(weigh(taken(batch, [place], count)).values())][:COMPARED]
+        if not heavy:
+            return None
+        middle = len(heavy) // 2
+        left, right = (heavy[:middle], heavy[middle:]) if middle else (heavy, heavy)
+        return [taken(batch, places, count) for places in (left + right, left, right)]
+    except Exception:  # a batch of somebody's own, which only its model understands
+        return None
+
+
+def taken(batch: Any, places: list[int], count: int) -> Any:
+    """The samples at ``places`` of a batch of ``count``.
+
+    Raises:
+        ValueError: when some tensor in it has no row for each sample.
+    """
+    if isinstance(batch, Tensor):
+        if batch.ndim and len(batch) != count:
+            raise ValueError(f"a tensor of {len(batch)} rows for {count} samples")
+        return batch[places] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        clone: Any = copy.copy(batch)
+        for key, value in batch.items():
+            clone[key] = taken(value, places, count)
+        return clone
+    if isinstance(batch, list | tuple):
+        parts = _taken_of(batch, places, count)
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if batch is None or isinstance(batch, str | int | float):
+        return batch
+    raise ValueError(f"a {type(batch).__name__} cannot be cut")
+
+
+def _taken_of(batch: Sequence[Any], places: list[int], count: int) -> list[Any]:
+    """Of a sequence: of its fields, or of the samples that are its items."""
+    is_of_samples = len(batch) == count
+    try:
+        parts = [taken(item, places, count) for item in batch]
+    except ValueError:
+        if not is_of_samples:
+            raise
+        return [batch[place] for place in places]
+    if all(part is item for part, item in zip(parts, batch, strict=True)):  # texts or numbers
+        return [batch[place] for place in places] if is_of_samples else parts
+    if is_of_samples and not all(isinstance(item, Tensor) for item in batch):
+        raise ValueError("its items could be fields as well as samples")
+    return parts
+
+
+@contextmanager
+def untouched(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
+    """Eval mode, without gradients and without compiling; in the end everything is as it was, and so is what is drawn.
+
+    Args:
+        module: as it is called. Modes are set one by one: ``eval()`` may do more, and some parts may be in it already.
+        generator: of the device.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), generator.get_state()
+    # Once dynamo has met these shapes, it would compile for any; without it, nothing has been compiled.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    try:
+        for part, _ in modes:
+            part.training = False
+        with torch.no_grad(), eager:
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+        reshard(module)
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        torch.set_rng_state(drawn[2])
+        generator.set_state(drawn[3])
+
+
+def _tolerance(module: nn.Module) -> float:
+    types = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if isinstance(module, FSDPModule):
+        types.add(module._get_fsdp_state()._mp_policy.param_dtype or torch.float32)
+    return max((TOLERANCES.get(dtype, HALF_TOLERANCE) for dtype in types), default=HALF_TOLERANCE)
+
+
+def _any_rank(here: bool, ranks: int, device: torch.device) -> bool:
+    if ranks == 1:
+        return here
+    flag = torch.tensor([int(here)], device=device)
+    torch.distributed.all_reduce(flag)
+    return bool(flag.item())

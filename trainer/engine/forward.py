@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import Precision
 from torch import nn
 
 from trainer.contract import Loss, Model
+
+if TYPE_CHECKING:
+    from trainer.engine.check import LossCheck
 
 
 class Forward:
@@ -24,6 +28,9 @@ class Forward:
         module: what ``fabric.setup_module`` returned.
     """
 
+    check: LossCheck | None = None
+    """Looks at the losses that are trained on, while it is there."""
+
     def __init__(self, fabric: Fabric, model: Model, module: nn.Module) -> None:
         self.model, self.device, self.precision = model, fabric.device, fabric.strategy.precision
         self.use(module)
@@ -36,16 +43,25 @@ class Forward:
 
     def losses(self, batch: Any) -> Iterator[Loss]:
         """The model's losses, computed under the precision's context and handed out outside of it."""
+        if self.has_context:
+            return self._in_context(batch)
         losses = self.model.losses(self.module, self.precision.convert_input(self.to_device(batch)))
-        return self._in_context(losses) if self.has_context else losses
+        return losses if self.check is None else self._checked(losses, batch)
 
-    def _in_context(self, losses: Iterator[Loss]) -> Iterator[Loss]:
-        while True:
+    def _in_context(self, batch: Any) -> Iterator[Loss]:
+        with self.precision.forward_context():
+            losses = self.model.losses(self.module, self.precision.convert_input(self.to_device(batch)))
+            losses = iter(losses if self.check is None else self._checked(losses, batch))
+            loss = next(losses, None)
+        while loss is not None:
+            yield loss
             with self.precision.forward_context():
                 loss = next(losses, None)
-            if loss is None:
-                return
-            yield loss
+
+    def _checked(self, losses: Iterator[Loss], batch: Any) -> Iterator[Loss]:
+        if self.check is None or not torch.is_grad_enabled():
+            return losses
+        return self.check.each(losses, batch)
 
 
 def _as_it_is(batch: Any) -> Any:

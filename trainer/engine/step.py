@@ -67,7 +67,7 @@ class Stepper(Forward):
         self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
         self.world_size = fabric.world_size
         self.generator = _generator(self.device)
-        self.check: LossCheck | None = LossCheck(model)
+        self.check = LossCheck(model)
         self.skipped_steps = self.steps_taken = 0
         self.attach(module, optimizer, sync)
 
@@ -93,9 +93,9 @@ class Stepper(Forward):
             self.batchnorm.remember()
         for micro in window:
             self.prepare(micro, len(window))
+            if self.check:
+                self.check.compare(self, micro, self.world_size, self.generator)
             for loss in self.losses(micro.batch):
-                if self.check:
-                    self.check.see(loss, micro.batch)
                 self.precision.backward(loss.total, self.module, totals.scale(loss, micro.is_empty))
                 totals.add(loss, micro.is_empty)
         if self.check:

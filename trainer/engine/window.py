@@ -366,10 +366,16 @@ class Windows:
     def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:
         """What a window says of the batch over all ranks: weights, present; and if any rank has ``bad`` samples."""
         weights = [self.weigh(micro.batch) for micro in micro_batches]
-        rows = [
-            [0.0 if micro.is_empty else weight[name] for weight, micro in zip(weights, micro_batches, strict=True)]
-            for name in weights[0]
-        ]
+        try:
+            rows = [
+                [0.0 if micro.is_empty else weight[name] for weight, micro in zip(weights, micro_batches, strict=True)]
+                for name in weights[0]
+            ]
+        except (TypeError, KeyError) as error:
+            raise RecipeError(
+                f"{type(getattr(self.weigh, '__self__', self.weigh)).__name__}: weigh() gives {weights[0]!r}: give a "
+                "dict from every one of loss_names to how many items that loss is the sum of"
+            ) from error
         present: list[float] = []
         if self.cut(self.current_epoch).any_ranks:
             rows.append([float(not micro.is_empty) for micro in micro_batches])

@@ -10,6 +10,11 @@ from trainer.errors import require
 from trainer.memory.refusals import require_compatible
 from trainer.recipe import Memory, Recipe, Strategy
 
+CUT_MATTERS = (
+    "{}.samples_interact: the loss of a sample depends on the others of its micro-batch, so the cut matters: with "
+    "another micro-batch size, or on other ranks, the same batch has another gradient"
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -129,7 +134,7 @@ def _lossy(recipe: Recipe) -> list[str]:
 def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
     """What a person should know before training with such a plan; a line each."""
     memory, optim = recipe.memory, recipe.optim
-    found = []
+    found = [CUT_MATTERS.format(type(recipe.model).__name__)] if recipe.model.samples_interact else []
     loses = memory.precision in ("bf16-true", "16-true") and memory.cpu_offload != "optimizer"
     if loses and not memory.stochastic_rounding:
         found.append(

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from trainer.errors import RecipeError, require
-from trainer.memory.plan import Plan, decide_plan
+from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
 from trainer.planner.children import in_children
 from trainer.planner.explain import explain, not_fitting
 from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, usable_memory
@@ -141,7 +141,8 @@ class Search:
         self.progress = progress or (lambda done, total, text: None)
         self.done = self.total = 0
         self.refused: list[Candidate] = []
-        self.notes: dict[str, None] = {}
+        model = recipe.model
+        self.notes = {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
 
     def run(self, lossy: bool = False, quick: bool = False) -> PlanReport:
         """Predict, choose, predict the choice, and say why."""

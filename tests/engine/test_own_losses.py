@@ -1,0 +1,349 @@
+"""What an own model's ``losses`` may give: sums and weights; anything else ends in one line, on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import random
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import problems
+import pytest
+import torch
+from problems import Problem, engine_run
+from torch import nn
+
+from trainer.cli import run
+from trainer.engine.check import LossCheck, halves, taken, untouched
+
+RECIPE = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from trainer import Data, Loss, Memory, Model, Optim, Recipe, Run
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.line(x).tanh()
+
+
+class Network(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.first = nn.Linear(2, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.drop(self.norm(x)))
+
+
+@dataclass
+class Own(Model):
+    "A model whose losses are of some kind."
+    kind: str = "sum"
+    norm: bool = False
+    loss_names = ("loss",)
+
+    def build(self):
+        return Network(self.norm)
+
+    def losses(self, module, batch):
+        logits, labels = module(batch["x"]), batch["labels"]
+        each = cross_entropy(logits, labels, reduction="none")
+        total, count = each.sum(), len(labels)
+        if self.kind in ("returned", "loss"):
+            return total if self.kind == "returned" else Loss(total, count)
+        return self.found(total, each, logits, count)
+
+    def found(self, total, each, logits, count):
+        kind = self.kind
+        if kind in ("mean", "one"):
+            yield Loss(each.mean(), 1.0 if kind == "one" else count)
+        elif kind == "scaled mean":
+            yield Loss(each.mean() * count**0.5, count)
+        elif kind == "drawn":
+            yield Loss((each * (1 + torch.rand_like(each))).sum(), count)
+        elif kind == "interacting":
+            yield Loss(each.sum() + (logits @ logits.T).logsumexp(1).sum(), count)
+        elif kind == "tensor":
+            yield total
+        elif kind == "pair":
+            yield total, count
+        elif kind == "number":
+            yield Loss(float(total), count)
+        elif kind == "vector":
+            yield Loss(each, count)
+        elif kind == "detached":
+            yield Loss(total.detach(), count)
+        elif kind == "strange weight":
+            yield Loss(total, [count])
+        elif kind == "weights":
+            yield Loss(total, torch.ones(count))
+        else:
+            yield Loss(total, count)
+
+    def weigh(self, batch):
+        count = float(len(batch["labels"]))
+        if self.kind == "float weigh":
+            return count
+        if self.kind == "other names":
+            return {"losses": count}
+        if self.kind == "missing name" and count == 1:
+            return {}
+        return {"loss": 1.0 if self.kind == "one" else count}
+
+
+@dataclass
+class Interacting(Own):
+    "A model that says so."
+    kind: str = "interacting"
+    samples_interact = True
+
+
+@dataclass
+class Two(Own):
+    "Two losses, of which the second is a mean."
+    loss_names = ("left", "right")
+
+    def losses(self, module, batch):
+        each = cross_entropy(module(batch["x"]), batch["labels"], reduction="none")
+        yield Loss(each.sum(), len(each), name="left")
+        each = cross_entropy(module(batch["x"]), batch["labels"], reduction="none")
+        yield Loss(each.mean(), len(each), name="right")
+
+    def weigh(self, batch):
+        return dict.fromkeys(self.loss_names, float(len(batch["labels"])))
+
+
+@dataclass
+class Unweighed(Own):
+    "Neither labels nor weigh()."
+    weigh = Model.weigh
+
+    def losses(self, module, batch):
+        yield Loss(module(batch["x"]).square().sum(), len(batch["x"]))
+
+
+@dataclass
+class Points(Data):
+    "Points in the plane."
+    named: str = "labels"
+
+    def prepare(self, tokenizer=None):
+        points = torch.randn(24, 2, generator=torch.Generator().manual_seed(0))
+        self.train = [{"x": point, self.named: i % 3} for i, point in enumerate(points)]
+        self.num_classes = 3
+
+
+recipe = Recipe(
+    model=MODEL,
+    data=Points(DATA),
+    optim=Optim("sgd", lr=0.1),
+    batch_size=12,
+    epochs=1,
+    memory=Memory(micro_batch_size=6),
+    run=Run(progress=False, predict=False, evaluate=False),
+)
+"""
+
+
+def fitted(folder, model, words=(), data=""):
+    """Exit code, standard output and standard error of ``trainer fit`` of one of these models, in this process."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    path = Path(folder) / f"own_{rank}.py"
+    path.write_text(RECIPE.replace("MODEL", model).replace("DATA", data))
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = run(["fit", str(path), f"--run.dir={folder}/run", "--run.accelerator=cpu", *words])
+    return code, out.getvalue(), error.getvalue()
+
+
+MEAN = r"loss 'loss' of some samples is [\d.]+, of their two halves [\d.]+ \+ [\d.]+: losses\(\) must give the sum"
+FAULTS = {
+    "mean": MEAN,
+    "scaled mean": MEAN,
+    "interacting": "samples_interact = True",
+    "one": r"weigh\(\) says 1 of loss 'loss' for some samples, and 1 \+ 1 for their two halves",
+    "tensor": r"losses\(\) yields a Tensor: yield Loss\(total, weight\)",
+    "pair": r"losses\(\) yields a tuple: yield Loss\(total, weight\)",
+    "returned": r"losses\(\) returns a Tensor: yield Loss\(total, weight\)",
+    "loss": r"losses\(\) returns a Loss: yield Loss\(total, weight\)",
+    "number": "total of type float: give the sum as a scalar tensor",
+    "vector": r"total of shape \(6,\): give the sum as a scalar tensor \(reduction='sum'\)",
+    "detached": "has no graph, so nothing can be learned from it",
+    "strange weight": "weight of type list: give the number of items",
+    "weights": r"weight of shape \(6,\): give the number of items",
+    "float weigh": r"weigh\(\) gives 6.0: give a dict from every one of loss_names",
+    "other names": "use the same names in all three",
+}
+
+
+def require_line(code, error, message, kind="Own"):
+    lines = [line for line in error.splitlines() if "trainer: error: " in line]
+    assert code == 2, error
+    assert len(lines) == 1, error
+    assert "Traceback" not in error
+    assert f"trainer: error: {kind}" in lines[0]
+    assert pytest.raises(ValueError, match=message).matches(ValueError(lines[0])), lines[0]
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_what_is_no_sum_with_its_weight_ends_in_one_line(kind, tmp_path):
+    code, _, error = fitted(tmp_path, f"Own({kind!r})")
+    require_line(code, error, FAULTS[kind])
+
+
+@pytest.mark.parametrize("words", [["--memory.precision=bf16-mixed"], ["--memory.precision=bf16-true"]])
+@pytest.mark.parametrize("kind", ["mean", "returned", "tensor"])
+def test_it_does_so_in_half_precision(kind, words, tmp_path):
+    code, _, error = fitted(tmp_path, f"Own({kind!r})", words)
+    require_line(code, error, FAULTS[kind])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_mean_is_found_in_micro_batches_of_any_size(size, tmp_path):
+    """Even of one sample: it is taken twice."""
+    code, _, error = fitted(tmp_path, "Own('mean')", [f"--memory.micro_batch_size={size}"])
+    require_line(code, error, MEAN)
+
+
+def test_each_of_several_losses_is_compared(tmp_path):
+    code, _, error = fitted(tmp_path, "Two()")
+    require_line(code, error, "loss 'right' of some samples", "Two")
+
+
+def test_a_batch_without_labels_needs_a_weigh(tmp_path):
+    code, _, error = fitted(tmp_path, "Unweighed()", data="named='y'")
+    require_line(code, error, r"has no weigh\(\), and its micro-batches no tensor 'labels'", "Unweighed")
+
+
+@pytest.mark.parametrize("model", ["Own()", "Own(norm=True)", "Own('drawn')", "Interacting()"])
+def test_what_is_right_or_cannot_be_compared_trains(model, tmp_path):
+    code, out, error = fitted(tmp_path, model, ["--run.progress=true"])
+    assert code == 0, error
+    assert ("warning: Interacting.samples_interact: the loss of a sample" in out + error) == (model == "Interacting()")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_mean_ends_two_ranks_alike(strategy, ranks, tmp_path):
+    words = [f"--memory.strategy={strategy}", "--memory.micro_batch_size=3"]
+    for code, _, error in ranks(2).run(fitted, str(tmp_path), "Own('mean')", words):
+        require_line(code, error, MEAN)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Own(norm=True)", []),
+        ("Own('drawn')", ["--memory.activation_checkpointing=full"]),
+        ("Own()", ["--batch_size=3", "--memory.micro_batch_size=2"]),  # a rank with one sample, a rank with two
+        ("Own()", ["--batch_size=1", "--memory.micro_batch_size=1"]),  # a rank with none
+    ],
+)
+def test_what_is_right_trains_on_two_ranks(model, words, strategy, ranks, tmp_path):
+    words = [f"--memory.strategy={strategy}", "--max_steps=2", *words]
+    for code, _, error in ranks(2).run(fitted, str(tmp_path), model, words):
+        assert (code, error) == (0, "")
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
+@pytest.mark.parametrize("name", ["mlp", "vit", "distilbert", "bigbird", "two_losses"])
+def test_the_comparison_changes_no_bit_of_what_follows(name, monkeypatch):
+    """Dropout draws what it drew, and every part is in the mode that it was in."""
+    problem, compared = Problem(name, 12, 6, 3, precision="32-true"), []
+    original, make = LossCheck.compare, problems.make_model
+
+    def with_dropout(name):
+        model = make(name)
+        return dataclasses.replace(model, dropout=0.3) if hasattr(model, "dropout") else model
+
+    def spied(self, *args):
+        began = self.compared
+        original(self, *args)
+        compared.append(self.compared and not began)
+
+    monkeypatch.setattr(problems, "make_model", with_dropout)
+    monkeypatch.setattr(LossCheck, "compare", spied)
+    found = engine_run(problem, prepare=lambda stepper, windows: stepper.module.train() and None)
+    monkeypatch.setattr(LossCheck, "compare", lambda *args: None)
+    expected = engine_run(problem, prepare=lambda stepper, windows: stepper.module.train() and None)
+    assert compared.count(True) == 1
+    assert found["losses"] == expected["losses"]
+    assert torch.equal(found["after"], expected["after"])
+
+
+def test_modes_and_generators_are_as_they_were():
+    module = nn.Sequential(nn.Dropout(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)))
+    module[1].eval()
+    modes = [part.training for part in module.modules()]
+    generator = torch.Generator()
+    states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), generator.get_state()]
+    with contextlib.suppress(KeyError), untouched(module, generator):
+        assert not any(part.training for part in module.modules())
+        assert not torch.is_grad_enabled()
+        random.random(), np.random.rand(), torch.rand(()), torch.rand((), generator=generator)
+        raise KeyError
+    assert [part.training for part in module.modules()] == modes
+    after = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), generator.get_state()]
+    assert states[:2] == after[:2]
+    assert all(torch.equal(*pair) for pair in zip(states[2:], after[2:], strict=True))
+
+
+def row(*numbers):
+    return torch.tensor(numbers)
+
+
+Fields = namedtuple("Fields", "x y")
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (row(1, 2, 3), row(3, 1)),
+        (
+            {"x": row(1, 2, 3), "names": ["a", "b", "c"], "of": "train", "rate": torch.tensor(2)},
+            {"x": row(3, 1), "names": ["c", "a"], "of": "train", "rate": torch.tensor(2)},
+        ),
+        ((row(1, 2, 3), row(4, 5, 6)), (row(3, 1), row(6, 4))),
+        ([row(1, 2, 3), row(4, 5, 6), row(7, 8, 9)], [row(3, 1), row(6, 4), row(9, 7)]),  # three fields
+        ([row(1), row(2, 2), row(3)], [row(3), row(1)]),  # three samples
+        ([{"box": row(1)}, {"box": row(2, 2)}, {"box": row(3)}], [{"box": row(3)}, {"box": row(1)}]),
+        (Fields(row(1, 2, 3), None), Fields(row(3, 1), None)),
+    ],
+)
+def test_samples_are_taken_out_of_any_nest(batch, expected):
+    assert repr(taken(batch, [2, 0], 3)) == repr(expected)
+
+
+@pytest.mark.parametrize("batch", [row(1, 2), {"x": row(1, 2, 3), "edges": row(1, 2, 3, 4)}, [row(1, 2)], object()])
+def test_a_batch_that_has_no_row_for_each_sample_is_not_cut(batch):
+    assert halves(batch, 3, lambda batch: {"loss": 1.0}) is None
+
+
+def test_halves_have_weight():
+    """Samples that weigh nothing say nothing; a sample that is alone is taken twice."""
+
+    def weigh(batch):
+        return {"loss": float((batch != -100).sum())}
+
+    assert [it.tolist() for it in halves(row(-100, 5, -100, 6, 7), 5, weigh)] == [[5, 6, 7], [5], [6, 7]]
+    assert [it.tolist() for it in halves(row(-100, 5), 2, weigh)] == [[5, 5], [5], [5]]
+    assert halves(row(-100, -100), 2, weigh) is None
