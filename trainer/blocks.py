@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import RecipeError
 
@@ -11,12 +13,33 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+SHARE = 0.1
+"""A stack of other modules than those of the largest one holds blocks, too, from this share of its parameters on."""
+
+
 def find_blocks(module: nn.Module, classes: Sequence[type] = ()) -> list[nn.Module]:
-    """The repeated modules: instances of ``classes``, or the children of the ``ModuleList`` or ``Sequential`` of
-    equal modules that holds the most parameters."""
+    """The repeated modules, each once, as they are registered: instances of ``classes``, or what is stacked in it.
+
+    A stack is a ``ModuleList`` or ``Sequential`` of modules of one class. Blocks are the modules of the stack with the
+    most parameters, of all others of the same class (the stages of a ResNet, T5's encoder beside its decoder), and of
+    those with modules of several layers and at least a tenth of its parameters (BART's encoder). None is in another.
+    """
     if classes:
         return [m for m in module.modules() if isinstance(m, tuple(classes))]
-    return max(_repeated(module), key=_size_of_all, default=[])
+    stacks = _stacks(module)
+    largest = max(stacks, key=_size_of_all, default=[])
+    taken = {part for block in largest for part in block.modules()}
+    blocks: dict[nn.Module, None] = {}
+    for stack in stacks:  # outer ones before inner ones
+        if stack is largest or (_like(stack, largest) and taken.isdisjoint(stack)):
+            blocks |= dict.fromkeys(stack)
+            taken.update(part for block in stack for part in block.modules())
+    return list(blocks)
+
+
+def describe_blocks(blocks: Sequence[nn.Module]) -> str:
+    """How many of which class: ``2 BartEncoderLayer + 2 BartDecoderLayer``; empty where there are none."""
+    return " + ".join(f"{count} {name}" for name, count in Counter(type(block).__name__ for block in blocks).items())
 
 
 def require_blocks(module: nn.Module, classes: Sequence[type], wish: str) -> list[nn.Module]:
@@ -40,11 +63,43 @@ def require_blocks(module: nn.Module, classes: Sequence[type], wish: str) -> lis
     return blocks
 
 
-def _repeated(module: nn.Module) -> list[list[nn.Module]]:
+def switch_cache_off(module: nn.Module) -> None:
+    """Let ``module`` keep no cache of keys and values, which only generation has a use for.
+
+    That is ``config.use_cache`` of a transformers decoder, true by default: a block that is checkpointed would append
+    to the cache a second time. Models are saved with the setting that they came with: see :func:`as_it_came`.
+    """
+    configs: dict[int, Any] = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    for config in on:
+        config.use_cache = False
+    module._caching = [*getattr(module, "_caching", ()), *on]  # type: ignore[assignment]
+
+
+@contextmanager
+def as_it_came(module: nn.Module) -> Iterator[None]:
+    """Undo :func:`switch_cache_off` inside of the context, in which ``module`` is saved."""
+    switched: Sequence[Any] = getattr(module, "_caching", ())
+    for config in switched:
+        config.use_cache = True
+    try:
+        yield
+    finally:
+        for config in switched:
+            config.use_cache = False
+
+
+def _stacks(module: nn.Module) -> list[list[nn.Module]]:
     from torch import nn
 
-    lists = [list(m) for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    lists = [list(dict.fromkeys(m)) for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     return [children for children in lists if children and len({type(child) for child in children}) == 1]
+
+
+def _like(stack: Sequence[nn.Module], largest: Sequence[nn.Module]) -> bool:
+    if type(stack[0]) is type(largest[0]):
+        return True
+    return next(stack[0].children(), None) is not None and _size_of_all(stack) >= SHARE * _size_of_all(largest)
 
 
 def _size_of_all(modules: Sequence[nn.Module]) -> int:

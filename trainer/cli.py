@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -143,7 +144,7 @@ def _output_lost(argv: Sequence[str]) -> int:
 
 def _guarded(command: Callable[[], int | None]) -> int:
     """Run a command; its exit code, 0 where it returns none."""
-    _hide_foreign_bars()
+    _quiet_libraries()
     try:
         return command() or 0
     except Stopped as error:
@@ -175,11 +176,21 @@ def _leave_before_training() -> None:
     leave_before_training()
 
 
-def _hide_foreign_bars() -> None:
-    """In a log file, the progress bars of datasets and transformers would be one endless line each."""
+def _quiet_libraries() -> None:
+    """Keep from stderr what libraries say to nobody: bars, each an endless line in a log file, and two warnings.
+
+    They come with every import of a model of transformers, which imports torchao, which registers two of its classes
+    in a way that torch will not take any more one day.
+    """
+    logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_torchao)
     if not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):  # read when the libraries are imported, which is later
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
+
+
+def _is_not_of_torchao(record: logging.LogRecord) -> bool:
+    told = record.args if isinstance(record.args, tuple) else ()
+    return not any(str(getattr(value, "__module__", "")).startswith("torchao.") for value in told)
 
 
 def _dispatch(argv: list[str]) -> int:

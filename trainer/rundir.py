@@ -22,6 +22,7 @@ from trainer.errors import require
 from trainer.launching.shared_dir import require_shared
 from trainer.listeners import Stopwatch
 from trainer.memory.plan import idle_ranks, plan_warnings
+from trainer.memory.stack import Stack
 from trainer.recipe import Recipe
 from trainer.redact import redact
 from trainer.report.loggers import close_loggers, make_loggers
@@ -196,19 +197,20 @@ def report_text(result: EvaluationResult, data: Any) -> str:
     return classification_report(result.confusion, None if names is None else [escaped(name) for name in names])
 
 
-def describe_run(session: Session, module: nn.Module, windows: Windows) -> list[str]:
+def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
     """The plan, the size of the model and the run and, for texts, what cutting by length saves: a line each."""
-    parameters = sum(p.numel() for p in module.parameters())
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    parameters = sum(p.numel() for p in stack.module.parameters())
+    trained = sum(p.numel() for p in stack.module.parameters() if p.requires_grad)
     steps = count_steps(windows, session.recipe.epochs, session.recipe.max_steps)
     frozen = f" ({trained:,} trained)" if trained < parameters else ""
+    blocks = f" (blocks: {stack.blocks})" if stack.blocks else ""
     name = type(session.recipe.model).__name__
     lines = [
         f"plan: {session.plan.describe()} on {_device_name(session.fabric.device)}",
-        f"{name}: {parameters:,} parameters{frozen}; {windows.size:,} samples, {steps:,} steps",
+        f"{name}: {parameters:,} parameters{frozen}{blocks}; {windows.size:,} samples, {steps:,} steps",
     ]
     on_gpu = session.fabric.device.type == "cuda"
-    warnings = [*plan_warnings(session.recipe, on_gpu), idle_ranks(session.plan)]
+    warnings = [*plan_warnings(session.recipe, on_gpu), idle_ranks(session.plan), stack.warning]
     lines += [f"warning: {text}" for text in warnings if text is not None]
     if session.forecast is not None:
         lines += session.forecast.lines()

@@ -75,7 +75,7 @@ class Training:
         self.loggers = open_loggers(session, run_dir, resumption.step)
         if session.is_first:
             write_recipe(session, run_dir, source)
-            for line in describe_run(session, self.stack.module, self.windows):
+            for line in describe_run(session, self.stack, self.windows):
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
         self.split = "val" if recipe.data.val is not None else "test"
         self.stopwatch = Stopwatch()

@@ -1,8 +1,10 @@
 """The command line: commands, exit codes, one-line errors."""
 
+import logging
 import os
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -287,3 +289,13 @@ def test_python_m_trainer_has_the_exit_codes():
     refused = python("-m", "trainer", "fit", "vit_digits", "--epochs", "three", RANK="1")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == "[rank 1] trainer: error: epochs='three' must be int\n"
+
+
+def test_what_torch_says_of_torchao_is_not_shown_and_all_else_is(caplog):
+    assert run(["--version"]) == 0
+    ours, theirs = Enum("Ours", ["ONE"]), Enum("KernelPreference", ["AUTO"])
+    theirs.__module__ = "torchao.quantization.quantize_.common"
+    with caplog.at_level(logging.WARNING, logger="torch.utils._pytree"):
+        for kind in (theirs, ours):
+            logging.getLogger("torch.utils._pytree").warning("%s is an Enum subclass and is now natively supported", kind)
+    assert [record.args for record in caplog.records] == [(ours,)]

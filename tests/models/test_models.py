@@ -199,7 +199,7 @@ def test_checkpointed_blocks_of_a_decoder_have_the_gradients_of_plain_ones():
     module = model.build().double().train()
     batch = text_batch([5, 17, 30])
     plain = gradients(model, module, batch)
-    checkpoint_blocks(find_blocks(module), "full")
+    checkpoint_blocks(module, find_blocks(module), "full")
     checkpointed = gradients(model, module, batch)
     assert all(gradient.abs().sum() > 0 for gradient in plain.values())
     torch.testing.assert_close(checkpointed, plain, rtol=1e-12, atol=1e-15)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainer.blocks import as_it_came
 from trainer.checkpoint.store import staged_file, write_atomic
 from trainer.errors import require
 from trainer.redact import redact_value
@@ -39,7 +40,8 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
     """
     state = module.state_dict() if state is None else state
     if model.own_format:
-        model.save(module, folder, state)
+        with as_it_came(module):
+            model.save(module, folder, state)
         return
     with staged_file(folder / WEIGHTS) as part:
         save_file(_unique_tensors(model.merged_state(module, state)), part, metadata={"format": "pt"})

@@ -1,9 +1,9 @@
 """``memory.activation_checkpointing``: keep less of a block's forward, and compute it again in backward.
 
 ``torch.utils.checkpoint`` without reentrance. It puts the state of the random generators back before it computes a
-block again, so dropout draws the same masks; running statistics of BatchNorm move in the first pass only. Only
-``forward`` of a block is replaced: no parameter is renamed, and FSDP, whose hooks are around ``forward``, has the
-weights there for the second pass.
+block again, so dropout draws the same masks; BatchNorm's running statistics move in the first pass only; a decoder's
+cache, which both passes would append to, is switched off, or refused. Only ``forward`` of a block is replaced: no
+parameter is renamed, and FSDP, whose hooks are around ``forward``, has the weights there for the second pass.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trainer.blocks import switch_cache_off
+from trainer.errors import RecipeError
+from trainer.memory.refusals import require_first_order
 
 aten = torch.ops.aten
 
@@ -32,15 +36,17 @@ KEPT = {getattr(aten, name).default for name in (*_MATRIX_PRODUCTS, *_ATTENTION)
 """What ``selective`` does not compute again: the operations that cost the most time for the memory of their output."""
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], wish: str | float) -> None:
-    """Checkpoint ``blocks`` as ``memory.activation_checkpointing`` says.
+def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str | float) -> None:
+    """Checkpoint ``blocks`` of ``module`` as ``memory.activation_checkpointing`` says.
 
     Args:
+        module: the network; keeps no cache of keys and values from now on.
         blocks: the repeated modules, in order.
         wish: none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly.
     """
     if wish == "none":
         return
+    switch_cache_off(module)
     options: dict[str, Any] = {"use_reentrant": False}
     if wish == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
@@ -48,7 +54,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], wish: str | float) -> None:
             options["respect_saved_tensors_hooks"] = True  # what is kept may be offloaded, too
     for block in blocks if isinstance(wish, str) else evenly(blocks, wish):
         layers = [layer for layer in block.modules() if isinstance(layer, _BatchNorm)]
-        block.forward = _checkpointed(block.forward, layers, options)
+        block.forward = _checkpointed(type(block).__name__, block.forward, layers, options)
 
 
 def evenly(blocks: Sequence[nn.Module], fraction: float) -> list[nn.Module]:
@@ -75,13 +81,24 @@ def _dropout(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> flo
     return 0.0
 
 
-def _checkpointed(forward: Callable[..., Any], layers: list[_BatchNorm], options: dict[str, Any]) -> Callable[..., Any]:
+def _checkpointed(
+    name: str, forward: Callable[..., Any], layers: list[_BatchNorm], options: dict[str, Any]
+) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # evaluation keeps nothing anyway
             return forward(*args, **kwargs)
+        if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):  # transformers' caches have it
+            raise RecipeError(
+                f"memory.activation_checkpointing computes {name} twice, which would append to its cache of keys and "
+                "values twice: call the model with use_cache=False and no past_key_values, or use none"
+            )
         if layers and not torch.compiler.is_compiling():  # what is compiled has no side effect the second time
-            return checkpoint(_counting_once(forward, layers), *args, **options, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
+            output = checkpoint(_counting_once(forward, layers), *args, **options, **kwargs)
+        else:
+            output = checkpoint(forward, *args, **options, **kwargs)
+        if "context_fn" in options:  # what is kept is given away in the first backward
+            require_first_order(output, "memory.activation_checkpointing=selective", "use full")
+        return output
 
     return checkpointed
 

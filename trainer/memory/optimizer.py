@@ -37,8 +37,9 @@ def build_optimizer(
         optim: which optimizer, and its learning rate and decay.
         memory: how many bits its state has, how it rounds, and whether it updates during the backward.
         device: where the parameters are.
-        fused: use torch's fused kernels where there are some. On a CPU they round the last elements of a tensor
-            otherwise than the others, so that a weight's update depends on where it is in its shard.
+        fused: use torch's fused kernels where there are some; they take no complex parameters and no sparse gradients.
+            On a CPU they round the last elements of a tensor otherwise than the others, so that a weight's update
+            depends on where it is in its shard.
 
     Raises:
         RecipeError: when no parameter trains, or the optimizer's package is not installed.
@@ -50,6 +51,7 @@ def build_optimizer(
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     sharded = any(isinstance(p, DTensor) for p in parameters)
+    fused = fused and all(p.is_floating_point() for p in parameters)
     optimizer = _make(optim, memory, device, sharded, fused)([group for group in groups if group["params"]])
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
 

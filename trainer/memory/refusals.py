@@ -1,14 +1,20 @@
-"""Which settings cannot work together, and why: found before any process is started."""
+"""Which settings cannot work together, and why: found before any process is started, or when the module is built."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainer.engine.window import Cut
 from trainer.errors import require
-from trainer.recipe import Recipe
+from trainer.recipe import Optim, Recipe
 from trainer.weights import PICKLED
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from trainer.memory.plan import Plan
 
 ADAM = ("adam", "adamw")
 DIVIDE_BY_SQUARES = (*ADAM, "adagrad", "rmsprop")
@@ -249,3 +255,75 @@ def _deterministic(recipe: Recipe, world_size: int) -> None:
         f"{key} cannot train {type(recipe.model).__name__}, which has several losses a batch, with memory.strategy "
         "fsdp, which reduces after each: use memory.strategy ddp or single",
     )
+
+
+def require_able(module: nn.Module, plan: Plan) -> None:
+    """Refuse parameters that a technique of ``plan`` cannot hold, or not without changing what they learn.
+
+    Raises:
+        RecipeError: naming the parameter, the key and what to change.
+    """
+    memory = plan.memory
+    fsdp = [("memory.strategy=fsdp", "use ddp or single", plan.strategy == "fsdp")]
+    dense = [
+        *fsdp,
+        ("memory.cpu_offload=optimizer", "use none", memory.cpu_offload == "optimizer"),
+        ("run.deterministic=true", "use false", plan.deterministic),
+    ]
+    # Safetensors has no complex numbers of double precision, and torch few operations for those of half.
+    full = memory.precision in ("32-true", "bf16-mixed")
+    bits = memory.optimizer_state_bits
+    real = [
+        *dense,
+        (f"memory.precision={memory.precision}", "use 32-true", not full),
+        (f"memory.optimizer_state_bits={bits}", "use 32", bits < 32),
+    ]
+    sparse = sparse_parameters(module)
+    for name, parameter in module.named_parameters():
+        for is_so, fault, excluded in (
+            (parameter.ndim == 0, "has no dimension: give it the shape (1,)", fsdp),
+            (name in sparse, "has sparse gradients: leave out sparse=True", dense),
+            (parameter.is_complex(), "is complex: keep it as real numbers, for torch.view_as_complex", real),
+        ):
+            for key, remedy, is_on in excluded:
+                require(not (is_so and is_on), f"{key} cannot train {name}, which {fault}, or {remedy}")
+
+
+def require_first_order(output: Any, setting: str, remedy: str) -> None:
+    """Refuse, when it is asked for, the gradient of a gradient (``create_graph=True``) of what a module returned.
+
+    All ranks do so alike, and before a technique's own hooks on ``output`` if called before they are made.
+    """
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    def check(gradient: Tensor) -> None:
+        is_second_order = torch.is_grad_enabled()
+        require(not is_second_order, f"{setting} cannot take the gradient of a gradient (create_graph=True): {remedy}")
+
+    if not torch.compiler.is_compiling():  # the compiler has no second backward, and says so
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(check)
+
+
+def require_sparse(module: nn.Module, optim: Optim) -> None:
+    """Refuse an optimizer that cannot update from sparse gradients, where ``module`` has some.
+
+    Raises:
+        RecipeError: naming the parameter.
+    """
+    for name in sparse_parameters(module):
+        require(
+            optim.name in ("sgd", "adagrad") and not optim.weight_decay,
+            f"optim.name={optim.name} with optim.weight_decay={optim.weight_decay} cannot update {name}, which has "
+            "sparse gradients: leave out sparse=True, or use sgd or adagrad without decay",
+        )
+
+
+def sparse_parameters(module: nn.Module) -> set[str]:
+    """The names of the parameters that train and get sparse gradients: those of embeddings with ``sparse=True``."""
+    sparse = {
+        id(part.weight) for part in module.modules() if getattr(part, "sparse", False) and hasattr(part, "weight")
+    }
+    return {name for name, p in module.named_parameters() if id(p) in sparse and p.requires_grad}

@@ -8,7 +8,8 @@ all-gathers (here a ``MixedPrecisionPolicy``), loses real buffers of a module on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.memory.plan import Plan
+from trainer.memory.refusals import require_first_order
 from trainer.recipe import Precision
 
 HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -75,7 +77,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return module
 
 
-def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: torch.device) -> None:
+def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: torch.device) -> str | None:
     """Shard ``module`` over all ranks, in place: each of ``blocks`` is gathered as one, and the rest as another.
 
     Args:
@@ -83,6 +85,9 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: to
         blocks: its repeated modules.
         plan: the decided knobs.
         device: that the ranks compute on.
+
+    Returns:
+        What is to be said of blocks that are gathered with the rest, as they share weights with it or each other.
     """
     memory = plan.memory
     policy = mixed_precision_policy(memory.precision)
@@ -96,8 +101,11 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: to
         # BatchNorm takes inputs in half precision, but its weights must be of the type of its running statistics.
         for layer in [part for part in module.modules() if isinstance(part, _BatchNorm)]:
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(), **options)
-    for part in [*blocks, *_large_embeddings(module, blocks)]:
+    alone = _sharing_nothing(module, blocks)
+    for part in [*alone, *_large_embeddings(module, blocks)]:
+        part.register_forward_hook(_watch_backward)  # before those of FSDP
         fully_shard(part, mp_policy=policy, **options)
+    module.register_forward_hook(_watch_backward)
     # Only the root hands its results to a loss, which is computed in fp32.
     outwards = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, policy.param_dtype and torch.float32)
     fully_shard(module, mp_policy=outwards, **options)
@@ -105,6 +113,17 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: to
         for name, buffer in buffers.items():
             if buffer is not None:
                 buffers[name] = buffer.to(device)
+    if len(alone) == len(blocks):
+        return None
+    return (
+        f"memory.strategy=fsdp gathers {len(blocks) - len(alone)} of {len(blocks)} blocks with the rest of the model, "
+        "for the whole of a micro-step: they share weights with each other or with the rest"
+    )
+
+
+def _watch_backward(module: nn.Module, args: Any, output: Any) -> None:
+    """FSDP frees weights in the first backward which the second reads: the process would end without a word."""
+    require_first_order(output, "memory.strategy=fsdp", "use ddp or single")
 
 
 def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
@@ -130,9 +149,16 @@ def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 def _large_embeddings(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Embeddings larger than a block, unless their weight is tied: with the root they would be whole all the time."""
     limit = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
-    names = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
-    return [
-        part
-        for part in module.modules()
-        if isinstance(part, nn.Embedding) and part.weight.numel() > limit and names.count(id(part.weight)) == 1
-    ]
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding) and part.weight.numel() > limit]
+    return _sharing_nothing(module, embeddings)
+
+
+def _sharing_nothing(module: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of ``parts`` whose parameters are in no other part of ``module``: FSDP gathers a parameter in one place."""
+    everywhere = _owners(module.modules())
+    return [part for part in parts if _owners(part.modules()).items() <= everywhere.items()]
+
+
+def _owners(modules: Iterable[nn.Module]) -> Counter[nn.Parameter]:
+    """How many of ``modules`` own each parameter."""
+    return Counter(p for part in modules for p in dict.fromkeys(part.parameters(recurse=False)))

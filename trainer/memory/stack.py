@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.blocks import find_blocks, require_blocks
+from trainer.blocks import describe_blocks, find_blocks, require_blocks
 from trainer.contract import Model
 from trainer.engine.deterministic import tree_sync
 from trainer.engine.sync import GradientSync, gradient_sync
@@ -25,8 +25,10 @@ from trainer.memory.optimizer_in_backward import AppliedInBackward, OptimizerInB
 from trainer.memory.optimizer_offload import HostGradients, take_home
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
+from trainer.memory.refusals import require_able, require_sparse, sparse_parameters
 from trainer.memory.sharding import shard
 from trainer.recipe import Optim
+from trainer.streaming import tied_names
 
 
 @dataclass
@@ -37,11 +39,15 @@ class Stack:
         module: as the model built it; its parameters may be sharded now.
         wrapped: what forward is called on.
         masters: weights in host memory, when the optimizer is offloaded: see ``take_home``.
+        blocks: the repeated modules that were found, in words.
+        warning: what is to be said of how it was done.
     """
 
     module: nn.Module
     wrapped: nn.Module
     masters: dict[nn.Parameter, Tensor] | None = None
+    blocks: str = ""
+    warning: str | None = None
 
 
 def apply_stack(
@@ -67,20 +73,21 @@ def apply_stack(
         stream: what gives weights on meta their memory and values.
 
     Raises:
-        RecipeError: when a technique needs blocks and none are found.
+        RecipeError: when a technique needs blocks and none are found, or a parameter cannot be held.
     """
     memory = plan.memory
+    require_able(module, plan)
     blocks = _blocks(model, module, plan)
-    checkpoint_blocks(blocks, memory.activation_checkpointing)
+    found = describe_blocks(blocks)  # FSDP gives them other classes
+    checkpoint_blocks(module, blocks, memory.activation_checkpointing)
     compile_module(module, blocks, memory.compile)
     if memory.activation_offload:
         offload_activations(module, fabric.device)
-    if plan.strategy == "fsdp":
-        shard(module, blocks, plan, fabric.device)
+    warning = shard(module, blocks, plan, fabric.device) if plan.strategy == "fsdp" else None
     if memory.init == "meta":
         stream(module, model, _home(plan, fabric.device), weights_dtype(memory), seed)
     masters = take_home(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
-    return Stack(module, fabric.setup_module(module), masters)
+    return Stack(module, fabric.setup_module(module), masters, found, warning)
 
 
 def _home(plan: Plan, device: torch.device) -> torch.device:
@@ -112,7 +119,9 @@ def build_updates(
         return optimizer, HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas)
     parameters = [p for p in stack.module.parameters() if p.requires_grad]
     device = torch.device("cpu") if memory.cpu_offload == "parameters" else fabric.device
-    optimizer = build_optimizer(parameters, optim, memory, device, fused=not plan.deterministic)
+    require_sparse(stack.module, optim)
+    fused = not plan.deterministic and not sparse_parameters(stack.module)
+    optimizer = build_optimizer(parameters, optim, memory, device, fused)
     if isinstance(optimizer, OptimizerInBackward):
         return optimizer, AppliedInBackward(optimizer)
     forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
@@ -127,11 +136,13 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
     """Every weight and persistent buffer by name, in full precision where there is one, for saving.
 
     Called on all ranks. Under FSDP the first rank gets whole tensors in host memory, one gathered after the other, and
-    the others an empty dict.
+    the others an empty dict. The names of a tied weight have the same tensor, so that it is saved once.
     """
     if any(isinstance(p, DTensor) for p in stack.module.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return dict(get_model_state_dict(stack.module, options=options))  # type: ignore[arg-type]
+        gathered = get_model_state_dict(stack.module, options=options)
+        first = {name: names[0] for names in tied_names(stack.module) for name in names}
+        return {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}  # type: ignore[misc]
     state = stack.module.state_dict()
     masters = stack.masters or {}
     in_full = {n: masters[p] for n, p in stack.module.named_parameters(remove_duplicate=False) if p in masters}

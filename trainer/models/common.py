@@ -48,14 +48,11 @@ def train_last_blocks(module: nn.Module, count: int, classes: Sequence[type] = (
 
 
 def head_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that are registered after the first of ``blocks`` and belong to none of them."""
+    """The parameters that are registered after all those of ``blocks``; none where there are no blocks."""
     in_blocks = {p for block in blocks for p in block.parameters()}
-    seen_blocks, head = False, []
-    for parameter in module.parameters():
-        seen_blocks = seen_blocks or parameter in in_blocks
-        if seen_blocks and parameter not in in_blocks:
-            head.append(parameter)
-    return head
+    parameters = list(module.parameters())
+    last = max((at for at, parameter in enumerate(parameters) if parameter in in_blocks), default=len(parameters))
+    return parameters[last + 1 :]
 
 
 def require_filled(model: str, **fields: object) -> None:

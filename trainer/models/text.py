@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.blocks import find_blocks
+from trainer.blocks import find_blocks, switch_cache_off
 from trainer.contract import Loss, Model, Pretrained
 from trainer.errors import RecipeError, require
 from trainer.models.common import classification_loss, require_filled, train_last_blocks
@@ -215,7 +215,8 @@ class TextClassifier(Model):
         )
 
     def _finished(self, module: nn.Module) -> nn.Module:
-        """The module with the parameters frozen that do not train."""
+        """The module without a cache, and with the parameters frozen that do not train."""
+        switch_cache_off(module)
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module
@@ -300,9 +301,6 @@ class TextClassifier(Model):
         if is_type:  # settings that others are derived from must be there from the beginning
             known = {"vocab_size": config.vocab_size, "pad_token_id": config.pad_token_id}
             config = AutoConfig.for_model(self.name, **{**known, **changes})
-        if hasattr(config, "use_cache"):
-            # A decoder's cache of keys and values serves generation; a checkpointed block would append to it twice.
-            config.use_cache = False
         for key, value in changes.items():
             setattr(config, key, value)
         if self.num_classes is not None:

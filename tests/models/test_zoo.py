@@ -1,0 +1,208 @@
+"""Foreign architectures, whichever way they are trained: exact, or refused in one line that names what cannot be.
+
+A few of them in every run, all of them with ``pytest -m slow tests/models/test_zoo.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from zoo import ALL, Case, Outcome, ZooOfTransformers, collate, error, make, run, samples
+
+from trainer import Memory, Optim
+from trainer.blocks import as_it_came, describe_blocks, find_blocks, switch_cache_off
+from trainer.errors import RecipeError
+from trainer.memory.checkpointing import checkpoint_blocks
+from trainer.models.common import head_parameters
+
+RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
+REFUSED = {
+    ("scale", "fsdp"): "memory.strategy=fsdp cannot train scale, which has no dimension: give it the shape (1,)",
+    ("sparse", "fsdp"): "memory.strategy=fsdp cannot train embed.weight, which has sparse gradients",
+    ("complex", "fsdp"): "memory.strategy=fsdp cannot train filter, which is complex",
+    ("penalty", "fsdp"): "memory.strategy=fsdp cannot take the gradient of a gradient (create_graph=True)",
+    ("penalty", "selective"): "cannot take the gradient of a gradient (create_graph=True)",
+}
+BATCH_NORM = ("batch", "resnet18", "mobilenet")
+"""The whole batch on one rank: else they normalise by other statistics, see tests/memory/test_batchnorm.py."""
+
+
+def outcome_of(case: Case, ranks: object, folder: object) -> Outcome:
+    """The first rank's, of a run that ended alike on all ranks."""
+    if case.world_size == 1:
+        return run(case, str(folder))
+    outcomes = ranks(case.world_size).run(run, case, str(folder))
+    assert len({outcome.code for outcome in outcomes}) == 1, [outcome.errors for outcome in outcomes]
+    return outcomes[0]
+
+
+def check(name: str, strategy: str, checkpointing: str | float, ranks: object, folder: object) -> str:
+    """Train; what came of it, in words."""
+    precision = "32-true" if name == "complex" else "64-true"  # of which safetensors has no complex numbers
+    most = 8 if name in BATCH_NORM else 3
+    memory = Memory(
+        strategy=strategy, activation_checkpointing=checkpointing, micro_batch_size=most, precision=precision
+    )
+    case = Case(name, memory, RANKS[strategy])
+    outcome = outcome_of(case, ranks, folder)
+    refusal = REFUSED.get((name, strategy)) or REFUSED.get((name, checkpointing))
+    if refusal is not None:
+        assert (outcome.code, len(outcome.errors)) == (2, 1), outcome.stderr
+        assert outcome.errors[0].startswith("trainer: error: ")
+        assert refusal in outcome.errors[0]
+        return "refused"
+    assert outcome.code == 0, outcome.stderr
+    off = error(case, outcome)
+    assert off <= {"32-true": 2e-6, "64-true": 1e-12}[precision]
+    return f"{off:.0e}"
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "checkpointing"),
+    [
+        ("gpt2", "single", "full"),
+        ("llama", "single", "selective"),
+        ("t5", "single", 0.5),
+        ("bart", "single", "selective"),
+        ("shared_block", "single", "full"),
+        ("penalty", "single", "full"),
+        ("penalty", "single", "selective"),
+        ("sparse", "single", "none"),
+        ("complex", "single", "none"),
+        ("scale", "ddp", "none"),
+        ("sparse", "ddp", "none"),
+        ("gpt2", "fsdp", "full"),
+        ("t5", "fsdp", "none"),
+        ("bart", "fsdp", "full"),
+        ("shared_block", "fsdp", "full"),
+        ("shared_weight", "fsdp", "full"),
+        *[key for key in [(name, strategy, "none") for name, strategy in REFUSED] if key[1] == "fsdp"],
+    ],
+)
+def test_it_is_exact_or_refused(name, strategy, checkpointing, ranks, tmp_path):
+    check(name, strategy, checkpointing, ranks, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_all_of_them_are_exact_or_refused(name, ranks, tmp_path, record_property):
+    wishes = {"single": ("none", "full", "selective"), "ddp": ("none",), "fsdp": ("none", "full", "selective")}
+    row = {}
+    for strategy in ("single",) if name in BATCH_NORM else wishes:
+        for checkpointing in wishes[strategy]:
+            folder = tmp_path / f"{strategy}-{checkpointing}"
+            folder.mkdir()
+            row[f"{strategy} {checkpointing}"] = check(name, strategy, checkpointing, ranks, folder)
+    record_property("table", f"{name}: " + ", ".join(f"{cell} {value}" for cell, value in row.items()))
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+def test_a_tied_weight_is_saved_once_wherever_it_is(offload, ranks, tmp_path):
+    case = Case("gpt2", Memory(strategy="fsdp", cpu_offload=offload, micro_batch_size=3, precision="64-true"), 2)
+    outcome = outcome_of(case, ranks, tmp_path)
+    assert error(case, outcome) <= 1e-12
+
+
+def test_a_sharded_and_checkpointed_model_is_saved_as_transformers_would(ranks, tmp_path):
+    from transformers import GPT2LMHeadModel
+
+    memory = Memory(strategy="fsdp", activation_checkpointing="full", micro_batch_size=3, precision="64-true")
+    case = Case("gpt2", memory, 2, kind=ZooOfTransformers)
+    outcome = outcome_of(case, ranks, tmp_path)
+    assert error(case, outcome) <= 1e-12
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["use_cache"] is True
+    module = GPT2LMHeadModel.from_pretrained(tmp_path / "run" / "model", dtype=torch.float64)
+    assert module.lm_head.weight is module.transformer.wte.weight
+    assert torch.equal(module.lm_head.weight, outcome.state["transformer.wte.weight"])
+
+
+def test_a_run_says_what_its_blocks_are_and_which_are_gathered_with_the_rest(ranks, tmp_path):
+    memory = Memory(strategy="fsdp", micro_batch_size=3)
+    outcome = outcome_of(Case("shared_weight", memory, 2), ranks, tmp_path)
+    assert re.search(r"Zoo: [\d,]+ parameters \(blocks: 3 Block\);", outcome.stderr)
+    assert "warning: memory.strategy=fsdp gathers 2 of 3 blocks with the rest of the model" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("t5", "4 T5Block"),
+        ("bart", "2 BartEncoderLayer + 2 BartDecoderLayer"),
+        ("gpt2", "3 GPT2Block"),
+        ("albert", "1 AlbertLayerGroup"),
+        ("deberta", "3 DebertaV2Layer"),
+        ("hf_vit", "3 ViTLayer"),
+        ("convnext", "3 CNBlock"),
+        ("resnet18", "8 BasicBlock"),
+        ("group", "3 Sequential"),
+        ("shared_block", "2 Block"),
+    ],
+)
+def test_blocks_are_those_of_all_stacks_each_once(name, blocks):
+    assert describe_blocks(find_blocks(make(name))) == blocks
+
+
+def test_the_head_is_what_follows_the_last_stack():
+    module = make("bart")
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    head = [names[id(parameter)] for parameter in head_parameters(module, find_blocks(module))]
+    assert head == ["model.decoder.layernorm_embedding.weight", "model.decoder.layernorm_embedding.bias"]
+
+
+@pytest.mark.parametrize("wish", ["full", "selective", 0.5])
+def test_a_cache_that_would_be_filled_twice_is_refused(wish):
+    module = make("gpt2")
+    checkpoint_blocks(module, find_blocks(module), wish)
+    ids = collate(samples("gpt2"))["input_ids"]
+    assert module(input_ids=ids).past_key_values is None
+    with pytest.raises(RecipeError, match=r"computes GPT2Block twice.*use_cache=False"):
+        module(input_ids=ids, use_cache=True)
+    with torch.no_grad():
+        assert module(input_ids=ids, use_cache=True).past_key_values is not None  # nothing is computed twice
+
+
+def test_a_cache_is_switched_off_until_the_model_is_saved():
+    module = make("t5")
+    configs = [module.config, module.decoder.config]
+    switch_cache_off(module)
+    switch_cache_off(module)  # the model itself, and then the memory stack
+    assert [config.use_cache for config in configs] == [False, False]
+    with as_it_came(module):
+        assert [config.use_cache for config in configs] == [True, True]
+        assert module.encoder.config.use_cache is False  # as transformers made it
+    assert [config.use_cache for config in configs] == [False, False]
+
+
+@pytest.mark.parametrize("optim", [Optim("adamw", lr=0.1), Optim("sgd", lr=0.1, weight_decay=0.1)], ids=str)
+def test_what_cannot_update_sparsely_is_refused(optim, tmp_path):
+    outcome = run(Case("sparse", Memory(micro_batch_size=3), optim=optim), str(tmp_path))
+    assert outcome.code == 2
+    assert outcome.errors == [
+        f"trainer: error: optim.name={optim.name} with optim.weight_decay={optim.weight_decay} cannot update "
+        "embed.weight, which has sparse gradients: leave out sparse=True, or use sgd or adagrad without decay"
+    ]
+
+
+@pytest.mark.parametrize(
+    "optim", [Optim("sgd", lr=0.1, clip_norm=0.05), Optim("adagrad", lr=0.1)], ids=["sgd, clipped", "adagrad"]
+)
+def test_sparse_gradients_update_as_dense_ones(optim, tmp_path):
+    case = Case("sparse", Memory(micro_batch_size=3, precision="64-true"), optim=optim)
+    assert error(case, run(case, str(tmp_path))) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["sparse", "complex"])
+def test_gradients_in_host_memory_are_dense_and_real(name, tmp_path):
+    """A complex gradient would lose its imaginary part there."""
+    outcome = run(Case(name, Memory(cpu_offload="optimizer", micro_batch_size=3)), str(tmp_path))
+    assert (outcome.code, len(outcome.errors)) == (2, 1)
+    assert "memory.cpu_offload=optimizer cannot train " in outcome.errors[0]
+
+
+def test_complex_numbers_that_could_not_be_saved_are_refused_at_the_start(tmp_path):
+    outcome = run(Case("complex", Memory(micro_batch_size=3, precision="64-true")), str(tmp_path))
+    assert (outcome.code, len(outcome.errors)) == (2, 1)
+    assert "memory.precision=64-true cannot train filter, which is complex" in outcome.errors[0]
