@@ -7,9 +7,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 FOREIGN = ("LT_", "TORCHELASTIC", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "NODE_RANK")
+
+LISTENING = "0A"
+"""State of a socket in /proc/net/tcp."""
 
 
 class StartedRun:
@@ -62,3 +66,18 @@ class StartedRun:
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+
+def listening_addresses(pids: Sequence[int]) -> list[str]:
+    """Addresses and ports, as /proc writes them, at which processes wait for connections."""
+    sockets = {link for pid in pids for link in _links(Path(f"/proc/{pid}/fd"))}
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    return [fields[1] for fields in lines if fields[3] == LISTENING and f"socket:[{fields[9]}]" in sockets]
+
+
+def _links(folder: Path) -> list[str]:
+    found = []
+    for path in folder.iterdir():
+        with suppress(OSError):  # closed meanwhile
+            found.append(os.readlink(path))
+    return found

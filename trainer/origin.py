@@ -8,6 +8,7 @@ import secrets
 from functools import cached_property
 from typing import Any
 
+from trainer.agreement import from_first
 from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
 from trainer.recipe import Recipe
 from trainer.redact import redact_value
@@ -25,7 +26,7 @@ class Origin:
     """
 
     def __init__(self, session: Session, run: str | None = None) -> None:
-        drawn = session.fabric.broadcast((secrets.token_hex(8), secrets.token_hex(4)))
+        drawn = from_first(session.fabric, [secrets.token_hex(8), secrets.token_hex(4)])
         self.run, self.attempt = run or drawn[0], drawn[1]
         self.recipe = flat_settings(session.recipe)
         self._data, self._tokenizer = session.recipe.data, session.recipe.model.tokenizer_or_none()

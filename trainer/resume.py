@@ -7,10 +7,8 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from trainer.agreement import from_all, from_first
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.checkpoint.manifest import CorruptCheckpoint, UnknownFormat, read_manifest, verify_files
 from trainer.checkpoint.writer import STATE, sign_of
@@ -55,7 +53,7 @@ def find_checkpoint(session: Session, own: CheckpointFolder) -> tuple[Found | No
         candidates = [Path(wanted).resolve()]  # a link such as latest has another name than what it is
     else:
         folder = own if wanted == "auto" else CheckpointFolder(_checkpoints_of(Path(wanted)))
-        candidates = session.fabric.broadcast(folder.newest_first())
+        candidates = [Path(path) for path in from_first(session.fabric, list(map(str, folder.newest_first())))]
         require(bool(candidates) or wanted == "auto", f"run.resume={wanted}: there is no checkpoint in {folder.path}")
     problems: list[tuple[Path, str]] = []
     for path in candidates:
@@ -88,10 +86,7 @@ def _problem(session: Session, path: Path) -> str | None:
         problem, is_unknown = str(error), isinstance(error, UnknownFormat)
     except OSError as error:
         problem = f"{error.filename or path} cannot be read: {error.strerror}"
-    found: list[Any] = [(problem, is_unknown)]
-    if size > 1:
-        found *= size
-        torch.distributed.all_gather_object(found, (problem, is_unknown))
+    found = from_all(session.fabric, (problem, is_unknown))
     problem, is_unknown = next((one for one in found if one[0] is not None), (None, False))
     require(not is_unknown, f"{problem}: resume with the version that has written it")
     return problem

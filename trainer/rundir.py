@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.agreement import from_first
 from trainer.checkpoint.export import save_model
 from trainer.checkpoint.store import staged_folder, write_atomic
 from trainer.engine.events import Counters
@@ -43,7 +44,7 @@ def choose_run_dir(session: Session, source: str | None) -> Path:
     )
     name = Path(source).stem if source else "recipe"
     chosen = wanted or f"runs/{name}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = Path(session.fabric.broadcast(str(Path(chosen).absolute())))
+    run_dir = Path(from_first(session.fabric, str(Path(chosen).absolute())))
     session.on_first(partial(_make, run_dir, resume))
     require_shared(session, run_dir)
     session.recipe = session.recipe.replace(run=dataclasses.replace(session.recipe.run, dir=str(run_dir)))

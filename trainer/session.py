@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.fabric import Fabric
 
-from trainer.agreement import Agreement
+from trainer.agreement import Agreement, from_first
 from trainer.bad_samples import report_bad_samples
 from trainer.batches import evaluation_cut, evaluation_micro_batches, fill_from_data, loader_of, windows_of
 from trainer.data.loader import Loader
@@ -79,7 +79,7 @@ class Session:
         return self.fabric.global_rank == 0
 
     def on_first(self, decide: Callable[[], T]) -> T:
-        """What ``decide`` returns on the first rank, on all ranks; what it refuses there, all refuse alike.
+        """What ``decide`` returns on the first rank, on all ranks, as JSON has it; what it refuses, all refuse alike.
 
         Raises:
             RecipeError: the first rank's.
@@ -90,7 +90,7 @@ class Session:
                 outcome = decide(), None
             except RecipeError as error:
                 outcome = None, str(error)
-        value, refusal = self.fabric.broadcast(outcome)
+        value, refusal = from_first(self.fabric, outcome)
         require(refusal is None, str(refusal))
         return value
 

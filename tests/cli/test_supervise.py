@@ -277,12 +277,16 @@ def test_out_of_memory_is_mended_by_smaller_micro_batches(supervise):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole_job", [False, True], ids=["supervisor alone", "every process"])
-def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(supervise, whole_job):
+@pytest.mark.parametrize(
+    ("whole_job", "number"),
+    [(False, signal.SIGTERM), (True, signal.SIGTERM), (False, signal.SIGHUP)],
+    ids=["supervisor alone", "every process", "a closed terminal"],
+)
+def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(supervise, whole_job, number):
     run = supervise("--model.what", "slow", "--max_steps", "2000", own=("--nproc", "2"))
     run.wait_for_step(10)
     for pid in run.pids() if whole_job else [run.process.pid]:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
     assert run.wait(60) == 75, run.text
     assert "nothing is lost" in run.text
     assert run.codes == [75]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -98,7 +99,9 @@ if __name__ == "__main__":
     main(recipe)
 """
 
-LAUNCHERS = ("plain", "torchrun")
+LAUNCHERS = ("plain", "torchrun", "torchrun.sh")
+SCRIPT = Path(__file__).parents[2] / "launch" / "torchrun.sh"
+BIN = Path(sys.executable).parent
 LONGEST = 30.0
 """Seconds that the end of a disturbed run may take; fifteen are promised, on a machine with nothing else to do."""
 
@@ -108,7 +111,7 @@ class DisturbedRun(StartedRun):
 
     Args:
         folder: for the recipe, the run and what it prints.
-        launcher: plain or torchrun.
+        launcher: one of LAUNCHERS.
         ranks: how many.
         flags: of ``trainer fit``.
     """
@@ -119,7 +122,12 @@ class DisturbedRun(StartedRun):
         fit = ["-m", "trainer", "fit", str(recipe), "--run.dir", str(folder / "run"), *flags]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         several = ["--run.devices", str(ranks)] if ranks > 1 else []
-        super().__init__(folder, [sys.executable, *(torchrun + fit if launcher == "torchrun" else fit + several)])
+        commands = {
+            "plain": [sys.executable, *fit, *several],
+            "torchrun": [sys.executable, *torchrun, *fit],
+            "torchrun.sh": ["env", f"PATH={BIN}{os.pathsep}{os.environ['PATH']}", str(SCRIPT), str(ranks), *fit[3:]],
+        }
+        super().__init__(folder, commands[launcher])
 
     def errors(self) -> list[str]:
         """The lines of its errors, in order."""

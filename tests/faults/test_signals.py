@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
-from trainer.faults.signals import StopSignals
+from trainer.faults.signals import StopSignals, stop_signals
+from trainer.supervise.command import FitCommand
+from trainer.supervise.policy import Policy
+from trainer.supervise.supervisor import Supervisor
 
 WAIT = """
 import time
@@ -25,7 +30,7 @@ with StopSignals() as signals:
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_the_first_is_noted_and_the_second_ends_the_process(name):
     process = subprocess.Popen(
         [sys.executable, "-c", WAIT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -39,6 +44,82 @@ def test_the_first_is_noted_and_the_second_ends_the_process(name):
     assert errors == (
         f"{name} received: saving a checkpoint at the end of this step, then leaving; once more leaves at once\n"
     )
+
+
+def test_a_terminal_that_is_closed_asks_once_however_often_it_says_so_and_is_written_to_no_more():
+    ours, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAIT], stdout=subprocess.PIPE, stderr=terminal, text=True, start_new_session=True
+    )
+    os.close(terminal)
+    assert process.stdout.readline() == "ready\n"
+    os.close(ours)  # from here on, writing there is an input/output error
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "SIGHUP\n"
+    process.send_signal(signal.SIGHUP)  # of the shell, after that of the kernel
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+
+
+def test_what_nohup_starts_is_not_asked_by_its_terminal():
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-c", WAIT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "SIGTERM\n"
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("closed", ["None", "closed()"])
+def test_a_standard_error_that_is_closed_or_none_is_no_error_of_the_handler(closed):
+    code = f"""
+import os, signal, sys
+from trainer.faults.signals import StopSignals
+def closed():
+    stream = open(os.devnull, "w")
+    stream.close()
+    return stream
+os.close(2)
+sys.__stderr__ = {closed}
+with StopSignals() as signals:
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.write(1, signals.received.encode())
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "SIGHUP")
+
+
+def test_helpers_and_data_workers_do_not_hear_of_a_closed_terminal():
+    from trainer.data.workers import _begin
+    from trainer.processes import become_helper
+
+    for begin in (become_helper, partial(_begin, 0)):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            begin()
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.write(writer, b"lives")
+            os._exit(0)
+        os.close(writer)
+        assert os.read(reader, 10) == b"lives"
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
+def test_the_supervisor_takes_a_closed_terminal_for_one_request(tmp_path):
+    supervisor = Supervisor(FitCommand("vit_digits", (), str(tmp_path)), Policy(0, 1, 0.0, -1))
+    for number in (signal.SIGHUP, signal.SIGHUP):
+        supervisor._ask(number, None)
+    assert supervisor.asked == [signal.SIGHUP]
+    assert signal.SIGHUP in stop_signals()
+    supervisor._ask(signal.SIGTERM, None)
+    assert supervisor.asked == [signal.SIGHUP, signal.SIGTERM]
 
 
 def test_handlers_are_put_back():

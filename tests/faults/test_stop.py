@@ -19,7 +19,13 @@ def pid_of(run, rank):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("SIGINT", 1), pytest.param("SIGUSR1", 2, marks=pytest.mark.slow), ("SIGTERM", 2)]
+    ("name", "ranks"),
+    [
+        ("SIGINT", 1),
+        pytest.param("SIGUSR1", 2, marks=pytest.mark.slow),
+        ("SIGTERM", 2),
+        pytest.param("SIGHUP", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(name, ranks, start):
     run = start("plain", ranks, "--data.workers", "1")

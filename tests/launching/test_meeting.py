@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from trainer.agreement import Agreement
+from trainer.agreement import Agreement, from_all, from_first
 from trainer.errors import RecipeError, RunError
 from trainer.launching import shared_dir
 from trainer.launching.meeting import INTERFACE, interface_of, meet, route_to
@@ -99,7 +99,9 @@ def look(folders, rank_is_alone):
         torch.distributed.broadcast_object_list(found)
         return found[0]
 
-    fabric = SimpleNamespace(local_rank=rank if rank_is_alone else 0, world_size=2, global_rank=rank)
+    fabric = SimpleNamespace(
+        local_rank=rank if rank_is_alone else 0, world_size=2, global_rank=rank, device=torch.device("cpu")
+    )
     session = SimpleNamespace(fabric=fabric, is_first=rank == 0, agreement=Agreement(total), on_first=on_first)
     patience, shared_dir.SECONDS_TO_SEE = shared_dir.SECONDS_TO_SEE, 0.5
     try:
@@ -127,3 +129,16 @@ def test_two_directories_are_refused_on_all_ranks(ranks, tmp_path):
 
 def test_ranks_of_one_machine_are_not_asked(ranks, tmp_path):
     assert ranks(2).run(look, [tmp_path, tmp_path / "nowhere"], True) == [None, None]
+
+
+def exchange(value):
+    fabric = SimpleNamespace(world_size=2, global_rank=torch.distributed.get_rank(), device=torch.device("cpu"))
+    own = value * (fabric.global_rank + 1)
+    return from_first(fabric, own), from_all(fabric, own)
+
+
+def test_what_ranks_tell_each_other_is_json(ranks):
+    first, second = ranks(2).run(exchange, ["ä\ud800", None, 1.5])
+    assert first == second == (["ä\ud800", None, 1.5], [["ä\ud800", None, 1.5], ["ä\ud800", None, 1.5] * 2])
+    with pytest.raises(AssertionError, match="not JSON serializable"):
+        ranks(2).run(exchange, [{1}])

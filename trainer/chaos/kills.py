@@ -35,7 +35,7 @@ def _kill_once(trial: Trial) -> bool:
     ranks = range(trial.shape.ranks)
     everybody = trial.random.random() < 0.25
     victims = list(ranks) if everybody or len(ranks) == 1 else [trial.any_rank()]
-    # Only a launcher can know of a rank that died before it met the others.
+    # Only a launcher knows at once of a rank that died before it met the others: those miss it after 45 s.
     first = 0 if trial.launched or len(victims) == len(ranks) else 1
     left = STEPS - newest_step(trial.folder / "run")
     step = trial.random.randint(min(first, left), left)

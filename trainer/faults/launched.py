@@ -49,12 +49,11 @@ class StartWatch:
 
     def stop(self) -> None:
         """The run has a watch of its own, or this process ends: perhaps because of a rank that was killed just now."""
-        self._adopt()
-        if (killed := self._ended()[0]) and not self.stopped.is_set():
-            say(f"{killed} before training: nothing is lost")
         self.stopped.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(SECONDS_TO_END)
+        self._thread.join(SECONDS_TO_END)
+        self._adopt()
+        if killed := self._ended()[0]:
+            say(f"{killed} before training: nothing is lost")
 
     def _run(self) -> None:
         while not self.stopped.wait(SECONDS_BETWEEN_LOOKS):
@@ -100,7 +99,7 @@ def watch_start(started: list[subprocess.Popen], others: Mapping[int, ProcessId]
 def have_started() -> None:
     """All ranks have met and are prepared: only those that were started from this process are watched any more."""
     for watch in _watches:
-        watch.others.clear()
+        watch.others = {}
 
 
 def end_start_watch() -> None:

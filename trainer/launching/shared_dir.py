@@ -10,8 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import torch
-
+from trainer.agreement import from_all
 from trainer.errors import RecipeError, require
 from trainer.session import Session
 
@@ -37,8 +36,7 @@ def require_shared(session: Session, run_dir: Path) -> None:
         return
     token = session.on_first(partial(_leave, run_dir))
     problem = _answer(run_dir, token) if on_other_machine else None
-    problems: list[str | None] = [problem] * fabric.world_size
-    torch.distributed.all_gather_object(problems, problem)
+    problems = from_all(fabric, problem)
     if session.is_first:
         for path in run_dir.glob(f"{token}*"):
             path.unlink(missing_ok=True)

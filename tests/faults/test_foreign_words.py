@@ -1,0 +1,137 @@
+"""What strangers write in the ranks' store: data that is checked, never a traceback, and never a reason to kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from started import listening_addresses
+from torch.distributed import distributed_c10d
+
+from trainer.faults import peers
+from trainer.faults.peers import Beat, Peers, Told
+from trainer.faults.place import Place
+from trainer.launching.loopback import loopback_store
+from trainer.memory.monitor import Monitor
+from trainer.processes import ProcessId
+
+PLACE = Place(1, 3, "forward", (1, 2)).to_dict()
+GARBAGE = [
+    b"",
+    b"\xff\xfe",
+    b"null",
+    b"7",
+    b"[" * 60_000,
+    b"x" * 200_000,
+    b'{"place": null, "process": null}',
+    json.dumps({"text": 7, "process": 7, "place": PLACE | {"steps": "many"}}).encode(),
+    json.dumps({"text": None, "place": PLACE | {"samples": [10**30]}}).encode(),
+    json.dumps({"text": [], "place": PLACE | {"more": 1}}).encode(),
+]
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """What rank 0 and rank 1 know of each other, in one process, with a store of their own."""
+    store = loopback_store()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    both = [Peers(rank, 2, Monitor(torch.device("cpu")), 600.0) for rank in range(2)]
+    yield both
+    for one in both:
+        one.box.close()
+
+
+@pytest.mark.parametrize("content", GARBAGE)
+def test_a_beat_that_is_none_is_as_if_it_were_not_there(pair, content):
+    first, second = pair
+    first.store.set(first._key("beat", 1), content)
+    assert first.look() is None
+    assert not first.knows_next
+    second.beat(Place(1, 3, "forward"))
+    assert first.look() is None
+    assert first.knows_next
+    first.store.set(first._key("beat", 1), content)
+    assert first.look() is None
+    assert first.furthest_behind() is None
+
+
+@pytest.mark.parametrize("content", GARBAGE)
+def test_an_end_that_no_rank_has_told_is_one_line(pair, content):
+    first, _ = pair
+    first.store.set(first._key("ended"), content)
+    told = first.told()
+    assert told == Told("the ranks' store holds what no rank writes there: can others reach its port?")
+
+
+def test_words_of_a_stranger_steer_no_terminal_and_have_an_end(pair):
+    first, _ = pair
+    words = "pwned \x1b[31m by\ntrainer: error: a stranger\u202e " + "x" * 60_000
+    first.store.set(first._key("ended"), json.dumps({"text": words, "process": None}))
+    text = first.told().text
+    assert text.startswith(r"pwned \x1b[31m by\ntrainer: error: a stranger\u202e xxx")
+    assert len(text) < 2100
+    beat = Beat.read(json.dumps({"place": PLACE | {"activity": "\x1b[2J"}, "process": first.own}).encode(), 1)
+    assert r"\x1b[2J" in str(beat.place)
+
+
+@pytest.fixture
+def stranger():
+    """A stopped process that belongs to no run: neither this process nor its parent has started it."""
+    command = ["sh", "-c", f"'{sys.executable}' -c 'input()' <&3 >/dev/null & echo $!"]
+    ours, theirs = os.pipe()
+    os.dup2(ours, 3, inheritable=True) if ours != 3 else os.set_inheritable(3, True)
+    pid = int(subprocess.run(command, stdout=subprocess.PIPE, pass_fds=[3], check=True).stdout)
+    process = dataclasses.replace(
+        ProcessId.own(), pid=pid, began=int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+    )
+    os.kill(pid, signal.SIGSTOP)
+    yield process
+    os.close(theirs)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_process_that_is_no_rank_is_not_killed_because_of_the_store(pair, stranger, monkeypatch):
+    first, _ = pair
+    monkeypatch.setattr(peers, "LOOKS_OF_SILENCE", 2)
+    beat = {"place": PLACE, "process": stranger.to_dict(), "beat": 1, "box": "/etc/hostname"}
+    first.store.set(first._key("beat", 1), json.dumps(beat))
+    told = [first.look() for _ in range(4)][-1]
+    assert "is stopped by a signal" in told.text
+    first.kill_stopped()
+    first.store.set(first._key("ended"), json.dumps({"text": "a", "process": stranger.to_dict()}))
+    assert first.told() == Told("a")
+    time.sleep(0.1)
+    assert stranger.state() == "stopped"
+
+
+def test_a_rank_that_was_seen_is_not_another_process_later(pair, stranger, monkeypatch):
+    first, second = pair
+    monkeypatch.setattr(peers, "LOOKS_OF_SILENCE", 2)
+    second.beat(Place(1, 3, "forward"))
+    first.look()
+    first.store.set(first._key("beat", 1), json.dumps({"place": PLACE, "process": stranger.to_dict(), "beat": 2}))
+    assert [first.look() for _ in range(4)] == [None] * 4  # this process, which is rank 1, runs
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags"),
+    [
+        ("plain", []),
+        pytest.param("plain", ["--memory.strategy", "fsdp"], marks=pytest.mark.slow),
+        pytest.param("torchrun.sh", ["--data.workers", "1"], marks=pytest.mark.slow),
+    ],
+)
+def test_every_socket_of_a_run_on_one_machine_listens_on_loopback(launcher, flags, start):
+    run = start(launcher, 2, *flags)
+    run.wait_for("step 1/2000")
+    found = listening_addresses(run.pids())
+    assert len(found) >= 3, "the store, and gloo's of each rank"
+    assert {address.split(":")[0] for address in found} == {"0100007F"}

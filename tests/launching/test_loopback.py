@@ -1,0 +1,107 @@
+"""The store of the ranks of one machine: where it listens, how they meet in it, and what is believed of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+
+import pytest
+from started import listening_addresses
+from torch.distributed import PrefixStore, TCPStore
+
+from trainer.errors import RecipeError, RunError
+from trainer.launching.loopback import ADDRESS, gather_here, keep_to_loopback, loopback_store
+from trainer.launching.world import World
+from trainer.processes import ProcessId
+
+if not sys.platform.startswith("linux"):
+    pytest.skip("reads /proc", allow_module_level=True)
+
+HERE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def port():
+    with socket.socket() as free:
+        free.bind((ADDRESS, 0))
+        return free.getsockname()[1]
+
+
+def rank_of(number, at, size=2):
+    """What a launcher of one machine that hosts no store tells a rank."""
+    return {"RANK": str(number), "WORLD_SIZE": str(size), "MASTER_ADDR": "node7", "MASTER_PORT": str(at)}
+
+
+def test_the_store_listens_on_loopback_alone():
+    before = set(listening_addresses([os.getpid()]))
+    store = loopback_store()
+    (new,) = set(listening_addresses([os.getpid()])) - before
+    assert new == f"0100007F:{store.port:04X}"
+    again = TCPStore(ADDRESS, store.port, is_master=True, wait_for_workers=False, multi_tenant=True)  # the group's
+    again.set("a", "b")
+    assert store.get("a") == b"b"
+    assert set(listening_addresses([os.getpid()])) - before == {new}
+
+
+def test_the_first_process_hosts_it_where_fabric_starts_the_others():
+    told = {"MASTER_ADDR": "node7"}
+    local = gather_here(World("python", "cpu", 2), 1.0, told)
+    assert told == {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(local.store.port), **HERE}
+    assert gather_here(World("python", "cpu", 2), 1.0, dict(told, LOCAL_RANK="1")) is None
+    again = gather_here(World("python", "cpu", 2), 1.0, dict(told, LOCAL_RANK="0"))  # a second run of the process
+    again.store.set("a", "b")
+    assert local.store.get("a") == b"b"
+
+
+def test_a_store_of_the_launcher_is_left_to_it():
+    told = rank_of(0, 1) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert gather_here(World("torchrun", "cpu", 2), 1.0, told) is None
+    assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("node7", "1")
+
+
+def test_interfaces_that_somebody_has_chosen_stay():
+    told = {"GLOO_SOCKET_IFNAME": "eth7"}
+    keep_to_loopback(told)
+    assert told == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def test_a_port_that_is_taken_and_one_that_is_none_are_refused():
+    with socket.create_server((ADDRESS, 0)) as other:
+        at = other.getsockname()[1]
+        with pytest.raises(RecipeError, match=rf"^MASTER_PORT={at} in the environment is taken by another process: "):
+            gather_here(World("python", "cpu", 2), 1.0, {"MASTER_PORT": str(at)})
+    for wrong in ("x", "-1", "65536", "²"):
+        with pytest.raises(RecipeError, match="is not a port: unset it, and a free one is chosen"):
+            gather_here(World("python", "cpu", 2), 1.0, {"MASTER_PORT": wrong})
+
+
+def test_ranks_that_nobody_watches_know_each_others_processes():
+    at, found = port(), {}
+
+    def come(number):
+        found[number] = gather_here(World("slurm", "cpu", 2), 20.0, rank_of(number, at))
+
+    other = threading.Thread(target=come, args=(1,))
+    other.start()
+    come(0)
+    other.join(20.0)
+    assert found[0].processes == {1: ProcessId.own()}
+    assert found[1].processes == {0: ProcessId.own()}
+
+
+def test_a_rank_that_does_not_come_is_named_and_a_first_one_too():
+    with pytest.raises(RunError, match=r"of 3 ranks, 1, 2 have not come within 0\.5 s"):
+        gather_here(World("slurm", "cpu", 3), 0.5, rank_of(0, port(), 3))
+    with pytest.raises(RunError, match=r"rank 1: the first rank has not come within 0\.5 s: .* nothing is lost"):
+        gather_here(World("slurm", "cpu", 2), 0.5, rank_of(1, port()))
+
+
+@pytest.mark.parametrize("said", ["", "[" * 30_000, "x" * 100_000, "7", json.dumps({"pid": 1}), "\ud800"])
+def test_what_no_rank_says_of_itself_is_one_line(said):
+    at = port()
+    store = loopback_store(at)
+    PrefixStore("meeting", store).set("1", said.encode("utf-8", "surrogatepass"))
+    with pytest.raises(RunError, match=r"^the store says of rank 1 what no rank says of itself"):
+        gather_here(World("slurm", "cpu", 2), 5.0, rank_of(0, at))
