@@ -24,7 +24,7 @@ from trainer.quantities import parse_duration
 from trainer.random_state import RandomState
 from trainer.report.metrics import score
 from trainer.report.summary import versions
-from trainer.resume import Resumption
+from trainer.resume import Resumption, warn
 from trainer.session import Session
 from trainer.state_parts import optimizer_parts, weight_parts
 from trainer.training_state import common_state
@@ -83,6 +83,7 @@ class Checkpointer:
             self.wishes.keep_best,
             score,
             self._move,
+            warn,
         )
         session.agreement.votes = self._votes
 

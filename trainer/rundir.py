@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.summary import Summary, summary_text, versions
 from trainer.session import Session
 from trainer.settings import dump_recipe
+from trainer.system.files import sync_to_disk
 
 
 def choose_run_dir(session: Session, source: str | None) -> Path:
@@ -53,7 +55,10 @@ def _make(run_dir: Path, resume: str) -> None:
         f"run.dir={run_dir} already holds a run: go on with it by --run.resume auto, or choose another directory",
     )
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        if not run_dir.is_dir():
+            run_dir.mkdir(parents=True, exist_ok=True)
+            with suppress(PermissionError):  # a folder that may be written to and not read
+                sync_to_disk(run_dir.parent)  # what is flushed in it would be lost with its name
     except OSError as error:
         raise RecipeError(f"run.dir={run_dir} cannot be made ({error.strerror}): choose another directory") from error
     require(os.access(run_dir, os.W_OK), f"run.dir={run_dir} is not writable: choose another directory")

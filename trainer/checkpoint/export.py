@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.checkpoint.store import staged_file, write_atomic
+from trainer.checkpoint.store import write_atomic
 from trainer.errors import require
 from trainer.redact import redact_value
+from trainer.system.files import staged_file
 from trainer.weights import read_weights, shortened
 
 if TYPE_CHECKING:
