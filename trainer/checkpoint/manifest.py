@@ -108,7 +108,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptCheckpoint(f"{path} is corrupt: its content does not have the hash that it states")
     if folder.absolute().name != folder_name(manifest.step):
         raise CorruptCheckpoint(f"{path} is of step {manifest.step}, not of {folder.name}: files were swapped")
-    _require_sizes(folder, manifest)
+    try:
+        _require_sizes(folder, manifest)
+    except OSError as error:
+        raise CorruptCheckpoint(f"{error.filename or folder} cannot be read: {error.strerror}") from error
     return manifest
 
 
