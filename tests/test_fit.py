@@ -81,7 +81,7 @@ def test_the_run_directory_holds_what_was_promised(finished):
     assert content["versions"]["torch"] == torch.__version__.split("+")[0]
     assert content["samples_per_second"] == pytest.approx(2 * 1293 / content["seconds"])
     assert summary.metrics["test"]["accuracy"] > 0.15
-    assert {path.name for path in (run_dir / "model").iterdir()} == {"model.safetensors", "config.json"}
+    assert {path.name for path in (run_dir / "model").iterdir()} == {"model.safetensors", "config.json", "files.json"}
     report = (run_dir / "classification_report.txt").read_text()
     assert f"{summary.metrics['test']['accuracy']:.4f}" in report
     assert "360" in report

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from trainer import Memory, Recipe, RecipeError, Run
+from trainer.errors import RunError
 from trainer.fit import fit
-from trainer.forecast import Forecast, _awaited, _through_file, forecast, planned
+from trainer.forecast import Forecast, _awaited, _meeting_place, _through_file, forecast, planned
 from trainer.launching.world import World
 from trainer.locate import load_recipe
 from trainer.planner.children import Child
@@ -147,6 +148,36 @@ def test_a_plan_of_an_earlier_launch_is_not_taken(tmp_path, monkeypatch) -> None
     monkeypatch.setattr("trainer.forecast.MOST_SECONDS", 0.3)
     with pytest.raises(Exception, match="decided on no plan"):
         _awaited(place)
+
+
+@pytest.mark.parametrize("taken", ["open to all", "a link", "a file"])
+def test_a_folder_that_others_can_reach_is_no_place_for_a_plan(tmp_path, monkeypatch, taken) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    folder = tmp_path / f"trainer-{os.getuid()}"
+    (tmp_path / "elsewhere").mkdir(0o700)
+    if taken == "open to all":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif taken == "a link":
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.touch(0o600)
+    with pytest.raises(RunError, match=rf"{folder} must be a folder of yours .* set TMPDIR"):
+        _meeting_place()
+
+
+def test_the_ranks_of_a_machine_agree_where_nobody_else_can_write(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    place = _meeting_place()
+    assert place == _meeting_place()
+    assert place.parent.stat().st_mode & 0o777 == 0o700
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    place.symlink_to(victim)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    _through_file(place, lambda: {"memory.micro_batch_size": 4})
+    assert victim.read_text() == "precious"
+    assert not place.is_symlink()
 
 
 def test_a_recipe_without_knobs_to_decide_is_left_alone() -> None:

@@ -67,6 +67,30 @@ def test_what_is_no_state_is_refused(resumed, tmp_path, file, content):
     assert file in errors[-1]
 
 
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        ("counters", [1]), ("counters.step", "1"), ("counters.step", 7), ("counters.epoch", None),
+        ("skipped_steps", 1.5), ("scheduler.steps", "1"), ("scheduler.rates", 0.1), ("scheduler.rates", ["x"]),
+        ("scheduler.rates", []), ("overlapped", "no"), ("halvings", 10**12), ("quarantine", []),
+        ("quarantine.samples", [{"position": "x"}]), ("stopwatch.seconds", None), ("stopwatch", {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_state_of_other_kinds_is_refused_naming_it(original, resumed, way, value):
+    state = json.loads((original / "state.json").read_text())
+    *sections, last = way.split(".")
+    inner = state
+    for section in sections:
+        inner = inner[section]
+    inner[last] = value
+    code, errors = resumed("state.json", json.dumps(state).encode())
+    assert code == 1
+    assert errors[-1].startswith("trainer: error: ")
+    assert "state.json holds something else than a run has written" in errors[-1]
+    assert not any("Traceback" in line for line in errors)
+
+
 @pytest.mark.parametrize("name", LYING)
 def test_tensors_that_lie_are_refused(resumed, name):
     code, errors = resumed("rank-00000.safetensors", LYING[name])

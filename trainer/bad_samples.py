@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-
-from tqdm import tqdm
 
 from trainer.checkpoint.store import write_atomic
 from trainer.engine.quarantine import Finding, Quarantine
-from trainer.redact import redact, redact_value
-from trainer.system.text import escaped
+from trainer.redact import redact_value
+from trainer.report.progress import warn
 
 FILE = "quarantine.json"
 
@@ -22,8 +19,8 @@ def report_bad_samples(quarantine: Quarantine, new: list[Finding], run_dir: str 
     The file holds ``max_bad_samples`` and ``samples``: of each its split, its index there, its file or row, and why it
     could not be loaded.
     """
-    for finding in new:  # above a bar, if there is one
-        tqdm.write(escaped(f"trainer: warning: left out: {redact(finding.describe())}"), file=sys.stderr)
+    for finding in new:
+        warn(f"left out: {finding.describe()}")
     if run_dir is not None:
         content = {"max_bad_samples": quarantine.limit, **redact_value(quarantine.to_dict())}
         write_atomic(Path(run_dir) / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

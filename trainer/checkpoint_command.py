@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest, verify_files
+from trainer.checkpoint.seal import require_sealed, require_sealed_text
 from trainer.errors import require
 from trainer.system.text import escaped
 
@@ -16,7 +18,8 @@ usage: trainer checkpoint list DIR
        trainer checkpoint export DIR [--out FOLDER] [--trust-recipe]
 
 list    every checkpoint: step, epoch, size, ranks, figures
-verify  check the hash of every file; exit code 1 when one is not what was saved
+verify  check the hash of every file, of a run directory also those of model/ and recipe.yaml; exit code 1 when one is
+        not what was saved
 export  write the model of a checkpoint as a finished run does: for trainer evaluate and trainer predict, for
         transformers, for anything that reads safetensors. FOLDER is RUN_DIR/model by default. A recipe that is a
         .py file says what the model is by being executed: only with --trust-recipe
@@ -47,11 +50,12 @@ def checkpoint_command(argv: Sequence[str]) -> None:
     require(action in ACTIONS, f"checkpoint {action}: no such action (there are {', '.join(ACTIONS)})")
     require(not unknown, f"checkpoint {action}: unknown flag --{'/--'.join(unknown)}: see trainer checkpoint --help")
     require(len(rest) == 1, f"checkpoint {action} takes one DIR: see trainer checkpoint --help")
-    found = find(Path(rest[0]))
+    results = _results_of(Path(rest[0])) if action == "verify" else {}
+    found = [] if results and not (Path(rest[0]) / "checkpoints").is_dir() else find(Path(rest[0]))
     if action == "list":
         list_checkpoints(found)
     elif action == "verify":
-        verify_checkpoints(found)
+        verify_checkpoints(found, results)
     else:
         out = next((text for name, text in flags if name == "out"), None)
         export_checkpoint(found, Path(out) if out else None, trusted=(TRUST, None) in flags)
@@ -74,7 +78,21 @@ def list_checkpoints(paths: Sequence[Path]) -> None:
         try:
             print(escaped(f"{path}  {_described(read_manifest(path))}"))
         except CorruptCheckpoint as error:  # noqa: PERF203
-            print(escaped(f"{path}  CORRUPT: {error}"))
+            if not _is_gone(path):
+                print(escaped(f"{path}  CORRUPT: {error}"))
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether the run has removed the checkpoint since it was listed: a live one keeps the newest only."""
+    return not os.path.lexists(path)
+
+
+def _results_of(path: Path) -> dict[Path, Callable[[Path], str | None]]:
+    """What a run directory holds besides checkpoints, and what checks it."""
+    if is_checkpoint(path):
+        return {}
+    checks = {path / "recipe.yaml": require_sealed_text, path / "model": require_sealed}
+    return {result: check for result, check in checks.items() if result.exists()}
 
 
 def _described(manifest: Manifest) -> str:
@@ -90,8 +108,8 @@ def _described(manifest: Manifest) -> str:
     return " · ".join(parts)
 
 
-def verify_checkpoints(paths: Sequence[Path]) -> None:
-    """Check every file of every checkpoint, and print a line each.
+def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[Path], str | None]]) -> None:
+    """Check every file of every checkpoint, and the ``results``, and print a line each.
 
     Raises:
         CorruptCheckpoint: in the end, saying how many were not what was saved.
@@ -99,10 +117,22 @@ def verify_checkpoints(paths: Sequence[Path]) -> None:
     corrupt = 0
     for path in paths:
         problem = _problem(path)
+        if problem is not None and _is_gone(path):
+            print(f"{path}  removed by its run meanwhile")
+            continue
         corrupt += problem is not None
         print(escaped(f"{path}  {'ok' if problem is None else f'CORRUPT: {problem}'}"))
+    damaged = 0
+    for path, check in results.items():
+        try:
+            print(escaped(f"{path}  {check(path) or 'ok'}"))
+        except CorruptCheckpoint as error:  # noqa: PERF203
+            damaged += 1
+            print(escaped(f"{path}  CORRUPT: {error}"))
     if corrupt:
         raise CorruptCheckpoint(f"{corrupt} of {len(paths)} checkpoint(s) are corrupt")
+    if damaged:
+        raise CorruptCheckpoint(f"{damaged} of {len(results)} results of the run are not what it has written")
 
 
 def _problem(path: Path) -> str | None:
@@ -111,6 +141,8 @@ def _problem(path: Path) -> str | None:
         verify_files(path, read_manifest(path))
     except CorruptCheckpoint as error:
         return str(error)
+    except OSError as error:  # its folder went while its files were listed
+        return f"{error.filename or path} cannot be read: {error.strerror}"
     return None
 
 
@@ -129,6 +161,8 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
     )
     target = out or run_dir / "model"
     require(not target.exists(), f"{target} exists: give another folder by --out, or remove it")
+    if problem := require_sealed_text(run_dir / "recipe.yaml"):
+        print(f"warning: {problem}")
     from trainer.checkpoint.export import save_model
     from trainer.checkpoint.store import staged_folder
     from trainer.locate import load_recipe
@@ -146,5 +180,6 @@ def _first_valid(paths: Sequence[Path]) -> Path:
         problem = _problem(path)
         if problem is None:
             return path
-        print(escaped(f"warning: {problem}"))
+        if not _is_gone(path):
+            print(escaped(f"warning: {problem}"))
     raise CorruptCheckpoint(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is what was saved")

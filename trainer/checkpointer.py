@@ -23,6 +23,7 @@ from trainer.memory.stack import Stack
 from trainer.quantities import parse_duration
 from trainer.random_state import RandomState
 from trainer.report.metrics import score
+from trainer.report.progress import warn
 from trainer.report.summary import versions
 from trainer.resume import Resumption
 from trainer.session import Session
@@ -83,6 +84,7 @@ class Checkpointer:
             self.wishes.keep_best,
             score,
             self._move,
+            warn,
         )
         session.agreement.votes = self._votes
 

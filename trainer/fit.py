@@ -11,18 +11,20 @@ from torch import nn
 
 from trainer.checkpoint.export import load_model
 from trainer.checkpoint.failpoints import require_failpoint
+from trainer.checkpoint.seal import require_run
 from trainer.contract import Model
 from trainer.engine.algorithms import deterministic_algorithms
 from trainer.engine.forward import Forward
 from trainer.errors import require
 from trainer.faults.guard import guarded
 from trainer.faults.lock import RunLock
+from trainer.forecast import first_here
 from trainer.memory.initialize import home_of_weights
 from trainer.memory.snapshot import recorded, snapshot_path
 from trainer.memory.stack import apply_stack
 from trainer.recipe import Recipe
 from trainer.report.metrics import EvaluationResult
-from trainer.report.progress import Progress
+from trainer.report.progress import Progress, warn
 from trainer.report.summary import Summary
 from trainer.resume import Resumption
 from trainer.rundir import (
@@ -71,7 +73,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
 
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
     """Evaluate the model of ``run_dir`` on the test set of ``recipe`` (or validation set), and print the report."""
-    folder = Path(run_dir) / "model"
+    folder = _checked(run_dir)
     with open_session(recipe, saved_in=folder) as session:
         forward = _restore(session, folder)
         run = evaluation(session, forward, "test") or evaluation(session, forward, "val")
@@ -88,7 +90,7 @@ def predict(
     recipe: Recipe, run_dir: str | Path, texts: list[str] | None = None, images: list[str] | None = None
 ) -> list[tuple[str, float]]:
     """The most probable class of each text or image, and its probability, by the model of ``run_dir``; also printed."""
-    folder = Path(run_dir) / "model"
+    folder = _checked(run_dir)
     model: Any = recipe.model.saved_in(folder) if recipe.model.own_format else recipe.model
     data: Any = recipe.data
     tokenizer = model.tokenizer_or_none()
@@ -111,6 +113,18 @@ def predict(
             found.append((names[number] if names else str(number), probability))
             print(f"{escaped(found[-1][0])}\t{probability:.4f}\t{escaped(sample)}")
     return found
+
+
+def _checked(run_dir: str | Path) -> Path:
+    """The folder of the trained model of ``run_dir``, when that is what the run has written.
+
+    Raises:
+        CorruptCheckpoint: naming the file that is not.
+    """
+    if first_here():  # before any process is started, or met
+        for problem in require_run(Path(run_dir)):
+            warn(problem)
+    return Path(run_dir) / "model"
 
 
 @torch.no_grad()

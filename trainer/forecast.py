@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.store import write_atomic
 from trainer.errors import RecipeError, RunError
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
@@ -28,12 +30,16 @@ from trainer.planner.predict import Prediction, predict_here, prepared
 from trainer.planner.search import MARGIN, Search
 from trainer.planner.target import Target
 from trainer.recipe import Recipe
+from trainer.system.files import read_regular
 
 PATIENCE = 20.0
 """Seconds that training waits for its prediction; one that takes longer is shown at the end."""
 
 MOST_SECONDS = 1800.0
 """How long the other ranks of a machine wait for the plan of the first one: its search may tokenise a large dataset."""
+
+MOST_BYTES = 1 << 20
+"""Of an answer: some settings, or why there are none."""
 
 IN_A_GROUP = (
     "this process has joined its group of ranks already, whose connections a forked process would keep open when a "
@@ -104,10 +110,28 @@ def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) 
 
 
 def _meeting_place() -> Path:
-    """A file that the processes of this machine and launch have in common, and nobody else."""
+    """A file that the processes of this machine and launch have in common, where nobody else can put one."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
     launch = "|".join([str(os.getppid()), str(os.getuid()), *(os.environ.get(name, "") for name in names)])
-    return Path(tempfile.gettempdir()) / f"trainer-plan-{hashlib.sha256(launch.encode()).hexdigest()[:20]}.json"
+    return _own_folder() / f"plan-{hashlib.sha256(launch.encode()).hexdigest()[:20]}.json"
+
+
+def _own_folder() -> Path:
+    """A folder that this user alone may look into, among the temporary ones of this machine.
+
+    Raises:
+        RunError: when somebody else has taken its name, or may write to it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"trainer-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RunError(
+            f"{folder} must be a folder of yours that nobody else may use (mode 0700), for the ranks of this machine "
+            "to agree on a plan: remove it, or set TMPDIR to a folder of your own"
+        )
+    return folder
 
 
 def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -127,9 +151,7 @@ def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str
 
 
 def _leave(place: Path, answer: dict[str, Any]) -> None:
-    part = place.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(answer))
-    os.replace(part, place)
+    write_atomic(place, json.dumps(answer))
 
 
 def forget_plan(world: World) -> None:
@@ -141,15 +163,18 @@ def forget_plan(world: World) -> None:
 def _awaited(place: Path) -> dict[str, Any]:
     began = time.time()
     while time.time() - began < MOST_SECONDS:
-        if place.is_file() and _is_of_this_launch(place, began):
-            return json.loads(place.read_text())
+        if _is_of_this_launch(place, began):
+            return json.loads(read_regular(place, MOST_BYTES))
         time.sleep(0.1)
     raise RunError(f"the first rank of this machine decided on no plan within {MOST_SECONDS:g} s: look at what it says")
 
 
 def _is_of_this_launch(place: Path, now: float) -> bool:
     """Whether the file is ours, and not that of an earlier launch whose first rank has not begun to decide yet."""
-    found = place.stat()
+    try:
+        found = place.lstat()
+    except FileNotFoundError:
+        return False
     return found.st_uid == os.getuid() and found.st_mtime >= now - _process_age()
 
 

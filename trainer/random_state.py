@@ -70,6 +70,8 @@ class RandomState(Listener):
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Put the generators into ``state``; that of a GPU only where there is one."""
     version, numbers, gauss = state["python"]
+    if not isinstance(gauss, float | None):  # which Python believes
+        raise TypeError(f"the generator's next number is {gauss!r}")
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

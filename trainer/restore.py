@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,17 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest
+from trainer.checkpoint.manifest import MOST_BYTES, CorruptCheckpoint, Manifest
 from trainer.checkpoint.parts import Part, PartsReader
 from trainer.checkpoint.writer import HISTORY, sign_of
 from trainer.contract import Model
 from trainer.engine.rehearsal import make_state
 from trainer.engine.step import Stepper
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, RunError, require
 from trainer.memory.optimizer_in_backward import OptimizerInBackward
 from trainer.memory.sharding import local
 from trainer.memory.stack import Stack
 from trainer.state_parts import optimizer_parts, trained_parameters, weight_parts
+from trainer.system.files import read_regular
+
+MOST_HISTORY = 2 * 2**30
+"""Bytes of ``metrics.csv``: some hundred a step."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Found:
     def json(self, name: str) -> Any:
         """The content of one of its JSON files."""
         with self.explained(name):
-            return json.loads((self.path / name).read_bytes())
+            return json.loads(read_regular(self.path / name, MOST_BYTES))
 
     @contextmanager
     def explained(self, name: str) -> Iterator[None]:
@@ -46,9 +51,9 @@ class Found:
         """
         try:
             yield
-        except RecipeError:
+        except (RecipeError, RunError):
             raise
-        except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {error}"
             raise CorruptCheckpoint(
                 f"{self.path / name} holds something else than a run has written: {what}"
@@ -56,7 +61,8 @@ class Found:
 
     def history(self) -> bytes:
         """``metrics.csv`` as it was then."""
-        return (self.path / HISTORY).read_bytes()
+        with self.explained(HISTORY):
+            return read_regular(self.path / HISTORY, MOST_HISTORY)
 
 
 @torch.no_grad()
@@ -79,6 +85,10 @@ def restore_tensors(found: Found, stack: Stack, stepper: Stepper) -> None:
     _require_all(found, reader, wanted)
     for name, part in wanted.items():
         reader.read_into(name, part)
+    with found.explained(sign_of(0)):
+        for name, own in own_values.items():
+            if isinstance(own, int | float) and not isinstance(values[name], int | float):
+                raise TypeError(f"{name} is {values[name]!r}")
     for name, _, trained in trained_parameters(stack, optimizer):
         state = optimizer.state.get(trained, {})
         state |= {key: values[f"optimizer/{name}/{key}"] for key in state if f"optimizer/{name}/{key}" in own_values}
@@ -99,7 +109,12 @@ def load_whole_model(found: Found, model: Model) -> nn.Module:
     missing = sorted(wanted.keys() - reader.shapes.keys())
     require(not missing, f"{found.path} does not fit the model: missing: {', '.join(missing[:3])}")
     for name, tensor in wanted.items():
-        tensor.data = reader.read(name)
+        require(
+            reader.shapes[name] == tuple(tensor.shape),
+            f"{found.path} does not fit the model: {name} is of shape {reader.shapes[name]}, not {tuple(tensor.shape)}",
+        )
+        with found.explained(reader.parts[name][0]["file"] if reader.parts.get(name) else sign_of(0)):
+            tensor.data = reader.read(name)
     return module
 
 
@@ -139,3 +154,32 @@ def _require_all(found: Found, reader: PartsReader, wanted: Mapping[str, Part]) 
             f"{what}: {', '.join(names[:3])}" for what, names in (("missing", missing), ("left over", surplus)) if names
         ),
     )
+
+
+def require_alike(found: Any, own: Any, where: str = "it") -> None:
+    """Check that JSON is of the kinds that this run would write: a hash that fits does not say who has made it.
+
+    Args:
+        found: what was read.
+        own: what this run would write in its place; of a list the first item stands for all, and ``None`` for anything.
+        where: its name, for the message.
+
+    Raises:
+        ValueError: naming what is of another kind.
+    """
+    if own is None or (isinstance(own, Mapping) and found is None):  # of a part that only one of the two runs has
+        return
+    if isinstance(own, Mapping):
+        fits = isinstance(found, dict) and found.keys() >= own.keys()
+        for key in own if fits else ():
+            require_alike(found[key], own[key], f"{where}.{key}" if where != "it" else key)
+    elif isinstance(own, list):
+        fits = isinstance(found, list)
+        for item in found if fits and own else ():
+            require_alike(item, own[0], f"an item of {where}")
+    elif isinstance(own, float):
+        fits = type(found) in (int, float) and math.isfinite(found)
+    else:
+        fits = type(found) is type(own) and (type(found) is not int or 0 <= found < 2**63)
+    if not fits:
+        raise ValueError(f"{where} is {str(found)[:40]!r}, not {type(own).__name__}")

@@ -20,12 +20,12 @@ from trainer.listeners import Stopwatch
 from trainer.memory.stack import Stack
 from trainer.origin import Origin
 from trainer.random_state import RandomState, restore_random_state
-from trainer.report.progress import Progress
-from trainer.restore import Found, restore_tensors
+from trainer.report.progress import Progress, warn
+from trainer.restore import Found, require_alike, restore_tensors
 from trainer.rundir import restore_history
 from trainer.same_run import require_same_run
 from trainer.session import Session
-from trainer.training_state import is_overlapped, restore_common_state
+from trainer.training_state import common_state, is_overlapped, restore_common_state
 
 FOLDER = "checkpoints"
 
@@ -134,7 +134,10 @@ class Resumption:
     def __init__(self, session: Session, run_dir: Path, progress: Progress) -> None:
         say = progress.notice
         self.session, self.folder = session, CheckpointFolder(run_dir / FOLDER)
-        session.on_first(self.folder.clean)
+        session.on_first(self.folder.require_own)
+        for problem in session.on_first(self.folder.clean):
+            if session.is_first:
+                warn(problem)
         self.found, problems = find_checkpoint(session, self.folder)
         self.origin = Origin(session, self.found.manifest.run if self.found is not None else None)
         if self.found is not None:
@@ -182,7 +185,12 @@ class Resumption:
             return
         session, stepper, windows = self.session, engine.stepper, engine.windows
         with self.found.explained(STATE):
-            restore_common_state(self.found.json(STATE), engine.counters, stepper, windows, stopwatch)
+            state = self.found.json(STATE)
+            require_alike(state, common_state(engine.counters, stepper, windows, stopwatch))
+            restore_common_state(state, engine.counters, stepper, windows, stopwatch)
+            stated = {name: getattr(self.found.manifest, name) for name in ("step", "epoch", "step_in_epoch")}
+            if any(getattr(engine.counters, name) != number for name, number in stated.items()):
+                raise ValueError(f"{engine.counters}, where the manifest has {stated}")
         if windows.halvings:  # evaluations are cut as small
             session.plan = dataclasses.replace(session.plan, first_cut=windows.cut(engine.counters.epoch))
         session.monitor.step = engine.counters.step

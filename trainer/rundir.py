@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer.agreement import from_first
 from trainer.checkpoint.export import save_model
+from trainer.checkpoint.seal import sealed
 from trainer.checkpoint.store import staged_folder, write_atomic
 from trainer.engine.events import Counters
 from trainer.engine.loop import count_steps
@@ -71,7 +72,8 @@ def write_recipe(session: Session, run_dir: Path, source: str | None) -> None:
     """
     recipe = session.recipe
     run = dataclasses.replace(recipe.run, dir=None, resume="none", allow_change=[])
-    write_atomic(run_dir / "recipe.yaml", dump_recipe(with_absolute_paths(recipe.replace(run=run)), source))
+    text = dump_recipe(with_absolute_paths(recipe.replace(run=run)), source)
+    write_atomic(run_dir / "recipe.yaml", sealed(text))
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:

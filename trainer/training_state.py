@@ -14,6 +14,9 @@ from trainer.engine.sync import OverlappedSync, OverlappedWhereAllAreReached
 from trainer.engine.window import Windows
 from trainer.listeners import Stopwatch
 
+MOST_HALVINGS = 64
+"""Of a micro-batch: none has 2 ** 64 samples."""
+
 
 def common_state(counters: Counters, stepper: Stepper, windows: Windows, stopwatch: Stopwatch) -> dict[str, Any]:
     """The state that is the same on all ranks."""
@@ -44,6 +47,8 @@ def restore_common_state(
     sync = stepper.sync
     if state["overlapped"] and isinstance(sync, OverlappedWhereAllAreReached):
         sync.sync = OverlappedSync(sync.module, sync.parameters)
+    if not 0 <= state["halvings"] < MOST_HALVINGS:
+        raise ValueError(f"halvings is {state['halvings']}")
     while windows.halvings < state["halvings"]:
         windows.halve()
     windows.quarantine.restore(state["quarantine"])

@@ -15,11 +15,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import trainer
+from trainer.errors import RecipeError, RunError
 from trainer.processes import own_code, own_command
 from trainer.redact import redact, redact_words
+from trainer.system.files import open_own
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 
@@ -112,8 +114,6 @@ def probe_machine() -> dict[str, Any]:
     """The accelerator (cpu or cuda), its devices and memory, found out by a process that has ended by then."""
     done = subprocess.run(own_code(PROBE), capture_output=True, text=True, env=_environment(), check=False)
     if done.returncode != 0:
-        from trainer.errors import RunError
-
         raise RunError(f"torch does not start: {_reason(done.stderr) or f'exit code {done.returncode}'}")
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -139,9 +139,8 @@ def run_trial(
     words = ["fit", *arguments, f"--run.dir={run_dir}"]
     command = own_command(*words) if entry is None else [sys.executable, *entry, *words]
     log = run_dir.with_name(f"{run_dir.name}.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    with log.open("w", encoding="utf-8") as output:
+    with _opened(log) as output:
         code = _run(command, output, seconds, _environment() | dict(environment or {}))
     wall = time.perf_counter() - start
     shutil.rmtree(run_dir / "model", ignore_errors=True)
@@ -149,6 +148,21 @@ def run_trial(
     status, reason = _outcome(code, text, seconds)
     repeated = [sys.executable, *(entry or ("-m", "trainer")), *words]
     return Trial(status, reason and redact(reason), repeated, wall, _plan(text), **_figures(run_dir))
+
+
+def _opened(log: Path) -> TextIO:
+    """Opened for writing, empty.
+
+    Raises:
+        RecipeError: naming it, when it cannot be, or is no file of our own.
+    """
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = os.fdopen(open_own(log, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{log} cannot be written ({error.strerror}): choose another folder") from error
+    output.truncate()  # what another one has left there
+    return output
 
 
 def _environment() -> dict[str, str]:

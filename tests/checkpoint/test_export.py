@@ -60,7 +60,7 @@ def test_a_saved_model_comes_back_bit_for_bit_and_still_tied(tmp_path):
     loaded = load_model(model, tmp_path)
     assert same(module, loaded)
     assert loaded.head.weight is loaded.embedding.weight
-    assert names_in(tmp_path) == ["config.json", "model.safetensors"]
+    assert names_in(tmp_path) == ["config.json", "files.json", "model.safetensors"]
     assert sorted(load_file(tmp_path / "model.safetensors")) == [
         "count",
         "embedding.weight",
@@ -96,7 +96,7 @@ class OwnFormat(Model):
 
 def test_a_model_with_a_format_of_its_own_is_kept_in_it(tmp_path):
     save_model(OwnFormat(), OwnFormat(start=0.5).build(), tmp_path)
-    assert names_in(tmp_path) == ["own.txt"]
+    assert names_in(tmp_path) == ["files.json", "own.txt"]
     assert load_model(OwnFormat(), tmp_path).weight.item() == 0.5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest, verify_files
 from trainer.checkpoint.parts import on_host, share_out, whole
 from trainer.checkpoint.writer import Snapshot, Writer
+from trainer.restore import Found, _open
 
 RANKS = 2
 MUTATIONS = 1000
@@ -159,7 +161,10 @@ def test_a_manifest_that_is_none_is_refused(originals, tmp_path, text):
     [
         {"step": "10"}, {"step": 10.0}, {"files": []}, {"files": {"a": 3}}, {"world_size": "1"}, {"world_size": 0},
         {"files": {"../state.json": {"bytes": 1, "sha256": "x"}}}, {"recipe": [1]}, {"recipe": None}, {"dataset": 3},
-        {"tokenizer": 3}, {"figures": [1]}, {"format": "x"}, {"format": 0},
+        {"tokenizer": 3}, {"figures": [1]}, {"format": "x"}, {"format": 0}, {"figures": {"acc": "x"}},
+        {"figures": {"acc": float("nan")}}, {"figures": {"acc": 10**400}}, {"step": True}, {"epoch": -1},
+        {"epoch": 10**30}, {"versions": {"torch": 2}}, {"data_files": {"a": None}},
+        {"files": {"a": {"bytes": -1, "sha256": "0" * 64}}}, {"files": {"a": {"bytes": 1, "sha256": "\x1b[2J"}}},
     ],
     ids=str,
 )  # fmt: skip
@@ -167,8 +172,114 @@ def test_a_manifest_with_a_right_hash_and_wrong_content_is_refused(originals, tm
     copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
     content = dataclasses.asdict(read_manifest(copy)) | changes
     (copy / MANIFEST).write_text(Manifest(**content).to_json())
-    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is corrupt: it holds something else"):
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is corrupt: it holds something else") as caught:
         read_manifest(copy)
+    assert f": {next(iter(changes))}=" in str(caught.value)  # the field
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a device", "a directory", "larger than"])
+def test_a_manifest_that_has_no_end_is_refused_at_once(originals, tmp_path, kind):
+    copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
+    manifest = copy / MANIFEST
+    manifest.unlink()
+    if kind == "a named pipe":
+        os.mkfifo(manifest)
+    elif kind == "a device":
+        manifest.symlink_to("/dev/zero")
+    elif kind == "a directory":
+        manifest.mkdir()
+    else:
+        with open(manifest, "wb") as file:
+            file.truncate(1 << 40)  # a sparse file
+    with pytest.raises(CorruptCheckpoint, match=rf"manifest\.json cannot be read: it is {kind}"):
+        read_manifest(copy)
+
+
+WRONG = [
+    None,
+    True,
+    -1,
+    0.5,
+    10**14,
+    10**30,
+    "x",
+    "../../secrets",
+    [],
+    [-1],
+    [10**14],
+    [10**14] * 2,
+    ["x"],
+    {},
+    {"a": 1},
+]
+
+
+def places(content, path=()):
+    """Every value of a JSON tree, by the way to it."""
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+def forge(folder, name, path, value):
+    """Put ``value`` in the place of another in a JSON file, and make size, hash and digest fit: anybody can."""
+    content = json.loads((folder / name).read_text())
+    *way, last = path
+    inner = content
+    for key in way:
+        inner = inner[key]
+    inner[last] = value
+    (folder / name).write_text(json.dumps(content))
+    stated = dataclasses.asdict(read_manifest_of(folder))
+    written = (folder / name).read_bytes()
+    stated["files"][name] = {"bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}
+    (folder / MANIFEST).write_text(Manifest(**stated).to_json())
+
+
+def read_manifest_of(folder):
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["digest"]
+    return Manifest(**content)
+
+
+def tensors_of(folder):
+    """All tensors of a checkpoint, read as an export reads them."""
+    found = Found(folder, read_manifest(folder))
+    verify_files(folder, found.manifest)
+    reader, _ = _open(found)
+    return {name: reader.read(name) for name in reader.shapes}
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_what_is_forged_with_hashes_that_fit_is_named_or_changes_nothing(originals, tmp_path, rank):
+    name = f"rank-{rank:05d}.json"
+    original = tensors_of(originals[0])
+    ways = list(places(json.loads((originals[0] / name).read_text())))
+    refused = 0
+    for way in ways:
+        for value in WRONG:
+            copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
+            forge(copy, name, way, value)
+            try:
+                found = tensors_of(copy)
+            except CorruptCheckpoint as error:
+                refused += 1
+                assert str(copy) in str(error)  # noqa: PT017
+            else:
+                assert all(torch.equal(tensor, original[key]) for key, tensor in found.items()), (way, value)
+            shutil.rmtree(copy)
+    assert refused > len(ways) * len(WRONG) // 3
+
+
+def test_a_shape_that_no_file_can_hold_takes_no_memory(originals, tmp_path):
+    copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
+    name, key = next(
+        (path.name, key) for path in sorted(copy.glob("rank-*.json")) for key in json.loads(path.read_text())["tensors"]
+    )
+    forge(copy, name, ("tensors", key, "shape"), [10**7, 10**7])
+    with pytest.raises(CorruptCheckpoint, match=rf"{key} is incomplete: \d+ of 100000000000000 numbers"):
+        tensors_of(copy)
 
 
 def test_a_checkpoint_is_found_valid_from_within(originals, monkeypatch):

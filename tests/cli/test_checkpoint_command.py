@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +14,8 @@ import pytest
 import torch
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
+from trainer.checkpoint.manifest import Manifest, read_manifest, verify_files
+from trainer.checkpoint_command import find, list_checkpoints, verify_checkpoints
 from trainer.cli import run
 from trainer.data import Digits
 from trainer.fit import fit
@@ -63,6 +70,107 @@ def test_verify_finds_the_file_that_changed(copied, capsys):
     assert f"CORRUPT: {victim} is corrupt" in output.out
     assert "1 of 2 checkpoint(s) are corrupt" in output.err
     assert run(["checkpoint", "verify", str(copied / "checkpoints/step-00000004")]) == 0
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "model/config.json", "model/files.json", "recipe.yaml"])
+def test_a_flipped_bit_in_the_results_is_found_by_all_who_read_them(copied, capsys, name, tmp_path):
+    victim = copied / name
+    (tmp_path / "image.png").touch()
+    if name == "recipe.yaml":  # one that is still a recipe
+        victim.write_text(victim.read_text().replace("seed: 0", "seed: 1"))
+    else:
+        flip(victim)
+    assert run(["checkpoint", "verify", str(copied)]) == 1
+    said = capsys.readouterr()
+    assert f"CORRUPT: {victim} is not what the run has written" in said.out
+    assert "1 of 2 results of the run are not what it has written" in said.err
+    for words in (["evaluate", str(copied)], ["predict", str(copied), "--image", str(tmp_path / "image.png")]):
+        assert run(words) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert line.startswith(f"trainer: error: {victim} is not what the run has written: ")
+        assert "if it was changed on purpose" in line
+
+
+def test_what_was_changed_on_purpose_and_what_is_older_is_used_with_a_warning(copied, capsys):
+    flip_allowed = copied / "model" / "config.json"
+    flip_allowed.write_text(flip_allowed.read_text() + "\n")
+    (copied / "model" / "files.json").unlink()  # as the message says
+    recipe = copied / "recipe.yaml"
+    *lines, seal = recipe.read_text().splitlines()
+    assert seal.startswith("# sha256 of the lines above: ")
+    recipe.write_text("\n".join(lines) + "\n")
+    assert run(["checkpoint", "verify", str(copied)]) == 0
+    assert "model has no files.json: an earlier version wrote it" in capsys.readouterr().out
+    assert run(["evaluate", str(copied)]) == 0
+    said = capsys.readouterr().err
+    assert "trainer: warning: " in said
+    assert "recipe.yaml has no hash: an earlier version wrote it" in said
+
+
+def test_a_run_without_checkpoints_is_verified_by_its_results(copied, capsys):
+    shutil.rmtree(copied / "checkpoints")
+    (copied / "model" / "README.md").write_text("what a person adds is left alone")
+    assert run(["checkpoint", "verify", str(copied)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{copied / 'recipe.yaml'}  ok", f"{copied / 'model'}  ok"]
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_no_fault(copied, capsys, monkeypatch):
+    newest, oldest = find(copied)
+
+    def read_late(path):
+        if path == oldest:  # rotation comes between the listing and the look
+            os.rename(path, path.with_name(f".{path.name}.0123.gone"))
+        return read_manifest(path)
+
+    monkeypatch.setattr("trainer.checkpoint_command.read_manifest", read_late)
+    list_checkpoints([newest, oldest])
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [str(newest)]
+    os.rename(oldest.with_name(f".{oldest.name}.0123.gone"), oldest)
+    verify_checkpoints([newest, oldest], {})
+    assert capsys.readouterr().out == f"{newest}  ok\n{oldest}  removed by its run meanwhile\n"
+
+
+def test_one_that_goes_while_its_files_are_read_is_no_fault_either(copied, capsys, monkeypatch):
+    (path, _) = find(copied)
+
+    def verify_late(folder, manifest):
+        os.rename(folder, folder.with_name(f".{folder.name}.0123.gone"))
+        verify_files(folder, manifest)
+
+    monkeypatch.setattr("trainer.checkpoint_command.verify_files", verify_late)
+    verify_checkpoints([path], {})
+    assert "removed by its run meanwhile" in capsys.readouterr().out
+
+
+def test_a_forged_figure_hides_no_other_checkpoint(copied, capsys):
+    path, other = find(copied)
+    content = dataclasses.asdict(read_manifest(path)) | {"figures": {"acc": "x"}}
+    (path / "manifest.json").write_text(Manifest(**content).to_json())
+    assert run(["checkpoint", "list", str(copied)]) == 0
+    forged, fine = capsys.readouterr().out.splitlines()
+    assert "CORRUPT" in forged
+    assert "figures={'acc': 'x'}" in forged
+    assert fine.startswith(f"{other}  step 2 ")
+
+
+def test_a_shape_that_no_file_holds_is_refused_by_an_export(copied, capsys):
+    shutil.rmtree(copied / "model")
+    for path in find(copied):
+        sign = path / "rank-00000.json"
+        text = re.sub(r'"shape": \[\d+, \d+\]', '"shape": [10000000, 10000000]', sign.read_text())
+        sign.write_text(text)
+        content = json.loads((path / "manifest.json").read_text())
+        del content["digest"]
+        content["files"][sign.name] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        (path / "manifest.json").write_text(Manifest(**content).to_json())
+    assert run(["checkpoint", "export", str(copied)]) == 2
+    assert "does not fit the model: weights/" in capsys.readouterr().err
 
 
 def test_export_makes_the_model_that_the_run_made(copied, tmp_path, capsys):

@@ -297,5 +297,7 @@ def test_what_torch_says_of_torchao_is_not_shown_and_all_else_is(caplog):
     theirs.__module__ = "torchao.quantization.quantize_.common"
     with caplog.at_level(logging.WARNING, logger="torch.utils._pytree"):
         for kind in (theirs, ours):
-            logging.getLogger("torch.utils._pytree").warning("%s is an Enum subclass and is now natively supported", kind)
+            logging.getLogger("torch.utils._pytree").warning(
+                "%s is an Enum subclass and is now natively supported", kind
+            )
     assert [record.args for record in caplog.records] == [(ours,)]

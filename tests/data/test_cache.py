@@ -114,7 +114,13 @@ def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path):
         cached(tmp_path / "file" / "cache", "key", "a thing", build)
 
 
-def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path):
+@pytest.fixture
+def settled(monkeypatch):
+    """Files count as settled from the moment on that they are written."""
+    monkeypatch.setattr("trainer.data.cache.SETTLED_NS", -(10**18))
+
+
+def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path, settled, monkeypatch):
     path = tmp_path / "a.csv"
     asked = []
 
@@ -122,20 +128,49 @@ def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path):
         asked.append(path)
         return checksum(path)
 
-    def content(text, age):
+    def content(text):
         path.write_text(text)
-        os.utime(path, (time.time() - age,) * 2)
         return content_of(tmp_path / "cache", [path], hashed)
 
-    first = content("one", age=100)
+    first = content("one")
     assert content_of(tmp_path / "cache", [path], hashed) == first
     assert len(asked) == 1
     (note,) = (tmp_path / "cache" / "contents").iterdir()
     note.write_text(note.read_text().replace(first[0], "x"))  # one that was written to the half, say
     assert content_of(tmp_path / "cache", [path], hashed) == first
     assert len(asked) == 2
-    second, third = content("two", age=0), content("ten", age=0)  # of one size, written within a moment
+    monkeypatch.undo()
+    second, third = content("two"), content("ten")  # of one size, written within a moment
     assert len({first[0], second[0], third[0]}) == 3
+
+
+def exchange_in_place(path, content):
+    """As ``rsync --inplace -t`` does; again, until the clock of the file system has moved on."""
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:
+        path.write_text(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def exchange_for_another(path, content):
+    """As ``cp -p``, ``rsync -t`` and ``tar -x`` do."""
+    before, other = path.stat(), path.with_name("other")
+    other.write_text(content)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(path)
+
+
+@pytest.mark.parametrize("exchange", [exchange_in_place, exchange_for_another])
+def test_another_file_of_the_same_size_and_time_is_noticed(reviews, tokenizer, settled, exchange):
+    first = reviews(tokenizer).train
+    before = reviews.path.stat()
+    text = reviews.path.read_text()
+    exchange(reviews.path, text.replace("film number 7 is good,1", "film number 7 was bad,1"))
+    after = reviews.path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    again = reviews(tokenizer).train
+    assert again[7]["input_ids"] != first[7]["input_ids"]
+    assert again.fingerprint() != first.fingerprint()
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

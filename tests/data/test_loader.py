@@ -126,6 +126,39 @@ def test_a_dataset_needs_no_more_than_len_and_getitem(split, workers):
     assert [batch[1].tolist() for batch in batches] == [[4, 9], [16]]
 
 
+class Short(Squares):
+    """Returns ``change`` samples more than it is asked for, as a list or collated."""
+
+    def __init__(self, change, collated):
+        self.change, self.collated = change, collated
+
+    def __getitems__(self, indices):
+        chosen = [*indices, 0, 0][: len(indices) + self.change]
+        if not self.collated:
+            return [self[i] for i in chosen]
+        return {"pixel_values": torch.zeros(len(chosen), 2), "labels": torch.tensor(chosen)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("collated", [False, True])
+@pytest.mark.parametrize("change", [-1, 1, -5])
+def test_another_number_of_samples_than_asked_for_is_refused(change, collated, workers):
+    loader = Loader(Short(change, collated), Data().collate, workers=workers)
+    said = rf"Short\.__getitems__ was asked for 5 samples \(sample 1 of Short, .*\) and returned {5 + change}: it must"
+    with pytest.raises(SampleError, match=said):
+        list(loader([Request([1, 2, 3, 4, 5])]))
+
+
+def test_a_sample_may_have_several_labels():
+    (batch,) = Loader(Several(), Data().collate)([Request([1, 2])])
+    assert batch["labels"].tolist() == [1, 1, 2, 2]
+
+
+class Several(Squares):
+    def __getitems__(self, indices):
+        return {"labels": torch.tensor(indices).repeat_interleave(2)}
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_failing_sample_is_named_in_the_first_line(workers):
     loader = Loader(Named(), Data().collate, workers=workers)

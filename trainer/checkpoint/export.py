@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.blocks import as_it_came
-from trainer.checkpoint.store import staged_file, write_atomic
-from trainer.errors import require
+from trainer.checkpoint.seal import seal_folder
+from trainer.checkpoint.store import write_atomic
+from trainer.errors import RunError, require
 from trainer.redact import redact_value
+from trainer.system.files import staged_file
 from trainer.weights import read_weights, shortened
 
 if TYPE_CHECKING:
@@ -29,8 +32,8 @@ CONFIG = "config.json"
 def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
     """Write ``module`` to ``folder`` so that :func:`load_model` restores it.
 
-    That is its weights and the fields of ``model``, or what a model with ``own_format`` makes of it. Tied tensors are
-    written once, under the first of their names.
+    That is its weights and the fields of ``model``, or what a model with ``own_format`` makes of it, and the hashes of
+    all that. Tied tensors are written once, under the first of their names.
 
     Args:
         model: what built the module.
@@ -39,12 +42,20 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
         state: all weights and buffers of the module, whole; by default its own.
     """
     state = module.state_dict() if state is None else state
-    if model.own_format:
-        with as_it_came(module):
-            model.save(module, folder, state)
-        return
+    try:
+        if model.own_format:
+            with as_it_came(module):
+                model.save(module, folder, state)
+        else:
+            _save_plainly(model, folder, model.merged_state(module, state))
+    except SafetensorError as error:  # of the disk; its text has the error's name, but not its number
+        raise RunError(f"{folder / WEIGHTS} could not be written: {error}") from error
+    seal_folder(folder)
+
+
+def _save_plainly(model: Model, folder: Path, state: Mapping[str, Tensor]) -> None:
     with staged_file(folder / WEIGHTS) as part:
-        save_file(_unique_tensors(model.merged_state(module, state)), part, metadata={"format": "pt"})
+        save_file(_unique_tensors(state), part, metadata={"format": "pt"})
     write_atomic(folder / CONFIG, json.dumps(_config(model), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 

@@ -6,12 +6,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, folder_name, read_manifest
-from trainer.checkpoint.store import swap_in, sync_to_disk
-from trainer.errors import RunError
+from trainer.checkpoint.store import swap_in
+from trainer.errors import RunError, require
+from trainer.system.files import aside, remove, sync_to_disk
 
 NAME = re.compile(r"step-\d{8,}")
 MARGIN = 2**20
@@ -43,15 +44,45 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             sync_to_disk(self.path.parent)
 
-    def clean(self) -> None:
-        """Remove what a run that died here has left half-written, and put back what it was about to replace."""
-        for path in self.path.glob(".step-*.old") if self.path.is_dir() else ():
+    def require_own(self) -> None:
+        """Refuse a folder that is a link to that of another run, whose checkpoints would be taken up and removed.
+
+        A link to anywhere else, such as a larger disk, is welcome: no name but those of checkpoints is touched there.
+
+        Raises:
+            RecipeError: naming both.
+        """
+        home = self.path.resolve().parent
+        require(
+            not self.path.is_symlink() or not (home / "recipe.yaml").exists(),
+            f"{self.path} is a link to the checkpoints of another run, {home}: remove it; --run.resume {home} goes on "
+            "from there",
+        )
+
+    def clean(self) -> list[str]:
+        """Remove what a run that died here has left half-written, and put back what it was about to replace.
+
+        Returns:
+            What is wrong with what could not be removed.
+        """
+        for path in self._hidden("old"):
             home = self.path / path.name.split(".")[1]
-            if not home.exists():
+            if not os.path.lexists(home):
                 os.rename(path, home)
-        for path in self.path.glob(".step-*") if self.path.is_dir() else ():
-            if path.is_dir():
-                shutil.rmtree(path)
+        return self._without(self._hidden("*"), remove)
+
+    def _hidden(self, kind: str) -> list[Path]:
+        return list(self.path.glob(f".step-*.{kind}")) if self.path.is_dir() else []
+
+    def _without(self, paths: Iterable[Path], remove_one: Callable[[Path], None]) -> list[str]:
+        """Remove each of ``paths``; why some could not be."""
+        problems = []
+        for path in paths:
+            try:
+                remove_one(path)
+            except OSError as error:  # noqa: PERF203
+                problems.append(f"{path} could not be removed: {error.strerror} ({error.filename or path})")
+        return problems
 
     def staging(self, step: int, attempt: str) -> Path:
         """The hidden folder that the checkpoint of ``step`` grows in; ``attempt`` tells this start of the run."""
@@ -64,14 +95,18 @@ class CheckpointFolder:
         swap_in(staging, target)
         return target
 
-    def rotate(self, keep_last: int, keep_best: int, score: Score) -> None:
-        """Delete all but the newest and the best, by their manifests; one that cannot be read is left for a person."""
+    def rotate(self, keep_last: int, keep_best: int, score: Score) -> list[str]:
+        """Delete all but the newest and the best, by their manifests; one that cannot be read is left for a person.
+
+        Returns:
+            What is wrong with those that could not be removed: they take space, and harm nobody.
+        """
         manifests = self.manifests()
         newest = sorted(manifests, key=lambda path: manifests[path].step, reverse=True)[:keep_last]
         rated = {path: manifest.figures for path, manifest in manifests.items() if manifest.figures}
         best = sorted(rated, key=lambda path: score(rated[path]), reverse=True)[:keep_best]
-        for path in manifests.keys() - {*newest, *best}:
-            self.remove(path)
+        left = self._without(self._hidden("gone"), remove)  # the disk may be well again
+        return left + self._without(sorted(manifests.keys() - {*newest, *best}), self.remove)
 
     def manifests(self) -> dict[Path, Manifest]:
         """The manifests that can be read, by checkpoint."""
@@ -84,10 +119,13 @@ class CheckpointFolder:
         return found
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint: under another name first, so that half of it is never taken for one."""
-        doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
+        """Delete a checkpoint: under another name first, so that half of it is never taken for one.
+
+        Where a person has moved it elsewhere and left a link, the link alone goes.
+        """
+        doomed = aside(path, "gone")
         os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        remove(doomed)
 
     def set_aside(self, path: Path, why: str) -> Path:
         """Give a checkpoint that no run shall take up again another name, such as ``step-00000100.corrupt``."""

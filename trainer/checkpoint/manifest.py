@@ -5,23 +5,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import RunError
+from trainer.system.files import hash_file, read_regular
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-CHUNK = 16 * 2**20
-TYPES: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("run", "plan", "dataset", "created"), str),
-    **dict.fromkeys(("step", "epoch", "step_in_epoch", "seed", "world_size", "format"), int),
-    **dict.fromkeys(("recipe", "versions", "files", "data_files"), dict),
-    "tokenizer": (str, type(None)),
-    "figures": (dict, type(None)),
-}
+MOST_BYTES = 64 * 2**20
+"""Of a JSON file of a checkpoint: a manifest takes 170 bytes a file of it, two files a rank, and 60 a file of the data;
+what a rank says of its tensors takes 200 bytes for each of them."""
+
+HASH = re.compile("[0-9a-f]{64}")
 
 
 class CorruptCheckpoint(RunError):
@@ -92,48 +92,94 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        written = path.read_bytes()
+        written = read_regular(path, MOST_BYTES)
         content = json.loads(written)
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{path} is missing: the checkpoint was never complete") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path} is corrupt: {error}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, int) and found > FORMAT:
         raise UnknownFormat(f"{path} has format {found}, of a later version; this one reads format {FORMAT}")
-    manifest = _parsed(content)
-    if manifest is None:
-        raise CorruptCheckpoint(f"{path} is corrupt: it holds something else than a run has written")
-    if manifest.to_json().encode() != written:  # down to the last blank
+    manifest = _parsed(path, content)
+    if manifest.to_json().encode(errors="surrogatepass") != written:  # down to the last blank
         raise CorruptCheckpoint(f"{path} is corrupt: its content does not have the hash that it states")
     if folder.absolute().name != folder_name(manifest.step):
         raise CorruptCheckpoint(f"{path} is of step {manifest.step}, not of {folder.name}: files were swapped")
-    _require_sizes(folder, manifest)
+    try:
+        _require_sizes(folder, manifest)
+    except OSError as error:
+        raise CorruptCheckpoint(f"{error.filename or folder} cannot be read: {error.strerror}") from error
     return manifest
 
 
-def _parsed(content: Any) -> Manifest | None:
-    """The manifest with this content; ``None`` where it is not one."""
+def _parsed(path: Path, content: Any) -> Manifest:
+    """The manifest with this content.
+
+    Raises:
+        CorruptCheckpoint: naming the field that is not of its type: a hash that fits does not say who has made it.
+    """
+    what = f"{path} is corrupt: it holds something else than a run has written"
     try:
         manifest = Manifest(**{name: value for name, value in content.items() if name != "digest"})
     except (AttributeError, TypeError):
-        return None
-    return manifest if _is_sound(manifest) else None
+        raise CorruptCheckpoint(what) from None
+    for name, fits in FIELDS.items():
+        if not fits(getattr(manifest, name)):
+            raise CorruptCheckpoint(f"{what}: {name}={_short(getattr(manifest, name))}")
+    return manifest
 
 
-def _is_sound(manifest: Manifest) -> bool:
-    """Whether everything is of its type: a hash that fits does not say who has made it."""
-    typed = all(isinstance(getattr(manifest, name), kind) for name, kind in TYPES.items())
-    return (
-        typed
-        and manifest.format == FORMAT
-        and manifest.world_size > 0
-        and all(Path(name).name == name and _is_entry(entry) for name, entry in manifest.files.items())
-    )
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_figure(value: Any) -> bool:
+    return (isinstance(value, float) and math.isfinite(value)) or _is_count(value)
 
 
 def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+    return (
+        isinstance(entry, dict)
+        and _is_count(entry.get("bytes"))
+        and _is_text(entry.get("sha256"))
+        and HASH.fullmatch(entry["sha256"]) is not None
+    )
+
+
+def _maps_to(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(fits(item) for item in value.values())
+
+
+def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
+
+
+FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("run", "plan", "dataset", "created"), _is_text),
+    **dict.fromkeys(("step", "epoch", "step_in_epoch"), _is_count),
+    "seed": lambda value: isinstance(value, int) and _is_count(abs(value)),
+    "world_size": lambda value: _is_count(value) and value > 0,
+    "recipe": lambda value: isinstance(value, dict),
+    "tokenizer": _or_none(_is_text),
+    "versions": _maps_to(_or_none(_is_text)),
+    "figures": _or_none(_maps_to(_is_figure)),
+    "files": lambda value: _maps_to(_is_entry)(value) and all(Path(name).name == name for name in value),
+    "format": lambda value: value == FORMAT and _is_count(value),
+    "data_files": _maps_to(_is_text),
+}
+"""What the fields of a manifest are, each as far as what reads it relies upon it."""
 
 
 def folder_name(step: int) -> str:
@@ -168,13 +214,3 @@ def verify_files(folder: Path, manifest: Manifest, names: Sequence[str] | None =
             raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
         if found != manifest.files[name]["sha256"]:
             raise CorruptCheckpoint(f"{path} is corrupt: it does not have the hash that {MANIFEST} states")
-
-
-def hash_file(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal; hashlib uses the processor's instructions for it where there are any."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(CHUNK))
-    with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            digest.update(buffer[:size])
-    return digest.hexdigest()

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trainer.checkpoint.manifest import CorruptCheckpoint
 from trainer.errors import RecipeError, RunError
 
 DTYPES = {
@@ -191,14 +192,35 @@ class PartsReader:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.parts: dict[str, list[Mapping[str, Any]]] = {}
         self.files: dict[str, Any] = {}
+        self.known: set[tuple[str, str]] = set()
         for index in indices:
             self.add(index)
 
     def add(self, index: Mapping[str, Any]) -> None:
-        """Take in what :func:`describe_parts` gave on one more rank."""
+        """Take in what :func:`describe_parts` gave on one more rank.
+
+        Raises:
+            ValueError: (or TypeError, LookupError, AttributeError) when it gave nothing of the kind.
+        """
         for name, entry in index.items():
-            self.shapes[name] = tuple(entry["shape"])
-            self.parts.setdefault(name, []).extend(entry["parts"])
+            shape = _counts(name, entry["shape"])
+            if self.shapes.setdefault(name, shape) != shape:
+                raise ValueError(f"{name} is of shape {shape} on one rank, {self.shapes[name]} on another")
+            for part in entry["parts"]:
+                self._add_part(name, shape, part)
+
+    def _add_part(self, name: str, shape: tuple[int, ...], part: Mapping[str, Any]) -> None:
+        offset, size = _counts(name, part["offset"]), _counts(name, part["size"])
+        if not len(offset) == len(size) == len(shape):
+            raise ValueError(f"{name} of {len(shape)} dimensions has a part of {len(size)} at {len(offset)}")
+        if any(start + length > whole for start, length, whole in zip(offset, size, shape, strict=True)):
+            raise ValueError(f"{name} of shape {shape} has a part of {size} at {offset}")
+        if not isinstance(part["file"], str):
+            raise ValueError(f"{name} has a part in the file {part['file']!r}")  # noqa: TRY004
+        if (name, part["file"]) in self.known:
+            raise ValueError(f"{name} has two parts in {part['file']}")
+        self.known.add((name, part["file"]))
+        self.parts.setdefault(name, []).append(part)
 
     @torch.no_grad()
     def read_into(self, name: str, target: Part) -> None:
@@ -211,7 +233,7 @@ class PartsReader:
             found = f"of shape {self.shapes[name]}" if name in self.shapes else "not there"
             raise RecipeError(f"{self.folder}: {name} is {found}, and the model needs it of shape {target.shape}")
         filled = 0
-        for part in self.parts[name]:
+        for part in self.parts.get(name, ()):
             filled += self._copy(name, part, target)
         if filled != target.tensor.numel():
             raise RecipeError(
@@ -219,10 +241,16 @@ class PartsReader:
             )
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor ``name``, in the type that it was saved in."""
-        first = self._open(self.parts[name][0]["file"])
-        dtype = NAMES[first.get_slice(name).get_dtype()]
-        tensor = torch.empty(self.shapes[name], dtype=dtype)
+        """The whole tensor ``name``, in the type that it was saved in.
+
+        Raises:
+            CorruptCheckpoint: when the files hold less than its shape says; no memory was taken for it, then.
+        """
+        stored = [self._stored(name, part) for part in self.parts.get(name, ())]
+        there, wanted = sum(math.prod(part.get_shape()) for part in stored), math.prod(self.shapes[name])
+        if there != wanted or not stored:
+            raise CorruptCheckpoint(f"{self.folder}: {name} is incomplete: {there} of {wanted} numbers were found")
+        tensor = torch.empty(self.shapes[name], dtype=NAMES[stored[0].get_dtype()])
         self.read_into(name, whole(tensor))
         return tensor
 
@@ -235,22 +263,44 @@ class PartsReader:
         ]
         if any(start >= end for start, end in zip(starts, ends, strict=True)):
             return 0
-        file = self._open(part["file"])
+        stored = self._stored(name, part)
         if not starts:
-            target.tensor.copy_(file.get_tensor(name))
+            target.tensor.copy_(self._open(part["file"]).get_tensor(name))
             return 1
         there = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, part["offset"], strict=True))
         here = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, target.offset, strict=True))
-        target.tensor[here].copy_(file.get_slice(name)[there])
+        target.tensor[here].copy_(stored[there])
         return math.prod(e - s for s, e in zip(starts, ends, strict=True))
+
+    def _stored(self, name: str, part: Mapping[str, Any]) -> Any:
+        """A part in its file, not read yet.
+
+        Raises:
+            CorruptCheckpoint: naming the file, when it is not there as it was described.
+        """
+        path = self.folder / part["file"]
+        try:
+            stored = self._open(part["file"]).get_slice(name)
+        except SafetensorError as error:
+            raise CorruptCheckpoint(f"{path} does not hold {name}: {error}") from error
+        if stored.get_shape() != list(part["size"]):
+            raise CorruptCheckpoint(f"{path} holds {name} of shape {stored.get_shape()}, not {list(part['size'])}")
+        return stored
 
     def _open(self, name: str) -> Any:
         if name not in self.files:
             path = self.folder / name
             if path.parent != self.folder:
-                raise RecipeError(f"{self.folder}: the tensors must lie in its own files, not in {name!r}")
+                raise CorruptCheckpoint(f"{self.folder}: the tensors must lie in its own files, not in {name!r}")
             try:
                 self.files[name] = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise RecipeError(f"{path} is corrupt or not a safetensors file: {error}") from error
+                raise CorruptCheckpoint(f"{path} is corrupt or not a safetensors file: {error}") from error
         return self.files[name]
+
+
+def _counts(name: str, values: Any) -> tuple[int, ...]:
+    """Sizes or places along the dimensions of the tensor ``name``."""
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise ValueError(f"{name} has {values!r} where a list of sizes must be")
+    return tuple(values)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from trainer.system.files import aside, naming, remove, staged_file, sync_to_disk
 
 
 def write_atomic(path: Path, content: str | bytes, sync_folder: bool = True) -> None:
@@ -23,46 +24,33 @@ def write_atomic(path: Path, content: str | bytes, sync_folder: bool = True) -> 
 
 
 @contextmanager
-def staged_file(path: Path, sync_folder: bool = True) -> Iterator[Path]:
-    """A path beside ``path`` to write to; moved to ``path`` on success, removed on an exception."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = _aside(path, "part")
-    try:
-        yield part
-        sync_to_disk(part)
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    if sync_folder:
-        sync_to_disk(path.parent)
-
-
-@contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
     """An empty folder beside ``target`` to fill; takes the place of ``target`` on success, removed on an exception.
+
+    A link at ``target`` is replaced: what it leads to stays as it is.
 
     A folder cannot be replaced in one move. An old ``target`` is moved aside (``.NAME.*.old``) first and deleted after
     the new one stands in its place, so at every moment a whole folder exists: ``target`` itself, or, should the machine
     die between the two moves, the old one as ``.NAME.*.old`` and the new one, complete, as ``.NAME.*.part``.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = _aside(target, "part")
-    part.mkdir()
-    try:
-        yield part
-        for path in part.rglob("*"):
-            sync_to_disk(path)
-        sync_to_disk(part)
-        swap_in(part, target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+    with naming(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = aside(target, "part")
+        part.mkdir()
+        try:
+            yield part
+            for path in part.rglob("*"):
+                sync_to_disk(path)
+            sync_to_disk(part)
+            swap_in(part, target)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
 
 
 def swap_in(part: Path, target: Path) -> None:
     """Move ``part`` to ``target``, and what was there out of the way."""
-    old = _aside(target, "old") if target.exists() else None
+    old = aside(target, "old") if os.path.lexists(target) else None
     if old is not None:
         os.rename(target, old)
     try:
@@ -74,18 +62,4 @@ def swap_in(part: Path, target: Path) -> None:
     # Before the old folder goes, the new name must be on disk.
     sync_to_disk(target.parent)
     if old is not None:
-        shutil.rmtree(old)
-
-
-def _aside(path: Path, kind: str) -> Path:
-    """A hidden name in the same folder, as only a move within one file system is atomic."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
-
-
-def sync_to_disk(path: Path) -> None:
-    """Wait until the file, or the names in the folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        remove(old)

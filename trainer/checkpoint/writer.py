@@ -24,6 +24,7 @@ from trainer.checkpoint.manifest import MANIFEST, Manifest
 from trainer.checkpoint.parts import Part, describe_parts, write_parts
 from trainer.checkpoint.store import write_atomic
 from trainer.errors import RunError
+from trainer.system.files import remove
 
 STATE = "state.json"
 HISTORY = "metrics.csv"
@@ -70,6 +71,7 @@ class Writer:
         keep_best: how many of the best are kept besides.
         score: of an evaluation's figures; higher is better.
         on_progress: called whenever something has reached the disk.
+        warn: called with what is wrong and does not keep a checkpoint from being whole.
     """
 
     folder: CheckpointFolder
@@ -81,6 +83,7 @@ class Writer:
     keep_best: int
     score: Score
     on_progress: Callable[[], None] = lambda: None
+    warn: Callable[[str], None] = lambda problem: None
 
     def write(self, snapshot: Snapshot) -> None:
         """Write this rank's share and, on the first rank, complete the checkpoint.
@@ -126,17 +129,17 @@ class Writer:
         failpoint("before name")
         self.folder.commit(staging, snapshot.step)
         failpoint("after name")
-        self._rotate(snapshot)
+        self._rotate()
         failpoint("after rotation")
 
-    def _rotate(self, snapshot: Snapshot) -> None:
+    def _rotate(self) -> None:
+        """What is left of older ones is told, and no reason to end a training whose state is saved."""
         try:
-            self.folder.rotate(self.keep_last, self.keep_best, self.score)
+            problems = self.folder.rotate(self.keep_last, self.keep_best, self.score)
         except OSError as error:
-            raise RunError(
-                f"the checkpoint of step {snapshot.step} is saved, but an older one could not be removed: "
-                f"{error.strerror} ({error.filename})"
-            ) from error
+            problems = [f"{error.filename or self.folder.path} could not be looked through: {error.strerror}"]
+        for problem in problems:
+            self.warn(problem)
 
     def _wait_for(self, staging: Path, rank: int) -> bytes:
         """The sign of ``rank``, as soon as it is there."""
@@ -167,7 +170,7 @@ class Writer:
                 (staging / failure_of(self.rank)).write_text(why)
         elif staging.exists():
             with suppress(OSError):  # the next start clears it away
-                self.folder.remove(staging)
+                remove(staging)
 
     def _explained(self, error: OSError, snapshot: Snapshot) -> RunError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

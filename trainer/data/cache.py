@@ -17,9 +17,13 @@ from filelock import FileLock, Timeout
 
 from trainer.data.tables import MOST_BYTES, spread
 from trainer.errors import RecipeError
+from trainer.system.files import hash_file, open_regular, read_regular, staged_file
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 20
+MOST_NOTED = 1 << 30
+"""Bytes of a note on the content of files: some hundred for each of them."""
+
 Over = Callable[[Callable[[Path], str], Sequence[Path]], Iterable[str]]
 SETTLED_NS = 2_000_000_000
 """A file that was changed less than this before it is looked at may be changed again without a new time of change."""
@@ -108,7 +112,7 @@ def _locked(path: Path, what: str) -> Iterator[None]:
 def _fault(place: Path) -> str | None:
     """What is wrong with a folder of the cache; ``None`` for one that is as it was built."""
     try:
-        files: Any = json.loads((place / MANIFEST).read_bytes())
+        files: Any = json.loads(read_regular(place / MANIFEST, MOST_NOTED))
         for name, (size, digest) in files.items():
             path = place / name
             if path.stat().st_size != size:
@@ -117,21 +121,22 @@ def _fault(place: Path) -> str | None:
                 return f"{name} is not what was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (ValueError, TypeError, AttributeError):
+    except OSError as error:
+        return f"{Path(error.filename or place).name} cannot be read: {error.strerror}"
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return f"{MANIFEST} cannot be read"
     return None
 
 
 def checksum(path: Path, most_bytes: float = MOST_BYTES) -> str:
     """The sha256 of a file, in hexadecimal: of all of it up to ``most_bytes``, of evenly spread blocks beyond."""
-    digest = hashlib.sha256()
     size = path.stat().st_size
-    count = -(-size // CHUNK)
-    whole = size <= most_bytes
-    with open(path, "rb", buffering=0) as file:
-        for block in range(count) if whole else spread(count, max(2, int(most_bytes) // CHUNK)):
-            if not whole:
-                file.seek(block * CHUNK)
+    if size <= most_bytes:
+        return hash_file(path)
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        for block in spread(-(-size // CHUNK), max(2, int(most_bytes) // CHUNK)):
+            file.seek(block * CHUNK)
             digest.update(file.read(CHUNK))
     return digest.hexdigest()
 
@@ -144,7 +149,10 @@ def content_of(
     over: Over = map,
     worth_keeping: Callable[[Sequence[str]], bool] = lambda found: True,
 ) -> list[str]:
-    """What ``hashed`` says of every file; not asked again while their paths, sizes and times of change stay.
+    """What ``hashed`` says of every file; not asked again while their paths, inodes, sizes and times of change stay.
+
+    Sizes and times of writing alone would not do: ``cp -p``, ``rsync -t`` and ``tar -x`` give another content the time
+    of the old one, but the time of the change of the inode they cannot give it.
 
     Args:
         root: of the cache.
@@ -176,12 +184,15 @@ def _content_of(
         stats = [path.stat() for path in paths]
     except OSError:
         return ask()  # which knows what to say of it
-    seen = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
+    seen = [
+        (str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        for path, stat in zip(paths, stats, strict=True)
+    ]
     note = root / "contents" / f"{hash_of(seen, *asked)}.json"
-    settled = all(time.time_ns() - stat.st_mtime_ns > SETTLED_NS for stat in stats)
+    settled = all(time.time_ns() - stat.st_ctime_ns > SETTLED_NS for stat in stats)
     if settled:
         try:
-            known = json.loads(note.read_bytes())
+            known = json.loads(read_regular(note, MOST_NOTED))
             if known["digest"] == hash_of(known["found"]):
                 return known["found"]
         except (OSError, ValueError, TypeError, LookupError):
@@ -194,10 +205,8 @@ def _content_of(
 
 def _leave(note: Path, found: Sequence[str]) -> None:
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        aside = note.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps({"found": found, "digest": hash_of(found)}))
-        aside.replace(note)
+        with staged_file(note, sync_folder=False) as part:
+            part.write_text(json.dumps({"found": found, "digest": hash_of(found)}))
     except OSError:  # it saves time, no more
         return
 

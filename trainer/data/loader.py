@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.contract import BadSample, Incomplete, Request
@@ -93,6 +93,7 @@ class _Fetch:
         indices, seeds = request
         if self.whole is not None:
             batch = self._guard(indices, self.whole, indices)
+            self._require_all(batch, indices)
             if not isinstance(batch, list):
                 return batch
             samples = batch
@@ -101,6 +102,19 @@ class _Fetch:
         else:
             samples = [self._guard([i], self.split.__getitem__, i) for i in indices]
         return self._guard(indices, self.collate, samples)
+
+    def _require_all(self, batch: Any, indices: Sequence[int]) -> None:
+        """Refuse another number of samples than was asked for: what is left out would be missing in silence.
+
+        Of a collated batch the ``labels`` are counted, or what comes first; a sample may have several.
+        """
+        counted = batch if isinstance(batch, list) else _first_of(batch)
+        found, asked = len(counted) if counted is not None else len(indices), len(indices)
+        if found != asked and (counted is batch or not found or found % asked):
+            raise SampleError(
+                f"{type(self.split).__name__}.__getitems__ was asked for {asked} samples ({self.describe(indices)}) "
+                f"and returned {found}: it must return every sample it is asked for, and no other"
+            )
 
     def _draw(self, indices: Sequence[int], seeds: Sequence[int]) -> list[Any]:
         samples = []
@@ -136,6 +150,14 @@ class _Fetch:
         describe = getattr(self.split, "describe", lambda i: f"sample {i} of {type(self.split).__name__}")
         shown = ", ".join(describe(i) for i in indices[:4])
         return shown if len(indices) <= 4 else f"{shown} or one of the {len(indices) - 4} after it"
+
+
+def _first_of(batch: Any) -> Any:
+    """What tells how many samples a collated batch has; ``None`` where nothing does."""
+    if isinstance(batch, Mapping):
+        batch = [batch["labels"]] if "labels" in batch else list(batch.values())
+    parts = batch if isinstance(batch, list | tuple) else [batch]
+    return next((part for part in parts if hasattr(part, "__len__") and getattr(part, "ndim", 1) > 0), None)
 
 
 class _TolerantFetch:

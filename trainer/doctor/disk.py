@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.checkpoint.store import sync_to_disk
 from trainer.doctor.finding import GB, Finding, fail, ok, skipped, warning
 from trainer.doctor.subject import Subject
 from trainer.errors import RecipeError
 from trainer.faults.lock import NAME, RunLock
+from trainer.system.files import sync_to_disk
 
 PROBE_BYTES = 8 * 2**20
 SLOW = 20e6

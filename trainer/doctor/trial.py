@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.manifest import hash_file
 from trainer.checkpoint.parts import Part, PartsReader, describe_parts, whole, write_parts
 from trainer.doctor.finding import GB, Finding, fail, ok, skipped, warning, within
 from trainer.doctor.subject import Subject
@@ -22,6 +21,7 @@ from trainer.planner.machine import budget_bytes
 from trainer.planner.predict import Prediction, predict_here
 from trainer.planner.search import MARGIN
 from trainer.planner.target import Target
+from trainer.system.files import hash_file
 
 LARGEST = 2e9
 """Bytes of weights up to which a checkpoint is tried."""

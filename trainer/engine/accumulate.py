@@ -274,7 +274,7 @@ class AccumulatingOptimizer(Optimizer):
         whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         for some, divisor in ((whole, weight), (shards, weight / ranks)):  # FSDP takes the mean over the ranks
             if some:
-                torch._foreach_div_(some, divisor)
+                torch._foreach_div_(tuple(some), divisor)
         if ranks > 1:
             _sum_over_ranks(parameters, layouts, self.group)
         if self.clip_norm is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from trainer.errors import RecipeError
 from trainer.processes import boot_id
 from trainer.system.environment import number
+from trainer.system.files import open_own
 
 NAME = ".run.lock"
 
@@ -51,8 +52,8 @@ class RunLock:
             descriptor = self._locked()
         except OSError as error:
             raise RecipeError(
-                f"run.dir={self.path.parent} cannot be locked ({error.strerror}): choose a directory on a disk that "
-                "can lock files"
+                f"run.dir={self.path.parent} cannot be locked ({self.path.name}: {error.strerror}): choose a directory "
+                "of your own, on a disk that can lock files"
             ) from error
         before = _read(descriptor)
         if before is not None and _may_live(before):
@@ -80,7 +81,7 @@ class RunLock:
     def _locked(self) -> int:
         """A locked descriptor of the file that is at the path now, and not of one that its owner has removed."""
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = open_own(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self.path.exists() and os.path.samestat(os.fstat(descriptor), os.stat(self.path)):

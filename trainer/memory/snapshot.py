@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import torch
 
 from trainer.errors import require
 from trainer.recipe import Recipe
+from trainer.system.files import staged_file
 
 MOST_EVENTS = 100_000
 """The last so many allocations and frees are kept: some hundreds of MB of host memory."""
@@ -50,9 +50,8 @@ def recorded(target: Path) -> Iterator[None]:
 
 
 def _write(target: Path) -> None:
-    part = target.with_name(f".{target.name}.part")
     try:
-        torch.cuda.memory._dump_snapshot(str(part))
-        os.replace(part, target)
+        with staged_file(target) as part:
+            torch.cuda.memory._dump_snapshot(str(part))
     except OSError as error:  # must not hide an error that the run ends with
         warnings.warn(f"{target} could not be written: {error}", stacklevel=2)

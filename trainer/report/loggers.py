@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from trainer.errors import RecipeError
 from trainer.redact import redact_words
+from trainer.system.files import naming, open_own
 
 TRAINING_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "samples_per_second")
 EVALUATION_COLUMNS = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
@@ -131,8 +133,10 @@ class CSVMetrics(Logger):
             writer.writeheader()
         writer.writerows(self._rows)
         # Unbuffered: whole rows in one write, so that a killed run leaves no half a row behind.
-        with open(self.path, "ab", buffering=0) as file:
-            file.write(text.getvalue().encode())
+        with naming(self.path):
+            descriptor = open_own(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            with os.fdopen(descriptor, "ab", buffering=0) as file:
+                file.write(text.getvalue().encode())
         self._rows.clear()
         self._last_write = self._clock()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from trainer.system.files import staged_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,9 +71,8 @@ def _new_figure(title: str, height: float) -> Figure:
 
 
 def _save(figure: Figure, target: Path) -> None:
-    part = target.with_name(f".{target.name}.part")
-    figure.savefig(part, format="png")
-    os.replace(part, target)
+    with staged_file(target) as part:
+        figure.savefig(part, format="png")
 
 
 def _read(metrics_csv: Path) -> dict[str, Curve]:

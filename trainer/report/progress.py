@@ -10,11 +10,17 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from trainer.redact import redact
 from trainer.system.text import escaped
 
 SECONDS_BETWEEN_LINES = 5.0
 # The figures first, the bar takes the room that they leave; what does not fit in the terminal's width is cut off.
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+
+
+def warn(text: str) -> None:
+    """Tell, without secrets, what is no reason to end a run: above a bar, if there is one, and where none is shown."""
+    tqdm.write(escaped(f"trainer: warning: {redact(text)}"), file=sys.stderr)
 
 
 class Progress:

@@ -1,15 +1,23 @@
-"""Opening files that somebody else may have put there: regular ones only, of a size that was thought of."""
+"""Files that somebody else may have put there or a crash may cut: regular, of a size that was thought of, whole."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import secrets
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from trainer.errors import RecipeError
 from trainer.system.text import escaped
+
+CHUNK = 16 * 2**20
+"""Bytes that are hashed at once."""
 
 KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -60,13 +68,18 @@ def open_own(path: str | Path, flags: int, mode: int = 0o644) -> int:
 
     Args:
         path: of the file. A symlink or a second hard link there could lead to any file of the user's.
-        flags: of open(2), besides those that keep it to this.
+        flags: of open(2), besides those that keep it to this; not O_TRUNC, which would empty it before it is looked at.
         mode: of a file that is made.
 
     Raises:
         OSError: ELOOP for a symlink, EINVAL for what is no regular file, EMLINK for one with several names.
     """
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            error.strerror = "it is a symbolic link: remove it"
+        raise
     try:
         found = os.fstat(descriptor)
         require_regular(found, path)
@@ -85,7 +98,10 @@ def make_folder(key: str, path: Path) -> None:
     """
     try:
         os.fsencode(path).decode()  # what is written about it is UTF-8
-        path.mkdir(parents=True, exist_ok=True)
+        if not path.is_dir():
+            path.mkdir(parents=True, exist_ok=True)
+            with suppress(PermissionError):  # a folder that may be written to and not read
+                sync_to_disk(path.parent)  # what is flushed in it would be lost with its name
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(f"{key}={escaped(str(path))} cannot be made ({why}): choose another directory") from error
@@ -110,3 +126,74 @@ def _require_size(size: int, path: str | Path, limit: int | None) -> None:
 def _require_one_name(found: os.stat_result, path: str | Path) -> None:
     if found.st_nlink > 1:
         raise OSError(errno.EMLINK, "it is a hard link to a file that has another name, too", str(path))
+
+
+def hash_file(path: str | Path) -> str:
+    """The sha256 of a regular file, in hexadecimal; hashlib uses the processor's instructions for it, if there are any.
+
+    Raises:
+        OSError: as :func:`open_regular`.
+    """
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        buffer = memoryview(bytearray(min(CHUNK, max(4096, os.fstat(file.fileno()).st_size))))
+        while size := file.raw.readinto(buffer):  # type: ignore[attr-defined]
+            digest.update(buffer[:size])
+    return digest.hexdigest()
+
+
+@contextmanager
+def staged_file(path: Path, sync_folder: bool = True) -> Iterator[Path]:
+    """A path beside ``path`` to write to; moved to ``path`` on success, removed on an exception.
+
+    Its name cannot be foreseen, and a link at ``path`` is replaced, not followed.
+
+    Raises:
+        OSError: of the disk, always with the name of a file.
+    """
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = aside(path, "part")
+        try:
+            yield part
+            sync_to_disk(part)
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        if sync_folder:
+            sync_to_disk(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an error of the disk say that it was about ``path``: of write(2) and fsync(2) the system names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def aside(path: Path, kind: str) -> Path:
+    """A hidden name in the same folder, as only a move within one file system is atomic."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
+
+
+def sync_to_disk(path: Path) -> None:
+    """Wait until the file, or the names in the folder, are on disk."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; of a link only itself, whatever it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -60,13 +60,13 @@ class Stream(io.TextIOWrapper):
         self.terminal = os.isatty(number)
         unbuffered = like is not None and like.write_through  # python -u
         super().__init__(
-            self.descriptor if unbuffered else io.BufferedWriter(self.descriptor),  # type: ignore[arg-type]
+            self.descriptor if unbuffered else io.BufferedWriter(self.descriptor),
             encoding=like.encoding if like is not None else "utf-8",
             errors="backslashreplace",
             line_buffering=number == 2 or self.terminal,
             write_through=unbuffered,
         )
-        self.mode = "w"  # as Python's own
+        self.mode = "w"  # type: ignore[misc]  # as Python's own
 
     def write(self, text: str) -> int:
         """Write ``text``."""
