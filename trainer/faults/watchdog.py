@@ -148,7 +148,7 @@ class Watchdog:
             if silent >= LOOKS_OF_SILENCE:
                 told = peers.why_silent()
                 say(f"{self.place()}: {told.text}")
-                self._leave(told)
+                self._leave()
 
     def _look_at_peers(self, peers: Peers) -> None:
         peers.beat(self.place())
