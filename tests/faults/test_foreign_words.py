@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ import torch
 from started import listening_addresses
 from torch.distributed import distributed_c10d
 
-from trainer.faults import peers
+from trainer.faults import peers, watchdog
 from trainer.faults.peers import Beat, Peers, Told
 from trainer.faults.place import Place
+from trainer.faults.watchdog import Watchdog
 from trainer.launching.loopback import loopback_store
 from trainer.memory.monitor import Monitor
 from trainer.processes import ProcessId
@@ -95,7 +98,8 @@ def stranger():
     os.kill(pid, signal.SIGSTOP)
     yield process
     os.close(theirs)
-    os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_process_that_is_no_rank_is_not_killed_because_of_the_store(pair, stranger, monkeypatch):
@@ -119,6 +123,26 @@ def test_a_rank_that_was_seen_is_not_another_process_later(pair, stranger, monke
     first.look()
     first.store.set(first._key("beat", 1), json.dumps({"place": PLACE, "process": stranger.to_dict(), "beat": 2}))
     assert [first.look() for _ in range(4)] == [None] * 4  # this process, which is rank 1, runs
+
+
+def test_a_store_that_is_silent_because_its_rank_is_stopped_ends_both(pair, stranger, monkeypatch, capsys):
+    first, _ = pair
+    watch = Watchdog.__new__(Watchdog)
+    watch.monitor, watch.rank, watch.peers = Monitor(torch.device("cpu")), 0, first
+    watch._wake, watch._store_is_gone = threading.Event(), False
+    first._next_process = stranger
+    ended = []
+    monkeypatch.setattr(watchdog, "LOOKS_OF_SILENCE", 1)
+    monkeypatch.setattr(ProcessId, "is_kin", lambda self: True)
+    monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), watch._wake.set()))
+    watch._watch_store(first)
+    assert ended == [1]
+    text = f"rank 1 (pid {stranger.pid} on {stranger.host}) is stopped by a signal, and with it the store of all ranks"
+    assert capsys.readouterr().err.endswith(f"{text}\n")
+    until = time.monotonic() + 30.0
+    while stranger.state() != "gone":
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -139,6 +140,30 @@ def test_a_rank_that_ends_before_the_run_has_a_watch_ends_the_first_one(number, 
     _, errors = first.communicate(timeout=60)
     assert first.returncode == 1
     assert errors == f"trainer: error: rank 1 (pid {pid}) {said} before training: nothing is lost\n"
+
+
+def test_a_rank_that_another_launcher_started_is_missed_before_training_too():
+    code = """
+import json, subprocess, sys, time
+from trainer.faults import launched
+from trainer.processes import ProcessId
+launched.SECONDS_TO_FAIL = 0.5
+other = json.loads(subprocess.run([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE).stdout)
+launched.watch_start([], {1: ProcessId.from_dict(other)})
+time.sleep(60)
+"""
+    other = "import json; from trainer.processes import ProcessId; print(json.dumps(ProcessId.own().to_dict()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, other],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = r"trainer: error: rank 1 \(pid \d+\) was killed or has failed before training: nothing is lost\n"
+    assert re.fullmatch(said, done.stderr)
 
 
 def is_rank(pid, number):

@@ -40,7 +40,7 @@ def launch(
     Args:
         plan: for its strategy and precision.
         world: that was found.
-        watch: is called before anybody is started or waited for.
+        watch: is called before Fabric starts anybody.
         seconds: that the last rank of this machine is waited for, where a launcher ends all when one is gone.
 
     Raises:
