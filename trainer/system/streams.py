@@ -54,19 +54,20 @@ class Descriptor(io.FileIO):
 class Stream(io.TextIOWrapper):
     """Text for a :class:`Descriptor`: control characters, and what the encoding has no bytes for, are written out."""
 
+    mode = "w"  # as Python's own have
+
     def __init__(self, number: int, like: io.TextIOWrapper | None) -> None:
         self.descriptor = Descriptor(number, "w", closefd=False)
         self.descriptor.name = getattr(like, "name", number)  # <stdout>
         self.terminal = os.isatty(number)
         unbuffered = like is not None and like.write_through  # python -u
         super().__init__(
-            self.descriptor if unbuffered else io.BufferedWriter(self.descriptor),  # type: ignore[arg-type]
+            self.descriptor if unbuffered else io.BufferedWriter(self.descriptor),
             encoding=like.encoding if like is not None else "utf-8",
             errors="backslashreplace",
             line_buffering=number == 2 or self.terminal,
             write_through=unbuffered,
         )
-        self.mode = "w"  # as Python's own
 
     def write(self, text: str) -> int:
         """Write ``text``."""
