@@ -54,6 +54,8 @@ class Descriptor(io.FileIO):
 class Stream(io.TextIOWrapper):
     """Text for a :class:`Descriptor`: control characters, and what the encoding has no bytes for, are written out."""
 
+    mode = "w"  # as Python's own have
+
     def __init__(self, number: int, like: io.TextIOWrapper | None) -> None:
         self.descriptor = Descriptor(number, "w", closefd=False)
         self.descriptor.name = getattr(like, "name", number)  # <stdout>
@@ -66,7 +68,6 @@ class Stream(io.TextIOWrapper):
             line_buffering=number == 2 or self.terminal,
             write_through=unbuffered,
         )
-        self.mode = "w"  # type: ignore[misc]  # as Python's own
 
     def write(self, text: str) -> int:
         """Write ``text``."""
