@@ -94,7 +94,7 @@ class Stepper(Forward):
         for micro in window:
             self.prepare(micro, len(window))
             if self.check:
-                self.check.compare(self, micro, self.world_size, self.generator)
+                self.compare(self.check, micro)
             for loss in self.losses(micro.batch):
                 self.precision.backward(loss.total, self.module, totals.scale(loss, micro.is_empty))
                 totals.add(loss, micro.is_empty)
@@ -103,6 +103,10 @@ class Stepper(Forward):
             self.check = None
         self.sync.after()
         return totals
+
+    def compare(self, check: LossCheck, micro: MicroBatch) -> None:
+        """Let ``check`` compare the losses of some samples of ``micro``, which leaves no trace."""
+        check.compare(self, micro, self.world_size, self.generator)
 
     def abandon(self) -> None:
         """Leave a step wherever it is, as if it had not begun."""
