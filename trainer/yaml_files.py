@@ -9,6 +9,10 @@ import yaml
 from jsonargparse import get_loader
 
 from trainer.errors import RecipeError
+from trainer.system.files import read_regular
+
+MOST_BYTES = 2**20
+"""Of a file of settings: ten thousand of them, and some seconds to read it."""
 
 MOST_NODES = 100_000
 """In a file, aliases counted as often as they are used: a few lines of them can stand for billions."""
@@ -21,7 +25,7 @@ def load_yaml_file(path: Path) -> dict[Any, Any]:
         RecipeError: naming the file, when it is missing, not YAML, gives a key twice, or is not a mapping.
     """
     try:
-        tree = load_yaml(path.read_text(encoding="utf-8"))
+        tree = load_yaml(read_regular(path, MOST_BYTES).decode())
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such file") from None
     except RecipeError as error:
@@ -31,7 +35,9 @@ def load_yaml_file(path: Path) -> dict[Any, Any]:
         raise RecipeError(f"{path} line {line}: not valid YAML: {error.problem}") from error
     except RecursionError:
         raise RecipeError(f"{path} is nested too deeply") from None
-    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:  # PyYAML checks no !!int 'x'
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, AttributeError, TypeError, yaml.YAMLError) as error:  # PyYAML checks no !!int 'x'
         raise RecipeError(f"{path} cannot be read: {error}") from error
     if not isinstance(tree or {}, dict):
         raise RecipeError(f"{path} must hold a mapping of settings, not a {type(tree).__name__}")

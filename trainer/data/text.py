@@ -51,12 +51,12 @@ class Texts(Data):
         Raises:
             RecipeError: for a text that is empty, naming its position.
         """
-        from trainer.data.tokens import Padder, check_tokenizer, encode
+        from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
         check_tokenizer(tokenizer, self.max_length)
         require(len(texts) > 0, "no texts were given")
         for position, text in enumerate(texts, start=1):
-            require(bool(text.strip()), f"text {position} (the first is 1) is empty")
+            require_text(text, f"text {position} (the first is 1)".__str__, self.max_length, "--text")
         return Padder(tokenizer, self.max_length)(encode(texts, tokenizer, self.max_length))
 
     def _set_classes(self, names: Sequence[str]) -> None:
