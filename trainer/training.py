@@ -121,10 +121,8 @@ class Training:
         status = "failed"
         all_ranks = False  # whether it is certain that every rank ends in this way
         try:
-            with (
-                guarded(session),
-                written_to(self.run_dir),
-            ):  # what is raised is told to the other ranks before results are written
+            # What is raised is told to the other ranks before results are written.
+            with guarded(session), written_to(self.run_dir):
                 try:
                     self._train()
                     result = self._test()

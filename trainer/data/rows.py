@@ -192,7 +192,8 @@ def _csv_options(path: Path) -> dict[str, Any]:
     with open_regular(path) as file:
         _require_short("the header", file.readline(MOST_LINE + 1))
     given = pandas.read_csv(path, nrows=1, header=None, dtype=str, keep_default_na=False).iloc[0].tolist()
-    twice = sorted({name for name in given if given.count(name) > 1}) if len(given) <= MOST_COLUMNS else []
+    named = [name for name in given[:MOST_COLUMNS] if isinstance(name, str) and name]
+    twice = sorted({name for name in named if named.count(name) > 1})
     if twice:
         raise ValueError(f"the column {twice[0]!r} is given twice in the header")
     columns = pandas.read_csv(path, nrows=0).columns

@@ -72,9 +72,7 @@ def _require_files(folder: Path) -> None:
             except OSError as error:
                 raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
             small = path.suffix not in (".json", ".txt") or path.stat().st_size <= MOST_TEXT
-            require(
-                small, f"{path} is larger than the {MOST_TEXT / 1e6:g} MB that a file of settings or words may have"
-            )
+            require(small, f"{path} is larger than {MOST_TEXT / 1e6:g} MB: too much for settings or words")
 
 
 def refuse_code(name: str, config: Any) -> None:
