@@ -42,21 +42,17 @@ def failing(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "ending"),
     [
-        ("fsync", "recipe.yaml"), ("fsync", "/run"), ("mkdir", "/checkpoints"), ("open", "/metrics.csv"),
+        ("fsync", "recipe.yaml"), ("fsync", "/run"), ("mkdir", "/checkpoints"), ("open", "/run/metrics.csv"),
         ("fsync", "curves.png"), ("fsync", "model.safetensors"), ("fsync", "summary.json"), ("fsync", ".run.lock"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_failing_disk_is_named_and_what_stays(finished, tmp_path, failing, call, ending, resumed, capsys):
+def test_a_failing_disk_is_named_and_what_stays(finished, tmp_path, failing, call, ending, capsys):
     run_dir = tmp_path / "run"
-    more = []
-    if resumed:
-        shutil.copytree(finished, run_dir)
-        more = ["--run.resume=auto", '--run.allow_change=["max_steps"]']
-        if ending == "/checkpoints":
-            return  # they are there
-    else:
-        run_dir.mkdir()
+    shutil.copytree(finished, run_dir)
+    more = ["--run.resume=auto", '--run.allow_change=["max_steps"]']
+    if has_none := ending == "/checkpoints":
+        shutil.rmtree(run_dir)
+        more = []
     number = errno.EIO if call == "fsync" else errno.EDQUOT
     failing(call, ending, number)
     assert run(["fit", *SMALL, "--max_steps=2", f"--run.dir={run_dir}", *more]) == 1
@@ -67,5 +63,5 @@ def test_a_failing_disk_is_named_and_what_stays(finished, tmp_path, failing, cal
     assert errors[0].startswith("trainer: error: ")
     assert os.strerror(number) in errors[0]
     assert f"{run_dir}" in errors[0]
-    assert "lder checkpoints" in errors[0] or "no checkpoint was saved before" in errors[0]
-    assert not resumed or Path(run_dir, "checkpoints", "step-00000001", "manifest.json").is_file()
+    assert ("no checkpoint was saved before" if has_none else "lder checkpoints stay") in errors[0]
+    assert has_none or Path(run_dir, "checkpoints", "step-00000001", "manifest.json").is_file()
