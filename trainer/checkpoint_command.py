@@ -51,7 +51,7 @@ def checkpoint_command(argv: Sequence[str]) -> None:
     require(not unknown, f"checkpoint {action}: unknown flag --{'/--'.join(unknown)}: see trainer checkpoint --help")
     require(len(rest) == 1, f"checkpoint {action} takes one DIR: see trainer checkpoint --help")
     results = _results_of(Path(rest[0])) if action == "verify" else {}
-    found = [] if results and not (Path(rest[0]) / "checkpoints").is_dir() else find(Path(rest[0]))
+    found = CheckpointFolder(Path(rest[0]) / "checkpoints").newest_first() if results else find(Path(rest[0]))
     if action == "list":
         list_checkpoints(found)
     elif action == "verify":

@@ -30,6 +30,7 @@ from trainer.resume import Resumption
 from trainer.rundir import (
     choose_run_dir,
     report_text,
+    written_to,
 )
 from trainer.session import Session, evaluation, open_session
 from trainer.system.text import escaped
@@ -60,6 +61,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
     with open_session(recipe) as session, guarded(session), ExitStack() as closing:
         closing.enter_context(deterministic_algorithms(recipe.run.deterministic))
         run_dir = choose_run_dir(session, source)
+        closing.enter_context(written_to(run_dir))
         if recipe.run.snapshot:
             closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))
         progress = Progress(recipe.run.progress, session.fabric.global_rank)

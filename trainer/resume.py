@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.agreement import from_all, from_first
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
-from trainer.checkpoint.manifest import CorruptCheckpoint, UnknownFormat, read_manifest, verify_files
+from trainer.checkpoint.manifest import MOST_BYTES, CorruptCheckpoint, UnknownFormat, read_manifest, verify_files
 from trainer.checkpoint.writer import STATE, sign_of
 from trainer.engine.loop import Engine
 from trainer.engine.rehearsal import rehearse
@@ -25,6 +25,7 @@ from trainer.restore import Found, require_alike, restore_tensors
 from trainer.rundir import restore_history
 from trainer.same_run import require_same_run
 from trainer.session import Session
+from trainer.system.files import read_regular
 from trainer.training_state import common_state, is_overlapped, restore_common_state
 
 FOLDER = "checkpoints"
@@ -110,7 +111,7 @@ def _set_aside(own: CheckpointFolder, chosen: Path, corrupt: set[str], say: Call
 def _refuse_finished(run_dir: Path) -> None:
     """Training all of it again would write over what a finished run has left."""
     try:
-        status = json.loads((run_dir / "summary.json").read_bytes())["status"]
+        status = json.loads(read_regular(run_dir / "summary.json", MOST_BYTES))["status"]
     except (OSError, ValueError, LookupError, TypeError):
         return
     require(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from torch import Tensor, nn
 
 from trainer.agreement import from_first
 from trainer.checkpoint.export import save_model
+from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.seal import sealed
 from trainer.checkpoint.store import staged_folder, write_atomic
 from trainer.engine.events import Counters
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share
-from trainer.errors import require
+from trainer.errors import RunError, require
 from trainer.launching.shared_dir import require_shared
 from trainer.listeners import Stopwatch
 from trainer.memory.plan import idle_ranks, plan_warnings
@@ -59,6 +61,26 @@ def _make(run_dir: Path, resume: str) -> None:
         f"run.dir={run_dir} already holds a run: go on with it by --run.resume auto, or choose another directory",
     )
     require(os.access(run_dir, os.W_OK), f"run.dir={run_dir} is not writable: choose another directory")
+
+
+@contextmanager
+def written_to(run_dir: Path) -> Iterator[None]:
+    """Say of an error of the disk below ``run_dir`` what it was about, and what stays.
+
+    Raises:
+        RunError: naming the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not Path(str(error.filename)).is_relative_to(run_dir):
+            raise
+        kept = CheckpointFolder(run_dir / "checkpoints").newest_first()
+        stays = f"older checkpoints stay, the newest is {kept[0]}" if kept else "no checkpoint was saved before"
+        raise RunError(
+            f"{error.filename}: {error.strerror}; {stays}. Mend the disk, or free some space, then go on with "
+            f"--run.dir {run_dir} --run.resume auto"
+        ) from error
 
 
 def _is_resumed(run_dir: Path, resume: str) -> bool:

@@ -16,7 +16,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.contract import Model, Pretrained, Stored
 from trainer.errors import RecipeError, require
+from trainer.system.files import read_regular
 from trainer.weights import shortened
+
+MOST_INDEX = 64 * 2**20
+"""Bytes of the list of tensors and the files that they are in."""
 
 PIECE = 1 << 22
 """A tensor is copied this many elements at a time: all that a conversion of its type may need beside the weights."""
@@ -91,7 +95,7 @@ def stored_in(path: str | Path) -> dict[str, tuple[Stored, tuple[int, ...]]]:
 
 def _index(path: Path) -> dict[str, str]:
     try:
-        index = dict(json.loads(path.read_text())["weight_map"])
+        index = dict(json.loads(read_regular(path, MOST_INDEX))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecipeError(f"{path} is corrupt or not an index of safetensors files: {error!r}") from error
     for name in index.values():

@@ -33,6 +33,7 @@ from trainer.rundir import (
     summarise,
     write_recipe,
     write_results,
+    written_to,
 )
 from trainer.session import Session, evaluation, training_windows
 
@@ -118,7 +119,8 @@ class Training:
         status = "failed"
         all_ranks = False  # whether it is certain that every rank ends in this way
         try:
-            with guarded(session):  # what is raised is told to the other ranks before results are written
+            # What is raised is told to the other ranks before results are written.
+            with guarded(session), written_to(self.run_dir):
                 try:
                     self._train()
                     result = self._test()

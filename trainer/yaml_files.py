@@ -25,7 +25,7 @@ def load_yaml_file(path: Path) -> dict[Any, Any]:
         RecipeError: naming the file, when it is missing, not YAML, gives a key twice, or is not a mapping.
     """
     try:
-        tree = load_yaml(read_regular(path, MOST_BYTES).decode("utf-8"))
+        tree = load_yaml(read_regular(path, MOST_BYTES).decode())
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such file") from None
     except RecipeError as error:

@@ -297,6 +297,37 @@ def test_the_newest_and_the_best_are_kept_by_their_manifests(tmp_path):
     assert not list(folder.path.glob(".*"))
 
 
+def test_one_that_cannot_be_removed_is_told_ends_nothing_and_goes_later(tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    save(folder, 1, 1)
+
+    def stale(path, *args, **kwargs):
+        raise OSError(116, "Stale file handle", str(path))
+
+    warned = []
+    monkeypatch.setattr("trainer.system.files.shutil.rmtree", stale)
+    second = save(folder, 2, 1, keep_last=1, warn=warned.append)
+    monkeypatch.undo()
+    verify(second)
+    (line,) = warned
+    assert "step-00000001 could not be removed: Stale file handle" in line
+    third = save(folder, 3, 1, keep_last=1)
+    assert [path.name for path in folder.path.iterdir()] == [third.name]
+
+
+def test_a_checkpoint_that_was_moved_elsewhere_stays_there(tmp_path):
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    moved = Path(shutil.move(save(folder, 1, 1), tmp_path / "step-00000001"))
+    (folder.path / "step-00000001").symlink_to(moved)
+    (folder.path / ".step-00000009.dead.part").symlink_to(moved)
+    warned = []
+    assert folder.clean() == []
+    second = save(folder, 2, 1, keep_last=1, warn=warned.append)
+    assert warned == []
+    assert [path.name for path in folder.path.iterdir()] == [second.name]
+    verify(moved)
+
+
 def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_is_missing(tmp_path, monkeypatch):
     from trainer.errors import RunError
 

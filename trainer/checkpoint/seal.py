@@ -24,7 +24,7 @@ LINE = "# sha256 of the lines above: "
 
 def seal_folder(folder: Path) -> None:
     """Write the sizes and hashes of all files in ``folder`` and below."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILES)
     files = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": hash_file(path)} for path in paths}
     write_atomic(folder / FILES, _content(files))
 

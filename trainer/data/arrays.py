@@ -23,9 +23,18 @@ from trainer.data.cache import content_of
 from trainer.data.common import reason
 from trainer.data.content import Content
 from trainer.errors import RecipeError
+from trainer.system.files import open_regular, read_regular
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 """What is read, whatever a file's name says. PIL knows others that start programs: Ghostscript reads EPS."""
+
+
+MOST_BYTES = 2**29
+"""Of an image file."""
+
+MOST_PIXELS, MOST_SIDE, MOST_RATIO = 89_000_000, 65_535, 200
+"""Of an image, known from its header. PIL takes 30 bytes for each row, and resizing gives the shorter side
+``image_size`` pixels, and the longer side as many times more as it is longer."""
 
 
 class Pixels:
@@ -153,10 +162,26 @@ def read_image(path: str, mode: str) -> Tensor:
         RecipeError: naming the file when it is missing, broken or no image.
     """
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with open_regular(path, MOST_BYTES) as file, Image.open(file, formats=FORMATS) as image:
+            _refuse_bomb(image)
             return F.pil_to_tensor(image.convert(mode))
     except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error... for broken files
         raise RecipeError(f"{path} cannot be read as an image ({reason(error)}): replace or remove it") from error
+
+
+def _refuse_bomb(image: Image.Image) -> None:
+    """Before anything is decoded: a few bytes can stand for gigabytes.
+
+    Raises:
+        ValueError: saying how large it is, and what is allowed.
+    """
+    width, height = image.size
+    short, long = sorted(image.size)
+    if width * height > MOST_PIXELS or long > MOST_SIDE or long > MOST_RATIO * max(1, short):
+        raise ValueError(
+            f"it has {width:,} x {height:,} pixels; at most {MOST_PIXELS:,} are read, {MOST_SIDE:,} on a side, and "
+            f"{MOST_RATIO} times as many on one side as on the other: make it smaller"
+        )
 
 
 class CheckedFile(NamedTuple):
@@ -218,9 +243,10 @@ def _sound(answers: Sequence[str]) -> bool:
 def _check(path: Path) -> CheckedFile:
     digest = b""
     try:
-        content = path.read_bytes()
+        content = read_regular(path, MOST_BYTES)
         digest = hashlib.sha256(content).digest()
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            _refuse_bomb(image)
             if image.format == "JPEG":  # verify() looks at nothing of it; at an eighth of its size, decoding is cheap
                 image.draft("RGB", (1, 1))
                 image.load()

@@ -13,13 +13,27 @@ from typing import Any
 
 import datasets
 import pandas
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from datasets.utils.extract import Extractor
 
 from trainer.data.cache import checksum, content_of, hash_of
 from trainer.data.common import reason
 from trainer.errors import RecipeError, require
+from trainer.system.files import open_regular, read_regular
 
 _BUILDERS = {".csv": "csv", ".parquet": "parquet", ".jsonl": "json"}
+MOST_LINE = 32_000_000
+"""Bytes of a line, of a cell, or of a file that holds one text."""
+
+MOST_DECODED = 4_000_000_000
+"""Bytes of the texts in a row group, which are in memory together."""
+
+GROWTH, ROWS_A_BYTE, MOST_COLUMNS = 1_000, 100, 10_000
+"""How far a column of Parquet may grow when it is unpacked, rows that a byte of it may stand for, and columns of which
+the names are compared."""
+
 _COUNTING = {
     ".csv": (2, "the header is row 1, blank lines are not counted"),
     ".parquet": (1, "the first is row 1"),
@@ -88,6 +102,8 @@ def _read_file(path: Path, kind: str, cache_dir: str) -> datasets.Dataset:
         _refuse_archive(path)
         if kind == ".jsonl":
             _parse_lines(path)
+        if kind == ".parquet":
+            _refuse_bombs(path)
         options = _csv_options(path) if kind == ".csv" else {}
         table = datasets.load_dataset(
             _BUILDERS[kind], data_files=str(path), split="train", cache_dir=cache_dir, **options
@@ -106,8 +122,9 @@ def _refuse_archive(path: Path) -> None:
 
 def _parse_lines(path: Path) -> None:
     """Parse every line here first: one that is nested some thousand times would end the process within datasets."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(partial(file.readline, MOST_LINE + 1), b""), start=1):
+            _require_short(f"line {number}", line)
             try:
                 row = json.loads(line) if line.strip() else {}
             except (ValueError, RecursionError) as error:
@@ -116,8 +133,69 @@ def _parse_lines(path: Path) -> None:
                 raise ValueError(f"line {number} holds no JSON object")  # noqa: TRY004
 
 
+def _require_short(what: str, line: bytes) -> None:
+    if len(line) > MOST_LINE:
+        raise ValueError(f"{what} has more than {MOST_LINE / 1e6:g} MB: no text is that long")
+
+
+def _refuse_bombs(path: Path) -> None:
+    """Look into a Parquet file before it is decoded: a few kB of it can stand for gigabytes, of one cell or of many.
+
+    Texts stay as the file has them meanwhile, each different one once: pages of at most 2 GB, whatever the footer says.
+    """
+    most_rows = max(1_000_000, ROWS_A_BYTE * path.stat().st_size)
+    with pq.ParquetFile(path, read_dictionary=_text_columns(path), pre_buffer=False) as file:
+        metadata, texts = file.metadata, _text_columns(path)
+        if metadata.num_rows > most_rows:
+            raise ValueError(f"{metadata.num_rows:,} rows in {path.stat().st_size:,} bytes")
+        for group in range(metadata.num_row_groups):
+            require_moderate(metadata.row_group(group), group)
+            for name in texts:
+                column = file.read_row_group(group, columns=[name], use_threads=False).column(0)
+                for chunk in column.chunks:
+                    _require_cells(name, group, chunk)
+
+
+def _text_columns(path: Path) -> list[str]:
+    schema = pq.read_schema(path)
+    kinds = [field.type.value_type if pa.types.is_dictionary(field.type) else field.type for field in schema]
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return [name for name, kind in zip(schema.names, kinds, strict=True) if any(check(kind) for check in is_text)]
+
+
+def require_moderate(row_group: Any, number: int) -> None:
+    """Check what the footer says of a row group; that may be a lie, which is found when it is read.
+
+    Raises:
+        ValueError: when a column would grow out of all proportion.
+    """
+    for column in map(row_group.column, range(row_group.num_columns)):
+        unpacked, packed = column.total_uncompressed_size, column.total_compressed_size
+        if unpacked > max(MOST_LINE, GROWTH * packed):
+            raise ValueError(
+                f"row group {number}: {column.path_in_schema} of {packed:,} bytes would be unpacked to {unpacked:,}"
+            )
+
+
+def _require_cells(name: str, group: int, chunk: Any) -> None:
+    lengths = pc.binary_length(chunk.dictionary)
+    longest = pc.max(lengths).as_py() or 0
+    if longest > MOST_LINE:
+        raise ValueError(f"row group {group}: a cell of {name} has {longest:,} bytes: no text is that long")
+    decoded = pc.sum(pc.take(lengths, chunk.indices)).as_py() or 0
+    if decoded > MOST_DECODED:
+        raise ValueError(f"row group {group}: {name} would be decoded to {decoded:,} bytes: write smaller row groups")
+
+
 def _csv_options(path: Path) -> dict[str, Any]:
     """Read every cell as it stands: no review that says "null" turns into a missing one, no label into 1.0."""
+    with open_regular(path) as file:
+        _require_short("the header", file.readline(MOST_LINE + 1))
+    given = pandas.read_csv(path, nrows=1, header=None, dtype=str, keep_default_na=False).iloc[0].tolist()
+    named = [name for name in given[:MOST_COLUMNS] if isinstance(name, str) and name]
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice:
+        raise ValueError(f"the column {twice[0]!r} is given twice in the header")
     columns = pandas.read_csv(path, nrows=0).columns
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     return {"features": features, "keep_default_na": False}
@@ -156,7 +234,9 @@ def _read_texts(files: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_regular(path, MOST_LINE).decode()
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError:
         raise RecipeError(f"{path} is not UTF-8 text: save it as UTF-8 or remove it") from None
 

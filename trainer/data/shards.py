@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from trainer.data.cache import checksum, content_of
 from trainer.data.common import reason
+from trainer.data.rows import require_moderate
 from trainer.data.tables import MOST_BYTES
 from trainer.errors import RecipeError
 
@@ -73,6 +74,8 @@ def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, in
             metadata, columns = file.metadata, file.schema_arrow.names
             rows = [(group, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
             rows = [(group, count) for group, count in rows if count]
+            for group, _ in rows:
+                require_moderate(metadata.row_group(group), group)
             # A missing column is told by who knows the name of the setting.
             labels = _labels(file, [group for group, _ in rows], label_column) if label_column in columns else set()
     except Exception as error:  # pyarrow raises OSError and ArrowInvalid, and others for damaged files

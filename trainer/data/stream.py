@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from trainer.contract import Groups
 from trainer.data.content import Content
 from trainer.data.rows import is_missing
 from trainer.data.shards import Shard, ShardReader
-from trainer.data.tokens import Padder, encode
+from trainer.data.tokens import Padder, encode, require_text
 from trainer.errors import RecipeError
 
 MOST_LONGEST = 1024
@@ -82,8 +83,7 @@ class Stream:
         """
         text, label = self.reader.row(index)
         text_column, label_column = self.columns
-        if not isinstance(text, str) or not text.strip():
-            raise RecipeError(f"{self.describe(index)} has no text in {text_column!r}: add it or remove the row")
+        require_text(text, partial(self.describe, index), self.pad.max_length, text_column)
         if is_missing(label):
             raise RecipeError(f"{self.describe(index)} has no {label_column}: add it or remove the row")
         if str(label) not in self.classes:

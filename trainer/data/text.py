@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer.contract import Data
@@ -51,12 +52,13 @@ class Texts(Data):
         Raises:
             RecipeError: for a text that is empty, naming its position.
         """
-        from trainer.data.tokens import Padder, check_tokenizer, encode
+        from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
         check_tokenizer(tokenizer, self.max_length)
         require(len(texts) > 0, "no texts were given")
         for position, text in enumerate(texts, start=1):
             require(bool(text.strip()), f"text {position} (the first is 1) is empty")
+            require_text(text, partial("text {} (the first is 1)".format, position), self.max_length, "--text")
         return Padder(tokenizer, self.max_length)(encode(texts, tokenizer, self.max_length))
 
     def _set_classes(self, names: Sequence[str]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +24,12 @@ from trainer.data.content import Content
 from trainer.data.rows import Rows, check_columns, is_missing
 from trainer.data.tables import add_rows, blocks
 from trainer.errors import RecipeError, require
+
+CHARACTERS_AT_ONCE = 2_000_000
+"""Of the texts that a tokenizer gets together: some hundred MB of its memory."""
+
+CHARACTERS_A_TOKEN, LEAST_CHARACTERS = 1_000, 1_000_000
+"""So many times more characters than tokens that are kept of it a text may have, and at least a whole book."""
 
 _STORED = ("input_ids", "token_type_ids")
 FILE = "tokens.arrow"
@@ -132,8 +139,50 @@ def check_tokenizer(tokenizer: Any, max_length: int) -> None:
 
 def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
     """Tokenise and truncate: ``input_ids``, and ``token_type_ids`` where the tokenizer has them; no padding."""
-    encoded = tokenizer(list(texts), truncation=True, max_length=max_length, return_attention_mask=False, verbose=False)
-    return {key: encoded[key] for key in _STORED if key in encoded}
+    found: dict[str, list[list[int]]] = {}
+    for chunk in _chunks(texts):
+        encoded = tokenizer(chunk, truncation=True, max_length=max_length, return_attention_mask=False, verbose=False)
+        for key in _STORED:
+            if key in encoded:
+                found.setdefault(key, []).extend(encoded[key])
+    return found
+
+
+def _chunks(texts: Sequence[str]) -> Iterator[list[str]]:
+    """``texts`` in order, as many at once as have :data:`CHARACTERS_AT_ONCE` together, or one that has more."""
+    chunk: list[str] = []
+    characters = 0
+    for text in texts:
+        if chunk and characters + len(text) > CHARACTERS_AT_ONCE:
+            yield chunk
+            chunk, characters = [], 0
+        chunk.append(text)
+        characters += len(text)
+    yield chunk
+
+
+def require_text(text: Any, place: Callable[[], str], max_length: int, column: str) -> None:
+    """Refuse what is no text, an empty one, and one of which hardly anything would be kept.
+
+    A tokenizer reads all of a text before it is cut, and takes more than a hundred bytes for each of its characters.
+
+    Args:
+        text: a cell.
+        place: names its file and row.
+        max_length: tokens that it is cut to.
+        column: that it is in.
+
+    Raises:
+        RecipeError: naming the row.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise RecipeError(f"{place()} has no text in {column!r}: add it or remove the row")
+    most = max(LEAST_CHARACTERS, CHARACTERS_A_TOKEN * max_length)
+    if len(text) > most:
+        raise RecipeError(
+            f"{place()} has {len(text):,} characters in {column!r}, and {most:,} are the most that a text of "
+            f"data.max_length={max_length} tokens may have: cut it, or remove the row"
+        )
 
 
 def compact(values: Any) -> array[int]:
@@ -153,8 +202,7 @@ def tokenise(
 
     def encode_rows(texts: list[Any], labels: list[Any], indices: list[int]) -> dict[str, list[Any]]:
         for index, text, label in zip(indices, texts, labels, strict=True):
-            if not isinstance(text, str) or not text.strip():
-                raise RecipeError(f"{rows.describe(index)} has no text in {text_column!r}: add it or remove the row")
+            require_text(text, partial(rows.describe, index), max_length, text_column)
             if is_missing(label):
                 raise RecipeError(f"{rows.describe(index)} has no {label_column}: add it or remove the row")
         tokens: dict[str, list[Any]] = encode(texts, tokenizer, max_length)

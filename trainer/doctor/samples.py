@@ -17,6 +17,7 @@ from trainer.doctor.finding import Finding, Status, ok, skipped, warning
 from trainer.doctor.subject import Subject
 from trainer.errors import listed
 from trainer.faults.reports import cause
+from trainer.system.files import open_regular
 
 LOOKED_AT = 200
 """Samples of each split."""
@@ -122,7 +123,7 @@ def _image_modes(check: str, split: Any, positions: Sequence[int]) -> Iterator[F
     for position in positions:
         path = str(files[position][0])
         try:
-            with Image.open(path) as image:
+            with open_regular(path) as file, Image.open(file) as image:
                 mode = image.mode
         except Exception:  # said already, as a sample that cannot be loaded
             continue

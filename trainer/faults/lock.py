@@ -13,7 +13,7 @@ from typing import Any
 from trainer.errors import RecipeError
 from trainer.processes import boot_id
 from trainer.system.environment import number
-from trainer.system.files import open_own
+from trainer.system.files import naming, open_own
 
 NAME = ".run.lock"
 
@@ -62,9 +62,10 @@ class RunLock:
                 f"run.dir={self.path.parent} is in use by the run of {_described(before)}, another machine: choose "
                 f"another directory, or remove {self.path} if that run has ended"
             )
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_owner()).encode(), 0)
-        os.fsync(descriptor)
+        with naming(self.path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(_owner()).encode(), 0)
+            os.fsync(descriptor)
         _held.add(self.path)
         self._descriptor = descriptor
         return None if before is None else f"the run of {_described(before)} has died: its lock is taken over"

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import RecipeError, require
+from trainer.system.files import require_regular
+
+MOST_TEXT = 500_000_000
+"""Bytes of a file of settings or words; the largest vocabularies take some ten millions."""
 
 
 def local_folder(source: str) -> str:
@@ -33,6 +37,8 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
 
     if source.startswith(("file://", "/", "./", "../")) and not is_local(source):
         raise RecipeError(f"model.{key}={source} is not a folder")
+    if is_local(source):
+        _require_files(Path(local_folder(source)))
     try:
         return load(*args, **kwargs)
     except Exception as error:  # transformers checks little of what is in a file before it uses it
@@ -51,6 +57,22 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
             f"model.{key}={source!r} cannot be loaded: {first_line} Give a local folder as save_pretrained writes it, "
             "or a hub id"
         ) from error
+
+
+def _require_files(folder: Path) -> None:
+    """Refuse what transformers would wait for, or read without an end: a named pipe, a device, JSON of gigabytes.
+
+    Raises:
+        RecipeError: naming it.
+    """
+    for path in folder.iterdir():
+        if path.exists() and not path.is_dir():
+            try:
+                require_regular(path.stat(), path)
+            except OSError as error:
+                raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
+            small = path.suffix not in (".json", ".txt") or path.stat().st_size <= MOST_TEXT
+            require(small, f"{path} is larger than {MOST_TEXT / 1e6:g} MB: too much for settings or words")
 
 
 def refuse_code(name: str, config: Any) -> None:

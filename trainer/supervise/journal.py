@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.folder import CheckpointFolder
+from trainer.checkpoint.manifest import MOST_BYTES
 from trainer.checkpoint.store import write_atomic
 from trainer.redact import redact, redact_words
 from trainer.supervise.attempt import say
+from trainer.system.files import read_regular
 
 NAME = "supervisor.json"
 
@@ -61,7 +63,7 @@ def newest_step(run_dir: Path) -> int:
 
 def _earlier(path: Path) -> list[dict[str, Any]]:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(path.read_text())["attempts"]
+        found = json.loads(read_regular(path, MOST_BYTES))["attempts"]
         return found if isinstance(found, list) else []
     return []
 

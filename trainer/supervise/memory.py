@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.folder import CheckpointFolder
-from trainer.checkpoint.manifest import CorruptCheckpoint, read_manifest
+from trainer.checkpoint.manifest import MOST_BYTES, CorruptCheckpoint, read_manifest
 from trainer.supervise.attempt import Attempt, Ending, Sizes, sizes_in
+from trainer.system.files import read_regular
 
 VMSTAT, CGROUPS, CGROUP_ROOT = Path("/proc/vmstat"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 NO_SCHEDULE = re.compile(r"^accumulate: (null|\d+)$", re.MULTILINE)
@@ -62,7 +63,7 @@ def known_sizes(run_dir: Path, attempt: Attempt, since: float) -> Sizes | None:
     summary = run_dir / "summary.json"
     with suppress(OSError, ValueError, KeyError):
         if summary.stat().st_mtime >= since:
-            found = json.loads(summary.read_text())
+            found = json.loads(read_regular(summary, MOST_BYTES))
             return Sizes(int(found["batch_size"]), int(found["micro_batch_size"]))
     if attempt.sizes is not None:
         return attempt.sizes
@@ -74,5 +75,5 @@ def known_sizes(run_dir: Path, attempt: Attempt, since: float) -> Sizes | None:
 
 def _has_schedule(run_dir: Path) -> bool:
     with suppress(OSError):
-        return NO_SCHEDULE.search((run_dir / "recipe.yaml").read_text()) is None
+        return NO_SCHEDULE.search(read_regular(run_dir / "recipe.yaml", MOST_BYTES).decode(errors="replace")) is None
     return False
