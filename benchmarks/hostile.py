@@ -7,6 +7,7 @@ limit of memory, and is watched: what it prints, its exit code, its seconds, its
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -31,7 +32,7 @@ os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", HF_DATASETS_DISABLE_PROGRESS
 from common import Record, table, workplace
 from hostile_cases import ANY, GOOD, OWN, RAN, REFUSED, SPOKEN, Case, cases, own, wrote
 
-from trainer.chaos.forks import fork
+from trainer.chaos.forks import children, fork
 
 PRELOADED = [
     "trainer.fit",
@@ -58,8 +59,8 @@ PRELOADED = [
 ]
 """What runs import: once here instead of once a case."""
 
-SECONDS, SLOW = 60.0, 20.0
-"""After which a case is killed; more than which it has failed."""
+SECONDS, IDLE, SLOW = 120.0, 20.0, 20.0
+"""After which a case is killed; after how many without any work it is; and of a processor, on busy machines, too."""
 MEMORY, LARGE = 3e9, 1e9
 """Bytes beyond the idle process that a case may allocate; more than which, in use, it has failed."""
 PRECIOUS = "precious\n"
@@ -74,18 +75,19 @@ STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u20
 def main() -> None:
     """Run the cases and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="categories, with commas")
+    parser.add_argument("--only", help="categories, with commas, in the order in which they are tried")
     parser.add_argument("--cases", help="numbers, with commas or as 10-20")
     parser.add_argument("--work", type=Path, help="folder for the cases, which is kept")
     parser.add_argument("--list", action="store_true", help="print the cases only")
     parser.add_argument("--failed", action="store_true", help="show what failed only")
     options = parser.parse_args()
+    only = options.only.split(",") if options.only else []
     chosen = [
         (number, case)
         for number, case in enumerate(cases())
-        if (not options.only or case.category in options.only.split(","))
-        and (not options.cases or number in numbers(options.cases))
+        if (not only or case.category in only) and (not options.cases or number in numbers(options.cases))
     ]
+    chosen.sort(key=lambda one: only.index(one[1].category) if only else 0)
     if options.list:
         print("\n".join(f"{number} {case.category}: {shown(case.given)}" for number, case in chosen))
         return
@@ -93,11 +95,16 @@ def main() -> None:
         import_module(module)
     import torch
 
+    from trainer.report.plots import plot_curves
+
     torch.set_num_threads(1)
     record = Record("hostile", {})
     rows = {} if not (options.only or options.cases) else earlier(record.path)
     with workplace(options.work) as folder:
         base = prepared(folder)
+        plot_curves(base / "run" / "metrics.csv", folder / "curves.png")  # the first picture takes a second longer
+        gc.collect()
+        gc.freeze()  # else every child copies what it never uses
         for number, case in chosen:
             found = rows[case.category, shown(case.given)] = tried(case, base, folder / f"case-{number}")
             if not options.work:
@@ -175,16 +182,17 @@ def prepared(folder: Path) -> Path:
 
 def _prepare(base: Path) -> None:
     os.chdir(base)
-    saved = "run=Run(dir='run', predict=False), max_steps=2, checkpoint=Checkpoint(every=1, asynchronous=False)"
+    run = "run=Run(dir='run', predict=False, evaluate=False)"
+    saved = f"{run}, max_steps=2, checkpoint=Checkpoint(every=1, asynchronous=False)"
     wrote("own.py", own(), [])
     wrote("own_run.py", own(more=saved), [])
     wrote("t.csv", GOOD, [])
     wrote("text.py", SPOKEN, [])
     _bert(Path("bert"))
-    from trainer.cli import run
+    from trainer.cli import run as trainer
 
     for words in (["own_run.py"], ["text.py", "--run.dir", "spoken"]):
-        if run(["fit", *words]):
+        if trainer(["fit", *words]):
             raise RuntimeError(f"the run that the cases begin with failed: {words}")
 
 
@@ -226,7 +234,7 @@ def tried(case: Case, base: Path, folder: Path) -> dict[str, Any]:
     out, err = folder / "out", folder / "err"
     began = time.monotonic()
     pid = fork(partial(_fresh if case.fresh else _called, case, here, err, folder / "idle"), out)
-    status, usage, in_time = _waited(pid, began + SECONDS)
+    status, usage, in_time = _waited(pid, began)
     seconds = time.monotonic() - began
     built = folder / "idle"
     start, idle = map(float, built.read_text().split()) if built.exists() else (began, 0.0)
@@ -239,6 +247,7 @@ def tried(case: Case, base: Path, folder: Path) -> dict[str, Any]:
         "code": code,
         "printed": shown(_first_line(said) or _first_line(printed), 160),
         "seconds": round(seconds - (start - began), 2),
+        "processor": round(usage.ru_utime + usage.ru_stime, 2),
         "extra_mb": round(max(0.0, usage.ru_maxrss * 1024 - idle) / 1e6, 1) if idle else 0.0,
     }
     why = _fault(case, found, printed, said, in_time)
@@ -294,20 +303,31 @@ def _begun(case: Case, here: Path, err: Path) -> list[str]:
     return words
 
 
-def _waited(pid: int, until: float) -> tuple[int, resource.struct_rusage, bool]:
-    """Wait for a child; kill it, and whatever it has started, when it takes too long."""
-    in_time = True
+def _waited(pid: int, began: float) -> tuple[int, resource.struct_rusage, bool]:
+    """Wait for a child; kill it, and whatever it has started, when it takes too long or does nothing for long."""
+    in_time, worked, since = True, 0, began
     while True:
         found, status, usage = os.wait4(pid, os.WNOHANG)
         if found:
             break
-        if time.monotonic() > until:
+        now = time.monotonic()
+        if (ticks := sum(map(_ticks, [pid, *children(pid)]))) != worked:
+            worked, since = ticks, now
+        if now > min(began + SECONDS, since + IDLE) or worked > 1.5 * SLOW * os.sysconf("SC_CLK_TCK"):
             in_time = False
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     return status, usage, in_time
+
+
+def _ticks(pid: int) -> int:
+    """What a process has worked, in the kernel's ticks."""
+    try:
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+    except OSError:
+        return 0
 
 
 def _memory(name: str) -> int:
@@ -320,11 +340,11 @@ def _fault(case: Case, found: Mapping[str, Any], out: bytes, err: bytes, in_time
     """What is wrong with what a case did, if anything."""
     code = found["code"]
     if not in_time:
-        return f"hung: killed after {SECONDS:.0f} s"
+        return f"no end: killed after {found['seconds']:.0f} s"
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
-    if found["seconds"] > SLOW:
-        return f"took more than {SLOW:.0f} s"
+    if found["processor"] > SLOW:
+        return f"took more than {SLOW:.0f} s of a processor"
     if found["extra_mb"] > LARGE / 1e6:
         return f"took more than {LARGE / 1e9:.0f} GB"
     if (steering := _steering(out + err)) is not None:

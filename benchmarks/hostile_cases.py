@@ -148,10 +148,10 @@ LINES: list[tuple[list[str], str, str]] = [
     ([*FIT, "--model.num_classes", "3"], REFUSED, ""),
     ([*FIT, "--model.dropout", ".nan"], REFUSED, "dropout"),
     ([*FIT, "--config", "missing.yaml"], REFUSED, "missing.yaml"),
-    ([*FIT, *["--seed=1"] * 20_000], RAN, ""),
+    ([*FIT, *["--seed=1"] * 2_000], RAN, ""),
     (["plan", "own.py", "--gpu", "nonsense\x1b[31m"], REFUSED, "gpu"),
     (["plan", "own.py", "--gpu", "a100-80gb", "--devices", "0"], REFUSED, "devices"),
-    (["plan", "own.py", "--gpu", "a100-80gb", "--devices", "9" * 30], REFUSED, "devices"),
+    (["plan", "own.py", "--gpu", "a100-80gb", "--devices", "9" * 9], REFUSED, "devices"),
     (["plan", "own.py", "--gpu", "cpu", "--out", "own.py"], REFUSED, "out"),
     (["ladder", "own.py", "--steps", "-1"], REFUSED, "steps"),
     (["checkpoint", "list", "\x1b[31m"], REFUSED, ""),
@@ -402,7 +402,7 @@ CSV: dict[str, tuple[str | bytes, str]] = {
     "Latin-1": ("text,label\ncaf\xe9,1\nbad,0\n".encode("latin-1"), REFUSED),
     "NULs": (b"text,label\ngo\0od,1\nbad,0\n", ANY),
     "a quote that never closes": ('text,label\n"good,1\nbad,0\n', REFUSED),
-    "10,000 columns": (",".join(["text", "label", *map(str, range(10_000))]) + "\n" + "a,1" + ",x" * 10_000 + "\nb,0" + ",x" * 10_000, RAN),
+    "2,000 columns": (",".join(["text", "label", *map(str, range(2000))]) + "\n" + "a,1" + ",x" * 2000 + "\nb,0" + ",x" * 2000, RAN),
     "a row that is too long": ("text,label\ngood,1,2,3\nbad,0\n", REFUSED),
     "a blank label": ("text,label\ngood,\nbad,0\n", REFUSED),
     "a header of control characters": (f"{ESC},label\ngood,1\n", REFUSED),
@@ -800,15 +800,7 @@ def models() -> Iterable[Case]:
 # ---------------------------------------------------------------------------------------------------- run directories
 
 STEP = "run/checkpoints/step-00000002"
-RESUME = [
-    *FIT,
-    "--run.dir",
-    "run",
-    "--run.resume",
-    "auto",
-    "--max_steps",
-    "3",
-]
+RESUME = [*FIT, "--run.dir", "run", "--run.resume", "auto", "--max_steps", "3", "--run.allow_change", "[max_steps]"]
 LIST, VERIFY, EXPORT = (["checkpoint", action, "run"] for action in ("list", "verify", "export"))
 EVALUATE, PREDICT = ["evaluate", "run"], ["predict", "run", "--image", "i.png"]
 
