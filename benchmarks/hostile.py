@@ -237,7 +237,7 @@ def tried(case: Case, base: Path, folder: Path) -> dict[str, Any]:
     status, usage, in_time = _waited(pid, began)
     seconds = time.monotonic() - began
     built = folder / "idle"
-    start, idle = map(float, built.read_text().split()) if built.exists() else (began, 0.0)
+    start, worked, idle = map(float, built.read_text().split()) if built.exists() else (began, 0.0, 0.0)
     code = os.waitstatus_to_exitcode(status)
     printed, said = (path.read_bytes() if path.exists() else b"" for path in (out, err))
     found = {
@@ -245,9 +245,9 @@ def tried(case: Case, base: Path, folder: Path) -> dict[str, Any]:
         "given": shown(case.given),
         "expected": case.expect,
         "code": code,
-        "printed": shown(_first_line(said) or _first_line(printed), 160),
+        "printed": shown((_first_line(said) or _first_line(printed)).replace(f"{here}/", ""), 160),
         "seconds": round(seconds - (start - began), 2),
-        "processor": round(usage.ru_utime + usage.ru_stime, 2),
+        "processor": round(usage.ru_utime + usage.ru_stime - worked, 2),
         "extra_mb": round(max(0.0, usage.ru_maxrss * 1024 - idle) / 1e6, 1) if idle else 0.0,
     }
     why = _fault(case, found, printed, said, in_time)
@@ -269,7 +269,7 @@ def _called(case: Case, here: Path, err: Path, idle: Path) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
-    idle.write_text(f"{time.monotonic()} {_memory('VmRSS')}")
+    idle.write_text(f"{time.monotonic()} {time.process_time()} {_memory('VmRSS')}")
     try:
         entry()
     except SystemExit as error:  # as Python ends for one
@@ -283,7 +283,7 @@ def _called(case: Case, here: Path, err: Path, idle: Path) -> int:
 def _fresh(case: Case, here: Path, err: Path, idle: Path) -> int:
     """The same in an interpreter of its own."""
     words = _begun(case, here, err)
-    idle.write_text(f"{time.monotonic()} {_memory('VmRSS')}")
+    idle.write_text(f"{time.monotonic()} {time.process_time()} {_memory('VmRSS')}")
     limit = resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_CORE, (0, limit))
     return subprocess.run([Path(sys.executable).with_name("trainer"), *words], stdin=subprocess.DEVNULL).returncode
