@@ -112,6 +112,7 @@ def main() -> None:
             if found["verdict"] == FAILED:
                 print(f"{number} {case.category}: {found['given']}: {found['why']}", file=sys.stderr, flush=True)
             record.write(rows=list(rows.values()))
+    gc.unfreeze()
     known = [(case.category, shown(case.given)) for case in cases()]
     ordered = [rows[key] for key in known if key in rows]
     record.write(complete=len(ordered) == len(known), rows=ordered, counts=counted(ordered))
