@@ -157,7 +157,7 @@ def _first_of(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         batch = [batch["labels"]] if "labels" in batch else list(batch.values())
     parts = batch if isinstance(batch, list | tuple) else [batch]
-    return next((part for part in parts if hasattr(part, "__len__") and getattr(part, "ndim", 1) > 0), None)
+    return next((part for part in parts if hasattr(part, "__len__") and getattr(part, "ndim", 1) != 0), None)
 
 
 class _TolerantFetch:
