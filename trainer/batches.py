@@ -27,6 +27,11 @@ def fill_from_data(model: Model, data: Data) -> Model:
         RecipeError: when both know and do not agree.
     """
     _require_printable(getattr(data, "class_names", None) or ())
+    names, classes = getattr(data, "class_names", None), getattr(data, "num_classes", None)
+    require(
+        not names or classes is None or len(names) == classes,
+        f"{type(data).__name__} has {len(names or ())} class_names for num_classes={classes}: give each class a name",
+    )
     changes = {}
     for name in FILLED_FROM_DATA:
         own, known = getattr(model, name, None), getattr(data, name, None)

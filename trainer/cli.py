@@ -164,6 +164,8 @@ def _report(error: BaseException) -> int:
         report(error)
     elif isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST_PEER):
         say("another rank ended; its message says why")
+    elif isinstance(error, OSError) and error.filename is not None:  # a name that no file can have, a disk
+        say(f"{error.filename}: {error.strerror}")
     else:
         sys.excepthook = print_traceback
         raise error
@@ -328,12 +330,15 @@ def _own_flags(name: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 def _predict(recipe: Recipe, run_dir: Path, flags: Flags) -> None:
     texts, images = ([text for name, text in flags if name == wanted and text is not None] for wanted in PREDICT_FLAGS)
-    if "" in texts:
-        raise RecipeError("--text is empty: give the text to classify")
+    for text in texts:
+        if not text:
+            raise RecipeError("--text is empty: give the text to classify")
+        if text.encode(errors="replace").decode() != text:
+            raise RecipeError(f"--text {text[:40]!a} is not UTF-8 text")
     if bool(texts) == bool(images):
         raise RecipeError("predict needs either --text TEXT or --image PATH" + (", not both" if texts else ""))
     for image in images:
-        if not Path(image).is_file():
+        if not os.path.isfile(image):  # also for a name that no file can have
             raise RecipeError(f"image {image!r}: no such file")
     from trainer.fit import predict
 

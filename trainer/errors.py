@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 EXIT_REQUEUE = 75
 """Exit code of a run that stopped because it was asked to, and goes on when it is resumed (EX_TEMPFAIL)."""
@@ -30,6 +34,14 @@ class EvaluationStopped(RunError):
     """An evaluation that was left, on all ranks alike, because one of them was asked to stop: nothing is saved yet."""
 
 
+def text_of(error: BaseException) -> str:
+    """Its message; errors of anybody's own may have none that can be made."""
+    try:
+        return str(error)
+    except Exception as fault:
+        return f"its text cannot be made ({type(fault).__name__})"
+
+
 def listed(indices: Sequence[int | str]) -> str:
     """The first few of ``indices``, such as ``4, 17, 23, …``, or of names."""
     shown = ", ".join(map(str, indices[:MOST_LISTED]))
@@ -40,6 +52,50 @@ def require(condition: bool, message: str) -> None:
     """Raise :class:`RecipeError` with ``message`` unless ``condition`` holds."""
     if not condition:
         raise RecipeError(message)
+
+
+def require_types(section: str, settings: Any) -> None:
+    """Refuse a dataclass with a field that is not of its type; for recipes written in Python, where nobody else looks.
+
+    Args:
+        section: what its fields are called by, such as ``"optim."``.
+        settings: whose fields are of plain types, or of classes.
+    """
+    for name, hint in _hints(settings.__class__).items():
+        value = getattr(settings, name)
+        require(_fits(value, hint), f"{section}{name}={value!r} must be {_in_words(hint)}")
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, member) for member in inner)
+    if origin is Literal:  # which of them is looked at elsewhere, with words of its own
+        return type(value) in map(type, inner)
+    if origin is list:
+        return isinstance(value, list | tuple) and all(_fits(one, inner[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, Mapping)
+    if isinstance(value, bool):
+        return hint in (bool, Any)
+    wider = {float: (int, float), str: (str, os.PathLike)}.get(hint, hint)
+    return wider is Any or isinstance(value, wider)
+
+
+def _in_words(hint: Any) -> str:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_in_words, inner))
+    if origin is Literal:
+        return ", ".join(map(str, inner))
+    names = {int: "an integer", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(hint) or f"a {(origin or hint).__name__}"
 
 
 def require_choice(key: str, value: Any, choices: Any) -> None:

@@ -165,6 +165,8 @@ class RecipeParser:
                 raise RecipeError(f"{key} is a number of {len(str(value).lstrip('+-'))} digits: nothing counts so far")
         try:
             found = vars(parse().as_flat())
+        except RecursionError:
+            raise RecipeError(f"the value of {' or '.join(map(str, given))} is nested too deeply") from None
         except ArgumentError as error:
             named = search(r'^Parser key "([^"]+)"', str(error))
             if named is None or named[1] not in given:

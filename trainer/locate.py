@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, text_of
 from trainer.recipe import Recipe
 from trainer.settings import change, did_you_mean
 
@@ -83,7 +83,7 @@ def source_of(reference: str, folder: Path | None = None) -> str:
     if path.suffix != ".py":
         known = f"packaged recipes: {', '.join(names)}; or give the path of a .py or .yaml file"
         raise RecipeError(f"unknown recipe {reference!r}{did_you_mean(reference, names)} ({known})")
-    if not path.is_file():
+    if not os.path.isfile(path):  # also for a name that no file can have
         raise RecipeError(f"recipe {reference!r}: no such file")
     packaged = path.stem in names and path.samefile(recipes_folder() / path.name)
     return path.stem if packaged else str(path)
@@ -151,7 +151,7 @@ def _execute(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        what = str(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {error}"
+        what = text_of(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {text_of(error)}"
         raise RecipeError(f"recipe {path}{_line_of(error, path)}: {what}") from error
     return module
 

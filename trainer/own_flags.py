@@ -9,10 +9,14 @@ from pathlib import Path
 from trainer.errors import require
 from trainer.system.files import make_folder
 
+MOST = 1_000_000
+"""Of whatever is counted: devices, nodes, steps, trials."""
+
 
 def count(name: str, text: str) -> int:
     """The value of ``--name``, an integer of at least 1."""
-    require(text.isdecimal() and int(text) > 0, f"--{name}={text!r} must be an integer of at least 1")
+    fits = text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= MOST
+    require(fits, f"--{name}={text[:40]!r} must be an integer of at least 1, and at most {MOST:,}")
     return int(text)
 
 

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from trainer.contract import Data, Model
-from trainer.errors import require, require_choice, require_positive
+from trainer.errors import require, require_choice, require_positive, require_types
 from trainer.quantities import parse_budget, parse_duration
 
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -59,6 +59,7 @@ class Optim:
     reference_batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        require_types("optim.", self)
         require_choice("optim.name", self.name, OptimizerName)
         require_choice("optim.schedule", self.schedule, Schedule)
         require_choice("optim.scale_lr", self.scale_lr, ScaleLR)
@@ -141,6 +142,7 @@ class Memory:
     correct_batchnorm: bool = True
 
     def __post_init__(self) -> None:
+        require_types("memory.", self)
         require_choice("memory.precision", self.precision, Precision)
         require_choice("memory.strategy", self.strategy, Strategy)
         require_choice("memory.cpu_offload", self.cpu_offload, CPUOffload)
@@ -181,6 +183,7 @@ class Checkpoint:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
+        require_types("checkpoint.", self)
         if isinstance(self.every, str):
             parse_duration("checkpoint.every", self.every)
         elif self.every is not None:
@@ -237,6 +240,7 @@ class Run:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        require_types("run.", self)
         require_choice("run.accelerator", self.accelerator, Accelerator)
         for name in self.logger:
             require_choice("run.logger", name, LoggerName)
@@ -290,6 +294,7 @@ class Recipe:
         require(
             isinstance(self.data, Data), f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
         )
+        require_types("", self)
         workers = getattr(self.data, "workers", 0)
         require(workers <= MOST_WORKERS, f"data.workers={workers}: each is a process; say {MOST_WORKERS} at most")
         for key in ("batch_size", "max_steps", "eval_every"):

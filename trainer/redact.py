@@ -31,16 +31,18 @@ _TOKENS = re.compile(
     r"(?<![A-Za-z0-9])(?:"
     r"hf_[A-Za-z0-9]{16,}"
     r"|gh[a-z]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|sk-(?=[\w-]*\d)[\w-]{16,}"
+    r"|sk-(?=[\w-]{0,99}\d)[\w-]{16,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{12,}"
     r"|AIza[\w-]{30,}|xox[a-z]-[\w-]{10,}"
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"  # a JSON web token
     r")"
 )
-_USER = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*)://(?P<user>[^/\s?#'\"]+)@")
+_USER = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]+)://(?P<user>[^/\s?#'\"]+)@")
 _QUERY = re.compile(r"(?P<start>[?&;])(?P<name>[\w.%-]+)=(?P<value>[^&;\s'\"#<>]+)")
 _BEARER = re.compile(r"(?P<start>\b(?:Bearer|Basic) )[A-Za-z0-9+/=._~-]{8,}")
-_QUOTED = re.compile(r"""(?P<name>[\w.-]+)(?P<is>["']?\s*[=:]\s*)(?P<quote>["'])(?P<value>[^"'\n]+)(?P=quote)""")
+_QUOTED = re.compile(
+    r"""(?<![\w.-])(?P<name>[\w.-]+)(?P<is>["']?\s*[=:]\s*)(?P<quote>["'])(?P<value>[^"'\n]+)(?P=quote)"""
+)
 
 
 def redact(text: str) -> str:

@@ -23,6 +23,7 @@ from trainer.engine.events import Counters
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share
 from trainer.errors import RunError, require
+from trainer.faults.reports import cause
 from trainer.launching.shared_dir import require_shared
 from trainer.listeners import Stopwatch
 from trainer.memory.plan import idle_ranks, plan_warnings
@@ -32,6 +33,7 @@ from trainer.redact import redact
 from trainer.report.loggers import close_loggers, make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.plots import plot_curves, plot_memory
+from trainer.report.progress import warn
 from trainer.report.summary import Summary, summary_text, versions
 from trainer.session import Session
 from trainer.settings import dump_recipe
@@ -202,9 +204,14 @@ def write_results(
     write_atomic(run_dir / "summary.json", summary.to_json())  # after the model, which "finished" promises
     if result is not None:
         write_atomic(run_dir / "classification_report.txt", report_text(result, session.recipe.data) + "\n")
-    if (run_dir / "metrics.csv").exists():
-        plot_curves(run_dir / "metrics.csv", run_dir / "curves.png")
-    plot_memory(summary.memory, session.monitor.history, run_dir / "memory.png")
+    try:
+        if (run_dir / "metrics.csv").exists():
+            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png")
+        plot_memory(summary.memory, session.monitor.history, run_dir / "memory.png")
+    except OSError:
+        raise
+    except Exception as error:  # figures that no axis can hold: a picture is not the end of a run
+        warn(f"the figures of this run cannot be drawn ({cause(error)}): they are in metrics.csv and summary.json")
 
 
 def print_results(session: Session, run_dir: Path, summary: Summary, result: EvaluationResult | None) -> None:

@@ -15,6 +15,7 @@ from lightning.fabric import Fabric
 from trainer.agreement import Agreement, from_first
 from trainer.bad_samples import report_bad_samples
 from trainer.batches import evaluation_cut, evaluation_micro_batches, fill_from_data, loader_of, windows_of
+from trainer.contract import Data
 from trainer.data.loader import Loader
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
@@ -22,6 +23,7 @@ from trainer.engine.quarantine import Finding, Quarantine
 from trainer.engine.window import MicroBatch, Windows, cut_batch
 from trainer.errors import EvaluationStopped, RecipeError, require
 from trainer.faults.launched import SECONDS_TO_LEAVE, ended_after, have_started, watch_start
+from trainer.faults.reports import placed
 from trainer.faults.signals import StopSignals
 from trainer.faults.watchdog import Watchdog
 from trainer.forecast import Forecast, forecast, forget_plan, planned
@@ -135,17 +137,34 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
         recipe = recipe.replace(model=recipe.model.saved_in(saved_in))
 
     def prepare() -> None:
-        if saved_in is None:
-            recipe.model.prepare()
-        if recipe.data.train is unprepared:  # else the planner has done it
-            recipe.data.prepare(recipe.model.tokenizer_or_none())
+        with placed("preparing model and data"):
+            if saved_in is None:
+                recipe.model.prepare()
+            if recipe.data.train is unprepared:  # else the planner has done it
+                recipe.data.prepare(recipe.model.tokenizer_or_none())
+            _require_samples(recipe.data)
 
     on_first_rank_first(fabric, prepare)
     have_started()
     forget_plan(world)
-    require(len(recipe.data.train) > 0, "the training set is empty")
     recipe = recipe.replace(model=fill_from_data(recipe.model, recipe.data))
     return Session(recipe, decide_plan(recipe, world.size), fabric, world, outlook)
+
+
+def _require_samples(data: Data) -> None:
+    """A training set there must be, and none may be empty.
+
+    Raises:
+        RecipeError: naming the dataset.
+    """
+    name = type(data).__name__
+    require(data.train is not None, f"{name}.prepare() has not set train: set it to the samples to train on")
+    for split, words in (("train", "training"), ("val", "validation"), ("test", "test")):
+        samples = getattr(data, split)
+        empty = samples is not None and len(samples) == 0
+        require(
+            not empty, f"the {words} set is empty" + ("" if split == "train" else f": leave {name}.{split} at None")
+        )
 
 
 def keep_to_budget(recipe: Recipe, device: torch.device) -> None:

@@ -364,7 +364,7 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
         f"data.root: labels, split and class_names in {path} must be lists, labels of integers",
     )
     require(
-        images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3,
+        images.dtype == np.uint8 and images.ndim == 4 and images.shape[3] == 3 and 0 not in images.shape[1:],
         f"data.root: images in {path} are {images.dtype} {images.shape}, not uint8 (n, height, width, 3)",
     )
     require(
@@ -373,6 +373,7 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
         and int(labels.max(initial=0)) < len(names),
         f"data.root: images, labels, split and class_names in {path} do not belong together",
     )
+    labels = labels.astype(np.int64)  # torch knows no other order of bytes
     train, test = ((images[split == part], labels[split == part]) for part in (0, 1))
     require(len(train[0]) > 0 and len(test[0]) > 0, f"data.root: {path} needs rows with split 0 (train) and 1 (test)")
     return [str(name) for name in names], train, test

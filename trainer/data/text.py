@@ -126,7 +126,7 @@ class _Tokenised(Texts):
 def sort_classes(labels: Iterable[str]) -> list[str]:
     """The different labels in order, numbers by value."""
     names = set(labels)
-    numbers = all(name.removeprefix("-").isdecimal() for name in names)
+    numbers = all(name.removeprefix("-").isdecimal() and len(name) < 20 for name in names)
     return sorted(names, key=int) if numbers else sorted(names)
 
 

@@ -141,7 +141,14 @@ def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> dict[str, l
     """Tokenise and truncate: ``input_ids``, and ``token_type_ids`` where the tokenizer has them; no padding."""
     found: dict[str, list[list[int]]] = {}
     for chunk in _chunks(texts):
-        encoded = tokenizer(chunk, truncation=True, max_length=max_length, return_attention_mask=False, verbose=False)
+        try:
+            encoded = tokenizer(
+                chunk, truncation=True, max_length=max_length, return_attention_mask=False, verbose=False
+            )
+        except Exception as error:  # of its Rust: a bare Exception
+            raise RecipeError(
+                f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
+            ) from error
         for key in _STORED:
             if key in encoded:
                 found.setdefault(key, []).extend(encoded[key])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, text_of
 from trainer.redact import redact
 from trainer.system.text import escaped
 
@@ -18,6 +20,17 @@ def note_place(error: BaseException, place: str) -> None:
     """Keep with ``error`` where it happened; Python 3.11 and later show it below the traceback."""
     notes = [*getattr(error, "__notes__", ()), place]
     vars(error).update(__notes__=notes, trainer_place=place)
+
+
+@contextmanager
+def placed(place: str) -> Iterator[None]:
+    """Have an error that is raised meanwhile say that it happened at ``place``, unless it knows better."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if place_of(error) is None:
+            note_place(error, place)
+        raise
 
 
 def place_of(error: BaseException) -> str | None:
@@ -59,7 +72,7 @@ def say(message: str) -> None:
 
 def in_one_line(error: BaseException) -> str:
     """The message."""
-    return " ".join(line.strip() for line in str(error).split("\n"))
+    return " ".join(line.strip() for line in text_of(error).split("\n"))
 
 
 def cause(error: BaseException) -> str:
