@@ -73,7 +73,7 @@ def test_a_port_that_is_taken_and_one_that_is_none_are_refused():
         with pytest.raises(RecipeError, match=rf"^MASTER_PORT={at} in the environment is taken by another process: "):
             gather_here(World("python", "cpu", 2), 1.0, {"MASTER_PORT": str(at)})
     for wrong in ("x", "-1", "65536", "²"):
-        with pytest.raises(RecipeError, match="is not a port: unset it, and a free one is chosen"):
+        with pytest.raises(RecipeError, match="must be an integer from 0 to 65535"):
             gather_here(World("python", "cpu", 2), 1.0, {"MASTER_PORT": wrong})
 
 

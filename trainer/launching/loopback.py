@@ -21,9 +21,10 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from trainer.errors import MOST_LISTED, RecipeError, RunError, listed, require
+from trainer.errors import MOST_LISTED, RecipeError, RunError, listed
 from trainer.launching.world import World
 from trainer.processes import ProcessId, has_told_launcher
+from trainer.system.environment import number
 
 ADDRESS = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -104,11 +105,11 @@ def gather_here(world: World, seconds: float, environment: MutableMapping[str, s
     keep_to_loopback(environment)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
-    rank = int(environment.get("LOCAL_RANK" if world.started_by_fabric else "RANK", "0"))
+    rank = number("LOCAL_RANK" if world.started_by_fabric else "RANK", 0, environment)
     if rank and world.started_by_fabric:
         return None
     environment["MASTER_ADDR"] = ADDRESS
-    port = _port(environment)
+    port = number("MASTER_PORT", 0, environment)
     if world.started_by_fabric or world.size == 1:
         return Local(_hosted(port, environment))
     seconds = seconds if has_told_launcher() else min(seconds, SECONDS_TO_MEET)
@@ -127,13 +128,6 @@ def _process(rank: int, said: object) -> ProcessId:
         return ProcessId.from_dict(said)
     except ValueError as error:
         raise RunError(FOREIGN.format(rank=rank)) from error
-
-
-def _port(environment: Mapping[str, str]) -> int:
-    text = environment.get("MASTER_PORT", "0")
-    fine = text.isascii() and text.isdigit() and int(text) < 1 << 16
-    require(fine, f"MASTER_PORT={text!r} in the environment is not a port: unset it, and a free one is chosen")
-    return int(text)
 
 
 def _hosted(port: int, environment: MutableMapping[str, str]) -> TCPStore:
