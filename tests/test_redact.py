@@ -125,3 +125,9 @@ def test_a_setting_without_its_credentials_is_refused_by_name():
         RecipeError, match=r"^data\.url was written without its credentials: give it again as --data\.url$"
     ):
         refuse_redacted({"epochs": 3, "data.url": f"https://{REDACTED}@host/x"})
+
+
+@pytest.mark.parametrize("part", ["x", "sk-", "://", "a=", 'a="', "eyJ", "&a", "a  "])
+def test_a_text_without_end_is_looked_through_once(part):
+    text = part * 300_000  # in quadratic time this would not come to an end
+    assert redact(text) == text

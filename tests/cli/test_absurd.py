@@ -7,19 +7,21 @@ import json
 import math
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from trainer.cli import run
+from trainer.cli import _predict, run
 from trainer.engine.loop import count_steps, epoch_at
 from trainer.engine.window import Cut, Windows
+from trainer.errors import RecipeError
 from trainer.flags import _members
 from trainer.launching.slurm import slurm_task
 from trainer.launching.world import detect_world, find_world
 from trainer.locate import load_recipe, packaged_recipes
 from trainer.processes import own_command
-from trainer.recipe import Recipe
+from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.settings import settings_of
 from trainer.system.environment import NUMBERS, number
 
@@ -226,3 +228,100 @@ def test_a_recipe_of_python_has_the_same_bounds():
     recipe = load_recipe("vit_digits")[0]
     with pytest.raises(ValueError, match=r"epochs=.* must be at most"):
         Recipe(model=recipe.model, data=recipe.data, batch_size=8, epochs=10**16)
+
+
+# ------------------------------------------------------------------------------------------- names and Python recipes
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fit", "NAME.py"],
+        ["fit", "NAME"],
+        ["fit", "vit_digits", "--config", "NAME.yaml"],
+        ["evaluate", "NAME"],
+        ["checkpoint", "list", "NAME"],
+        ["checkpoint", "verify", "NAME"],
+    ],
+)
+def test_a_name_that_no_file_can_have_is_refused_in_a_line(words, capfd):
+    assert run([word.replace("NAME", "n" * 5000) for word in words]) in (1, 2)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("trainer: error: ")
+
+
+def test_a_text_to_classify_that_is_none_is_refused(monkeypatch):
+    with pytest.raises(RecipeError, match=r"--text 'a\\udcff' is not UTF-8 text"):
+        _predict(load_recipe("vit_digits")[0], Path(), [("text", "a\udcff")])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Optim(lr="fast"), "optim.lr='fast' must be a number"),
+        (lambda: Optim(warmup_steps=2.5), "optim.warmup_steps=2.5 must be an integer"),
+        (lambda: Optim(clip_norm=True), "optim.clip_norm=True must be a number or null"),
+        (lambda: Memory(budget=2), "memory.budget=2 must be a text or null"),
+        (lambda: Run(dir=3), "run.dir=3 must be a text or null"),
+        (lambda: Run(logger=[1]), r"run.logger=\[1\] must be a list"),
+        (lambda: Checkpoint(every=1.5), "checkpoint.every=1.5 must be an integer or a text or null"),
+        (lambda: load_recipe("vit_digits")[0].replace(optim=None), "optim=None must be a Optim"),
+        (lambda: load_recipe("vit_digits")[0].replace(run={"dir": "x"}), "must be a Run"),
+        (lambda: load_recipe("vit_digits")[0].replace(accumulate=2.5), "accumulate=2.5 must be"),
+    ],
+)
+def test_a_setting_of_another_type_in_a_python_recipe_is_refused_by_name(make, message):
+    with pytest.raises(RecipeError, match=message):
+        make()
+
+
+def test_every_packaged_recipe_is_of_the_types_that_it_says():
+    for name in packaged_recipes():
+        load_recipe(name)
+
+
+@pytest.mark.parametrize(("flag", "text"), [("devices", "9" * 5000), ("nodes", "1000001"), ("devices", "٣")])
+def test_a_count_that_nobody_has_is_refused(refused, flag, text):
+    refused("plan", "vit_digits", f"--{flag}={text}", parts=[f"--{flag}=", "at most 1,000,000"])
+
+
+def test_a_value_of_too_many_brackets_is_refused(refused):
+    refused("fit", "vit_digits", "--run.logger=" + "[" * 20_000, parts=["run.logger"])
+
+
+PREPARED = """
+import dataclasses
+from trainer.data import Digits
+from trainer.locate import load_recipe
+class Own(Digits):
+    def prepare(self, tokenizer=None):
+        super().prepare(tokenizer)
+        {line}
+recipe = load_recipe("vit_digits")[0].replace(data=Own())
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("self.train = None", 2, "Own.prepare() has not set train"),
+        ("self.test = []", 2, "the test set is empty: leave Own.test at None"),
+        ("self.class_names = ['one']", 2, "Own has 1 class_names for num_classes=10"),
+        ("raise KeyError('mine')", 1, "preparing model and data: KeyError: 'mine'"),
+        ("raise type('Odd', (Exception,), {'__str__': lambda self: 1 / 0})", 1, "Odd: its text cannot be made"),
+    ],
+)
+def test_a_dataset_that_prepares_nonsense_is_named_before_training(tmp_path, capfd, line, code, message):
+    (tmp_path / "own.py").write_text(PREPARED.format(line=line))
+    words = ["fit", tmp_path / "own.py", *QUICK[1:], "--run.dir", tmp_path / "run"]
+    assert run([str(word) for word in words]) == code
+    first = next(line for line in capfd.readouterr().err.splitlines() if "error" in line)
+    assert first.startswith("trainer: error: ")
+    assert message in first
+
+
+def test_figures_that_cannot_be_drawn_do_not_end_a_run(tmp_path, capfd):
+    folder = tmp_path / "run"
+    assert run([*["fit"], *QUICK, "--optim.lr=1e308", "--run.dir", str(folder)]) == 0
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
