@@ -323,5 +323,7 @@ def test_a_dataset_that_prepares_nonsense_is_named_before_training(tmp_path, cap
 
 def test_figures_that_cannot_be_drawn_do_not_end_a_run(tmp_path, capfd):
     folder = tmp_path / "run"
-    assert run([*["fit"], *QUICK, "--optim.lr=1e308", "--run.dir", str(folder)]) == 0
+    lr = ["--optim.lr=1.7e308", "--optim.warmup_steps=0", "--optim.schedule=linear", "--max_steps=3"]
+    assert run(["fit", *QUICK, *lr, "--run.dir", str(folder)]) == 0
+    assert "the figures of this run cannot be drawn" in capfd.readouterr().err
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
