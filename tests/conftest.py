@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,9 +21,13 @@ settings.load_profile("trainer")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol():
-    """No test inherits another's environment: a rank's number or port that was left there makes a run wait for ever."""
-    before = dict(os.environ)
+    """No test inherits another's environment: a rank's number or port that was left there makes a run wait for ever.
+
+    Nor the folders of its recipes on the path, from which ranks that are started later would import.
+    """
+    before, path = dict(os.environ), list(sys.path)
     result = yield
+    sys.path[:] = path
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

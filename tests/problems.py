@@ -191,7 +191,7 @@ class UndeclaredBranch(Model):
         return BranchOnly()
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        self.seen += 1
+        self.seen += module.training  # not what the first step compares beside it
         yield classification_loss(module(batch["pixel_values"], self.seen < 3), batch["labels"])
 
 

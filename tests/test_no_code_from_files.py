@@ -30,6 +30,7 @@ ALLOWED = {
     ("trainer/errors.py", "importlib.import_module"): "a package that the calling code names",
     ("trainer/chaos/command.py", "importlib.import_module"): "what the ranks need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.save"): "measured beside ours",
+    ("benchmarks/kills.py", "importlib.import_module"): "what the ranks need, listed in trainer/chaos/command.py",
     ("benchmarks/hostile.py", "importlib.import_module"): "what the cases need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.load"): "reads what this benchmark has just written",
     ("trainer/locate.py", "exec_module"): "a recipe is a Python file, and running it is what the user asks for",

@@ -378,6 +378,9 @@ def test_pictures_to_classify_start_no_program(refused, images, tmp_path, saved)
     refused("predict", run_dir, "--image", tmp_path / "eps.png", parts=["eps.png"])
     weights = run_dir / "model" / "model.safetensors"
     PICKLES["zip.pth"](weights, tmp_path / "executed")
+    for words in (["predict", "--image", str(images / "train" / "a" / "0.png")], ["evaluate"]):
+        assert run([words[0], str(run_dir), *words[1:]]) == 1  # it is not what the run has written
+    (run_dir / "model" / "files.json").unlink()
     refused("predict", run_dir, "--image", images / "train" / "a" / "0.png", parts=["model.safetensors"])
     refused("evaluate", run_dir, parts=["model.safetensors"])
     weights.unlink()

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -88,16 +87,13 @@ def test_words_of_a_stranger_steer_no_terminal_and_have_an_end(pair):
 @pytest.fixture
 def stranger():
     """A stopped process that belongs to no run: neither this process nor its parent has started it."""
-    command = ["sh", "-c", f"'{sys.executable}' -c 'input()' <&3 >/dev/null & echo $!"]
-    ours, theirs = os.pipe()
-    os.dup2(ours, 3, inheritable=True) if ours != 3 else os.set_inheritable(3, True)
-    pid = int(subprocess.run(command, stdout=subprocess.PIPE, pass_fds=[3], check=True).stdout)
+    command = ["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"]
+    pid = int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     process = dataclasses.replace(
         ProcessId.own(), pid=pid, began=int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     )
     os.kill(pid, signal.SIGSTOP)
     yield process
-    os.close(theirs)
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 

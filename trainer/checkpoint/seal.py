@@ -97,7 +97,8 @@ def require_run(run_dir: Path) -> list[str]:
     Raises:
         CorruptCheckpoint: naming the file.
     """
-    found = [require_sealed_text(run_dir / "recipe.yaml"), require_sealed(run_dir / "model")]
+    recipe = run_dir / "recipe.yaml"  # a model may be used with a recipe from elsewhere
+    found = [require_sealed_text(recipe) if recipe.exists() else None, require_sealed(run_dir / "model")]
     return [text for text in found if text is not None]
 
 
