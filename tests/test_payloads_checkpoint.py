@@ -106,3 +106,9 @@ def test_files_that_nothing_needs_are_not_read(original, tmp_path, name):
         (folder / extra).write_bytes(pickle.dumps(Trap(tmp_path / "executed")))
     run(["fit", *SMALL, *QUIET, f"--run.resume={folder}", f"--run.dir={tmp_path / 'again'}"])
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_history_that_is_no_text_is_refused_before_training(resumed):
+    code, errors = resumed("metrics.csv", b"step,loss\n1,\xff\n")
+    assert code == 1
+    assert "metrics.csv holds something else than a run has written" in errors[-1]

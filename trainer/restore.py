@@ -62,7 +62,9 @@ class Found:
     def history(self) -> bytes:
         """``metrics.csv`` as it was then."""
         with self.explained(HISTORY):
-            return read_regular(self.path / HISTORY, MOST_HISTORY)
+            content = read_regular(self.path / HISTORY, MOST_HISTORY)
+            content.decode()  # what is no text could not be gone on with
+            return content
 
 
 @torch.no_grad()
