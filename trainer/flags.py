@@ -163,6 +163,10 @@ class RecipeParser:
             counted = key in self.settings and _accepts(self.settings[key].hint, int, float)
             if counted and isinstance(value, int | str) and fullmatch(r"[-+]?\d{20,}", str(value)):
                 raise RecipeError(f"{key} is a number of {len(str(value).lstrip('+-'))} digits: nothing counts so far")
+            if key in self.settings and _accepts(self.settings[key].hint, dict):
+                tree = _value(value) if isinstance(value, str) else value
+                if isinstance(tree, Mapping) and any(isinstance(name, float) for name in tree):  # 0.5 would become 0
+                    raise RecipeError(_explain(key, self.settings[key].hint, value))
         try:
             found = vars(parse().as_flat())
         except RecursionError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,7 @@ def find_checkpoint(session: Session, own: CheckpointFolder) -> tuple[Found | No
     if wanted == "none":
         return None, []
     if wanted != "auto" and is_checkpoint(Path(wanted)):
-        candidates = [Path(wanted).resolve()]  # a link such as latest has another name than what it is
+        candidates = [Path(os.path.realpath(wanted))]  # a link such as latest has another name than what it is
     else:
         folder = own if wanted == "auto" else CheckpointFolder(_checkpoints_of(Path(wanted)))
         candidates = [Path(path) for path in from_first(session.fabric, list(map(str, folder.newest_first())))]
@@ -68,7 +69,7 @@ def find_checkpoint(session: Session, own: CheckpointFolder) -> tuple[Found | No
 
 
 def _checkpoints_of(path: Path) -> Path:
-    return path / FOLDER if (path / FOLDER).is_dir() else path
+    return path / FOLDER if os.path.isdir(path / FOLDER) else path
 
 
 def _none_valid(problems: list[tuple[Path, str]]) -> str:
@@ -99,7 +100,7 @@ def _set_aside(own: CheckpointFolder, chosen: Path, corrupt: set[str], say: Call
     Args:
         corrupt: the names of those that are not what was saved.
     """
-    if chosen.absolute().parent.resolve() != own.path.resolve():
+    if os.path.realpath(chosen.absolute().parent) != os.path.realpath(own.path):
         return
     for path in own.newest_first():
         if path.name == chosen.name:

@@ -86,7 +86,8 @@ def written_to(run_dir: Path) -> Iterator[None]:
 
 
 def _is_resumed(run_dir: Path, resume: str) -> bool:
-    return resume == "auto" or (resume != "none" and Path(resume).resolve().is_relative_to(run_dir.resolve()))
+    inside = Path(os.path.realpath(resume)).is_relative_to(os.path.realpath(run_dir))
+    return resume == "auto" or (resume != "none" and inside)
 
 
 def write_recipe(session: Session, run_dir: Path, source: str | None) -> None:

@@ -242,6 +242,7 @@ def test_a_recipe_of_python_has_the_same_bounds():
         ["evaluate", "NAME"],
         ["checkpoint", "list", "NAME"],
         ["checkpoint", "verify", "NAME"],
+        ["fit", "vit_digits", "--run.predict=false", "--run.resume", "NAME"],
     ],
 )
 def test_a_name_that_no_file_can_have_is_refused_in_a_line(words, capfd):
@@ -284,6 +285,11 @@ def test_every_packaged_recipe_is_of_the_types_that_it_says():
 @pytest.mark.parametrize(("flag", "text"), [("devices", "9" * 5000), ("nodes", "1000001"), ("devices", "٣")])
 def test_a_count_that_nobody_has_is_refused(refused, flag, text):
     refused("plan", "vit_digits", f"--{flag}={text}", parts=[f"--{flag}=", "at most 1,000,000"])
+
+
+@pytest.mark.parametrize("text", ["{0.5: 3}", "{0: 3, 1e0: 2}"])
+def test_an_epoch_between_two_is_not_rounded(refused, text):
+    refused("fit", "vit_digits", f"--accumulate={text}", parts=["accumulate=", "must be int|dict[int,int]|null"])
 
 
 def test_a_value_of_too_many_brackets_is_refused(refused):

@@ -33,14 +33,14 @@ class CheckpointFolder:
 
     def newest_first(self) -> list[Path]:
         """All checkpoints, by the step in their names; none is opened."""
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):  # also for a name that no folder can have
             return []
         found = [path for path in self.path.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def make(self) -> None:
         """Make the folder, on disk: what is flushed in it would be lost with its name."""
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):  # also for a name that no folder can have
             self.path.mkdir(parents=True, exist_ok=True)
             sync_to_disk(self.path.parent)
 
@@ -52,7 +52,7 @@ class CheckpointFolder:
         Raises:
             RecipeError: naming both.
         """
-        home = self.path.resolve().parent
+        home = Path(os.path.realpath(self.path)).parent
         require(
             not self.path.is_symlink() or not (home / "recipe.yaml").exists(),
             f"{self.path} is a link to the checkpoints of another run, {home}: remove it; --run.resume {home} goes on "
@@ -152,4 +152,4 @@ def no_space(folder: Path, step: int, needed: int, missing: int) -> RunError:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether ``path`` looks like a single checkpoint, rather than a run directory."""
-    return (path / MANIFEST).exists() or NAME.fullmatch(path.name) is not None
+    return os.path.exists(path / MANIFEST) or NAME.fullmatch(path.name) is not None

@@ -37,7 +37,7 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, name: str = NAME) -> None:
-        self.path = run_dir.resolve() / name
+        self.path = Path(os.path.realpath(run_dir)) / name
         self._descriptor: int | None = None
 
     def acquire(self) -> str | None:
