@@ -149,8 +149,10 @@ def _execute(path: Path) -> ModuleType:
     module = sys.modules[name] = module_from_spec(spec)  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
         what = text_of(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {text_of(error)}"
         raise RecipeError(f"recipe {path}{_line_of(error, path)}: {what}") from error
     return module

@@ -296,7 +296,8 @@ class Recipe:
         )
         require_types("", self)
         workers = getattr(self.data, "workers", 0)
-        require(workers <= MOST_WORKERS, f"data.workers={workers}: each is a process; say {MOST_WORKERS} at most")
+        fits = isinstance(workers, int) and workers <= MOST_WORKERS
+        require(fits, f"data.workers={workers}: each is a process; say an integer of {MOST_WORKERS} at most")
         for key in ("batch_size", "max_steps", "eval_every"):
             if getattr(self, key) is not None:
                 require_positive(key, getattr(self, key))

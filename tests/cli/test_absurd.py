@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.cli import _predict, run
+from trainer.data import Digits
 from trainer.engine.loop import count_steps, epoch_at
 from trainer.engine.window import Cut, Windows
 from trainer.errors import RecipeError
@@ -242,7 +244,6 @@ def test_a_recipe_of_python_has_the_same_bounds():
         ["evaluate", "NAME"],
         ["checkpoint", "list", "NAME"],
         ["checkpoint", "verify", "NAME"],
-        ["fit", "vit_digits", "--run.predict=false", "--run.resume", "NAME"],
     ],
 )
 def test_a_name_that_no_file_can_have_is_refused_in_a_line(words, capfd):
@@ -250,6 +251,11 @@ def test_a_name_that_no_file_can_have_is_refused_in_a_line(words, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("trainer: error: ")
+
+
+def test_a_name_that_no_folder_can_have_is_no_checkpoint():
+    assert not is_checkpoint(Path("n" * 5000))
+    assert CheckpointFolder(Path("n" * 5000)).newest_first() == []
 
 
 def test_a_text_to_classify_that_is_none_is_refused(monkeypatch):
@@ -267,6 +273,7 @@ def test_a_text_to_classify_that_is_none_is_refused(monkeypatch):
         (lambda: Run(dir=3), "run.dir=3 must be a text or null"),
         (lambda: Run(logger=[1]), r"run.logger=\[1\] must be a list"),
         (lambda: Checkpoint(every=1.5), "checkpoint.every=1.5 must be an integer or a text or null"),
+        (lambda: load_recipe("vit_digits")[0].replace(data=Digits(workers=0.5)), "workers=0.5"),
         (lambda: load_recipe("vit_digits")[0].replace(optim=None), "optim=None must be a Optim"),
         (lambda: load_recipe("vit_digits")[0].replace(run={"dir": "x"}), "must be a Run"),
         (lambda: load_recipe("vit_digits")[0].replace(accumulate=2.5), "accumulate=2.5 must be"),

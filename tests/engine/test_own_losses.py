@@ -82,6 +82,9 @@ class Own(Model):
             yield Loss((each * (1 + torch.rand_like(each))).sum(), count)
         elif kind == "interacting":
             yield Loss(each.sum() + (logits @ logits.T).logsumexp(1).sum(), count)
+        elif kind == "endless":
+            while True:
+                yield Loss(each.sum(), count)
         elif kind == "tensor":
             yield total
         elif kind == "pair":
@@ -181,6 +184,7 @@ FAULTS = {
     "scaled mean": MEAN,
     "interacting": "samples_interact = True",
     "one": r"weigh\(\) says 1 of loss 'loss' for some samples, and 1 \+ 1 for their two halves",
+    "endless": "yields 'loss' twice for a micro-batch",
     "tensor": r"losses\(\) yields a Tensor: yield Loss\(total, weight\)",
     "pair": r"losses\(\) yields a tuple: yield Loss\(total, weight\)",
     "returned": r"losses\(\) returns a Tensor: yield Loss\(total, weight\)",

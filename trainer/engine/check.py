@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,16 @@ class LossCheck:
         """
         if isinstance(losses, Loss | Tensor) or not isinstance(losses, Iterable):
             raise RecipeError(f"{self.kind}: losses() returns a {type(losses).__name__}: {YIELD}")
+        names: set[str] = set()
         for loss in losses:
             self._require_loss(loss)
             self.see(loss, batch)
+            if loss.name in names:  # perhaps without an end
+                raise RecipeError(
+                    f"{self.kind}: losses() yields {loss.name!r} twice for a micro-batch: yield every one of "
+                    "loss_names once for each"
+                )
+            names.add(loss.name)
             yield loss
 
     def _require_loss(self, loss: Any) -> None:
@@ -159,7 +167,8 @@ class LossCheck:
     def _totals(self, forward: Forward, batch: Any) -> dict[str, Tensor]:
         """The losses of ``batch``; none where the model cannot take it, which the step finds out if it is no cut's."""
         try:
-            return {loss.name: loss.total.detach().double().reshape(()) for loss in forward.losses(batch)}
+            losses = islice(forward.losses(batch), len(self.model.loss_names) + 1)  # they may have no end
+            return {loss.name: loss.total.detach().double().reshape(()) for loss in losses}
         except torch.OutOfMemoryError:
             raise
         except Exception:
