@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import re
 import resource
@@ -241,12 +242,13 @@ def tried(case: Case, base: Path, folder: Path) -> dict[str, Any]:
     start, worked, idle = map(float, built.read_text().split()) if built.exists() else (began, 0.0, 0.0)
     code = os.waitstatus_to_exitcode(status)
     printed, said = (path.read_bytes() if path.exists() else b"" for path in (out, err))
+    first = _first_line(said) or _first_line(printed)
     found = {
         "category": case.category,
         "given": shown(case.given),
         "expected": case.expect,
         "code": code,
-        "printed": shown((_first_line(said) or _first_line(printed)).replace(f"{here}/", ""), 160),
+        "printed": shown(first.replace(f"{here}/", "").replace(str(base), "…"), 160),
         "seconds": round(seconds - (start - began), 2),
         "processor": round(usage.ru_utime + usage.ru_stime - worked, 2),
         "extra_mb": round(max(0.0, usage.ru_maxrss * 1024 - idle) / 1e6, 1) if idle else 0.0,
@@ -265,6 +267,13 @@ def _called(case: Case, here: Path, err: Path, idle: Path) -> int:
     words = _begun(case, here, err)
     sys.argv = ["trainer", *words]
     from trainer.cli import entry
+    from trainer.system.streams import keep_streams
+
+    keep_streams()  # before libraries are imported, as in a process of its own
+    for logger in (logging.getLogger(name) for name in ("transformers", "datasets", "huggingface_hub")):
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(sys.stderr)
 
     limit = _memory("VmData") + int(MEMORY)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -231,6 +231,7 @@ def test_text_settings_reach_the_configuration():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"config": {"n_layers": 10**9}}, r"is configured with 1,000,000,000 layers"),
         ({"config": {"n_layer": 2}}, r"distilbert has no setting 'n_layer'; did you mean n_layers\?"),
         ({"tokenizer": "./nowhere"}, r"model\.tokenizer=\./nowhere is not a folder"),
         ({"tokenizer": None}, r"model\.tokenizer is missing: model\.name=distilbert is a model type"),

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 MOST_FEATURES = 10**7
 """Of a layer, classes or pixels: beyond it a size in bytes may not fit into 64 bits."""
 
+MOST_LAYERS = 10_000
+"""Each is made one by one."""
+
 
 def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
     """Cross entropy summed over the items whose label is not -100, computed in at least fp32.

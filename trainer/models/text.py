@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.blocks import find_blocks, switch_cache_off
 from trainer.contract import Loss, Model, Pretrained
 from trainer.errors import RecipeError, require
-from trainer.models.common import classification_loss, require_filled, train_last_blocks
+from trainer.models.common import MOST_LAYERS, classification_loss, require_filled, train_last_blocks
 from trainer.models.hub import from_hub, is_local, local_folder, refuse_code
 from trainer.models.lora import LoRA, add_adapters, merged_state
 
@@ -308,6 +308,8 @@ class TextClassifier(Model):
             config.id2label = dict(enumerate(names))
             config.label2id = {name: number for number, name in enumerate(names)}
         refuse_code(self.name, config)
+        layers = getattr(config, "num_hidden_layers", None) or 0
+        require(layers <= MOST_LAYERS, f"model.name={self.name!r} is configured with {layers:,} layers: take another")
         return config
 
 

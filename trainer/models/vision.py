@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.contract import Loss, Model, Pretrained
 from trainer.errors import RecipeError, require, require_choice, require_positive
-from trainer.models.common import MOST_FEATURES, classification_loss, require_filled, train_last_blocks
+from trainer.models.common import MOST_FEATURES, MOST_LAYERS, classification_loss, require_filled, train_last_blocks
 from trainer.models.lora import LoRA, add_adapters, merged_state
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Name = Literal["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14", "custom"]
-MOST_LAYERS = 10_000
 SHAPE_FIELDS = ("patch_size", "layers", "heads", "width", "mlp_width")
 PRETRAINED_SIZE = 224
 # Not the attention: torchvision keeps it in one packed weight, and peft's adapter for that replaces the parameter in
