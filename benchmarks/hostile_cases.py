@@ -525,7 +525,7 @@ def tables() -> Iterable[Case]:
         REFUSED,
         "csv",
     )
-    yield Case("text files", "a cache that is a file", lambda: wrote("cache", "x", TEXT), REFUSED, "cache")
+    yield Case("text files", "a cache that is a file", lambda: wrote("file", "x", [*TEXT, "--data.cache_dir", "file"]), REFUSED, "file")
     yield Case(
         "text files", "data.max_length 10^9", lambda: [*TEXT, "--data.max_length", "1000000000"], REFUSED, "max_length"
     )
@@ -963,7 +963,7 @@ VARIABLES: list[tuple[dict[str, str | None], str]] = [
     ({"COLUMNS": "0"}, RAN),
     ({"COLUMNS": "abc"}, RAN),
     ({"COLUMNS": "-5"}, RAN),
-    ({"MASTER_ADDR": "nonsense\x1b[31m", "MASTER_PORT": "abc"}, RAN),
+    ({"MASTER_ADDR": "nonsense\x1b[31m", "MASTER_PORT": "abc"}, REFUSED),
     ({"WANDB_MODE": "nonsense"}, RAN),
     ({"NODE_RANK": "abc"}, ANY),
     ({"LOCAL_WORLD_SIZE": "2"}, ANY),

@@ -185,6 +185,7 @@ def _quiet_libraries() -> None:
     in a way that torch will not take any more one day.
     """
     logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_torchao)
+    os.environ["MPLBACKEND"] = "agg"  # for files; a name of no backend would end the import of torchmetrics
     if not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):  # read when the libraries are imported, which is later
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
