@@ -160,7 +160,7 @@ def test_no_command_writes_or_prints_a_secret(recipe_file, tmp_path, monkeypatch
         assert run(command("fit", recipe_file, "--run.dir=run", "--checkpoint.every=1")) == 0
         Image.new("L", (8, 8)).save("digit.png")
         if name == "checkpoint":  # its model comes of recipe.yaml, which lacks what was secret
-            kept = (tmp_path / "run" / "recipe.yaml").read_text()
+            kept = (tmp_path / "run" / "recipe.yaml").read_text().partition("# sha256 ")[0]
             (tmp_path / "run" / "recipe.yaml").write_text(kept.replace(REDACTED, "given"))
     words = [str(recipe_file) if word == "RECIPE" else word for word in LINES[name]]
     url = f"https://me:pa55w0rdInUrl@host/{ENDS[end]}?token=sign4tureInUrl"

@@ -133,7 +133,7 @@ class DisturbedRun(StartedRun):
         """The lines of its errors, in order."""
         return [line for line in self.text.splitlines() if "trainer: error: " in line]
 
-    def wait_for(self, text: str, seconds: float = 120.0) -> None:
+    def wait_for(self, text: str, seconds: float = 240.0) -> None:
         """Until it prints ``text``."""
         until = time.monotonic() + seconds
         while text not in self.text:

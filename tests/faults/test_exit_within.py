@@ -94,7 +94,7 @@ def test_it_is_a_failure_of_any_command(code, capsys):
             r"data worker 0 of 1 \(pid \d+\) exited with code 0 .*11.*",
         ),
         (["--data.at", "test"], rf"rank 0, .*evaluation.*: {CALLED}"),
-        (["--data.at", "prepare"], CALLED),
+        (["--data.at", "prepare"], rf"preparing model and data: {CALLED}"),
         (["--model.at", "build"], rf"rank 0, .*: {CALLED}"),
         (["--model.at", "losses"], rf"rank 0, step 1, forward, samples [\d, ]+: {CALLED}"),
         (

@@ -176,7 +176,7 @@ def is_rank(pid, number):
 def second_rank(run):
     """Its number, as soon as it is there."""
     found = []
-    wait_until(lambda: found.extend(pid for pid in run.pids() if is_rank(pid, 1)) or found, 120.0)
+    wait_until(lambda: found.extend(pid for pid in run.pids() if is_rank(pid, 1)) or found, 240.0)
     return found[0]
 
 
