@@ -12,6 +12,7 @@ import pytest
 from resumed import losses, recipe, saved
 
 from trainer.data import Digits
+from trainer.engine.check import COMPARED
 from trainer.errors import Stopped
 from trainer.fit import fit
 from trainer.models import MLP
@@ -34,7 +35,7 @@ class Interrupting(MLP):
     forwards = 0
 
     def losses(self, module: Any, batch: Any) -> Any:
-        if not module.training:
+        if not module.training and len(batch["labels"]) > COMPARED:  # not what the first step compares beside it
             each = math.ceil(1744 / EVALUATED_AT_ONCE)
             type(self).forwards += 1
             if self.evaluation is not None and self.forwards == (self.evaluation - 1) * each + 2:
