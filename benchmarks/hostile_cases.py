@@ -957,8 +957,8 @@ def predict() -> Iterable[Case]:
 
 VARIABLES: list[tuple[dict[str, str | None], str]] = [
     ({"HOME": None}, RAN),
-    ({"HOME": "/nowhere"}, RAN),
-    ({"TMPDIR": "/nowhere"}, RAN),
+    ({"HOME": "nowhere"}, RAN),
+    ({"TMPDIR": "nowhere"}, RAN),
     ({"TMPDIR": "/proc"}, RAN),
     ({"COLUMNS": "0"}, RAN),
     ({"COLUMNS": "abc"}, RAN),
@@ -976,7 +976,7 @@ VARIABLES: list[tuple[dict[str, str | None], str]] = [
 ]
 FRESH: list[tuple[dict[str, str | None], str]] = [
     ({"MPLBACKEND": "nonsense"}, RAN),
-    ({"MPLCONFIGDIR": "/nowhere/x", "HOME": "/nowhere"}, RAN),
+    ({"MPLCONFIGDIR": "nowhere/x", "HOME": "nowhere"}, RAN),
     ({"HF_HOME": "own.py"}, RAN),
     ({"PYTHONWARNINGS": "error"}, RAN),
     ({"OMP_NUM_THREADS": "abc"}, RAN),

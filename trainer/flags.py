@@ -141,7 +141,12 @@ class RecipeParser:
         changes = self._convert(partial(self.parser.parse_args, argv, start, defaults=False), given)
         for key, texts in entries.items():
             value = changes.get(key, before[key])
-            tree = {key: {**(value if isinstance(value, dict) else {}), **{k: _value(v) for k, v in texts.items()}}}
+            tree = {
+                key: {
+                    **(value if isinstance(value, dict) else {}),
+                    **{k: _value_of(f"{key}.{k}", v) for k, v in texts.items()},
+                }
+            }
             changes |= self._convert(partial(self.parser.parse_object, tree, defaults=False), tree)
         return changes
 
@@ -164,7 +169,7 @@ class RecipeParser:
             if counted and isinstance(value, int | str) and fullmatch(r"[-+]?\d{20,}", str(value)):
                 raise RecipeError(f"{key} is a number of {len(str(value).lstrip('+-'))} digits: nothing counts so far")
             if key in self.settings and _accepts(self.settings[key].hint, dict):
-                tree = _value(value) if isinstance(value, str) else value
+                tree = _value_of(key, value) if isinstance(value, str) else value
                 if isinstance(tree, Mapping) and any(isinstance(name, float) for name in tree):  # 0.5 would become 0
                     raise RecipeError(_explain(key, self.settings[key].hint, value))
         try:
@@ -187,6 +192,13 @@ def _value(text: str) -> Any:
         return load_yaml(text)
     except yaml.YAMLError:
         return text
+
+
+def _value_of(key: str, text: str) -> Any:
+    try:
+        return _value(text)
+    except RecipeError as error:  # a duplicate key, aliases without end
+        raise RecipeError(f"{key}={text!r}: {error}") from None
 
 
 set_loader("strict_yaml", load_yaml, exceptions=(yaml.YAMLError,))

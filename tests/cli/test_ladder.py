@@ -40,7 +40,7 @@ class Fragile(MLP):
     def losses(self, module, batch):
         if len(batch["labels"]) == 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        if len(batch["labels"]) == self.killed_at:
+        if module.training and len(batch["labels"]) == self.killed_at:  # not where the first step checks the loss
             os.kill(os.getpid(), signal.SIGKILL)
         return super().losses(module, batch)
 

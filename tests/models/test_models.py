@@ -235,7 +235,7 @@ def test_text_settings_reach_the_configuration():
         ({"config": {"n_layer": 2}}, r"distilbert has no setting 'n_layer'; did you mean n_layers\?"),
         ({"tokenizer": "./nowhere"}, r"model\.tokenizer=\./nowhere is not a folder"),
         ({"tokenizer": None}, r"model\.tokenizer is missing: model\.name=distilbert is a model type"),
-        ({"name": "file:///nowhere"}, r"model\.name=file:///nowhere is not a folder"),
+        ({"name": "file:///no/such/folder"}, r"model\.name=file:///no/such/folder is not a folder"),
     ],
 )
 def test_text_refusals(changes, message):
