@@ -141,6 +141,18 @@ def test_other_ranks_fail_as_the_first_one_does(tmp_path, monkeypatch) -> None:
         _through_file(place, dict)
 
 
+def test_a_first_rank_that_is_killed_while_it_decides_is_not_waited_for(tmp_path) -> None:
+    place = tmp_path / "plan.json"
+    code = (
+        "import os; from pathlib import Path; from trainer.forecast import _through_file; "
+        f"_through_file(Path({str(place)!r}), lambda: os.kill(os.getpid(), 9))"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"LOCAL_RANK": "0"}, check=False)
+    assert killed.returncode == -9
+    with pytest.raises(RunError, match="was killed while it decided on a plan"):
+        _awaited(place)
+
+
 def test_a_plan_of_an_earlier_launch_is_not_taken(tmp_path, monkeypatch) -> None:
     place = tmp_path / "plan.json"
     place.write_text('{"settings": {}}')

@@ -29,6 +29,7 @@ from trainer.planner.machine import budget_bytes, gpu_here
 from trainer.planner.predict import Prediction, predict_here, prepared
 from trainer.planner.search import MARGIN, Search
 from trainer.planner.target import Target
+from trainer.processes import ProcessId
 from trainer.recipe import Recipe
 from trainer.system.files import read_regular
 
@@ -136,11 +137,11 @@ def _own_folder() -> Path:
 
 def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if first_here():
-        place.unlink(missing_ok=True)
+        _leave(place, {"decides": ProcessId.own().to_dict()})
         try:
             answer: dict[str, Any] = {"settings": decide()}
-        except Exception as error:
-            _leave(place, {"error": str(error)})  # else the others wait for it
+        except BaseException as error:
+            _leave(place, {"error": str(error) or type(error).__name__})  # else the others wait for it
             raise
         _leave(place, answer)
     else:
@@ -163,8 +164,11 @@ def forget_plan(world: World) -> None:
 def _awaited(place: Path) -> dict[str, Any]:
     began = time.time()
     while time.time() - began < MOST_SECONDS:
-        if _is_of_this_launch(place, began):
-            return json.loads(read_regular(place, MOST_BYTES))
+        answer = json.loads(read_regular(place, MOST_BYTES)) if _is_of_this_launch(place, began) else {"decides": None}
+        if "decides" not in answer:
+            return answer
+        if answer["decides"] is not None and ProcessId.from_dict(answer["decides"]).state() == "gone":
+            raise RunError("the first rank of this machine was killed while it decided on a plan: nothing is lost")
         time.sleep(0.1)
     raise RunError(f"the first rank of this machine decided on no plan within {MOST_SECONDS:g} s: look at what it says")
 

@@ -4,6 +4,8 @@ import itertools
 import shutil
 import subprocess
 import sys
+import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -234,6 +236,21 @@ def test_a_failed_download_names_its_address(tmp_path, monkeypatch):
     for source in (FashionMNIST, CIFAR10):
         with pytest.raises(RecipeError, match=rf"could not be downloaded from {nowhere} .*check the network"):
             source(root=str(tmp_path)).prepare()
+
+
+def test_an_npz_that_comes_to_more_than_the_memory_is_refused(tmp_path):
+    path = tmp_path / "bomb.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("images.npy", b"")
+    written = bytearray(path.read_bytes())
+    at = written.index(b"PK\x01\x02")  # the directory's entry says how large the file becomes
+    written[at + 24 : at + 28] = (0xFFFFFFFE).to_bytes(4, "little")
+    path.write_bytes(written)
+    memory = types.SimpleNamespace(available=2**32 - 1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("psutil.virtual_memory", lambda: memory)
+        with pytest.raises(RecipeError, match=r"bomb\.npz comes to 4\.3 GB, of 4\.3 GB that this machine has free"):
+            CIFAR10(root=str(path)).prepare()
 
 
 def test_a_broken_npz_is_named(sample_data, tmp_path):

@@ -55,7 +55,7 @@ class Hungry(MLP):
         self.seen = 0
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        self.seen += 1
+        self.seen += module.training  # not what the first step compares
         for loss in super().losses(module, batch):
             if self.seen > 4:
                 torch.empty(1 << 50, dtype=torch.uint8, device=loss.total.device)

@@ -24,12 +24,15 @@ from trainer.checkpoint.manifest import MANIFEST, Manifest
 from trainer.checkpoint.parts import Part, describe_parts, write_parts
 from trainer.checkpoint.store import write_atomic
 from trainer.errors import RunError
-from trainer.system.files import remove
+from trainer.redact import redact
+from trainer.system.files import read_regular, remove
 
 STATE = "state.json"
 HISTORY = "metrics.csv"
 SECONDS_BETWEEN_LOOKS = 0.02
 SECONDS_BETWEEN_COUNTS = 1.0
+MOST_REASON = 1 << 20
+"""Bytes of what another rank says of its failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +159,7 @@ class Writer:
                     self.on_progress()
             failure = staging / failure_of(rank)
             if failure.exists():
-                raise RunError(f"rank {rank}: {failure.read_text()}")
+                raise RunError(f"rank {rank}: {read_regular(failure, MOST_REASON).decode(errors='replace')}")
             time.sleep(SECONDS_BETWEEN_LOOKS)
         raise RunError(
             f"rank {rank} has written nothing of its part of {staging.name.split('.')[1]} for {self.patience:.0f} s: "
@@ -167,7 +170,7 @@ class Writer:
         """Tell the first rank; the first rank leaves nothing behind."""
         if self.rank:
             with suppress(OSError):  # the first rank's patience ends, then
-                (staging / failure_of(self.rank)).write_text(why)
+                (staging / failure_of(self.rank)).write_text(redact(why))
         elif staging.exists():
             with suppress(OSError):  # the next start clears it away
                 remove(staging)

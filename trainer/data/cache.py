@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from trainer.data.tables import MOST_BYTES, spread
 from trainer.errors import RecipeError
 from trainer.system.files import hash_file, open_regular, read_regular, staged_file
+from trainer.system.text import escaped
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 20
@@ -73,7 +74,7 @@ def cached(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Pa
 
 def _discard(place: Path, fault: str) -> None:
     if place.exists():
-        print(f"trainer: warning: {place} is broken ({fault}): it is made again", file=sys.stderr, flush=True)
+        print(escaped(f"trainer: warning: {place} is broken ({fault}): it is made again"), file=sys.stderr, flush=True)
         shutil.rmtree(place)
     for part in place.parent.glob(f"{place.name}.partial-*"):  # of a process that has died: this one has the lock
         shutil.rmtree(part)
@@ -101,7 +102,7 @@ def _locked(path: Path, what: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=2)
     except Timeout:
-        print(f"waiting for another process that makes {what}", file=sys.stderr, flush=True)
+        print(escaped(f"waiting for another process that makes {what}"), file=sys.stderr, flush=True)
         lock.acquire()
     try:
         yield

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from zipfile import BadZipFile, ZipFile
 
 from trainer.contract import Data
 from trainer.data.common import check_loading, hold_out, local_path, reason, require_fraction
@@ -350,6 +351,7 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
     import numpy as np
 
     require(path.is_file(), f"data.root: there is no file {path}")
+    _require_room(path)
     try:
         with np.load(path, allow_pickle=False) as arrays:
             images, labels, split, names = (arrays[key] for key in ("images", "labels", "split", "class_names"))
@@ -377,6 +379,20 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
     train, test = ((images[split == part], labels[split == part]) for part in (0, 1))
     require(len(train[0]) > 0 and len(test[0]) > 0, f"data.root: {path} needs rows with split 0 (train) and 1 (test)")
     return [str(name) for name in names], train, test
+
+
+def _require_room(path: Path) -> None:
+    """A zip file of kilobytes may come to terabytes; what its directory says is the most that will be read."""
+    import psutil
+
+    try:
+        with ZipFile(path) as file:
+            size = sum(entry.file_size for entry in file.infolist())
+    except (BadZipFile, ValueError, OSError):  # told by who reads it
+        return
+    free = psutil.virtual_memory().available
+    text = f"data.root: {path} comes to {size / 1e9:.1f} GB, of {free / 1e9:.1f} GB that this machine has free"
+    require(size < free, f"{text}: use a folder of images")
 
 
 def _channels_first(images: ndarray, labels: Any) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,7 @@ def meet(seconds: float, environment: MutableMapping[str, str] = os.environ) -> 
     """
     if "TORCHELASTIC_RUN_ID" not in environment or number("GROUP_WORLD_SIZE", environment=environment) == 1:
         return None
+    require("MASTER_ADDR" in environment, "MASTER_ADDR is not set, which torchrun does: it is the first rank's machine")
     rank, size = (number(name, environment=environment) for name in ("RANK", "WORLD_SIZE"))
     _choose_interface(environment)
     store = _store(rank, size, seconds, environment)
