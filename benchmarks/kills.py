@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -50,6 +51,7 @@ class Outcome:
     """What came of a kill.
 
     Args:
+        number: of the kill: it decides who is killed, and when.
         launcher: what had started the run.
         world: strategy and ranks.
         victim: who was killed.
@@ -63,6 +65,7 @@ class Outcome:
         deviations: all that is not as promised.
     """
 
+    number: int
     launcher: str
     world: str
     victim: str
@@ -109,14 +112,16 @@ def undisturbed(launcher: str, world: Shape, folder: Path) -> dict[str, Any]:
     return {"seconds": time.monotonic() - began, "digest": digest(folder / "run")}
 
 
-def try_one(number: int, kills: int, spans: dict[str, float], reference: Digest, folder: Path) -> dict[str, Any]:
+def try_one(
+    number: int, kills: int, victims: Sequence[str], spans: Spans, reference: Digest, folder: Path
+) -> dict[str, Any]:
     """Kill a run once, look at what is left, resume it elsewhere, and compare what it comes to.
 
     A part of them is killed again, when it has been resumed, and goes on on a third world.
     """
-    ways = list(product(LAUNCHERS, WORLDS, VICTIMS))
+    ways = list(product(LAUNCHERS, WORLDS, victims))
     launcher, world, victim = ways[number % len(ways)]
-    outcome = Outcome(launcher, str(world), victim, (number + 0.5) / kills * spans[f"{launcher} {world}"])
+    outcome = Outcome(number, launcher, str(world), victim, (number + 0.5) / kills * spans[f"{launcher} {world}"])
     folder = folder / str(number)
     folder.mkdir()
     random, run_dir, output = Random(number), folder / "run", folder / "output"
@@ -237,12 +242,27 @@ def main() -> None:
     """Kill, resume, compare, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
+    parser.add_argument("--share", type=float, default=1.0, help="of a run's time, from its start (default: all of it)")
+    parser.add_argument("--go-on", action="store_true", help="with the kills that the file of an earlier call lacks")
     parser.add_argument("--at-once", type=int, default=1, help="trials side by side (default: 1)")
     parser.add_argument("--folder", type=Path, help="keeps the runs (default: none is kept)")
     wanted = parser.parse_args()
     for module in PRELOADED:  # for the ranks that are forked to resume
         import_module(module)
-    record = Record("kills", {"kills": wanted.kills, "at_once": wanted.at_once})
+    settings = {
+        "kills": wanted.kills,
+        "victims": list(wanted.victims),
+        "share": wanted.share,
+        "at_once": wanted.at_once,
+    }
+    record = Record("kills" if wanted.share == 1 else "kills_at_the_start", settings)
+    outcomes: list[dict[str, Any]] = []
+    if wanted.go_on:
+        before = json.loads(record.path.read_text())
+        if before["settings"] != settings:
+            parser.error(f"--go-on: {record.path} is of {before['settings']}")
+        outcomes = before["kills"]
     with workplace(wanted.folder) as folder:
         ways = [(launcher, world) for launcher in LAUNCHERS for world in WORLDS]
         jobs: list[Any] = []
@@ -256,14 +276,16 @@ def main() -> None:
         different = [way for at, way in enumerate(ways) if found[at]["digest"] != reference]
         record.write(seconds_undisturbed=spans, worlds_that_differ=[str(way) for way in different])
         order = Random(0).sample(range(wanted.kills), wanted.kills)  # cut short, the instants still cover a run
-        jobs = [partial(try_one, number, wanted.kills, spans, reference, folder) for number in order]
-        outcomes: list[dict[str, Any]] = []
+        order = [number for number in order if number not in {one["number"] for one in outcomes}]
+        within = {way: seconds * wanted.share for way, seconds in spans.items()}
+        trial = partial(try_one, kills=wanted.kills, victims=wanted.victims, spans=within, reference=reference)
+        jobs = [partial(trial, number, folder=folder) for number in order]
         (folder / "trials").mkdir()
-        for number, outcome in in_forks(jobs, folder / "trials", wanted.at_once):
+        for _, outcome in in_forks(jobs, folder / "trials", wanted.at_once):
             outcomes.append(outcome)
             record.write(as_promised=sum(not one["deviations"] for one in outcomes), kills=outcomes)
             if outcome["deviations"]:
-                print(f"{order[number]}: {outcome}", flush=True)
+                print(outcome, flush=True)
     record.write(complete=True)
     header = ["killed", "kills", "before a checkpoint", "ended before", "slowest end", "left after 5 s", "as promised"]
     print(table(header, scores(outcomes)))
