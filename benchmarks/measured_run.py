@@ -93,6 +93,8 @@ class Meter:
 
     def _before_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
         now = time.perf_counter()
+        if not any(group["lr"] for group in optimizer.param_groups):  # by which a resumed run makes its state
+            return
         self.steps += 1
         if self.steps == 1:
             self._keep_gradients(optimizer)
