@@ -32,6 +32,8 @@ TRACE = "gpu_trace.json.gz"
 TINY_STEPS = 4
 LEAST_SECONDS = 5.0
 """With less left, a row is not begun."""
+TO_END = 10.0
+"""Seconds before the limit of a row by which it ends by itself, with what it has."""
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Benchmark:
     work: Path
     traces: Path
     tokenizers: dict[int, Path] = field(default_factory=dict)
+    traced: bool = False
 
     def measure(self, row: Row, seconds: float) -> Measured:
         """Run ``row``, for at most so many seconds."""
@@ -63,12 +66,13 @@ class Benchmark:
         except Exception as error:  # a package that is missing here is one row's misfortune
             return Measured(row, Trial("failed", f"{type(error).__name__}: {error}", [], 0.0))
         entry = [str(HERE / "measured_run.py"), f"--out={out}", f"--profile={steps - 1}"]
+        entry.append(f"--until={time.time() + seconds - TO_END:.1f}")
         entry += [f"--cap={row.cap_gb}"] if row.cap_gb is not None else []
         entry += ["--flops"] if row.speed else []
-        trace = self.traces / TRACE
-        if row.speed and self.device == "cuda" and not trace.exists():
-            trace.parent.mkdir(parents=True, exist_ok=True)
-            entry.append(f"--trace={trace}")
+        if row.speed and self.device == "cuda" and not self.traced:
+            self.traced = True
+            self.traces.mkdir(parents=True, exist_ok=True)
+            entry.append(f"--trace={self.traces / TRACE}")
         trial = run_trial(arguments, run_dir, seconds=seconds, entry=entry, environment=row.environment)
         gradients = out.with_suffix(".safetensors")
         return Measured(row, trial, read_found(out), gradients if gradients.is_file() else None)
@@ -78,7 +82,7 @@ class Benchmark:
             "max_steps": steps,
             "run.accelerator": self.device,
             "run.devices": 1,
-            **dict.fromkeys(("run.evaluate", "run.recover", "run.predict", "run.progress"), "false"),
+            **dict.fromkeys(("run.evaluate", "run.recover", "run.predict"), "false"),
             **row.settings,
         }
         if self.tiny:

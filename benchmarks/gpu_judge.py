@@ -17,6 +17,8 @@ from safetensors.numpy import load_file
 
 from trainer.trial import Trial
 
+NOT_RUN, LATE = "not run", "late"
+"""A row that was not begun, and one that has not taken a whole step: it may have been cut after that."""
 EPOCH = 50_000
 """Images of CIFAR-10's training set: the published minutes are those of one epoch."""
 LAST = 20
@@ -149,6 +151,8 @@ def judge(one: Measured, others: Sequence[Measured], peaks: Mapping[str, float])
     result = {
         "name": row.name,
         **trial.to_json(),
+        "status": LATE if trial.status == "too slow" or found.get("cut_at") == 1 else trial.status,
+        "cut_at": found.get("cut_at"),
         "allocated_gb": trial.memory.get("allocated_gb"),
         "reserved_gb": trial.memory.get("reserved_gb"),
         "process_gb": found.get("process_gb"),
@@ -181,9 +185,6 @@ def _failures(row: Row, result: Mapping[str, Any]) -> list[str]:
         elif peak > row.limit_gb:
             failures.append(f"{peak:.3f} GB {row.target[0]}, more than {row.limit_gb:.3f}")
     return failures
-
-
-NOT_RUN = "not run"
 
 
 def _speed(row: Row, found: Mapping[str, Any], peaks: Mapping[str, float]) -> dict[str, Any]:

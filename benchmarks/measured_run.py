@@ -55,12 +55,18 @@ class Meter:
         profiled: the step at which one step under the profiler begins; ``None`` for none.
         trace: where to keep the profiler's trace; ``None`` throws it away once the copies are counted.
         killed_at: the step before which the process kills itself, as ``kill -9`` does; ``None`` for none.
+        until: ``time.time()`` by which the last step must have ended: one that would end later is not begun.
     """
 
     def __init__(
-        self, out: Path, profiled: int | None = None, trace: Path | None = None, killed_at: int | None = None
+        self,
+        out: Path,
+        profiled: int | None = None,
+        trace: Path | None = None,
+        killed_at: int | None = None,
+        until: float = math.inf,
     ) -> None:
-        self.out, self.profiled, self.trace, self.killed_at = out, profiled, trace, killed_at
+        self.out, self.profiled, self.trace, self.killed_at, self.until = out, profiled, trace, killed_at, until
         self.found: dict[str, Any] = {"step_seconds": [], "on_gpu": torch.cuda.is_available()}
         self.steps = 0
         self.ended = 0.0
@@ -88,18 +94,19 @@ class Meter:
     def _meet(self, module: nn.Module, _: Any) -> None:
         """The first module that is called is the whole one: its weights, by name."""
         self.hooks.pop(0).remove()
+        self.ended = time.perf_counter()
         trained = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
         self.names = [(name.replace("_orig_mod.", ""), shape) for name, shape in trained]
 
     def _before_step(self, optimizer: Optimizer, _: Any, __: Any) -> None:
-        now = time.perf_counter()
+        took = time.perf_counter() - self.ended
         if not any(group["lr"] for group in optimizer.param_groups):  # by which a resumed run makes its state
             return
         self.steps += 1
         if self.steps == 1:
             self._keep_gradients(optimizer)
         else:
-            self.found["step_seconds"].append(now - self.ended)
+            self.found["step_seconds"].append(took)
         if self.profiler is not None:
             self._read_profile(self.profiler)
             self.profiler = None
@@ -108,6 +115,9 @@ class Meter:
         if self.steps == self.profiled:
             self.found |= process_memory() | {"profiled": len(self.found["step_seconds"])}
             self.profiler = self._begin_profile()
+        if time.time() + took > self.until:
+            self.write(cut_at=self.steps)
+            raise KeyboardInterrupt  # the run ends with its summary, and saves nothing
         self.write()
         self.ended = time.perf_counter()
 
@@ -222,6 +232,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--profile", type=int, help="the step at which one step under the profiler begins")
     parser.add_argument("--trace", type=Path, help="where to keep the profiler's trace, compressed")
     parser.add_argument("--kill", type=int, help="the step before which the process kills itself")
+    parser.add_argument("--until", type=float, default=math.inf, help="seconds since 1970: no step ends later")
     parser.add_argument("--flops", action="store_true", help="count the floating-point operations of a sample")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="fit RECIPE --key=value ...")
     asked = parser.parse_args(argv)
@@ -229,9 +240,13 @@ def main(argv: Sequence[str]) -> int:
         cap(asked.cap)
     try:
         recipe, source = read(asked.words[1:])
-        with Meter(asked.out, asked.profile, asked.trace, asked.kill) as meter:
+        with Meter(asked.out, asked.profile, asked.trace, asked.kill, asked.until) as meter:
             meter.write(batch_size=recipe.batch_size, precision=recipe.memory.precision)
-            fit(recipe, source)
+            try:
+                fit(recipe, source)
+            except KeyboardInterrupt:
+                if "cut_at" not in meter.found:
+                    raise
         if asked.flops:
             meter.write(flops_per_sample=flops_per_sample(recipe))
     except (RecipeError, RunError) as error:
