@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +34,16 @@ def machine() -> dict[str, Any]:
     }
 
 
+def commit() -> str | None:
+    """The commit that runs, with a plus when files differ from it; ``None`` outside a repository, or without git."""
+    words = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
 class Record:
     """``benchmarks/results/NAME.json``, written anew whenever something was measured: a run cut short loses nothing.
 
@@ -46,6 +59,8 @@ class Record:
             "benchmark": name,
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "complete": False,
+            "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+            "commit": commit(),
             "settings": settings,
             "machine": machine(),
             "versions": versions(),

@@ -1,167 +1,39 @@
-"""Memory and speed on one GPU: the published ladder of ViT-L/16, ours below it, training under a cap, long texts.
+"""One GPU: how little memory exact training takes, whether its gradients are right, and how fast it is.
 
-Every row is a ``trainer fit`` in a fresh process, with random weights and data made in memory. About eight minutes on
-an H200; ``python benchmarks/gpu.py ladder`` takes three. Nothing is downloaded. ``python benchmarks/gpu.py planner``
-is another benchmark, of the memory that is predicted: see ``planner.py``.
+    python benchmarks/gpu.py first               the headline rows, gradients against fp32, speed, caps: 8 minutes
+    python benchmarks/gpu.py planner             predicted against measured memory: 8 minutes, see planner.py
+    python benchmarks/gpu.py faults              resume, recovery, out of memory, tests/gpu: 8 minutes
+    python benchmarks/gpu.py ladder caps text    the published ladder and more of each, 10 minutes
+
+Every row is a run in a fresh process, with random weights and data made in memory: nothing is downloaded, and no model
+is written. Results are written after every row; a row that fails, or that there is no time for, is a row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Record, table, workplace
+from common import RESULTS, Record, workplace
+from gpu_judge import NOT_RUN, Measured, judge, read_found, report
+from gpu_rows import LEFT_OUT, PART_SECONDS, PARTS, TINY, VOCABULARY, Row
+from planner_runs import probe_gpu
 
-from trainer.trial import Trial, probe_machine, run_trial
+from trainer.trial import Trial, run_trial
 
 HERE = Path(__file__).parent
-EPOCH = 50_000
-"""Images of CIFAR-10's training set: the published minutes are those of one epoch."""
-ROW_SECONDS = 80.0
-BF16_ROUNDING = 0.01
-"""Relative: bf16 has 8 bits of precision, so that each rounding is up to 0.4 % off."""
-REPRODUCED = 1.05
-"""A published peak counts as reproduced when ours is at most 5 % above it: allocators and kernels differ."""
-
-VOCABULARY = {"distilbert": 30_522, "bigbird": 50_358}
-PART_SECONDS = {"ladder": 210.0, "caps": 150.0, "text": 110.0}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run.
-
-    Args:
-        name: in the table.
-        recipe: the file in benchmarks/recipes.
-        settings: what differs from the recipe.
-        target: ``(kind, GB)``: the most memory, allocated or reserved, that it may take.
-        published: whether the target was published by others, and is to be reproduced, not undercut.
-        cap_gb: the memory that the process is given, in GB.
-        reference: the row whose loss it must have within bf16's rounding; ``None`` where it need not.
-        steps: fewer than the others take, for a slow one.
-        environment: variables to set.
-    """
-
-    name: str
-    recipe: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    target: tuple[str, float] | None = None
-    published: bool = False
-    cap_gb: float | None = None
-    reference: str | None = None
-    steps: int | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def limit_gb(self) -> float | None:
-        """The most memory that counts as meeting the target."""
-        return self.target and self.target[1] * (REPRODUCED if self.published else 1)
-
-
-def memory(micro_batch_size: int, precision: str = "bf16-mixed", **knobs: Any) -> dict[str, Any]:
-    """Settings of ``memory``."""
-    found = {"micro_batch_size": micro_batch_size, "precision": precision, **knobs}
-    return {f"memory.{key}": value for key, value in found.items()}
-
-
-CHECKPOINTED = {"activation_checkpointing": "full"}
-OPTIMIZER = {**CHECKPOINTED, "cpu_offload": "optimizer"}
-STREAMED = {**CHECKPOINTED, "cpu_offload": "parameters"}
-SMALL_BATCH = {"batch_size": 16}
-SMALL_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:1", "CUBLASLT_WORKSPACE_SIZE": "4096"}
-"""4 MiB each for the scratch memory of matrix products, instead of 32 MiB on a Hopper GPU, which count as allocated."""
-FEW_GAPS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-"""Lets a cap on reserved memory be met: else the gaps in the allocator's segments of 20 MiB count, too."""
-FP32, BF16 = "batch 64, 32-true", "bf16-mixed, uncapped"
-
-
-def published(name: str, reserved_gb: float, settings: Mapping[str, Any]) -> Row:
-    """A row of the published ladder."""
-    return Row(name, "vit_l_16", settings, target=("reserved", reserved_gb), published=True)
-
-
-def ours(name: str, settings: Mapping[str, Any], target_gb: float | None = None) -> Row:
-    """A row of the exact ladder: batch 64 and AdamW throughout."""
-    target = ("allocated", target_gb) if target_gb else None
-    environment = SMALL_WORKSPACE if target else {}
-    return Row(name, "vit_l_16", settings, target, reference=FP32, environment=environment)
-
-
-def capped(gigabytes: float, settings: Mapping[str, Any], steps: int | None = None) -> Row:
-    """A row that must train under a cap, with the loss of the uncapped run."""
-    name = f"under {gigabytes:g} GB"
-    return Row(
-        name,
-        "vit_l_16",
-        settings,
-        ("reserved", gigabytes),
-        cap_gb=gigabytes,
-        reference=BF16,
-        steps=steps,
-        environment=SMALL_WORKSPACE | FEW_GAPS,
-    )
-
-
-def text(name: str, recipe: str, target_gb: float, reference: str) -> Row:
-    """A row of a text model with all but its bf16 weights off the device."""
-    settings, target = memory(1, **OPTIMIZER), ("allocated", target_gb)
-    return Row(name, recipe, settings, target, reference=reference, environment=SMALL_WORKSPACE)
-
-
-PARTS: dict[str, list[Row]] = {
-    "ladder": [
-        published(FP32, 26.8, memory(64, "32-true")),
-        published("batch 64, 16-mixed", 18.2, memory(64, "16-mixed")),
-        published("batch 64, bf16-true (lossy)", 13.8, memory(64, "bf16-true")),
-        published("batch 16, bf16-true (lossy)", 5.7, SMALL_BATCH | memory(16, "bf16-true")),
-        published("batch 16 as 4 × 4, bf16-true (lossy)", 3.9, SMALL_BATCH | memory(4, "bf16-true")),
-        published("the same with SGD", 2.02, SMALL_BATCH | memory(4, "bf16-true") | {"optim.name": "sgd"}),
-        ours("exact: batch 64, bf16-mixed, full checkpointing", memory(64, **CHECKPOINTED)),
-        ours("exact: + micro-batches of 4", memory(4, **CHECKPOINTED)),
-        ours("exact: + optimizer offload, of 1", memory(1, **OPTIMIZER), 0.70),
-        ours("exact: + parameters streamed, of 2", memory(2, **STREAMED), 0.25),
-    ],
-    "caps": [
-        Row(BF16, "vit_l_16", memory(64)),
-        capped(2.0, memory(8, **OPTIMIZER)),
-        capped(1.0, memory(4, **OPTIMIZER)),
-        capped(0.7, memory(1, **OPTIMIZER), steps=3),
-        capped(0.25, memory(1, **STREAMED), steps=3),
-    ],
-    "text": [
-        Row("DistilBERT, whole batch", "distilbert", memory(12)),
-        text("DistilBERT, offloaded", "distilbert", 0.30, reference="DistilBERT, whole batch"),
-        Row("BigBird, micro-batches of 1", "bigbird", memory(1)),
-        text("BigBird, offloaded", "bigbird", 0.60, reference="BigBird, micro-batches of 1"),
-    ],
-}
-TINY = {
-    "vit_l_16": {
-        "model.name": "custom",
-        "model.patch_size": 8,
-        "model.layers": 2,
-        "model.heads": 2,
-        "model.width": 16,
-        "model.mlp_width": 16,
-        "data.image_size": 16,
-    },
-    "distilbert": {"model.config": "{n_layers: 2, dim: 16, hidden_dim: 16, n_heads: 2}", "data.tokens": 16},
-    "bigbird": {
-        "model.config": "{num_hidden_layers: 2, hidden_size: 16, intermediate_size: 16, num_attention_heads: 2}",
-        "data.tokens": 16,
-    },
-}
-"""The same runs with small models, to test this file where there is no GPU."""
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Measuring
+TRACE = "gpu_trace.json.gz"
+TINY_STEPS = 4
+LEAST_SECONDS = 5.0
+"""With less left, a row is not begun."""
+TO_END = 10.0
+"""Seconds before the limit of a row by which it ends by itself, with what it has."""
 
 
 @dataclass
@@ -169,38 +41,58 @@ class Benchmark:
     """What all rows share.
 
     Args:
-        accelerator: cuda or cpu.
+        device: cuda or cpu.
         tiny: whether models are small.
-        steps: of every run.
         work: a folder for the runs.
+        traces: the folder for the trace of the first row of speed.
     """
 
-    accelerator: str
+    device: str
     tiny: bool
-    steps: int
     work: Path
+    traces: Path
     tokenizers: dict[int, Path] = field(default_factory=dict)
+    traced: bool = False
 
-    def measure(self, row: Row, seconds: float) -> Trial:
+    def measure(self, row: Row, seconds: float) -> Measured:
         """Run ``row``, for at most so many seconds."""
+        if self.device == "cpu" and row.cap_gb is not None:
+            return Measured(row, Trial(NOT_RUN, "needs a GPU", [], 0.0))
+        run_dir = self.work / row.file
+        out = run_dir.with_suffix(".json")
+        steps = min(row.steps, TINY_STEPS) if self.tiny else row.steps
+        try:
+            arguments = self._arguments(row, steps)
+        except Exception as error:  # a package that is missing here is one row's misfortune
+            return Measured(row, Trial("failed", f"{type(error).__name__}: {error}", [], 0.0))
+        entry = [str(HERE / "measured_run.py"), f"--out={out}", f"--profile={steps - 1}"]
+        entry.append(f"--until={time.time() + seconds - TO_END:.1f}")
+        entry += [f"--cap={row.cap_gb}"] if row.cap_gb is not None else []
+        entry += ["--flops"] if row.speed else []
+        if row.speed and self.device == "cuda" and not self.traced:
+            self.traced = True
+            self.traces.mkdir(parents=True, exist_ok=True)
+            entry.append(f"--trace={self.traces / TRACE}")
+        trial = run_trial(arguments, run_dir, seconds=seconds, entry=entry, environment=row.environment)
+        gradients = out.with_suffix(".safetensors")
+        return Measured(row, trial, read_found(out), gradients if gradients.is_file() else None)
+
+    def _arguments(self, row: Row, steps: int) -> list[str]:
         settings = {
-            "max_steps": min(self.steps, row.steps or self.steps),
-            "run.accelerator": self.accelerator,
+            "max_steps": steps,
+            "run.accelerator": self.device,
             "run.devices": 1,
-            "run.evaluate": "false",
-            "run.recover": "false",
-            **(TINY[row.recipe] if self.tiny else {}),
+            **dict.fromkeys(("run.evaluate", "run.recover", "run.predict"), "false"),
             **row.settings,
         }
+        if self.tiny:
+            settings = {key: value for key, value in settings.items() if key not in LEFT_OUT} | TINY[row.recipe]
         if row.recipe in VOCABULARY:
-            settings["model.tokenizer"] = self.tokenizer(100 if self.tiny else VOCABULARY[row.recipe])
+            settings["model.tokenizer"] = self._tokenizer(100 if self.tiny else VOCABULARY[row.recipe])
         flags = [f"--{key}={value}" for key, value in settings.items()]
-        entry = None if row.cap_gb is None else (str(HERE / "capped.py"), str(row.cap_gb))
-        run_dir = self.work / "".join(letter if letter.isalnum() else "-" for letter in row.name)
-        arguments = [str(HERE / "recipes" / f"{row.recipe}.py"), *flags]
-        return run_trial(arguments, run_dir, seconds=seconds, entry=entry, environment=row.environment)
+        return [str(HERE / "recipes" / f"{row.recipe}.py"), *flags]
 
-    def tokenizer(self, words: int) -> Path:
+    def _tokenizer(self, words: int) -> Path:
         """A folder with a tokenizer of so many words."""
         if words not in self.tokenizers:
             sys.path.insert(0, str(HERE / "recipes"))
@@ -210,99 +102,47 @@ class Benchmark:
         return self.tokenizers[words]
 
 
-def judge(row: Row, trial: Trial, losses: Mapping[str, list[float]]) -> dict[str, Any]:
-    """What is written about a row: the figures, the target, and whether all that was asked of it is met."""
-    pairs = list(zip(trial.losses, losses.get(row.reference or "", []), strict=False))  # of as many steps as both have
-    difference = max((abs(own / other - 1) for own, other in pairs), default=None)
-    found = {
-        "name": row.name,
-        **trial.to_json(),
-        "allocated_gb": trial.memory.get("allocated_gb"),
-        "reserved_gb": trial.memory.get("reserved_gb"),
-        "loss_difference": difference,
-        "minutes_an_epoch": epoch_minutes(row, trial),
-        "cap_gb": row.cap_gb,
-        "environment": dict(row.environment),
-        "target": row.target and {"kind": row.target[0], "gb": row.target[1], "published": row.published},
-    }
-    return found | {"met": met(row, found)}
+def run(
+    measure: Callable[[Row, float], Measured],
+    parts: Mapping[str, list[Row]],
+    record: Record,
+    factor: float = 1.0,
+    peaks: Mapping[str, float] | None = None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Measure part by part, each within its time, and write after every row; all rows are judged anew with each.
 
-
-def met(row: Row, found: Mapping[str, Any]) -> bool | None:
-    """Whether the run finished within its target and with the loss that it must have; ``None`` without a target."""
-    if row.target is None or row.limit_gb is None:
-        return None
-    peak = found[f"{row.target[0]}_gb"]
-    if found["status"] != "finished" or peak is None or peak > row.limit_gb:
-        return False
-    difference = found["loss_difference"]
-    return row.reference is None or (difference is not None and difference <= BF16_ROUNDING)
-
-
-def epoch_minutes(row: Row, trial: Trial) -> float | None:
-    """Minutes that 50,000 images would take, as published."""
-    if row.recipe != "vit_l_16" or not trial.samples_per_second:
-        return None
-    return round(EPOCH / trial.samples_per_second / 60, 2)
-
-
-def run(benchmark: Benchmark, parts: Mapping[str, list[Row]], record: Record, factor: float) -> dict[str, list[Any]]:
-    """Measure part by part, each within its time; what it has no time for is a row that says so."""
-    results: dict[str, list[Any]] = {name: [] for name in parts}
+    Args:
+        measure: runs a row, for at most so many seconds.
+        parts: rows by part.
+        record: what is written.
+        factor: on the time that each part may take.
+        peaks: the GPU's dense operations a second, by type.
+    """
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in parts}
     record.write(parts=results)
     for name, rows in parts.items():
         end = time.monotonic() + factor * PART_SECONDS[name]
-        losses: dict[str, list[float]] = {}
+        measured: list[Measured] = []
         for number, row in enumerate(rows, 1):
             print(f"{name} {number}/{len(rows)}: {row.name} ...", flush=True)
             left = end - time.monotonic()
-            if left < 5:
-                trial = Trial("not run", f"the {factor * PART_SECONDS[name]:.0f} s of this part are used up", [], 0.0)
+            if left < LEAST_SECONDS:
+                late = f"late: the {factor * PART_SECONDS[name]:.0f} s of this part are used up"
+                measured.append(Measured(row, Trial(NOT_RUN, late, [], 0.0)))
             else:
-                trial = benchmark.measure(row, min(left, ROW_SECONDS))
-            losses[row.name] = trial.losses
-            results[name].append(judge(row, trial, losses))
+                measured.append(measure(row, min(left, factor * row.seconds)))
+            # A row may have come before the one that it is compared with.
+            results[name] = [judge(one, measured, peaks or {}) for one in measured]
             record.write(parts=results)
+            trial = measured[-1].trial
             print(f"  {trial.status} in {trial.seconds:.0f} s: {trial.reason or trial.plan}", flush=True)
     record.write(complete=True, parts=results)
     return results
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Reporting and the command line
-
-
-def report(results: Mapping[str, list[dict[str, Any]]]) -> str:
-    """The table of a part, for all parts."""
-    header = ("run", "GB allocated", "GB reserved", "samples/s", "min/epoch", "loss", "difference", "target", "met")
-    tables = []
-    for name, found in results.items():
-        rows = [
-            (
-                row["name"],
-                figure(row["allocated_gb"], ".3f"),
-                figure(row["reserved_gb"], ".3f"),
-                figure(row["samples_per_second"], ",.1f"),
-                figure(row["minutes_an_epoch"], ".2f"),
-                f"{row['losses'][0]:.4f} → {row['losses'][-1]:.4f}" if row["losses"] else "–",
-                figure(row["loss_difference"], ".1e"),
-                f"{row['target']['kind']} {row['target']['gb']:g}" if row["target"] else "–",
-                {True: "yes", False: "no", None: "–"}[row["met"]] if row["status"] == "finished" else row["status"],
-            )
-            for row in found
-        ]
-        tables.append(f"{name}\n\n{table(header, rows)}\n")
-    return "\n".join(tables)
-
-
-def figure(value: float | None, form: str) -> str:
-    """A number, or a dash for none."""
-    return "–" if value is None else format(value, form)
-
-
 def choose(parts: list[str], only: str | None) -> dict[str, list[Row]]:
-    """The parts asked for, all by default; with ``only`` rows whose name contains one of its words, and references."""
-    chosen = {name: PARTS[name] for name in PARTS if name in parts or not parts}
+    """The parts asked for; with ``only`` rows whose name contains one of its words, and references."""
+    chosen = {name: PARTS[name] for name in PARTS if name in parts}
     if only is None:
         return chosen
     words = [word.strip() for word in only.split(",")]
@@ -315,39 +155,44 @@ def choose(parts: list[str], only: str | None) -> dict[str, list[Row]]:
     return found
 
 
-def main() -> None:
-    """The command line."""
+def main() -> int:
+    """The command line; returns the exit code, 1 when a row has not what was asked of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
-    parser.add_argument("--steps", type=int, default=4, help="of every run; the first is not timed")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; first by default")
     parser.add_argument("--only", help="rows whose name contains one of these words, with commas")
-    parser.add_argument("--time", type=float, default=1.0, help="factor on the time that each part may take")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for gpu.json")
+    parser.add_argument("--time", type=float, default=1.0, help="factor on the time that each part and row may take")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for gpu_PARTS.json and the trace")
     parser.add_argument(
         "--work", type=Path, help="folder for the runs and their logs, kept; by default one that is not"
     )
-    parser.add_argument("--accelerator", choices=["cuda", "cpu"], default="cuda", help=argparse.SUPPRESS)
-    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
-    if arguments.steps < 2 or arguments.time <= 0:
-        parser.error("--steps must be at least 2, and --time more than 0")
-    if arguments.accelerator == "cpu" and not arguments.tiny:
-        parser.error("--accelerator cpu is there to test this file: use it with --tiny")
-    parts = choose(arguments.parts, arguments.only)
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries out this file, with --tiny"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small models, whose figures mean nothing")
+    asked = parser.parse_args()
+    if unknown := set(asked.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}, planner, faults")
+    if not 0 < asked.time < math.inf:
+        parser.error("--time must be more than 0")
+    if asked.device == "cpu" and not asked.tiny:
+        parser.error("--device cpu is there to test this file: use it with --tiny")
+    parts = choose(asked.parts or ["first"], asked.only)
     if not parts:
-        parser.error(f"--only {arguments.only}: no row has such a name")
-    found = probe_machine()
-    if arguments.accelerator == "cuda" and found["accelerator"] != "cuda":
+        parser.error(f"--only {asked.only}: no row has such a name")
+    gpu = probe_gpu() if asked.device == "cuda" else None
+    if asked.device == "cuda" and gpu is None:
         print("torch sees no CUDA device here: there is nothing to measure")
-        return
-    record = Record("gpu", {"parts": list(parts), "steps": arguments.steps, "tiny": arguments.tiny}, arguments.results)
-    record.content["machine"] |= {key: found[key] for key in ("device", "device_memory_gb")}
-    with workplace(arguments.work) as work:
-        benchmark = Benchmark(arguments.accelerator, arguments.tiny, arguments.steps, work.absolute())
-        print(report(run(benchmark, parts, record, arguments.time)))
+        return 0
+    record = Record(
+        "_".join(["gpu", *parts]), {"parts": list(parts), "only": asked.only, "tiny": asked.tiny}, asked.results
+    )
+    record.content["gpu"] = gpu
+    with workplace(asked.work) as work:
+        benchmark = Benchmark(asked.device, asked.tiny, work.absolute(), asked.results.absolute())
+        results = run(benchmark.measure, parts, record, asked.time, gpu["gpu"]["flops"] if gpu else {})
+    print(report(results))
     print(f"written: {record.path}")
+    return int(any(row["met"] is False for rows in results.values() for row in rows))
 
 
 if __name__ == "__main__":
@@ -355,4 +200,8 @@ if __name__ == "__main__":
         import planner
 
         sys.exit(planner.main(sys.argv[2:]))
-    main()
+    if sys.argv[1:2] == ["faults"]:
+        import gpu_faults
+
+        sys.exit(gpu_faults.main(sys.argv[2:]))
+    sys.exit(main())

@@ -71,8 +71,10 @@ def main(asked: Path, found: Path) -> None:
         if isinstance(result, Exception):
             result = {"error": str(result), "traceback": "".join(getattr(result, "__notes__", []))}
         results[name][kind] = result
+        aside = found.with_suffix(".partial")
+        aside.write_text(json.dumps(results))
+        aside.replace(found)  # whoever has no more time takes what is there
         print(f"  predicted {name} ({kind})", flush=True)
-    found.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,16 @@ def test_a_wrong_command_line_is_refused(arguments, message):
     done = benchmark(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_late_predictions_leave_those_that_were_made(tmp_path, monkeypatch):
+    script = "import pathlib, sys, time\npathlib.Path(sys.argv[2]).write_text('{\"one\": {}}')\ntime.sleep(300)\n"
+    (tmp_path / "predict_cases.py").write_text(script)
+    monkeypatch.setattr("planner_runs.HERE", tmp_path)
+    assert Runs("cpu", tmp_path, tmp_path, time.monotonic() + 16).predict([], {}) == {"one": {}}
+    (tmp_path / "predict_cases.py").write_text("raise SystemExit(3)")
+    with pytest.raises(subprocess.CalledProcessError):
+        Runs("cpu", tmp_path, tmp_path, time.monotonic() + 100).predict([], {})
 
 
 # --------------------------------------------------------------------------------------------------- configurations

@@ -1,0 +1,220 @@
+"""What can go wrong on one GPU: ``python benchmarks/gpu.py faults``. At most eight minutes on an H200.
+
+A run is killed and resumed, runs out of memory and goes on, or says what to try; then ``tests/gpu``, under torch's
+sanitizer of streams first. Results are written after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, Record, table, workplace
+from gpu_rows import FEW_GAPS, TINY, memory
+from planner_runs import probe_gpu
+
+from trainer.trial import Trial, run_trial
+
+HERE = Path(__file__).parent
+SECONDS = 470.0
+STEPS, KILLED_AT, SAVED_EVERY = 6, 5, 2
+CAP_GB = 4.0
+"""Too little for 64 images at once of ViT-B/16, and enough for half or a quarter of them."""
+SAME = 1e-3
+"""Relative: losses of a run that was resumed; on a GPU some sums have no fixed order."""
+ROUNDED = 1e-2
+"""Relative: losses of smaller micro-batches in bf16-mixed."""
+
+Found = dict[str, Any]
+
+
+@dataclass
+class Faults:
+    """What all rows share.
+
+    Args:
+        device: cuda or cpu.
+        tiny: whether models are small.
+        work: a folder for the runs.
+        end: ``time.monotonic()`` at which no run goes on any more.
+    """
+
+    device: str
+    tiny: bool
+    work: Path
+    end: float
+
+    def run(self, name: str, *options: str, environment: Mapping[str, str] | None = None, **settings: Any) -> Trial:
+        """Train in the folder ``name``; settings have two underscores for the dot."""
+        chosen: dict[str, Any] = {
+            "max_steps": STEPS,
+            "run.accelerator": self.device,
+            "run.devices": 1,
+            "checkpoint.every": "null",
+            **dict.fromkeys(("run.evaluate", "run.recover", "run.predict"), "false"),
+            **memory(16),
+            "model.name": "vit_b_16",
+            **(TINY["vit_l_16"] if self.tiny else {}),
+            **{key.replace("__", "."): value for key, value in settings.items()},
+        }
+        flags = [f"--{key}={value}" for key, value in chosen.items()]
+        entry = [str(HERE / "measured_run.py"), f"--out={self.work / name}.json", *options]
+        left = max(1.0, self.end - time.monotonic())
+        arguments = [str(HERE / "recipes" / "vit_l_16.py"), *flags]
+        return run_trial(arguments, self.work / name, seconds=left, entry=entry, environment=environment)
+
+    def resumed(self, **settings: Any) -> Found:
+        """Killed as by ``kill -9`` between two checkpoints, and resumed: the losses are those of a run in one go."""
+        name = "-".join(["resumed", *map(str, settings.values())])
+        saved = {"checkpoint__every": SAVED_EVERY, **settings}
+        whole = self.run(f"{name}-whole", **settings)
+        killed = self.run(name, f"--kill={KILLED_AT}", **saved)
+        again = self.run(name, run__resume="auto", **saved)
+        found = _beside(again, whole) | {"killed": killed.status, "went_on_from": self._first_step(name)}
+        went_on = 0 < found["went_on_from"] < KILLED_AT
+        return found | {"met": killed.status == "killed" and went_on and _alike(found, SAME)}
+
+    def _first_step(self, name: str) -> int:
+        """How many steps the process that resumed did not take itself."""
+        measured = self.work / f"{name}.json"
+        own = len(json.loads(measured.read_text())["step_seconds"]) + 1 if measured.is_file() else 0
+        return STEPS - own
+
+    def recovered(self, strategy: str) -> Found:
+        """Out of memory under a cap: the step is taken again in smaller micro-batches, and the losses stay."""
+        whole = self.run(f"{strategy}-uncapped", memory__micro_batch_size=64)
+        capped = self.run(
+            f"{strategy}-capped",
+            f"--cap={CAP_GB}",
+            environment=FEW_GAPS,
+            memory__micro_batch_size=64,
+            memory__strategy=strategy,
+            run__recover="true",
+        )
+        summary = self.work / f"{strategy}-capped" / "summary.json"
+        recoveries = json.loads(summary.read_text())["recoveries"] if summary.is_file() else 0
+        found = _beside(capped, whole) | {"recoveries": recoveries}
+        return found | {"met": recoveries > 0 and _alike(found, ROUNDED)}
+
+    def out_of_memory(self) -> Found:
+        """Out of memory without recovery: the run ends as such, and names the flags to try."""
+        trial = self.run("out-of-memory", f"--cap={CAP_GB}", memory__micro_batch_size=64)
+        named = "--memory." in (trial.reason or "")
+        return {**trial.to_json(), "met": trial.status == "out of memory" and named}
+
+    def tests(self, chosen: str, sanitizer: bool = False) -> Found:
+        """``tests/gpu``, as far as its names say ``chosen``."""
+        words = ["-m", "pytest", "tests/gpu", "-k", chosen, "-n", "0", "-q", "--tb=short", "-p", "no:cacheprovider"]
+        variables = {"TORCH_CUDA_SANITIZER": "1"} if sanitizer else {}
+        try:
+            done = subprocess.run(
+                [sys.executable, *words],
+                cwd=HERE.parent,
+                env={**os.environ, "PYTHONPATH": str(HERE.parent), **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=max(1.0, self.end - time.monotonic()),
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            said = late.stdout.decode(errors="replace") if late.stdout else ""
+            return {"status": "late", "reason": "the time was up", "output": said[-4000:], "met": False}
+        lines = done.stdout.splitlines()
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        status = {0: "finished", 5: "no test has such a name"}.get(done.returncode, "failed")
+        shown = {} if status == "finished" else {"output": done.stdout[-4000:]}
+        reason = lines[-1].strip("= ") if lines else f"exit code {done.returncode}"
+        return {"status": status, "reason": reason, "failed": failed, **shown, "met": status == "finished"}
+
+
+def _beside(trial: Trial, whole: Trial) -> Found:
+    """A run and how far its losses are from those of another."""
+    pairs = list(zip(trial.losses, whole.losses, strict=False))
+    complete = len(pairs) == len(whole.losses) == STEPS
+    apart = max((abs(own / other - 1) for own, other in pairs), default=None) if complete else None
+    return {**trial.to_json(), "losses_in_one_go": whole.losses, "loss_difference": apart}
+
+
+def _alike(found: Found, limit: float) -> bool:
+    apart = found["loss_difference"]
+    return found["status"] == "finished" and apart is not None and apart <= limit
+
+
+def rows(faults: Faults) -> dict[str, tuple[bool, Callable[[], Found]]]:
+    """Name by name, whether it needs a GPU, and what to do."""
+    return {
+        "killed and resumed": (False, faults.resumed),
+        "out of memory, recovered": (True, lambda: faults.recovered("single")),
+        "out of memory, said so": (True, faults.out_of_memory),
+        "tests of offloading, streams sanitized": (True, lambda: faults.tests("offload", sanitizer=True)),
+        "killed and resumed, weights streamed": (False, lambda: faults.resumed(memory__cpu_offload="parameters")),
+        "out of memory, recovered under FSDP": (True, lambda: faults.recovered("fsdp")),
+        "tests/gpu but the planner's": (True, lambda: faults.tests("not test_planner")),
+        "tests/gpu, the planner's": (True, lambda: faults.tests("test_planner")),
+    }
+
+
+def measure(faults: Faults, chosen: Mapping[str, tuple[bool, Callable[[], Found]]], record: Record) -> list[Found]:
+    """Row by row; whatever becomes of one, it is a row."""
+    results: list[Found] = []
+    record.write(rows=results)
+    for name, (needs_gpu, work) in chosen.items():
+        print(f"{name} ...", flush=True)
+        began = time.monotonic()
+        if needs_gpu and faults.device == "cpu":
+            found: Found = {"status": "not run", "reason": "needs a GPU", "met": None}
+        elif faults.end - began < 5:
+            found = {"status": "not run", "reason": f"late: the {SECONDS:.0f} s are used up", "met": None}
+        else:
+            try:
+                found = work()
+            except Exception as error:  # a benchmark that ends loses the rows after it
+                found = {"status": "failed", "reason": f"{type(error).__name__}: {error}", "met": False}
+        results.append({"name": name, **found, "wall_seconds": round(time.monotonic() - began, 1)})
+        record.write(rows=results)
+        print(f"  {found['status']}: {found['reason'] or found.get('plan')}; as asked: {found['met']}", flush=True)
+    record.write(complete=True, rows=results)
+    return results
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line, after the word faults; returns the exit code, 1 when a row is not as asked."""
+    parser = argparse.ArgumentParser(
+        prog="gpu.py faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for gpu_faults.json")
+    parser.add_argument("--only", help="rows whose name contains this")
+    parser.add_argument("--time", type=float, default=1.0, help=f"factor on the {SECONDS:.0f} seconds")
+    parser.add_argument("--work", type=Path, help="folder for the runs and their logs, kept")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries out this file, with --tiny"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small models")
+    asked = parser.parse_args(argv)
+    if asked.device == "cpu" and not asked.tiny:
+        parser.error("--device cpu is there to test this file: use it with --tiny")
+    gpu = probe_gpu() if asked.device == "cuda" else None
+    if asked.device == "cuda" and gpu is None:
+        print("torch sees no CUDA device here: there is nothing to measure")
+        return 0
+    record = Record("gpu_faults", {"only": asked.only, "tiny": asked.tiny}, asked.results)
+    record.content["gpu"] = gpu
+    with workplace(asked.work) as work:
+        faults = Faults(asked.device, asked.tiny, work.absolute(), time.monotonic() + asked.time * SECONDS)
+        chosen = {name: row for name, row in rows(faults).items() if asked.only is None or asked.only in name}
+        if not chosen:
+            parser.error(f"--only {asked.only}: no row has such a name")
+        results = measure(faults, chosen, record)
+    shown = [(row["name"], row["status"], {True: "yes", False: "no", None: "–"}[row["met"]]) for row in results]
+    print(table(("fault", "status", "as asked"), shown))
+    print(f"written: {record.path}")
+    return int(any(row["met"] is False for row in results))
