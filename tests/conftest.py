@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the networ
 import pytest
 from hypothesis import HealthCheck, settings
 from ranks import RankPool
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs that are started would inherit that it is ignored
 
 settings.register_profile(
     "trainer", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
