@@ -51,9 +51,9 @@ def recovers(recipe: Recipe, plan: Plan) -> bool:
 def keep_ranks_alive() -> None:
     """Have torch leave the errors of NCCL alone; called before there is a group.
 
-    When one rank has left, the others' connections break, and torch would end their processes before they hear that they
-    are called. Torchrun sets this to 1 for its ranks, so that nobody's wish can be told from it. What hangs is ended by
-    the watchdog.
+    When one rank has left, the others' connections break, and torch would end their processes before they hear that
+    they are called. Torchrun sets this to 1 for its ranks, so that nobody's wish can be told from it. What hangs is
+    ended by the watchdog.
     """
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 

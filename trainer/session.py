@@ -35,9 +35,9 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.snapshot import require_recordable
 from trainer.quantities import parse_budget
 from trainer.recipe import Recipe
+from trainer.regroup import keep_ranks_alive, recovers
 from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
-from trainer.regroup import keep_ranks_alive, recovers
 from trainer.report.progress import Progress
 
 T = TypeVar("T")

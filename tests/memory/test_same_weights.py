@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer import Data, Memory, Model, Pretrained, Recipe, RecipeError
+from trainer.memory import sharding
 from trainer.memory.initialize import build_module, build_on_device, built_at_home
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.precision import precision_plugin
@@ -232,3 +233,15 @@ def check_same(ranks, model: Model, count: int) -> None:
     for number, found in ranks(count).run(differing, model, count, expected):
         assert found == []
         assert number == 16 * starts  # ddp without parameter offload, fsdp and hsdp: 2 + 3 + 3, in two precisions
+
+
+def test_ddp_is_built_on_the_stream_that_computes(monkeypatch):
+    """On a stream of its own, its broadcast might come after what is done next: weights that are restored."""
+    built = []
+    strategy = fabric_strategy(plan_of(vit(), 2, strategy="ddp"), "cuda")
+    monkeypatch.setattr(strategy, "_determine_ddp_device_ids", lambda: [0])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: pytest.fail("another stream"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(sharding, "DistributedDataParallel", lambda module, **options: built.append(options))
+    strategy.setup_module(nn.Linear(1, 1))
+    assert built == [{"device_ids": [0], "gradient_as_bucket_view": True}]

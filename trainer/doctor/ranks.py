@@ -34,7 +34,9 @@ def process_group(subject: Subject) -> Iterator[Finding]:
     on_gpu = subject.world.accelerator == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     began = time.perf_counter()
-    ranks = [Child(partial(_add_up, backend, rank, size, listener), sees_gpu=on_gpu, anew=on_gpu) for rank in range(size)]
+    ranks = [
+        Child(partial(_add_up, backend, rank, size, listener), sees_gpu=on_gpu, anew=on_gpu) for rank in range(size)
+    ]
     listener.close()
     problems = []
     for rank, child in enumerate(ranks):

@@ -10,7 +10,8 @@ from typing import Literal
 
 HostPeaks = Literal["exact", "sampled", "whole run"]
 """What the peak of a phase is: the highest resident memory within it; the higher of that at its beginning and its
-end, where the kernel keeps no record or does not let it be cleared; or, without /proc, the peak of the process so far."""
+end, where the kernel keeps no record of it or does not let it be cleared; or, without /proc, the peak of the process so
+far."""
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 FORGET_PEAK = b"5"

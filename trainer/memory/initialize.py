@@ -1,4 +1,4 @@
-"""Create weights in host memory, in the type that they will be used in, and move them; or stream them to their place."""
+"""Create weights in host memory, in the type that they will be used in, and move them; or stream them in."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from trainer.recipe import Recipe
 
 SIGNS = re.compile(
     r"""
-    can't\ allocate\ memory |                              # the host's allocator
-    \b(?:CUDA|HIP)\b .{0,20} out\ of\ memory |            # runtime, driver, Triton; and NCCL, which writes Cuda
-    \bCU[A-Z]+_STATUS\w*_ALLOC(?:ATION)?_FAILED\b |       # cuBLAS, cuDNN, ...
-    CUBLAS_STATUS_NOT_INITIALIZED .* \bcublas(?:Lt)?Create  # no room for its handle
+    can't\ allocate\ memory |  # the host's allocator
+    \b(?:CUDA|HIP)\]?:?\ (?:(?:driver\ )?error:\ |failure\ (?:\d+\ )?')?out\ of\ memory |  # runtime, driver, Triton, NCCL
+    \bCU[A-Z]+_STATUS\w*_ALLOC(?:ATION)?_FAILED\b |  # cuBLAS, cuDNN, ...
+    CUBLAS_STATUS_NOT_INITIALIZED .* \bcublas(?:Lt)?Create  # no room for a handle
     """,
     re.VERBOSE | re.IGNORECASE,
 )

@@ -1,4 +1,4 @@
-"""Work in processes of its own, forked ones usually: each prediction changes torch for the rest of its process, so each has its own.
+"""Work in processes of its own: each prediction changes torch for the rest of its process, so each has its own.
 
 A fork has the recipe, its data and everything imported already, also a model class that only a user's script knows;
 nothing is pickled, and results come back as JSON.
