@@ -18,7 +18,8 @@ from trainer.recipe import Recipe
 SIGNS = re.compile(
     r"""
     can't\ allocate\ memory |  # the host's allocator
-    \b(?:CUDA|HIP)\]?:?\ (?:(?:driver\ )?error:\ |failure\ (?:\d+\ )?')?out\ of\ memory |  # runtime, driver, Triton, NCCL
+    # runtime, driver, Triton, and NCCL, which quotes
+    \b(?:CUDA|HIP)\]?:?\ (?:(?:driver\ )?error:\ |failure\ (?:\d+\ )?')?out\ of\ memory |
     \bCU[A-Z]+_STATUS\w*_ALLOC(?:ATION)?_FAILED\b |  # cuBLAS, cuDNN, ...
     CUBLAS_STATUS_NOT_INITIALIZED .* \bcublas(?:Lt)?Create  # no room for a handle
     """,
