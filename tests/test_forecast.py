@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from trainer import Memory, Recipe, RecipeError, Run
+from trainer import forecast as forecasting
 from trainer.errors import RunError
 from trainer.fit import fit
 from trainer.forecast import Forecast, _awaited, _meeting_place, _through_file, forecast, planned
@@ -285,3 +286,13 @@ def test_a_process_in_a_group_of_ranks_says_why_it_does_not_predict() -> None:
     finally:
         if not joined:
             torch.distributed.destroy_process_group()
+
+
+def test_a_system_that_does_not_tell_when_a_process_began(tmp_path, monkeypatch):
+    """What was left a minute ago at most is then taken for that of this launch."""
+    assert 0 < forecasting._process_age() < 24 * 3600
+    monkeypatch.setattr(forecasting, "UPTIME", tmp_path / "uptime")
+    assert forecasting._process_age() == 60
+    (tmp_path / "stat").write_text("7 (python) R 1")
+    monkeypatch.setattr(forecasting, "STAT", tmp_path / "stat")
+    assert forecasting._process_age() == 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainer.errors import require
 from trainer.faults.guard import guarded
 from trainer.faults.lock import RunLock
 from trainer.forecast import first_here
-from trainer.memory.initialize import home_of_weights
+from trainer.memory.initialize import built_at_home
 from trainer.memory.snapshot import recorded, snapshot_path
 from trainer.memory.stack import apply_stack
 from trainer.recipe import Recipe
@@ -142,6 +143,5 @@ def _probabilities(model: Model, module: nn.Module, batch: dict[str, Any], count
 def _restore(session: Session, folder: Path) -> Forward:
     """The model with the weights in ``folder``, for evaluation."""
     fabric, model, plan = session.fabric, session.recipe.model, session.plan.for_evaluation()
-    with home_of_weights(fabric, plan):
-        module = load_model(model, folder)
+    module = built_at_home(fabric, plan, partial(load_model, model, folder))
     return Forward(fabric, model, apply_stack(fabric, model, module, plan).wrapped)

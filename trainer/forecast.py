@@ -33,6 +33,8 @@ from trainer.processes import ProcessId
 from trainer.recipe import Recipe
 from trainer.system.files import read_regular
 
+STAT, UPTIME = Path("/proc/self/stat"), Path("/proc/uptime")
+
 PATIENCE = 20.0
 """Seconds that training waits for its prediction; one that takes longer is shown at the end."""
 
@@ -183,9 +185,12 @@ def _is_of_this_launch(place: Path, now: float) -> bool:
 
 
 def _process_age() -> float:
-    """Seconds since this process began; importing takes some of them."""
-    ticks = float(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    """Seconds since this process began; importing takes some of them. Where the system does not say, a minute."""
+    try:
+        ticks = float(STAT.read_text().rsplit(")", 1)[1].split()[19])
+        uptime = float(UPTIME.read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        return 60.0
     return uptime - ticks / os.sysconf("SC_CLK_TCK") + 1.0
 
 

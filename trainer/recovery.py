@@ -18,7 +18,7 @@ from trainer.memory.oom import is_out_of_memory
 from trainer.memory.optimizer_offload import HostGradients
 from trainer.memory.stack import Stack
 from trainer.memory.state import capture, restore
-from trainer.regroup import Regrouping
+from trainer.regroup import Regrouping, recovers
 from trainer.session import Session, host_sum
 
 GRAPH = ("forward", "backward")
@@ -54,8 +54,7 @@ class Recovery:
     ) -> None:
         self.session, self.stack, self.stepper, self.windows = session, stack, stepper, windows
         self.build, self.schedule, self.say = build, schedule, say
-        # Other micro-batches would have other bits: a run that is to be compared with others ends, and says so.
-        self.wanted = session.recipe.run.recover and not session.plan.deterministic
+        self.wanted = recovers(session.recipe, session.plan)
         several = session.fabric.world_size > 1
         self.regrouping = Regrouping(session.fabric) if several and self.wanted else None
 

@@ -20,6 +20,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.faults.reports import say
+from trainer.memory.plan import Plan
+from trainer.recipe import Recipe
 from trainer.system.text import escaped
 
 SECONDS_TO_HEAR = 1.0
@@ -36,6 +38,24 @@ LONGEST = 1000
 
 SECONDS_TO_LEAVE = 300.0
 """How long a rank that was called may take before it is ended: to come out of its collective and to keep its state."""
+
+
+def recovers(recipe: Recipe, plan: Plan) -> bool:
+    """Whether a run goes on after an out of memory.
+
+    Other micro-batches would have other bits: a run that is to be compared with others ends, and says so.
+    """
+    return recipe.run.recover and not plan.deterministic
+
+
+def keep_ranks_alive() -> None:
+    """Have torch leave the errors of NCCL alone; called before there is a group.
+
+    When one rank has left, the others' connections break, and torch would end their processes before they hear that
+    they are called. Torchrun sets this to 1 for its ranks, so that nobody's wish can be told from it. What hangs is
+    ended by the watchdog.
+    """
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
 
 class Regrouping:
@@ -78,6 +98,8 @@ class Regrouping:
         """Leave the group and enter a new one, which begins when all ranks have come."""
         rank, size = self.fabric.global_rank, self.fabric.world_size
         strategy = self.fabric.strategy
+        if self.fabric.device.type == "cuda":
+            time.sleep(SECONDS_BETWEEN_LOOKS)  # the others hear the call before they see connections break
         with self.lock:  # from here on, the thread must not abort: the next group would be the one that it finds
             self._abort()
             self.meetings += 1

@@ -35,6 +35,7 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.snapshot import require_recordable
 from trainer.quantities import parse_budget
 from trainer.recipe import Recipe
+from trainer.regroup import keep_ranks_alive, recovers
 from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.report.progress import Progress
@@ -127,6 +128,8 @@ def _open(recipe: Recipe, saved_in: Path | None) -> Session:
         recipe = planned(recipe, world, partial(print, flush=True))
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
     outlook = forecast(recipe, world) if saved_in is None else None
+    if saved_in is None and recovers(recipe, plan):
+        keep_ranks_alive()
     patience = max(SECONDS_TO_START, recipe.run.hang_after)
     meeting = meet(patience)
     fabric = launch(plan, world, watch_start, patience)

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer import regroup
+from trainer import Memory, Recipe, Run, regroup, session
 from trainer.contract import Loss
+from trainer.data import Digits
 from trainer.engine.totals import LossTotals
 from trainer.engine.window import Window
+from trainer.models import MLP
 from trainer.regroup import Regrouping
 
 
@@ -25,10 +27,10 @@ def regrouping(monkeypatch):
     store = torch.distributed.HashStore()
     monkeypatch.setattr(regroup.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch.distributed.HashStore, "clone", lambda self: self, raising=False)
-    fabric = SimpleNamespace(global_rank=0, world_size=1, device=torch.device("cpu"))
     made = []
 
-    def make() -> Regrouping:
+    def make(rank: int = 0, device: str = "cpu") -> Regrouping:
+        fabric = SimpleNamespace(global_rank=rank, world_size=1, device=torch.device(device), strategy=None)
         made.append(Regrouping(fabric))
         return made[-1]
 
@@ -66,6 +68,37 @@ def test_a_rank_that_has_met_the_others_is_not_called_out_again_by_a_late_look(r
     assert one.called() is None
     one.call("again")
     assert until(lambda: aborted == [1])
+
+
+def test_the_others_leave_before_the_connections_of_a_rank_break(regrouping, monkeypatch):
+    """Over NCCL, a rank that sees broken connections before it is called may end."""
+    left = []
+    monkeypatch.setattr(Regrouping, "_abort", lambda self: left.append(self.fabric.global_rank))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(regroup, "SECONDS_BETWEEN_LOOKS", 0.3)
+    ranks = [regrouping.make(number, "cuda") for number in range(2)]
+    ranks[0].done.set()  # its own thread does not matter here
+    ranks[0].call("out of memory")
+    ranks[0].meet()
+    assert left == [1, 0]
+
+
+@pytest.mark.parametrize(("recover", "handling"), [(True, "0"), (False, "1")])
+def test_torch_leaves_errors_of_nccl_to_a_run_that_recovers(tmp_path, monkeypatch, recover, handling):
+    """Also under torchrun, which sets this for its ranks."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    seen = []
+
+    def launch(*_):
+        seen.append(regroup.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "launch", launch)
+    memory = Memory(micro_batch_size=1)
+    recipe = Recipe(model=MLP([4]), data=Digits(), batch_size=2, memory=memory, run=Run(recover=recover))
+    with pytest.raises(KeyboardInterrupt), session.open_session(recipe):
+        pass
+    assert seen == [handling]
 
 
 def test_a_later_run_over_the_same_store_does_not_hear_what_an_earlier_one_called(regrouping):

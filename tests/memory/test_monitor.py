@@ -218,6 +218,24 @@ def test_without_permission_phases_are_sampled_and_it_is_said(tmp_path):
     assert 0 < forward < report["host_peak_gb"] - MOST  # what a sample misses, the peak of the process has
 
 
+def test_a_kernel_that_keeps_no_record_of_the_peak(tmp_path):
+    """gVisor's status has these lines only."""
+    status = tmp_path / "status"
+    status.write_text(
+        "Name:\tpython\nState:\tR (running)\nTgid:\t7\nPid:\t7\nPPid:\t1\nTracerPid:\t0\nFDSize:\t64\n"
+        "VmSize:\t  900000 kB\nVmRSS:\t  64000000 kB\nThreads:\t3\nCapEff:\t00000000a80405fb\nSeccomp:\t0\n"
+    )
+    host = HostMemory(status=status, clear_refs=tmp_path / "clear_refs")
+    assert host.peaks == "sampled"
+    host.restart_peak()
+    reading = host.read()
+    assert reading.resident == reading.anonymous == reading.peak == reading.process_peak == 64_000_000 * 1024
+    status.write_text(status.read_text().replace("64000000", "7"))
+    assert (host.read().peak, host.read().process_peak) == (7 * 1024, process_peak(status))
+    status.write_text("Name:\tpython\n")
+    assert HostMemory(status=status).peaks == "whole run"
+
+
 def test_without_proc_the_peak_of_the_process_is_all_there_is(tmp_path):
     host = HostMemory(status=tmp_path / "status")
     assert host.peaks == "whole run"

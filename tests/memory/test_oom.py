@@ -38,8 +38,51 @@ def test_out_of_memory_is_told_from_other_errors():
     assert is_out_of_memory(caught.value)
     assert is_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x7 and 8x3)"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CUDA_MESSAGE,
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA driver error: out of memory",
+        "HIP error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL "
+        "version 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+        "Cuda failure 2 'out of memory'",
+        "Cuda failure 'out of memory'",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(&handle)`",
+        "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 b",
+    ],
+)
+def test_it_is_known_in_the_words_of_every_library(message):
+    assert is_out_of_memory(RuntimeError(message))
+    assert not is_out_of_memory(ValueError(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "mat1 and mat2 shapes cannot be multiplied (4x7 and 8x3)",
+        "the word 'cuda' of sample 7 is of another language, and the vocabulary's is out of memory of the tokenizer",
+        "vocabulary out of memory",
+        "CUDA graphs are kept out of memory that is pinned",
+        "CUDA error: device-side assert triggered",
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSetStream(handle, stream)`",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+        "NCCL error: unhandled system error. Last error:\nsocketStartConnect: Connect failed: Connection refused",
+    ],
+)
+def test_other_errors_are_not_taken_for_it(message):
+    assert not is_out_of_memory(RuntimeError(message))
 
 
 def test_knobs_come_in_order_the_lossy_ones_last():

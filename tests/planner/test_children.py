@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import signal
@@ -16,7 +18,9 @@ from traced import Own, own_recipe
 
 from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
+from trainer.planner import machine
 from trainer.planner.children import Child, Failed, in_child, in_children
+from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import predict
 from trainer.planner.ranks import fake_ranks
 
@@ -62,6 +66,26 @@ def test_what_the_job_says_itself_is_not_repeated() -> None:
 
     with pytest.raises(Failed, match=r"^the model cannot be traced: it asks a GPU for its name$"):
         in_child(job)
+
+
+def begun_with_cuda() -> bool:
+    return bool(torch.cuda._is_in_bad_fork())
+
+
+def test_a_new_process_can_use_cuda_whatever_this_one_has_done(monkeypatch: Any) -> None:
+    """As where there is no NVML: torch has begun with CUDA to say whether there is a GPU, and a fork knows that."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert Child(begun_with_cuda, sees_gpu=True).result() is True
+    assert Child(begun_with_cuda, sees_gpu=True, anew=True).result() is False
+
+
+def test_a_gpu_that_no_fork_can_use_is_asked_for_by_a_new_process(monkeypatch: Any) -> None:
+    card = gpu_named("h200")
+    monkeypatch.setattr(machine, "ASK", f"print({json.dumps(json.dumps(dataclasses.asdict(card)))})")
+    assert machine.gpu_here() is None  # nothing to ask for
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "detected_gpu", lambda: None)  # what CUDA says in such a fork
+    assert machine.gpu_here() == card
 
 
 def test_a_killed_process_is_reported() -> None:

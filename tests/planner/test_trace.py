@@ -168,7 +168,7 @@ def test_an_optimizer_on_the_host_leaves_the_device_alone(runs: dict[str, Trace]
     assert max(held(offloaded, "params")) <= FLOAT * WEIGHTS
     assert offloaded.host_bytes == pytest.approx(page_locked + 2 * whole, rel=0.001)
     assert 12 <= offloaded.host_bytes / WEIGHTS <= 20
-    assert runs["plain"].host_bytes < WEIGHTS
+    assert runs["plain"].host_bytes == pytest.approx(whole, rel=0.001)  # which weights are made in
 
 
 def test_guesses_are_counted(runs: dict[str, Trace]) -> None:

@@ -73,15 +73,15 @@ def findings(check: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Find
         yield fail(check, f"the check ended with {cause(error)}", "if the run starts all the same, report this")
 
 
-def within(seconds: float, job: Callable[[], Any], sees_gpu: bool = False) -> Any:
-    """The result of ``job``, which JSON can hold, done in a process of its own.
+def within(seconds: float, job: Callable[[], Any], anew: bool = False) -> Any:
+    """The result of ``job``, which JSON can hold, done in a process of its own: see :class:`Child`.
 
     Raises:
         TimeoutError: when it takes longer.
         RecipeError: as the job did.
         Failed: when it raised anything else, or its process ended.
     """
-    child = Child(job, sees_gpu)
+    child = Child(job, sees_gpu=anew, anew=anew)
     if not child.wait(seconds):
         child.kill()
         raise TimeoutError(f"it took more than {seconds:g} s")

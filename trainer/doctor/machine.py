@@ -22,6 +22,9 @@ CGROUP = Path("/sys/fs/cgroup")
 SMALL_SHARED = 1e9
 """Bytes of shared memory below which loading workers may run out of it; containers have 64 MB unless told otherwise."""
 
+SECONDS = 60.0
+"""How long a new process may take to import torch and ask each GPU."""
+
 BUSY = 0.1
 """Share of a GPU's memory that others may hold before that is worth a word."""
 
@@ -68,7 +71,7 @@ def devices(subject: Subject) -> Iterator[Finding]:
         else:
             yield ok(check, text)
         return
-    yield from of_gpus(within(30.0, _gpus, sees_gpu=True), world.devices)
+    yield from of_gpus(within(SECONDS, _gpus, anew=True), world.devices)
 
 
 def of_gpus(found: Mapping[str, Any], wanted: int) -> Iterator[Finding]:
@@ -127,6 +130,8 @@ def available_bytes() -> int | None:
     if not MEMINFO.exists():
         return None
     entries = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+    if "MemAvailable" not in entries:
+        return None
     free = int(entries["MemAvailable"].split()[0]) * 1024
     limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":

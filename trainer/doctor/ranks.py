@@ -34,7 +34,8 @@ def process_group(subject: Subject) -> Iterator[Finding]:
     on_gpu = subject.world.accelerator == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     began = time.perf_counter()
-    ranks = [Child(partial(_add_up, backend, rank, size, listener), sees_gpu=on_gpu) for rank in range(size)]
+    jobs = [partial(_add_up, backend, rank, size, listener) for rank in range(size)]
+    ranks = [Child(job, sees_gpu=on_gpu, anew=on_gpu) for job in jobs]
     listener.close()
     problems = []
     for rank, child in enumerate(ranks):

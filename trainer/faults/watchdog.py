@@ -36,8 +36,12 @@ SECONDS_TO_END = 5.0
 SECONDS_TO_CLEAN_UP = 300.0
 """How long a rank may take, once its run has failed, to write down what there is and leave."""
 
-COLLECTIVES = (f"torch{os.sep}distributed{os.sep}", f"torch{os.sep}nn{os.sep}parallel{os.sep}")
-"""Where the code is in which a rank waits for others."""
+COLLECTIVES = (
+    f"torch{os.sep}distributed{os.sep}",
+    f"torch{os.sep}nn{os.sep}parallel{os.sep}",
+    f"engine{os.sep}totals.py",
+)
+"""Where the code is in which a rank waits for others: over NCCL, where it reads what the collectives of a step gave."""
 
 
 STORE_GONE = "the launcher, or the rank that it began with, has ended"

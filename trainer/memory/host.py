@@ -10,7 +10,8 @@ from typing import Literal
 
 HostPeaks = Literal["exact", "sampled", "whole run"]
 """What the peak of a phase is: the highest resident memory within it; the higher of that at its beginning and its
-end, where the kernel does not let its own record be cleared; or, without /proc, the peak of the process so far."""
+end, where the kernel keeps no record of it or does not let it be cleared; or, without /proc, the peak of the process so
+far."""
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 FORGET_PEAK = b"5"
@@ -38,7 +39,10 @@ class HostMemory:
 
     def __init__(self, status: Path = STATUS, clear_refs: Path = CLEAR_REFS) -> None:
         self.status, self.clear_refs = status, clear_refs
-        self.peaks: HostPeaks = "exact" if status.exists() else "whole run"
+        fields = _fields(status) if status.exists() else {}
+        # Not every kernel keeps a record: gVisor, which some clouds run containers in, does not.
+        kept: HostPeaks = "exact" if "VmHWM" in fields else "sampled"
+        self.peaks: HostPeaks = kept if "VmRSS" in fields else "whole run"
 
     def read(self) -> HostReading:
         """Resident memory and its peak, as they are now."""
@@ -46,7 +50,8 @@ class HostMemory:
             peak = process_peak(self.status)
             return HostReading(peak, peak, peak, peak)
         fields = _fields(self.status)
-        resident, record = _bytes(fields["VmRSS"]), _bytes(fields["VmHWM"])
+        resident = _bytes(fields["VmRSS"])
+        record = _bytes(fields["VmHWM"]) if "VmHWM" in fields else max(resident, process_peak(self.status))
         anonymous = _bytes(fields["RssAnon"]) if "RssAnon" in fields else resident  # kernels before 4.5
         return HostReading(resident, anonymous, record if self.peaks == "exact" else resident, record)
 

@@ -1,10 +1,9 @@
-"""Create weights where and in the type that they will be used, or stream them there."""
+"""Create weights in host memory, in the type that they will be used in, and move them; or stream them in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+import dataclasses
+from collections.abc import Callable
 
 import torch
 from lightning.fabric import Fabric
@@ -15,6 +14,8 @@ from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.streaming import allocate, default_dtype, fill, skeleton_on_meta
 
+HOST = torch.device("cpu")
+
 
 def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Module:
     """The module of ``model`` as ``memory.init`` says; the same ``seed`` gives every rank the same weights."""
@@ -24,28 +25,55 @@ def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Modu
 
 
 def build_on_device(fabric: Fabric, model: Model, seed: int, plan: Plan | None = None) -> nn.Module:
-    """``model.build()`` where the weights will live: on the rank's device, or in host memory when ``plan`` says so.
+    """``model.build()`` with its weights where they will live: on the rank's device, or in host memory.
 
-    On the device they have the precision's type at once: no copy in host memory, no cast afterwards. (A GPU draws other
-    random weights from the same seed than the host.)
+    They are made in host memory, in the precision's type: the same ``seed`` gives the same weights on every device and
+    under every technique, as only the host's generator draws.
     """
     torch.manual_seed(seed)
-    with home_of_weights(fabric, plan):
-        module = model.build()
+    module = built_at_home(fabric, plan, model.build)
+    if plan is not None and _in_half(plan) != weights_dtype(plan.memory):
+        _round_alike(module, model, seed, plan)
     return module.train()
 
 
-def home_of_weights(fabric: Fabric, plan: Plan | None) -> AbstractContextManager[Any]:
-    """A context in which tensors are created on the device, or in host memory, where ``plan`` will keep weights."""
-    if plan is None or plan.memory.cpu_offload == "none":
-        return fabric.init_module(empty_init=False)
-    return _on_host(plan)
+def built_at_home(fabric: Fabric, plan: Plan | None, build: Callable[[], nn.Module]) -> nn.Module:
+    """What ``build`` makes in host memory, moved to :func:`home_of_weights` tensor by tensor.
+
+    Host memory holds one copy of the weights meanwhile; ``memory.init=meta`` needs none.
+    """
+    if plan is None:
+        with fabric.init_module(empty_init=False), HOST:
+            module = build()
+    else:
+        with default_dtype(weights_dtype(plan.memory) or torch.float32), HOST:
+            module = build()
+    return module.to(home_of_weights(fabric, plan))
 
 
-@contextmanager
-def _on_host(plan: Plan) -> Iterator[None]:
-    with default_dtype(weights_dtype(plan.memory) or torch.float32), torch.device("cpu"):
-        yield
+def home_of_weights(fabric: Fabric, plan: Plan | None) -> torch.device:
+    """Where whole weights live: in host memory if they stay there, or are sharded from there block by block."""
+    if plan is None or (plan.strategy != "fsdp" and plan.memory.cpu_offload == "none"):
+        return fabric.device
+    return HOST
+
+
+def _in_half(plan: Plan) -> torch.dtype | None:
+    """The type of weights that have no masters."""
+    return weights_dtype(dataclasses.replace(plan.memory, cpu_offload="none"))
+
+
+@torch.no_grad()
+def _round_alike(module: nn.Module, model: Model, seed: int, plan: Plan) -> None:
+    """Let master weights round to the weights that the run has without masters, and keep what they know beyond that.
+
+    Pretrained ones do so already, but the numbers that are drawn in half precision are not those in fp32, rounded.
+    """
+    torch.manual_seed(seed)
+    with default_dtype(_in_half(plan)), HOST:
+        rounded = model.build()
+    for master, weight in zip(module.parameters(), rounded.parameters(), strict=True):
+        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
 
 
 def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> nn.Module:

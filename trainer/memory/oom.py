@@ -15,8 +15,17 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.units import GB
 from trainer.recipe import Recipe
 
-SIGNS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What a RuntimeError says when the host's allocator, the driver or cuBLAS gets no memory."""
+SIGNS = re.compile(
+    r"""
+    can't\ allocate\ memory |  # the host's allocator
+    # runtime, driver, Triton, and NCCL, which quotes
+    \b(?:CUDA|HIP)\]?:?\ (?:(?:driver\ )?error:\ |failure\ (?:\d+\ )?')?out\ of\ memory |
+    \bCU[A-Z]+_STATUS\w*_ALLOC(?:ATION)?_FAILED\b |  # cuBLAS, cuDNN, ...
+    CUBLAS_STATUS_NOT_INITIALIZED .* \bcublas(?:Lt)?Create  # no room for a handle
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""What a RuntimeError says when a device, one of its libraries or the host's allocator gets no memory."""
 
 GRAPH = ("forward", "backward")
 FORWARDS = (*GRAPH, "evaluation")
@@ -34,7 +43,7 @@ class OutOfMemory(RunError):
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that a device or the host has no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+        isinstance(error, RuntimeError) and SIGNS.search(str(error)) is not None
     )
 
 

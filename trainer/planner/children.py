@@ -1,4 +1,4 @@
-"""Work in forked processes: each prediction changes torch for the rest of its process, so each has its own.
+"""Work in processes of its own: each prediction changes torch for the rest of its process, so each has its own.
 
 A fork has the recipe, its data and everything imported already, also a model class that only a user's script knows;
 nothing is pickled, and results come back as JSON.
@@ -48,12 +48,15 @@ class Child:
     Args:
         job: what it does.
         sees_gpu: whether it may use the GPU of this machine; else there is none for it.
+        anew: whether to start a new interpreter, which takes seconds, for a ``job`` that can be pickled. CUDA works
+            there whatever this process has done: without NVML, torch has begun with it once anybody has asked whether
+            there is a GPU, and no fork can use one.
     """
 
-    def __init__(self, job: Job, sees_gpu: bool = False) -> None:
-        context = multiprocessing.get_context("fork")
+    def __init__(self, job: Job, sees_gpu: bool = False, anew: bool = False) -> None:
+        context: Any = multiprocessing.get_context("spawn" if anew else "fork")
         self.connection, theirs = context.Pipe(duplex=False)
-        gpu_in_use = torch.cuda.is_initialized()  # asked here: in a fork torch says that it is not
+        gpu_in_use = torch.cuda.is_initialized() and not anew  # asked here: in a fork torch says that it is not
         self.process = context.Process(target=_work, args=(job, theirs, sees_gpu, gpu_in_use), daemon=True)
         self.process.start()
         theirs.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+from contextlib import suppress
 
 import torch
 
@@ -26,9 +27,10 @@ def gpu_here() -> GPU | None:
     """The GPU of this machine, if it has one; a process of its own asks, so that this one can still fork."""
     if torch.cuda.is_initialized():
         return detected_gpu()
-    try:
+    found = None
+    with suppress(Failed):
         found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None, sees_gpu=True)
-    except Failed:  # this process has begun with CUDA in a way that it does not tell
+    if found is None and torch.cuda.is_available():  # this process has begun with CUDA in a way that it does not tell
         done = subprocess.run(own_code(ASK), capture_output=True, text=True, check=False)
         found = json.loads(done.stdout) if done.returncode == 0 else None
     return found and GPU(**found | {"capability": tuple(found["capability"])})

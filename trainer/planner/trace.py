@@ -28,7 +28,7 @@ from trainer.engine.window import MicroBatch, Window, cut_batch
 from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory import optimizer_offload
-from trainer.memory.initialize import home_of_weights
+from trainer.memory.initialize import HOST, home_of_weights
 from trainer.memory.monitor import MonitoredStepper
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
@@ -206,8 +206,8 @@ class _Run:
     def _build(self, module: nn.Module) -> Stack:
         memory, dtype = self.plan.memory, weights_dtype(self.plan.memory)
         if memory.init != "meta":
-            with home_of_weights(self.fabric, self.plan):
-                allocate(module, torch.get_default_device(), dtype)
+            allocate(module, HOST, dtype)
+            module.to(home_of_weights(self.fabric, self.plan))
             self._categorise(module)
         stack = apply_stack(
             self.fabric,

@@ -1,0 +1,247 @@
+"""One seed gives one set of weights: on any device, by any technique and strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import SingleDeviceStrategy
+from problems import make_model, tokenizer_folder
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer import Data, Memory, Model, Pretrained, Recipe, RecipeError
+from trainer.memory import sharding
+from trainer.memory.initialize import build_module, build_on_device, built_at_home
+from trainer.memory.plan import Plan, decide_plan
+from trainer.memory.precision import precision_plugin
+from trainer.memory.sharding import fabric_strategy
+from trainer.memory.stack import Stack, apply_stack, whole_state
+from trainer.models import MLP, TextClassifier, VisionTransformer
+from trainer.models.lora import LoRA
+from trainer.streaming import stored_in
+
+SEED = 6
+TYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+ADAPTERS = LoRA(rank=2, dropout=0.0)
+
+
+def vit(**changes):
+    shape = {"patch_size": 4, "layers": 2, "heads": 2, "width": 34, "mlp_width": 66, "image_size": 8}
+    return VisionTransformer("custom", **({"num_classes": 3} | shape | changes))
+
+
+def text(**changes):
+    config = {"n_layers": 2, "dim": 34, "hidden_dim": 66, "n_heads": 2, "max_position_embeddings": 16}
+    values = {"name": "distilbert", "tokenizer": tokenizer_folder(), "config": config, "num_classes": 3}
+    return TextClassifier(**(values | changes))
+
+
+class Network(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, classes)
+
+
+@dataclass
+class Streamed(Model):
+    """Of the two halves that ``build`` is made of, with a head that is drawn."""
+
+    file: str
+
+    def skeleton(self) -> nn.Module:
+        return Network(3)
+
+    def pretrained(self) -> Pretrained:
+        stored = {key: place for key, (place, _) in stored_in(self.file).items() if key.startswith("body.")}
+        return Pretrained(stored, ["head.weight", "head.bias"])
+
+
+def saved(folder: Path, kind: str) -> str:
+    """Weights for five classes; where they are."""
+    torch.manual_seed(1)
+    if kind == "text":
+        model = text(num_classes=5)
+        model.save(module := model.build(), folder, module.state_dict())
+        return str(folder)
+    module = Network(5) if kind == "own" else vit(num_classes=5).build()
+    save_file(module.state_dict(), folder / "w.safetensors")
+    return str(folder / "w.safetensors")
+
+
+MODELS = {
+    "mlp": lambda folder: MLP([7], image_size=4, channels=3, num_classes=2),
+    "vit": lambda folder: vit(),
+    "vit, new head": lambda folder: vit(weights=saved(folder, "vit")),
+    "vit, adapters": lambda folder: vit(weights=saved(folder, "vit"), lora=ADAPTERS),
+    "text": lambda folder: text(),
+    "text, new head": lambda folder: text(weights=saved(folder, "text")),
+    "text, adapters": lambda folder: text(weights=saved(folder, "text"), lora=ADAPTERS),
+    "bigbird": lambda folder: make_model("bigbird"),
+    "own, streamed": lambda folder: Streamed(saved(folder, "own")),
+}
+
+
+# ------------------------------------------------------------------------------------------------- on another device
+
+
+class HostDraws(TorchDispatchMode):
+    """Notes every draw of the host's generator: what was drawn, and its state thereafter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[tuple[str, list[torch.Size], int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            shapes = [leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_cpu]
+            if shapes:
+                self.draws.append((str(func), shapes, hash(bytes(torch.get_rng_state().tolist()))))
+        return result
+
+
+def elsewhere() -> Fabric:
+    """A device that is not the host: torch's meta device, which can do all that a GPU can, but for results."""
+    return Fabric(accelerator="cpu", strategy=SingleDeviceStrategy(torch.device("meta")))
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_only_the_host_draws(tmp_path, kind, planned):
+    model = MODELS[kind](tmp_path)
+    plan = plan_of(model, 1) if planned else None
+    drawn = {}
+    for fabric in (elsewhere(), Fabric(accelerator="cpu", devices=1)):
+        with HostDraws() as host:
+            module = build_on_device(fabric, model, SEED, plan)
+        assert {tensor.device for tensor in [*module.parameters(), *module.buffers()]} == {fabric.device}
+        drawn[fabric.device.type] = host.draws
+    assert drawn["meta"] == drawn["cpu"]
+    assert len(drawn["cpu"]) >= (0 if kind == "vit, new head" else 2)  # torchvision's head starts at zero
+
+
+def test_a_model_that_is_restored_for_evaluation_is_built_on_the_host():
+    places = []
+
+    def build() -> nn.Module:
+        places.append(torch.get_default_device())
+        return nn.Linear(2, 2)
+
+    module = built_at_home(elsewhere(), plan_of(vit(), 1), build)
+    assert places == [torch.device("cpu")]
+    assert module.weight.is_meta
+
+
+def test_weights_that_fsdp_shards_are_not_whole_on_the_device():
+    plan = plan_of(vit(), 2, strategy="fsdp")
+    assert not build_on_device(elsewhere(), vit(), SEED, plan).conv_proj.weight.is_meta
+
+
+# ------------------------------------------------------------------------------------------------- by any technique
+
+
+def plan_of(model: Model, ranks: int, **memory) -> Plan:
+    recipe = Recipe(model=model, data=Data(), batch_size=4, memory=Memory(micro_batch_size=1, **memory))
+    return decide_plan(recipe, ranks)
+
+
+def configurations(model: Model, ranks: int) -> list[Plan]:
+    """Every way to hold the weights on so many ranks that is not refused."""
+    strategies = [("single", 1)] if ranks == 1 else [("ddp", 1), ("fsdp", 1), ("fsdp", 2)]
+    plans = []
+    for (strategy, replicas), offload, init, precision in product(
+        strategies, ("none", "optimizer", "parameters"), ("device", "meta"), TYPES
+    ):
+        wishes = {"cpu_offload": offload, "init": init, "precision": precision}
+        if ranks == 1 and offload == "parameters":
+            strategy = "auto"
+        try:
+            plans.append(plan_of(model, ranks, strategy=strategy, replicas=replicas, **wishes))
+        except RecipeError:
+            continue
+    return plans
+
+
+def stack_of(model: Model, plan: Plan) -> Stack:
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=plan.world_size,
+        strategy=fabric_strategy(plan, "cpu"),
+        plugins=[precision_plugin(plan.memory, "cpu")],
+    )
+    fabric.launch()
+    return apply_stack(fabric, model, build_module(fabric, model, SEED, plan), plan, SEED)
+
+
+def differing(model: Model, ranks: int, expected: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
+    """How many configurations there are, and the tensors of each that are not as ``expected``; called on every rank."""
+    plans, found = configurations(model, ranks), []
+    for plan in plans:
+        state = whole_state(stack_of(model, plan))
+        precision = TYPES[plan.memory.precision]
+        for name, tensor in state.items():
+            ours = tensor.to(precision)
+            if plan.memory.precision == "bf16-true" and plan.memory.cpu_offload == "optimizer":
+                assert tensor.dtype == torch.float32, name  # a master
+            if not torch.equal(ours, expected[f"{plan.memory.precision} {name}"]):
+                found.append(f"{plan.describe()}: {name}")
+        assert not state or len(state) == len(expected) / len(TYPES)
+    return len(plans), found
+
+
+def reference(model: Model) -> dict[str, torch.Tensor]:
+    """The weights of one rank without any technique, in either precision."""
+    plans = {precision: plan_of(model, 1, precision=precision) for precision in TYPES}
+    return {
+        f"{precision} {name}": tensor
+        for precision, plan in plans.items()
+        for name, tensor in whole_state(stack_of(model, plan)).items()
+    }
+
+
+FEW = ("vit", "text, new head", "text, adapters")
+
+
+def of_ranks(counts, kinds):
+    return [pytest.param(count, kind, id=f"{count}-{kind}") for count, kind in product(counts, kinds)]
+
+
+@pytest.mark.parametrize(("count", "kind"), of_ranks((2,), FEW))
+def test_one_seed_gives_the_same_weights_by_every_technique(ranks, tmp_path, kind, count):
+    check_same(ranks, MODELS[kind](tmp_path), count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "kind"), of_ranks((4,), FEW) + of_ranks((2, 4), ("vit, new head", "vit, adapters", "text", "bigbird"))
+)
+def test_one_seed_gives_the_same_weights_by_every_technique_on_more_ranks(ranks, tmp_path, kind, count):
+    check_same(ranks, MODELS[kind](tmp_path), count)
+
+
+def check_same(ranks, model: Model, count: int) -> None:
+    expected = reference(model)
+    assert differing(model, 1, expected)[1] == []
+    starts = 1 + ("new head" in str(model) or (model.weights is not None and not model.lora.rank))
+    for number, found in ranks(count).run(differing, model, count, expected):
+        assert found == []
+        assert number == 16 * starts  # ddp without parameter offload, fsdp and hsdp: 2 + 3 + 3, in two precisions
+
+
+def test_ddp_is_built_on_the_stream_that_computes(monkeypatch):
+    """On a stream of its own, its broadcast might come after what is done next: weights that are restored."""
+    built = []
+    strategy = fabric_strategy(plan_of(vit(), 2, strategy="ddp"), "cuda")
+    monkeypatch.setattr(strategy, "_determine_ddp_device_ids", lambda: [0])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: pytest.fail("another stream"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(sharding, "DistributedDataParallel", lambda module, **options: built.append(options))
+    strategy.setup_module(nn.Linear(1, 1))
+    assert built == [{"device_ids": [0], "gradient_as_bucket_view": True}]
