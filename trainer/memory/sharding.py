@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer.memory.plan import Plan
 from trainer.memory.refusals import require_first_order
@@ -35,12 +36,24 @@ def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
         return SingleDeviceStrategy(device="cuda:0" if accelerator == "cuda" else "cpu")
     if plan.memory.cpu_offload == "optimizer" or plan.deterministic:
         return ReplicatedStrategy(process_group_backend=_backend(plan, accelerator))
-    return DDPStrategy(gradient_as_bucket_view=True)  # gradients live in DDP's buckets: one copy, not two
+    return BucketedStrategy(gradient_as_bucket_view=True)  # gradients live in DDP's buckets: one copy, not two
 
 
 def _backend(plan: Plan, accelerator: str) -> str | None:
     """Offloaded gradients are reduced in host memory, which NCCL cannot do."""
     return "cpu:gloo,cuda:nccl" if accelerator == "cuda" and plan.memory.cpu_offload != "none" else None
+
+
+class BucketedStrategy(DDPStrategy):
+    """DDP, built on the stream that computes.
+
+    Lightning's is built on one of its own that nothing waits for, so that weights restored after it might be overwritten
+    by its broadcast of the initial ones.
+    """
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Give every rank the first one's weights and buffers, and make the buckets."""
+        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
 class ReplicatedStrategy(DDPStrategy):
