@@ -118,6 +118,7 @@ def out_of_memory_once() -> None:
                 return super().step(window)
             except torch.OutOfMemoryError:
                 self.abandon()
+                self.monitor.tracer.detector.entered["abandoned"] += 1  # type: ignore[attr-defined]
                 return super().step(window)
 
         def losses(self, batch: Any) -> Any:

@@ -33,7 +33,14 @@ Clock = dict[int, int]
 """For each stream the number of its last operation that is known to be over, or ordered before."""
 
 TRAINER = f"{Path(trainer.__file__).parent}/"
-MACHINERY = ("/torch/_", "/torch/nn/", "/torch/utils/", "/torch/autograd/", f"{TRAINER}planner/", f"{Path(__file__).parent}/watched")
+MACHINERY = (
+    "/torch/_",
+    "/torch/nn/",
+    "/torch/utils/",
+    "/torch/autograd/",
+    f"{TRAINER}planner/",
+    f"{Path(__file__).parent}/watched",
+)
 
 
 class Place(NamedTuple):
@@ -190,7 +197,9 @@ class Detector:
             if meets and (writes or earlier.writes) and not is_before:
                 self.report("race", f"{earlier}, then {access}")
             # Who comes after this one will come after the earlier one, too.
-            covered = is_before and writes >= earlier.writes and access.low <= earlier.low and earlier.high <= access.high
+            covered = (
+                is_before and writes >= earlier.writes and access.low <= earlier.low and earlier.high <= access.high
+            )
             if not covered:
                 kept.append(earlier)
         block.accesses = [*kept, access]

@@ -79,7 +79,9 @@ def _on_another_stream(owner: Any, name: str) -> Met:
 
 def scale_on_the_device() -> Met:
     """The loss scale of offloaded gradients comes from the device, by a copy that nothing waits for."""
-    return _before(_ScaleOnHost, "_lazy_init_scale_growth_tracker", torch.amp.GradScaler._lazy_init_scale_growth_tracker)
+    return _before(
+        _ScaleOnHost, "_lazy_init_scale_growth_tracker", torch.amp.GradScaler._lazy_init_scale_growth_tracker
+    )
 
 
 def _before(owner: Any, name: str, other: Callable[..., Any]) -> Met:
@@ -112,7 +114,9 @@ def loss_is_read() -> Met:
 def loss_is_branched_on() -> Met:
     """The engine skips what is 0."""
     add = LossTotals.add
-    return _before(LossTotals, "add", lambda totals, loss, is_empty: add(totals, loss, is_empty) if loss.total else None)
+    return _before(
+        LossTotals, "add", lambda totals, loss, is_empty: add(totals, loss, is_empty) if loss.total else None
+    )
 
 
 def losses_are_copied() -> Met:

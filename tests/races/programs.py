@@ -90,7 +90,7 @@ def freed_while_in_use() -> None:
 
 def freed_after_the_use() -> None:
     tensor = on_device()
-    with beside(after=now()) as _:
+    with beside(after=now()):
         tensor + 1
         used = now().record_event()
     now().wait_event(used)
@@ -182,5 +182,7 @@ def verdicts() -> dict[str, list[str]]:
             detector = Detector()
             type(tracer).detector = WatchedStream.detector = detector  # type: ignore[attr-defined]
             program()
-            found[program.__name__] = sorted({finding.split(" in ")[0] for finding in detector.findings})
+            found[program.__name__] = sorted(
+                {finding.split(":")[0].rsplit(" in ", 1)[0] for finding in detector.findings}
+            )
     return found

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.fabric.strategies.ddp as fabric_ddp
 import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trainer.memory import sharding
 
 MIB = 2**20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
@@ -39,7 +40,7 @@ def fake_ranks(ranks: int, nodes: int = 1) -> Iterator[None]:
     os.environ.update(environment)
     forget_process_group()
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    fabric_ddp.DistributedDataParallel = TracedDDP  # type: ignore[misc]
+    sharding.DistributedDataParallel = TracedDDP  # type: ignore[misc]
     yield
 
 
