@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ def here() -> Place:
     return Place("?", "?", 0)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _file_of(code: CodeType) -> str:
     """How a file is called here: ours by its path in the project; nothing for machinery."""
     path = code.co_filename

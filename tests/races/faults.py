@@ -57,7 +57,7 @@ def built_beside() -> Met:
 
     def strategy(*args: Any) -> Any:
         made = strategy_of(*args)
-        met.extend(_on_another_stream(made, "setup_module") or [1])
+        met.append(_on_another_stream(made, "setup_module"))
         return made
 
     start.fabric_strategy = strategy
@@ -79,13 +79,12 @@ def _on_another_stream(owner: Any, name: str) -> Met:
 
 def scale_on_the_device() -> Met:
     """The loss scale of offloaded gradients comes from the device, by a copy that nothing waits for."""
-    return _before(
-        _ScaleOnHost, "_lazy_init_scale_growth_tracker", torch.amp.GradScaler._lazy_init_scale_growth_tracker
-    )
+    name = "_lazy_init_scale_growth_tracker"
+    return _instead(_ScaleOnHost, name, getattr(torch.amp.GradScaler, name))
 
 
-def _before(owner: Any, name: str, other: Callable[..., Any]) -> Met:
-    """``other`` in the place of a method that has been met if it was called."""
+def _instead(owner: Any, name: str, other: Callable[..., Any]) -> Met:
+    """Put ``other`` in the place of a method."""
     met: Met = []
 
     def replaced(*args: Any) -> Any:
@@ -114,9 +113,12 @@ def loss_is_read() -> Met:
 def loss_is_branched_on() -> Met:
     """The engine skips what is 0."""
     add = LossTotals.add
-    return _before(
-        LossTotals, "add", lambda totals, loss, is_empty: add(totals, loss, is_empty) if loss.total else None
-    )
+
+    def added(totals: Any, loss: Any, is_empty: bool) -> None:
+        if loss.total:
+            add(totals, loss, is_empty)
+
+    return _instead(LossTotals, "add", added)
 
 
 def losses_are_copied() -> Met:
@@ -127,7 +129,7 @@ def losses_are_copied() -> Met:
         add(totals, loss, is_empty)
         totals.parts[loss.name][-1].cpu()
 
-    return _before(LossTotals, "add", added)
+    return _instead(LossTotals, "add", added)
 
 
 def device_is_awaited() -> Met:
@@ -138,7 +140,7 @@ def device_is_awaited() -> Met:
         torch.cuda.synchronize()
         prepare(*args)
 
-    return _before(Stepper, "prepare", prepared)
+    return _instead(Stepper, "prepare", prepared)
 
 
 def norm_is_read() -> Met:
@@ -150,7 +152,7 @@ def norm_is_read() -> Met:
         float(norm)
         return norm
 
-    return _before(Stepper, "clip_gradients", clipped)
+    return _instead(Stepper, "clip_gradients", clipped)
 
 
 UNORDERED: dict[Callable[[], Met], tuple[str, str]] = {

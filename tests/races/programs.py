@@ -28,6 +28,7 @@ def beside(after: Any = None) -> Any:
 
 
 def now() -> Any:
+    """The current stream."""
     return torch.cuda.current_stream()
 
 
@@ -182,7 +183,6 @@ def verdicts() -> dict[str, list[str]]:
             detector = Detector()
             type(tracer).detector = WatchedStream.detector = detector  # type: ignore[attr-defined]
             program()
-            found[program.__name__] = sorted(
-                {finding.split(":")[0].rsplit(" in ", 1)[0] for finding in detector.findings}
-            )
+            kinds = {finding.split(":")[0].rsplit(" in ", 1)[0] for finding in detector.findings}
+            found[program.__name__] = sorted(kinds)
     return found

@@ -18,16 +18,8 @@ from trainer.planner.tracer import Storage, Tracer
 aten = torch.ops.aten
 
 TOUCH_NOTHING = {aten.record_stream.default, aten.is_pinned.default, aten._pin_memory.default, aten.resize_.default}
-ALLOCATE = {
-    "empty",
-    "new_empty",
-    "empty_like",
-    "empty_strided",
-    "empty_permuted",
-    "new_empty_strided",
-    "detach",
-    "alias",
-}
+ALLOCATE = {"empty", "new_empty", "empty_like", "empty_strided", "empty_permuted", "new_empty_strided"}
+ALLOCATE |= {"detach", "alias"}
 """Operations that neither read nor write what they return."""
 COPIES = {"copy_", "_to_copy", "_copy_from", "_foreach_copy_"}
 WAIT = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero", "_unique2", "unique_dim"}
@@ -181,9 +173,7 @@ class WatchedTracer(Tracer):
         to_host = any(_among(tensor, writes) for tensor in on_host)
         is_pinned = all(tensor.untyped_storage() in self.mode.pinned for tensor in on_host)
         if asked and not (is_pinned and _is_direct(reads, writes)):
-            way = (
-                "by way of a temporary one" if is_pinned else f"{'to' if to_host else 'from'} memory that is not pinned"
-            )
+            way = "by way of a temporary copy" if is_pinned else "with host memory that is not pinned"
             detector.report("pageable copy", f"{name} {way} at {here()}")
         number = detector.launch(stream)
         waits = not (asked and is_pinned)

@@ -47,8 +47,8 @@ def _backend(plan: Plan, accelerator: str) -> str | None:
 class BucketedStrategy(DDPStrategy):
     """DDP, built on the stream that computes.
 
-    Lightning's is built on one of its own that nothing waits for, so that weights restored after it might be overwritten
-    by its broadcast of the initial ones.
+    Lightning's is built on one of its own that nothing waits for, so that its broadcast of the initial weights might
+    overwrite those that are restored next.
     """
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
