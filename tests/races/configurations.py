@@ -1,0 +1,295 @@
+"""Runs that are watched: their memory techniques on few and small layers, but of sizes for which these techniques work.
+
+On fake tensors a size costs nothing, so all limits of the techniques (chunks, buckets, the smallest tensor that is
+moved) are what they are in a real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import accelerate  # noqa: F401 - by Lightning, at the latest in each child
+import torch
+import torchvision.models.vision_transformer  # noqa: F401
+from races.detector import Detector
+from races.watched import WatchedTracer
+from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
+
+from trainer.contract import Data
+from trainer.memory import optimizer_offload
+from trainer.memory.activation_offload import Shelf
+from trainer.memory.monitor import MonitoredStepper
+from trainer.memory.plan import decide_plan
+from trainer.models import MLP, VisionTransformer
+from trainer.planner import trace
+from trainer.planner.children import in_child
+from trainer.planner.gpus import gpu_named
+from trainer.planner.predict import prepared
+from trainer.planner.target import Target
+from trainer.recipe import Memory, Optim, Recipe, Run
+
+Plant = Callable[[], list[Any]]
+"""Changes our code, and returns a list that grows whenever what was changed is met."""
+
+TARGET = Target(gpu_named("h200"))
+CLASSES = 5
+LAYERS = MLP([1024] * 3, image_size=16, channels=4, num_classes=CLASSES)
+BLOCKS = VisionTransformer(
+    "custom", num_classes=CLASSES, image_size=64, patch_size=4, layers=2, heads=2, width=1024, mlp_width=1024
+)
+MICRO_BATCHES = {"layers": 512, "blocks": 2}
+"""Samples, so that activations take 1 MiB in half precision."""
+
+
+@dataclass
+class Blank(Data):
+    """Samples that are all the same.
+
+    Args:
+        count: of them.
+        shape: of their pixels.
+    """
+
+    count: int = 0
+    shape: tuple[int, ...] = ()
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        self.train = [{"pixel_values": torch.zeros(self.shape), "labels": torch.tensor(0)}] * self.count
+        self.val = self.train[:1]
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return default_collate(list(samples))
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is run: two optimizer steps of two micro-steps each on every rank.
+
+    Args:
+        memory: knobs that differ from bf16-mixed.
+        optim: settings that differ from AdamW's.
+        ranks: in all.
+        model: linear "layers", "blocks" of a Vision Transformer, or one of the planner's tiny models.
+        run: settings that differ from a run without an evaluation.
+        around: called in the process of the run before it begins.
+        program: what is watched instead of a run.
+    """
+
+    memory: dict[str, Any] = field(default_factory=dict)
+    optim: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    model: str = "blocks"
+    run: dict[str, Any] = field(default_factory=dict)
+    around: Callable[[], None] = lambda: None
+    program: Callable[[], None] | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """Prepared."""
+        micro = MICRO_BATCHES.get(self.model, 2)
+        memory = Memory(**{"precision": "bf16-mixed", "micro_batch_size": micro, **self.memory})
+        batch_size = micro * self.ranks * (1 if memory.optimizer_in_backward else 2)
+        settings: dict[str, Any] = {
+            "optim": Optim("adamw", **self.optim),
+            "memory": memory,
+            "batch_size": batch_size,
+            "run": Run(**{"evaluate": False, **self.run}),
+        }
+        if self.model not in MICRO_BATCHES:
+            from planner.tiny import recipe_of  # takes long, and only few need it
+
+            return recipe_of(self.model, **settings)
+        model, shape = (LAYERS, (4, 16, 16)) if self.model == "layers" else (BLOCKS, (3, 64, 64))
+        return prepared(Recipe(model=model, data=Blank(count=batch_size, shape=shape), **settings))
+
+
+def out_of_memory_once() -> None:
+    """The backward of the second micro-step runs out of memory, and the step is taken again from its beginning."""
+
+    class Recovering(MonitoredStepper):
+        hungry = True
+
+        def step(self, window: Any) -> Any:
+            try:
+                return super().step(window)
+            except torch.OutOfMemoryError:
+                self.abandon()
+                self.monitor.tracer.detector.entered["abandoned"] += 1  # type: ignore[attr-defined]
+                return super().step(window)
+
+        def losses(self, batch: Any) -> Any:
+            for loss in super().losses(batch):
+                yield loss
+                if self.hungry and self.monitor.tracer.detector.entered["forward"] == 2:  # type: ignore[attr-defined]
+                    type(self).hungry = False
+                    raise torch.OutOfMemoryError("planted")
+
+    trace.MonitoredStepper = Recovering  # type: ignore[misc]
+
+
+def fetched_in_vain() -> None:
+    """Backward ends early: what was fetched ahead is freed, and its memory is asked for again."""
+    shelf = Shelf(torch.device("cuda", 0), 16, lambda tensor: False)
+    tickets = [shelf.put(torch.ones(64, device="cuda") * number) for number in range(4)]
+    shelf.get(tickets.pop())
+    tickets.clear()
+    del shelf
+    torch.ones(64, device="cuda").add_(1)
+
+
+OPTIMIZER = {"cpu_offload": "optimizer"}
+PARAMETERS = {"cpu_offload": "parameters"}
+ACTIVATIONS = {"activation_offload": True}
+FULL = {"activation_checkpointing": "full"}
+SHARDED = {"strategy": "fsdp"}
+REPLICATED = {"strategy": "fsdp", "replicas": 2}
+FP16 = {"precision": "16-mixed"}
+IN_BACKWARD = {"optimizer_in_backward": True}
+DETERMINISTIC = {"deterministic": True}
+
+USUAL = {
+    "activations fetched in vain": Configuration(program=fetched_in_vain),
+    "optimizer, fp16, clipped": Configuration(OPTIMIZER | FP16, {"clip_norm": 1.0}, model="layers"),
+    "optimizer, out of memory once": Configuration(OPTIMIZER, model="layers", around=out_of_memory_once),
+    "activations": Configuration(ACTIVATIONS, model="layers"),
+    "activations, optimizer, full": Configuration(ACTIVATIONS | OPTIMIZER | FULL),
+    "parameters, full": Configuration(PARAMETERS | FULL),
+    "parameters, 4 ranks": Configuration(PARAMETERS, ranks=4),
+    "optimizer, hsdp of 2 x 2": Configuration(OPTIMIZER | REPLICATED, ranks=4),
+    "in backward, hsdp of 2 x 2": Configuration(IN_BACKWARD | REPLICATED, ranks=4),
+    "fp16": Configuration(FP16, model="layers"),
+    "ddp of 2": Configuration(ranks=2),
+    "fsdp of 4": Configuration(SHARDED, ranks=4),
+    "deterministic, 4 ranks": Configuration(ranks=4, model="layers", run=DETERMINISTIC),
+}
+"""Those of every run of the tests."""
+
+OTHERS = {
+    "plain": Configuration(run={"evaluate": True}),
+    "optimizer": Configuration(OPTIMIZER),
+    "activations, blocks": Configuration(ACTIVATIONS),
+    "optimizer, 2 ranks": Configuration(OPTIMIZER, ranks=2),
+    "optimizer, fsdp": Configuration(OPTIMIZER | SHARDED),
+    "optimizer, fsdp of 4": Configuration(OPTIMIZER | SHARDED, ranks=4),
+    "optimizer, fsdp of 4, fp16": Configuration(OPTIMIZER | SHARDED | FP16, ranks=4),
+    "optimizer, fsdp of 4, synced": Configuration(OPTIMIZER | SHARDED | {"sync_every_micro_step": True}, ranks=4),
+    "optimizer, fp32": Configuration(OPTIMIZER | {"precision": "32-true"}),
+    "optimizer, bf16": Configuration(OPTIMIZER | {"precision": "bf16-true"}),
+    "optimizer, sgd": Configuration(OPTIMIZER, {"name": "sgd"}),
+    "activations, fp32": Configuration(ACTIVATIONS | {"precision": "32-true"}),
+    "activations, full": Configuration(ACTIVATIONS | FULL),
+    "activations, selective": Configuration(ACTIVATIONS | {"activation_checkpointing": "selective"}),
+    "activations, fsdp of 2": Configuration(ACTIVATIONS | SHARDED, ranks=2),
+    "activations, optimizer": Configuration(ACTIVATIONS | OPTIMIZER),
+    "activations, out of memory once": Configuration(ACTIVATIONS, around=out_of_memory_once),
+    "parameters, full, 4 ranks": Configuration(PARAMETERS | FULL, ranks=4),
+    "parameters, hsdp of 2 x 2": Configuration(PARAMETERS | {"replicas": 2}, ranks=4),
+    "parameters, fp16": Configuration(PARAMETERS | FULL | FP16),
+    "parameters, activations": Configuration(PARAMETERS | FULL | ACTIVATIONS),
+    "parameters, out of memory once": Configuration(PARAMETERS, around=out_of_memory_once),
+    "in backward": Configuration(IN_BACKWARD),
+    "in backward, fsdp of 4": Configuration(IN_BACKWARD | SHARDED, ranks=4),
+    "hsdp of 2 x 2": Configuration(REPLICATED, ranks=4),
+    "fsdp of 4, synced": Configuration(SHARDED | {"sync_every_micro_step": True}, ranks=4),
+    "fsdp of 4, whole weights kept": Configuration(SHARDED | {"reshard_after_forward": False}, ranks=4),
+    "fsdp of 4, fp16": Configuration(SHARDED | FP16, ranks=4),
+    "fsdp of 4, meta": Configuration(SHARDED | {"init": "meta"}, ranks=4, model="tower"),
+    "deterministic, fsdp of 4": Configuration(SHARDED, ranks=4, run=DETERMINISTIC),
+    "deterministic, parameters": Configuration(PARAMETERS, ranks=4, run=DETERMINISTIC),
+    "deterministic, optimizer": Configuration(OPTIMIZER, ranks=4, run=DETERMINISTIC),
+    "batches tried first": Configuration(OPTIMIZER | {"micro_batch_size": "auto"}),
+    "8-bit state": Configuration({"optimizer_state_bits": 8}),
+    "8-bit state, fsdp of 4": Configuration(SHARDED | {"optimizer_state_bits": 8}, ranks=4),
+    "stochastic rounding": Configuration({"stochastic_rounding": True, "precision": "bf16-true"}),
+    "compiled": Configuration({"compile": "blocks"}),
+    "lora": Configuration(model="lora"),
+    "lora, optimizer": Configuration(OPTIMIZER, model="lora"),
+    "text, optimizer": Configuration(OPTIMIZER, model="distilbert"),
+    "text, ddp of 2": Configuration(model="distilbert", ranks=2),
+    "bigbird": Configuration(model="bigbird"),
+    "batch norm, ddp of 2": Configuration(model="batchnorm", ranks=2),
+    "two losses, ddp of 2": Configuration(model="two_losses", ranks=2),
+    "conditional, ddp of 2": Configuration(model="branch", ranks=2),
+}
+
+CONFIGURATIONS = USUAL | OTHERS
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What was seen in a run.
+
+    Args:
+        findings: what is wrong, and how often.
+        syncs: where the host waited: ``[phase, what, file, function, line, times]``.
+        entered: how often each phase began: forward in every micro-step, step in every optimizer step.
+        orders: ``[kind, place]`` of every order between streams, or streams and host, that our own code gave.
+        operations: that were launched.
+        met: how often the planted fault was met.
+    """
+
+    findings: dict[str, int]
+    syncs: list[list[Any]]
+    entered: dict[str, int]
+    orders: list[list[str]]
+    operations: int
+    met: int
+
+
+def watch(name: str, plant: Plant | None = None, forgotten: tuple[str, str] | None = None) -> Watched:
+    """Run a configuration in a process of its own, perhaps with a fault.
+
+    Args:
+        name: of the configuration.
+        plant: changes our code in that process, see ``faults``.
+        forgotten: see :class:`Detector`.
+    """
+    return Watched(**in_child(partial(_watch, CONFIGURATIONS[name], plant, forgotten)))
+
+
+def _watch(configuration: Configuration, plant: Plant | None, forgotten: tuple[str, str] | None) -> dict[str, Any]:
+    detector = install(Detector(forgotten))
+    met = plant() if plant else []
+    configuration.around()
+    if configuration.program is not None:
+        with trace.tracing(TARGET):
+            configuration.program()
+    else:
+        recipe = configuration.recipe
+        plan = decide_plan(recipe, configuration.ranks)
+        trace.trace_run(recipe, plan, trace.draw_samples(recipe, plan), TARGET)
+    return {
+        "findings": detector.findings,
+        "syncs": [[phase, what, *place, times] for (phase, what, place), times in detector.syncs.items()],
+        "entered": detector.entered,
+        "orders": list(detector.orders),
+        "operations": detector.operations,
+        "met": len(met),
+    }
+
+
+def install(detector: Detector) -> Detector:
+    """Let ``detector`` watch what is traced in this process, with all its transfers: the planner counts some once."""
+    WatchedTracer.detector = detector
+    trace.Tracer = WatchedTracer  # type: ignore[misc]
+    chunks = optimizer_offload._chunks
+    trace._Run._first_chunk = lambda run, ours, theirs: chunks(ours, theirs)  # type: ignore[method-assign]
+    trace._Run._to_device = _to_device  # type: ignore[method-assign]
+    return detector
+
+
+def _to_device(run: Any, batch: Any) -> Any:
+    """As a real run does it, from memory that the loader has pinned."""
+
+    def pinned(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        fake = run.tracer.mode.fake(item)
+        run.tracer.mode.pinned.add(fake.untyped_storage())
+        return fake
+
+    return run.fabric.to_device(tree_map(pinned, batch))

@@ -1,0 +1,174 @@
+"""Faults that are planted in our own code, in a process that ends with the run: each must be found.
+
+That a wait, a pin or a stream is forgotten is planted by the detector itself, wherever one is met: see ``Detector``.
+Here is what else can go wrong. Functions are replaced, not their text; the list that is returned grows whenever the
+replacement is called, so that a fault that no longer meets anything fails, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainer.engine.step import Stepper
+from trainer.engine.totals import LossTotals
+from trainer.launching import start
+from trainer.memory import activation_offload, optimizer_offload
+from trainer.memory.precision import _ScaleOnHost
+from trainer.models import MLP
+
+Met = list[Any]
+
+
+def gradients_are_not_kept() -> Met:
+    """Those on their way to the host are freed before they have left."""
+    return _forget_tensors(optimizer_offload)
+
+
+def activations_are_not_kept() -> Met:
+    """Those on their way to the host are freed before they have left."""
+    return _forget_tensors(activation_offload)
+
+
+def _forget_tensors(module: Any) -> Met:
+    met: Met = []
+
+    class Forgetful(deque):
+        def append(self, item: Any) -> None:
+            met.append(1)
+            super().append(tuple(torch.empty(0) if isinstance(part, torch.Tensor) else part for part in item))
+
+    module.deque = Forgetful
+    return met
+
+
+def weights_come_beside() -> Met:
+    """New weights are copied to the device on a stream that nobody waits for."""
+    return _on_another_stream(optimizer_offload.Carrier, "bring")
+
+
+def built_beside() -> Met:
+    """DDP is built on a stream that nobody waits for, as Lightning's strategy does it."""
+    met: Met = []
+    strategy_of = start.fabric_strategy
+
+    def strategy(*args: Any) -> Any:
+        made = strategy_of(*args)
+        met.append(_on_another_stream(made, "setup_module"))
+        return made
+
+    start.fabric_strategy = strategy
+    return met
+
+
+def _on_another_stream(owner: Any, name: str) -> Met:
+    met: Met = []
+    function = getattr(owner, name)
+
+    def beside(*args: Any) -> Any:
+        met.append(1)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return function(*args)
+
+    setattr(owner, name, beside)
+    return met
+
+
+def scale_on_the_device() -> Met:
+    """The loss scale of offloaded gradients comes from the device, by a copy that nothing waits for."""
+    name = "_lazy_init_scale_growth_tracker"
+    return _instead(_ScaleOnHost, name, getattr(torch.amp.GradScaler, name))
+
+
+def _instead(owner: Any, name: str, other: Callable[..., Any]) -> Met:
+    """Put ``other`` in the place of a method."""
+    met: Met = []
+
+    def replaced(*args: Any) -> Any:
+        met.append(1)
+        return other(*args)
+
+    assert name in vars(owner)
+    setattr(owner, name, replaced)
+    return met
+
+
+def loss_is_read() -> Met:
+    """A model looks at its loss."""
+    met: Met = []
+    losses = MLP.losses
+
+    def read(model: Any, module: Any, batch: Any) -> Any:
+        for loss in losses(model, module, batch):
+            met.append(loss.total.item())
+            yield loss
+
+    MLP.losses = read  # type: ignore[method-assign]
+    return met
+
+
+def loss_is_branched_on() -> Met:
+    """The engine skips what is 0."""
+    add = LossTotals.add
+
+    def added(totals: Any, loss: Any, is_empty: bool) -> None:
+        if loss.total:
+            add(totals, loss, is_empty)
+
+    return _instead(LossTotals, "add", added)
+
+
+def losses_are_copied() -> Met:
+    """The engine keeps losses on the host."""
+    add = LossTotals.add
+
+    def added(totals: Any, loss: Any, is_empty: bool) -> None:
+        add(totals, loss, is_empty)
+        totals.parts[loss.name][-1].cpu()
+
+    return _instead(LossTotals, "add", added)
+
+
+def device_is_awaited() -> Met:
+    """Every micro-step begins when the one before is over."""
+    prepare = Stepper.prepare
+
+    def prepared(*args: Any) -> None:
+        torch.cuda.synchronize()
+        prepare(*args)
+
+    return _instead(Stepper, "prepare", prepared)
+
+
+def norm_is_read() -> Met:
+    """The norm is read before it is read with the losses."""
+    clip = Stepper.clip_gradients
+
+    def clipped(stepper: Any) -> Any:
+        norm = clip(stepper)
+        float(norm)
+        return norm
+
+    return _instead(Stepper, "clip_gradients", clipped)
+
+
+UNORDERED: dict[Callable[[], Met], tuple[str, str]] = {
+    gradients_are_not_kept: ("optimizer, fp16, clipped", "reused in use"),
+    activations_are_not_kept: ("activations", "reused in use"),
+    weights_come_beside: ("optimizer, fp16, clipped", "race"),
+    scale_on_the_device: ("optimizer, fp16, clipped", "race"),
+    built_beside: ("ddp of 2", "race"),
+}
+"""In which configuration each shows, and as what."""
+
+WAITING: dict[Callable[[], Met], tuple[str, str]] = {
+    loss_is_read: ("fp16", "forward"),
+    loss_is_branched_on: ("fp16", "backward"),
+    losses_are_copied: ("activations", "backward"),
+    device_is_awaited: ("fp16", "backward"),
+    norm_is_read: ("fp16", "step"),
+}
+"""In which configuration each host sync shows, and in which phase."""

@@ -1,0 +1,144 @@
+"""No race between streams and the host on a GPU, and no wait of the host that need not be: without a GPU.
+
+A run is traced on the planner's GPU, which computes nothing; ``races/detector.py`` says what counts as a race. One
+process imports everything and forks another for each run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+
+import pytest
+from races.configurations import OTHERS, USUAL, Watched, watch
+from races.faults import UNORDERED, WAITING
+from races.programs import PROGRAMS, verdicts
+
+from trainer.planner.children import in_child
+
+Allowed = dict[tuple[str, str, str], tuple[float, str]]
+
+SYNCS: Allowed = {
+    ("step", "trainer/engine/totals.py", "read"): (1, "step"),  # the losses and the norm
+    ("forward", "trainer/engine/check.py", "see"): (2, "run"),  # weights of losses, compared in the first step
+    ("backward", "trainer/memory/optimizer_offload.py", "wait"): (1, "step"),  # all gradients are in host memory
+    ("backward", "trainer/engine/sync.py", "ranks_that_reached"): (2, "step"),  # of DDP, in the first step
+    ("backward", "trainer/memory/optimizer_offload.py", "carry"): (31, "micro-step"),  # of HSDP: one for each gradient
+}
+"""Where the host may wait for the device in a step: phase, file and function; how often a run, a step, a micro-step."""
+
+SYNCS_OF_FSDP: Allowed = {
+    ("backward", "_fully_shard/_fsdp_collectives.py", "foreach_reduce"): (64, "step"),
+    ("backward", "_fully_shard/_fsdp_param_group.py", "finalize_backward"): (64, "step"),
+}
+"""Of ``cpu_offload parameters``: FSDP waits for each gradient that it adds to one in host memory."""
+
+SUPERFLUOUS = {
+    # Copies on the stream that computes are right, but not beside the computation.
+    ("with stream", "trainer/memory/activation_offload.py", "_send"),
+    ("with stream", "trainer/memory/activation_offload.py", "_fetch"),
+    # From torch 2.15 on: backward ends on the stream of the computation, which waits for FSDP's.
+    ("record_stream", "trainer/memory/optimizer_in_backward.py", "_record_norm"),
+}
+"""Orders that may be forgotten without harm: kind, file and function."""
+
+ORDERS = ("wait_stream", "wait_event", "synchronize", "with stream", "pin_memory", "record_stream")
+BEFORE_TRAINING = ("init", "saving")
+
+Seen = Callable[[str], Watched]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """One that has imported everything, and never trained: it can fork (see trainer/planner/children.py)."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def seen(process) -> Seen:
+    """What is seen in a configuration as it is."""
+    return lru_cache(maxsize=None)(lambda name: process.submit(watch, name).result())
+
+
+def waits(watched: Watched, allowed: Allowed = SYNCS) -> list[str]:
+    """Where the host waited for the device in steps, though it is not allowed to."""
+    steps, micro_steps, abandoned = (watched.entered.get(name, 0) for name in ("step", "forward", "abandoned"))
+    often = {"run": 1 + abandoned, "step": steps + abandoned, "micro-step": micro_steps}
+    times: Counter[tuple[str, str, str]] = Counter()
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for phase, what, file, function, line, count in watched.syncs:
+        times[phase, file, function] += count
+        lines.setdefault((phase, file, function), []).append(f"{file}:{line} ({function}): {what}")
+    found = []
+    for place, count in times.items():
+        most, unit = allowed.get(place, (0, "run"))
+        if place[0] not in BEFORE_TRAINING and count > most * often[unit]:
+            found.append(f"the host waits for the device {count} times in {place[0]} at {', '.join(lines[place])}")
+    return found
+
+
+def check(name: str, watched: Watched) -> None:
+    """Nothing is wrong in a configuration."""
+    assert watched.operations
+    wrong = [*watched.findings, *waits(watched, SYNCS | SYNCS_OF_FSDP if "parameters" in name else SYNCS)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rules(process):
+    found = process.submit(in_child, verdicts).result()
+    assert found == {program.__name__: [wanted] * bool(wanted) for program, wanted in PROGRAMS.items()}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_nothing_races_and_nobody_waits(name, seen):
+    check(name, seen(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_nothing_races_and_nobody_waits_in_others(name, seen):
+    check(name, seen(name))
+
+
+def test_every_wait_that_is_allowed_occurs(seen):
+    occurs = {(phase, file, function) for name in USUAL for phase, _, file, function, *_ in seen(name).syncs}
+    assert not SYNCS.keys() - occurs
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_order_can_be_forgotten(order, seen, process):
+    """Each that our code gives is needed in some configuration, or is among ``SUPERFLUOUS``."""
+    shown_in: dict[str, list[str]] = {}
+    for name in USUAL:
+        for kind, place in seen(name).orders:
+            if kind == order:
+                shown_in.setdefault(place, []).append(name)
+    assert shown_in
+    unnoticed = []
+    for place, names in shown_in.items():
+        file, function = re.match(r"(.*):\d+ \((.*)\)", place).groups()  # type: ignore[union-attr]
+        runs = (process.submit(watch, name, None, (order, place)).result() for name in names)
+        if (order, file, function) not in SUPERFLUOUS and not any(run.findings for run in runs):
+            unnoticed.append(place)
+    assert not unnoticed, f"{order} could be missing without anybody seeing it: {unnoticed}"
+
+
+@pytest.mark.parametrize("plant", UNORDERED, ids=lambda plant: plant.__name__)
+def test_a_planted_race_is_found(plant, process):
+    name, kind = UNORDERED[plant]
+    watched = process.submit(watch, name, plant).result()
+    assert watched.met, "the fault has met nothing: what it replaces is not called any more"
+    assert any(finding.startswith(kind) for finding in watched.findings)
+
+
+@pytest.mark.parametrize("plant", WAITING, ids=lambda plant: plant.__name__)
+def test_a_planted_wait_is_found(plant, process):
+    name, phase = WAITING[plant]
+    watched = process.submit(watch, name, plant).result()
+    assert watched.met, "the fault has met nothing: what it replaces is not called any more"
+    assert any(f" in {phase} at " in wait and "races/faults.py" in wait for wait in waits(watched))
