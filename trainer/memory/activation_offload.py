@@ -67,7 +67,7 @@ class Cast(NamedTuple):
         weight = getattr(whole.grad_fn.next_functions[0][0], "variable", None)
         if weight is None or (weight.device, weight.stride()) != (whole.device, whole.stride()):
             return None
-        return cls(weight, whole.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return cls(weight, whole.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def again(self) -> Tensor:
         """The same bits: nobody changes a weight between its forward and its backward."""
