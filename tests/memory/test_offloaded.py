@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.memory import activation_offload, optimizer_offload
 from trainer.memory.activation_offload import Shelf
-from trainer.memory.optimizer_offload import PIECE, Carrier, _accumulators
+from trainer.memory.optimizer_offload import PIECE, Carrier, ReduceAfterCarrying, _accumulators
 from trainer.memory.plan import decide_plan
 from trainer.memory.precision import precision_plugin
 from trainer.planner.streams import FakeEvent, FakeStream, OnStream
@@ -94,6 +94,19 @@ def test_a_sum_is_read_when_it_has_been_written(streams, monkeypatch):
     assert torch.equal(one, torch.full((4,), 3.0))
 
 
+def test_of_all_streams_that_on_which_fsdp_makes_gradients_waits_for_them_to_leave(streams, monkeypatch):
+    carrier = Carrier(CPU, torch.float32, told=True)
+    comm, waits, reducing = ReduceAfterCarrying(carrier), [], FakeStream()
+    carrier.carry(torch.ones(4), torch.zeros(4), adds=False)
+    assert not carrier.in_flight  # so that its memory is FSDP's again
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: waits.append((stream, other)))
+    comm.allocate((8,), dtype=torch.float32, device=CPU)
+    assert waits == []
+    with OnStream(reducing):
+        comm.allocate((4,), dtype=torch.float32, device=CPU)
+    assert waits == [(reducing, carrier.going)]
+
+
 def test_activations_with_gaps_are_copied_without_a_detour(streams):
     shelf = Shelf(CPU, 16, lambda tensor: False)
     query = torch.randn(2, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)[0]  # packed with keys and values
@@ -129,4 +142,5 @@ def test_gradients_of_streamed_weights_add_up_in_memory_that_is_kept(precision):
         stepper.accumulate(window)
         found = {parameter: parameter.grad.to_local().data_ptr() for parameter in stepper.parameters}
         assert found == homes
+        assert not stepper.sync.in_one.numel()  # nothing of what FSDP reduced is held
         stepper.abandon()

@@ -130,7 +130,7 @@ class HostGradients(GradientSync):
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is None:  # FSDP may call the hooks of parameters that got none, too
             return
-        gradient, parameter.grad = self._gradient(parameter.grad), None
+        gradient, parameter.grad = self._gradient(parameter), None
         home, adds = self.homes[parameter], parameter in self.arrived
         self.arrived.add(parameter)
         if self.carrier is not None:
@@ -140,9 +140,10 @@ class HostGradients(GradientSync):
         else:
             home.copy_(gradient)
 
-    def _gradient(self, arrived: Tensor) -> Tensor:
-        """What is to be carried of a gradient."""
-        return local(arrived)
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        """What has arrived for ``parameter``, where it was computed."""
+        assert parameter.grad is not None
+        return local(parameter.grad)
 
     @torch.no_grad()
     def after(self) -> None:
@@ -208,8 +209,9 @@ class Carrier:
     Args:
         device: the GPU.
         dtype: of the tensors in host memory.
-        told: whether ``let_go`` says when gradients may be freed. FSDP makes them on other streams than the one that is
-            current when they are carried; otherwise the current stream waits for the oldest ones.
+        told: whether the stream that gradients are allocated on calls ``follow`` before it allocates the next one, so
+            that each may be freed at once; otherwise the stream that is current when they are carried waits for the
+            oldest ones.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False) -> None:
@@ -219,7 +221,7 @@ class Carrier:
         self.gone = [self.going.record_event(), self.going.record_event()]  # what was staged in each half
         self.turn = 0
         self.in_flight: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        self.written: set[int] = set()  # where ``coming`` does not know yet that something has arrived
+        self.written: set[int] = set()  # homes of which ``coming`` does not know yet that something has arrived there
 
     def carry(self, gradient: Tensor, home: Tensor, adds: bool) -> None:
         """Copy ``gradient`` to ``home``, or add it to what is there; returns at once.
@@ -246,15 +248,16 @@ class Carrier:
                     staged.copy_(ours)
                 theirs.copy_(staged, non_blocking=True)
                 self.gone[self.turn] = self.going.record_event()
-            self.in_flight.append((gradient, self.gone[self.turn]))
-        if not self.told and len(self.in_flight) > IN_FLIGHT:
+        if self.told:
+            return
+        self.in_flight.append((gradient, self.gone[self.turn]))
+        if len(self.in_flight) > IN_FLIGHT:
             _, done = self.in_flight.popleft()
             current.wait_event(done)  # only then may the memory of the oldest gradient be used again
 
-    def let_go(self) -> None:
-        """Free all gradients that are on their way: the current stream uses their memory once they have arrived."""
+    def follow(self) -> None:
+        """Let the current stream wait until all gradients have left: it may use their memory again."""
         torch.cuda.current_stream(self.device).wait_stream(self.going)
-        self.in_flight.clear()
 
     def bring(self, master: Tensor, target: Tensor) -> None:
         """Copy ``master`` to the device tensor ``target``; what is computed next waits for it."""
@@ -262,7 +265,6 @@ class Carrier:
             staged = self.staging[0, : len(source)]
             staged.copy_(source, non_blocking=True)
             part.copy_(staged)
-        self.coming.wait_stream(torch.cuda.current_stream(self.device))  # to stage there
 
     def wait(self) -> None:
         """Until every gradient has arrived."""
@@ -274,7 +276,8 @@ class Carrier:
 class ReduceAfterCarrying(ReduceScatter):
     """FSDP's reduce-scatter, whose output takes the memory of gradients that have been carried away.
 
-    The stream that FSDP makes gradients on waits for them to have left, and neither the host nor the computation does.
+    FSDP's stream waits for them to have left, and neither the host nor the computation does. They are on their way from
+    another stream where there are replicas, or a hook.
     """
 
     def __init__(self, carrier: Carrier) -> None:
@@ -283,7 +286,7 @@ class ReduceAfterCarrying(ReduceScatter):
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The input, where gradients are computed; then the output, on a stream of FSDP's own."""
         if torch.cuda.current_stream(device) != self.computing:
-            self.carrier.let_go()
+            self.carrier.follow()
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
