@@ -268,15 +268,15 @@ class Data:
     the content of the split does: a run is resumed on the same data only. Without it, the fingerprint is made of the
     size, the lengths and up to 64 samples.
 
-    ``workers`` processes load ahead; a micro-batch that takes one of them more than ``worker_timeout`` seconds ends
-    the run. Up to ``max_bad_samples`` samples, over all splits and ranks, may turn out not to be loadable: they are
-    left out, as if they had no weight. Any of the three may be made a field, and so a flag.
+    ``workers`` processes load ahead (``None``: up to 4 a rank on a GPU); a micro-batch that takes one of them more than
+    ``worker_timeout`` seconds ends the run. Up to ``max_bad_samples`` samples, over all splits and ranks, may turn out
+    not to be loadable: they are left out, as if they had no weight. Any of the three may be a field, and so a flag.
     """
 
     train: Any = None
     val: Any = None
     test: Any = None
-    workers: int = 0
+    workers: int | None = 0
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 

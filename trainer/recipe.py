@@ -296,7 +296,7 @@ class Recipe:
         )
         require_types("", self)
         workers = getattr(self.data, "workers", 0)
-        fits = isinstance(workers, int) and workers <= MOST_WORKERS
+        fits = workers is None or (isinstance(workers, int) and workers <= MOST_WORKERS)
         require(fits, f"data.workers={workers}: each is a process; say an integer of {MOST_WORKERS} at most")
         for key in ("batch_size", "max_steps", "eval_every"):
             if getattr(self, key) is not None:

@@ -17,6 +17,7 @@ from trainer.bad_samples import report_bad_samples
 from trainer.batches import evaluation_cut, evaluation_micro_batches, fill_from_data, loader_of, windows_of
 from trainer.contract import Data
 from trainer.data.loader import Loader
+from trainer.data.workers import decide_workers
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Finding, Quarantine
@@ -180,8 +181,9 @@ def keep_to_budget(recipe: Recipe, device: torch.device) -> None:
 
 
 def _loader(session: Session, split: Any) -> Loader:
-    recipe = session.recipe
-    return loader_of(recipe, split, recipe.data.workers, pin_memory=session.fabric.device.type == "cuda")
+    recipe, world = session.recipe, session.world
+    workers = decide_workers(recipe.data, world.accelerator, world.devices)
+    return loader_of(recipe, split, workers, pin_memory=session.fabric.device.type == "cuda")
 
 
 def training_windows(session: Session) -> Windows:

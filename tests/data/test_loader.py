@@ -1,7 +1,10 @@
 """The loader: the same bits for any number of workers and any cut, and failures that name their sample."""
 
+import os
 import pickle
 import random
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import torch
 from trainer.contract import Data, Groups, Request
 from trainer.data import CIFAR10, Digits
 from trainer.data.loader import Loader, SampleError
+from trainer.data.workers import decide_workers
 from trainer.engine.window import Cut, Windows
 from trainer.errors import RecipeError
 
@@ -250,3 +254,21 @@ def test_each_rank_loads_the_samples_of_its_own_micro_batches_and_no_others(worl
 def test_a_split_travels_to_a_spawned_worker(augmented):
     again = pickle.loads(pickle.dumps(Loader(augmented.test, augmented.collate)))
     assert torch.equal(pixels(again, [Request([1])]), augmented.test[1]["pixel_values"][None])
+
+
+@pytest.mark.parametrize(
+    ("workers", "accelerator", "ranks", "cores", "shared", "decided"),
+    [
+        (None, "cuda", 1, 16, 2e9, 4),
+        (None, "cuda", 8, 16, 2e9, 2),
+        (None, "cuda", 8, 4, 2e9, 0),
+        (None, "cuda", 1, 16, 64e6, 0),
+        (None, "cpu", 1, 16, 2e9, 0),
+        (0, "cuda", 1, 16, 2e9, 0),
+        (9, "cuda", 1, 4, 64e6, 9),
+    ],
+)
+def test_workers_that_nobody_asked_for(monkeypatch, workers, accelerator, ranks, cores, shared, decided):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=shared))
+    assert decide_workers(CIFAR10(workers=workers), accelerator, ranks) == decided

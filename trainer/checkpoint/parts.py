@@ -99,7 +99,9 @@ class HostCopies:
         self.kept = {name: old for name, old in self.kept.items() if name in parts and _alike(old, parts[name].tensor)}
         for name, part in parts.items():
             if name not in self.kept:
-                self.kept[name] = torch.empty(part.tensor.shape, dtype=part.tensor.dtype)
+                self.kept[name] = torch.empty(
+                    part.tensor.shape, dtype=part.tensor.dtype, pin_memory=part.tensor.is_cuda
+                )
             self.kept[name].copy_(part.tensor)
         return _with_tensors(parts, self.kept)
 

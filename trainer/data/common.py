@@ -36,7 +36,7 @@ def check_loading(data: Data) -> None:
     Raises:
         RecipeError: naming the setting.
     """
-    require(data.workers >= 0, f"data.workers={data.workers} must not be negative; 0 loads in the main process")
+    require((data.workers or 0) >= 0, f"data.workers={data.workers} must not be negative; 0 loads in the main process")
     require(
         0 < data.worker_timeout <= MOST_SECONDS,
         f"data.worker_timeout={data.worker_timeout} must be more than 0 seconds, and at most {MOST_SECONDS:,}",

@@ -145,7 +145,7 @@ class FashionMNIST(_Images):
         augment: random changes of training images: none, flip (mirrored half of the time) or crop_flip (also shifted
             by up to 1/8 of the size, the border reflected).
         normalize: subtract and divide by the mean and standard deviation of this dataset, or of imagenet.
-        workers: processes that load data; 0 loads in the main process.
+        workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
         worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
         max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
@@ -156,7 +156,7 @@ class FashionMNIST(_Images):
     val_fraction: float = 0.0
     augment: Augment = "none"
     normalize: Normalize = "dataset"
-    workers: int = 0
+    workers: int | None = None
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 
@@ -195,7 +195,7 @@ class CIFAR10(_Images):
             by up to 1/8 of the size, the border reflected).
         normalize: subtract and divide by the mean and standard deviation of this dataset, or of imagenet, which
             pretrained models expect.
-        workers: processes that load data; 0 loads in the main process.
+        workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
         worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
         max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
@@ -206,7 +206,7 @@ class CIFAR10(_Images):
     val_fraction: float = 0.0
     augment: Augment = "none"
     normalize: Normalize = "imagenet"
-    workers: int = 0
+    workers: int | None = None
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 
@@ -247,7 +247,7 @@ class ImageFolder(_Images):
         augment: random changes of training images: none, flip (mirrored half of the time) or crop_flip (also shifted
             by up to 1/8 of the size, the border reflected).
         cache_dir: folder that remembers which files were found sound; by default that of the datasets library.
-        workers: processes that load data; 0 loads in the main process.
+        workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
         worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
         max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
@@ -257,7 +257,7 @@ class ImageFolder(_Images):
     val_fraction: float = 0.0
     augment: Augment = "none"
     cache_dir: str | None = None
-    workers: int = 0
+    workers: int | None = None
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 

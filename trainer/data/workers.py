@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -10,18 +11,26 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.contract import Request
+from trainer.contract import Data, Request
 from trainer.errors import RunError
 from trainer.processes import become_helper
 from trainer.system.streams import keep_streams
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """How often a wait for a micro-batch is interrupted to see whether the workers live."""
+
+SHARED = Path("/dev/shm")
+SMALL_SHARED = 1e9
+"""Bytes of shared memory below which loading workers may run out of it; containers have 64 MB unless told otherwise."""
+
+MOST = 4
+"""Workers of a rank that nobody asked for."""
 
 HINTS = {
     signal.SIGKILL: "; the kernel does this when memory runs out: lower data.workers, or look into its log",
@@ -33,6 +42,23 @@ EXITED = "; load them with data.workers 0 to see where it is ended"
 
 class WorkerError(RunError):
     """A process that loads data died or hung. The message names it, how it ended and what it was loading."""
+
+
+def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
+    """``data.workers``; where it is left open, as many as can load samples while a GPU computes.
+
+    Processes, and not a thread that loads a window ahead: drawing a sample seeds the generators of its process.
+
+    Args:
+        data: with the wish.
+        accelerator: ``"cpu"``, where they would take the cores that compute, or ``"cuda"``.
+        ranks: on this machine.
+    """
+    if data.workers is not None:
+        return data.workers
+    small = SHARED.is_dir() and shutil.disk_usage(SHARED).free < SMALL_SHARED  # where they hand their batches over
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if accelerator == "cpu" or small else min(MOST, cores // ranks)
 
 
 def load_in_workers(

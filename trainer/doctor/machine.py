@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
+from trainer.data.workers import SHARED, SMALL_SHARED, decide_workers
 from trainer.doctor.finding import GB, Finding, cores, fail, ok, skipped, warning, within
 from trainer.doctor.subject import Subject
 
 DISTRIBUTION = "exactbatch-trainer"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-MEMINFO, SHARED = Path("/proc/meminfo"), Path("/dev/shm")
+MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-SMALL_SHARED = 1e9
-"""Bytes of shared memory below which loading workers may run out of it; containers have 64 MB unless told otherwise."""
 
 SECONDS = 60.0
 """How long a new process may take to import torch and ask each GPU."""
@@ -141,15 +140,16 @@ def available_bytes() -> int | None:
 
 def shared_memory(subject: Subject) -> Iterator[Finding]:
     """Whether workers can hand their batches over, which they do in /dev/shm."""
-    check, workers = "shared memory", subject.recipe.data.workers
+    world = subject.world
+    check, workers = "shared memory", decide_workers(subject.recipe.data, world.accelerator, world.devices)
     if not SHARED.is_dir():
         yield skipped(check, f"there is no {SHARED} on this system")
         return
     free = shutil.disk_usage(SHARED).free
-    text = f"{free / GB:.2f} GB free in {SHARED} for {workers * subject.world.devices} worker(s)"
+    text = f"{free / GB:.2f} GB free in {SHARED} for {workers * world.devices} worker(s)"
     if workers and free < SMALL_SHARED:
         yield warning(check, text, "docker run --shm-size 8g, or --data.workers 0")
-    elif workers * subject.world.devices > cores():
-        yield warning("workers", f"{text} on {cores()} cores", f"--data.workers {cores() // subject.world.devices}")
+    elif workers * world.devices > cores():
+        yield warning("workers", f"{text} on {cores()} cores", f"--data.workers {cores() // world.devices}")
     else:
         yield ok(check, text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,31 @@ def _is_parameter(tensor: Tensor, module: nn.Module) -> bool:
     return any(local(p).untyped_storage().data_ptr() == pointer for p in module.parameters())
 
 
+class Cast(NamedTuple):
+    """What autocast made of a weight, or a view of that: backward casts the weight again."""
+
+    weight: Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Cast | None:
+        """``tensor``, if autograd says that it is one."""
+        whole = tensor if tensor._base is None else tensor._base
+        if whole.grad_fn is None or whole.grad_fn.name() != "ToCopyBackward0":
+            return None
+        weight = getattr(whole.grad_fn.next_functions[0][0], "variable", None)
+        if weight is None or (weight.device, weight.stride()) != (whole.device, whole.stride()):
+            return None
+        return cls(weight, whole.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def again(self) -> Tensor:
+        """The same bits: nobody changes a weight between its forward and its backward."""
+        return self.weight.detach().to(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
 class Saved:
     """One tensor in host memory, which several operations may have saved.
 
@@ -81,11 +106,13 @@ class Shelf:
         self.items: list[Saved] = []
         self.leaving: deque[tuple[Tensor, Saved]] = deque()
 
-    def put(self, tensor: Tensor) -> Tensor | Saved:
+    def put(self, tensor: Tensor) -> Tensor | Saved | Cast:
         """Called by autograd for each tensor that an operation saves."""
         large = tensor.numel() * tensor.element_size() >= self.least_bytes
         if tensor.device.type != self.device.type or not large or _is_expanded(tensor) or self.stays(tensor):
             return tensor
+        if (cast := Cast.of(tensor)) is not None:
+            return cast
         # Queries, keys and values save the same input one after the other.
         for other, saved in self.leaving:
             if _identity(other) == _identity(tensor):
@@ -97,10 +124,12 @@ class Shelf:
         self._send(tensor, saved)
         return saved
 
-    def get(self, ticket: Tensor | Saved) -> Tensor:
+    def get(self, ticket: Tensor | Saved | Cast) -> Tensor:
         """Called by autograd when backward needs the tensor."""
         if isinstance(ticket, Tensor):
             return ticket
+        if isinstance(ticket, Cast):
+            return ticket.again()
         self._let_go(0)
         tensor = self._fetch(ticket)
         if ticket.fetched is not None:
@@ -125,7 +154,9 @@ class Shelf:
         else:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self.stream):
-                saved.host.copy_(tensor, non_blocking=True)
+                # Gaps, as in a slice of packed queries, keys and values, would go through pageable memory.
+                dense = tensor if tensor.stride() == saved.host.stride() else tensor.clone()
+                saved.host.copy_(dense, non_blocking=True)
                 saved.arrived = self.stream.record_event()
         self.leaving.append((tensor, saved))
         self._let_go(IN_FLIGHT)

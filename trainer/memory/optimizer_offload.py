@@ -12,10 +12,13 @@ bit, at half the memory. All others stay in fp32.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -25,8 +28,8 @@ from trainer.memory.plan import Plan
 from trainer.memory.sharding import HALF, local
 from trainer.recipe import Precision
 
-CHUNK = 2**20
-"""Elements that are accumulated at once: 4 MB of device memory in fp32, large enough for the bus."""
+CHUNK = 2**19
+"""Elements that are accumulated at once: 2 MB in fp32, large enough for the bus. One chunk comes while another goes."""
 
 IN_FLIGHT = 2
 """Gradients on their way to the host at most; a third one waits for the first, so that the peak is always the same."""
@@ -115,7 +118,7 @@ class HostGradients(GradientSync):
         self.sharded = any(isinstance(p, DTensor) for p in masters)
         self.reduced = world_size > 1 and not self.sharded  # FSDP has reduced what arrives here
         self.pieces, self.homes = _accumulators(masters, device.type == "cuda")
-        self.carrier = Carrier(device, self.pieces[0].dtype, replicas > 1) if device.type == "cuda" else None
+        self.carrier = Carrier(device, self.pieces[0].dtype, self.sharded) if device.type == "cuda" else None
         self.arrived: set[nn.Parameter] = set()
         for parameter in masters:
             parameter.register_post_accumulate_grad_hook(self._leave)
@@ -127,7 +130,7 @@ class HostGradients(GradientSync):
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is None:  # FSDP may call the hooks of parameters that got none, too
             return
-        gradient, parameter.grad = local(parameter.grad), None
+        gradient, parameter.grad = self._gradient(parameter), None
         home, adds = self.homes[parameter], parameter in self.arrived
         self.arrived.add(parameter)
         if self.carrier is not None:
@@ -136,6 +139,11 @@ class HostGradients(GradientSync):
             home.add_(gradient)
         else:
             home.copy_(gradient)
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        """What has arrived for ``parameter``, where it was computed."""
+        assert parameter.grad is not None
+        return local(parameter.grad)
 
     @torch.no_grad()
     def after(self) -> None:
@@ -196,18 +204,24 @@ def _accumulators(masters: dict[nn.Parameter, Tensor], pinned: bool) -> tuple[li
 class Carrier:
     """Moves tensors between a GPU and pinned host memory, in chunks, beside the computation.
 
+    One chunk comes from the host while the sum of another goes there: the bus has a lane for each way.
+
     Args:
         device: the GPU.
         dtype: of the tensors in host memory.
-        several_streams: whether gradients come from another stream than the one that is current when they are carried:
-            FSDP reduces shards over replicas on one stream, in memory of another one.
+        told: whether the stream that gradients are allocated on calls ``follow`` before it allocates the next one, so
+            that each may be freed at once; otherwise the stream that is current when they are carried waits for the
+            oldest ones.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, several_streams: bool = False) -> None:
-        self.device, self.several_streams = device, several_streams
-        self.stream = torch.cuda.Stream(device)
-        self.staging = torch.empty(CHUNK, dtype=dtype, device=device)
+    def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False) -> None:
+        self.device, self.told = device, told
+        self.coming, self.going = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.staging = torch.empty(2, CHUNK, dtype=dtype, device=device)
+        self.gone = [self.going.record_event(), self.going.record_event()]  # what was staged in each half
+        self.turn = 0
         self.in_flight: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self.written: set[int] = set()  # homes of which ``coming`` does not know yet that something has arrived there
 
     def carry(self, gradient: Tensor, home: Tensor, adds: bool) -> None:
         """Copy ``gradient`` to ``home``, or add it to what is there; returns at once.
@@ -215,35 +229,78 @@ class Carrier:
         The sum is made on the device: host memory is read and written over the bus, and no core of the host is busy.
         """
         current = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
+        self.going.wait_stream(current)
+        if home.data_ptr() in self.written:
+            self.coming.wait_stream(self.going)
+            self.written.clear()
+        self.written.add(home.data_ptr())
+        with torch.cuda.stream(self.going):
             for ours, theirs in _chunks(gradient.reshape(-1), home.view(-1)):
-                staged = self.staging[: len(ours)]
+                self.turn = 1 - self.turn
+                staged = self.staging[self.turn, : len(ours)]
                 if adds:
-                    staged.copy_(theirs, non_blocking=True)
+                    self.coming.wait_event(self.gone[self.turn])
+                    with torch.cuda.stream(self.coming):
+                        staged.copy_(theirs, non_blocking=True)
+                    self.going.wait_stream(self.coming)
                     staged.add_(ours)
                 else:
                     staged.copy_(ours)
                 theirs.copy_(staged, non_blocking=True)
-            self.in_flight.append((gradient, self.stream.record_event()))
+                self.gone[self.turn] = self.going.record_event()
+        if self.told:
+            return
+        self.in_flight.append((gradient, self.gone[self.turn]))
         if len(self.in_flight) > IN_FLIGHT:
             _, done = self.in_flight.popleft()
-            if self.several_streams:
-                done.synchronize()
-            else:
-                current.wait_event(done)  # only then may the memory of the oldest gradient be used again
+            current.wait_event(done)  # only then may the memory of the oldest gradient be used again
+
+    def follow(self) -> None:
+        """Let the current stream wait until all gradients have left: it may use their memory again."""
+        torch.cuda.current_stream(self.device).wait_stream(self.going)
 
     def bring(self, master: Tensor, target: Tensor) -> None:
         """Copy ``master`` to the device tensor ``target``; what is computed next waits for it."""
         for source, part in _chunks(master.view(-1), target.view(-1)):
-            staged = self.staging[: len(source)]
+            staged = self.staging[0, : len(source)]
             staged.copy_(source, non_blocking=True)
             part.copy_(staged)
 
     def wait(self) -> None:
         """Until every gradient has arrived."""
-        self.stream.synchronize()
+        self.going.synchronize()
         self.in_flight.clear()
+        self.written.clear()
+
+
+class ReduceAfterCarrying(ReduceScatter):
+    """FSDP's reduce-scatter, whose output takes the memory of gradients that have been carried away.
+
+    FSDP's stream waits for them to have left, and neither the host nor the computation does. They are on their way from
+    another stream where there are replicas, or a hook.
+    """
+
+    def __init__(self, carrier: Carrier) -> None:
+        self.carrier, self.computing = carrier, torch.cuda.current_stream(carrier.device)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The input, where gradients are computed; then the output, on a stream of FSDP's own."""
+        if torch.cuda.current_stream(device) != self.computing:
+            self.carrier.follow()
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        """As FSDP's own."""
+        return torch.distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+def reduce_after_carrying(module: nn.Module, sync: HostGradients) -> None:
+    """Let FSDP's parts of ``module`` reuse the memory of gradients on a GPU as soon as ``sync`` has carried them."""
+    if sync.carrier is not None and sync.sharded:
+        comm = ReduceAfterCarrying(sync.carrier)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_custom_reduce_scatter(comm)
 
 
 def _chunks(first: Tensor, second: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

@@ -22,7 +22,8 @@ from trainer.memory.compiling import compile_module
 from trainer.memory.initialize import materialise
 from trainer.memory.optimizer import build_optimizer
 from trainer.memory.optimizer_in_backward import AppliedInBackward, OptimizerInBackward
-from trainer.memory.optimizer_offload import HostGradients, take_home
+from trainer.memory.optimizer_offload import HostGradients, reduce_after_carrying, take_home
+from trainer.memory.parameter_offload import StreamedGradients
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.refusals import require_able, require_sparse, sparse_parameters
@@ -116,7 +117,9 @@ def build_updates(
     if stack.masters is not None:
         trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
         optimizer = build_optimizer(list(trained.values()), optim, memory, torch.device("cpu"))
-        return optimizer, HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas)
+        sync = HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas)
+        reduce_after_carrying(stack.module, sync)
+        return optimizer, sync
     parameters = [p for p in stack.module.parameters() if p.requires_grad]
     device = torch.device("cpu") if memory.cpu_offload == "parameters" else fabric.device
     require_sparse(stack.module, optim)
@@ -127,6 +130,10 @@ def build_updates(
     forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
     if plan.deterministic:
         return optimizer, tree_sync(forward_module, parameters, plan.world_size)
+    if memory.cpu_offload == "parameters" and {p.dtype for p in parameters} == {torch.float32}:
+        sync = StreamedGradients(stack.module, parameters, fabric.device, optimizer, plan.world_size, memory.replicas)
+        reduce_after_carrying(stack.module, sync)
+        return optimizer, sync
     return optimizer, gradient_sync(
         forward_module, model, parameters, every_micro_step=bool(memory.sync_every_micro_step), replicas=memory.replicas
     )
