@@ -94,7 +94,7 @@ class Configuration:
         memory = Memory(**{"precision": "bf16-mixed", "micro_batch_size": micro, **self.memory})
         batch_size = micro * self.ranks * (1 if memory.optimizer_in_backward else 2)
         settings: dict[str, Any] = {
-            "optim": Optim("adamw", **self.optim),
+            "optim": Optim(**{"name": "adamw", **self.optim}),
             "memory": memory,
             "batch_size": batch_size,
             "run": Run(**{"evaluate": False, **self.run}),
@@ -110,7 +110,7 @@ class Configuration:
 def out_of_memory_once() -> None:
     """The backward of the second micro-step runs out of memory, and the step is taken again from its beginning."""
 
-    class Recovering(MonitoredStepper):
+    class Recovering(trace.MonitoredStepper):
         hungry = True
 
         def step(self, window: Any) -> Any:
@@ -118,7 +118,6 @@ def out_of_memory_once() -> None:
                 return super().step(window)
             except torch.OutOfMemoryError:
                 self.abandon()
-                self.monitor.tracer.detector.entered["abandoned"] += 1  # type: ignore[attr-defined]
                 return super().step(window)
 
         def losses(self, batch: Any) -> Any:
@@ -200,7 +199,6 @@ OTHERS = {
     "fsdp of 4, meta": Configuration(SHARDED | {"init": "meta"}, ranks=4, model="tower"),
     "deterministic, fsdp of 4": Configuration(SHARDED, ranks=4, run=DETERMINISTIC),
     "deterministic, parameters": Configuration(PARAMETERS, ranks=4, run=DETERMINISTIC),
-    "deterministic, optimizer": Configuration(OPTIMIZER, ranks=4, run=DETERMINISTIC),
     "batches tried first": Configuration(OPTIMIZER | {"micro_batch_size": "auto"}),
     "8-bit state": Configuration({"optimizer_state_bits": 8}),
     "8-bit state, fsdp of 4": Configuration(SHARDED | {"optimizer_state_bits": 8}, ranks=4),
@@ -213,7 +211,6 @@ OTHERS = {
     "bigbird": Configuration(model="bigbird"),
     "batch norm, ddp of 2": Configuration(model="batchnorm", ranks=2),
     "two losses, ddp of 2": Configuration(model="two_losses", ranks=2),
-    "conditional, ddp of 2": Configuration(model="branch", ranks=2),
 }
 
 CONFIGURATIONS = USUAL | OTHERS
@@ -226,7 +223,7 @@ class Watched:
     Args:
         findings: what is wrong, and how often.
         syncs: where the host waited: ``[phase, what, file, function, line, times]``.
-        entered: how often each phase began: forward in every micro-step, step in every optimizer step.
+        entered: how often each phase began, as forward does in every micro-step; a window, and how many were abandoned.
         orders: ``[kind, place]`` of every order between streams, or streams and host, that our own code gave.
         operations: that were launched.
         met: how often the planted fault was met.
@@ -279,6 +276,17 @@ def install(detector: Detector) -> Detector:
     chunks = optimizer_offload._chunks
     trace._Run._first_chunk = lambda run, ours, theirs: chunks(ours, theirs)  # type: ignore[method-assign]
     trace._Run._to_device = _to_device  # type: ignore[method-assign]
+
+    class Counting(MonitoredStepper):
+        def accumulate(self, window: Any) -> Any:
+            detector.entered["window"] += 1
+            return super().accumulate(window)
+
+        def abandon(self) -> None:
+            detector.entered["abandoned"] += 1
+            super().abandon()
+
+    trace.MonitoredStepper = Counting  # type: ignore[misc]
     return detector
 
 

@@ -130,6 +130,13 @@ def host_reads_after_waiting() -> None:
     host + 1
 
 
+def host_writes_what_has_left_pageable_memory() -> None:
+    host = torch.ones(8)
+    device = host.to("cuda")
+    host.copy_(device)
+    host.zero_()
+
+
 def host_writes_what_is_leaving() -> None:
     host = torch.ones(8, pin_memory=True)
     on_device().copy_(host, non_blocking=True)
@@ -166,6 +173,7 @@ PROGRAMS: dict[Callable[[], None], str] = {
     made_on_the_stream_that_fills_it: "",
     host_reads_before_it_has_arrived: "race",
     host_reads_after_waiting: "",
+    host_writes_what_has_left_pageable_memory: "",
     host_writes_what_is_leaving: "race",
     copied_to_pageable_memory: "pageable copy",
     copied_to_other_strides: "pageable copy",

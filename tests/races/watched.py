@@ -95,8 +95,16 @@ class WatchedTracer(Tracer):
         return super().__enter__()
 
     def enter(self, phase: str) -> None:
+        if self.detector.phase == "init" != phase:
+            self._fill_weights()
         self.detector.enter(phase)
         super().enter(phase)
+
+    def _fill_weights(self) -> None:
+        """The planner leaves out what a run reads from files, on the stream that computes."""
+        for storage, block in self.blocks.items():
+            if block.is_new and storage.on_device:
+                self.detector.touch(block, (0, storage.bytes), True, 0, self.detector.launch(0), "reading weights")
 
     def _synchronize(self) -> None:
         detector = self.detector
@@ -187,6 +195,7 @@ class WatchedTracer(Tracer):
     def _touch(self, tensor: Any, writes: bool, stream: int, number: int, name: str) -> None:
         block = self._block(tensor)
         if block is not None and tensor.numel():
+            number = self.detector.launch(HOST) if stream == HOST else number
             self.detector.touch(block, _extent(tensor), writes, stream, number, name)
 
 
