@@ -41,7 +41,7 @@ class StreamedGradients(HostGradients):
         replicas: int = 1,
     ) -> None:
         super().__init__({p: local(p.detach()) for p in parameters}, device, optimizer, world_size, replicas)
-        self.in_one, self.expected = torch.empty(0), 0
+        self.in_one, self.expected, self.unused = torch.empty(0), 0, torch.empty(0)
         self.shards: dict[nn.Parameter, DTensor] = {}
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         part_of = {p: part for part in parts for p in part.parameters() if p.requires_grad}  # the innermost comes last
@@ -52,10 +52,12 @@ class StreamedGradients(HostGradients):
     def _take(self, expected: int, reduced: Tensor) -> None:
         """Called by FSDP with the shards of a part's gradients, one behind the other; gives it host memory instead.
 
-        Nobody writes to that memory, and FSDP, which cuts it up, has nothing left to copy.
+        Nobody reads or writes that memory, the same for all parts. FSDP cuts it up, and has nothing left to copy.
         """
+        if len(self.unused) < len(reduced):
+            self.unused = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu")
         self.in_one, self.expected = reduced.detach(), expected
-        reduced.data = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu")
+        reduced.data = self.unused[: len(reduced)]
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         shard = parameter.grad
