@@ -27,7 +27,6 @@ SYNCS: Allowed = {
     ("forward", "trainer/engine/check.py", "see"): (4, "run"),  # weights of losses, compared in the first step
     ("backward", "trainer/memory/optimizer_offload.py", "wait"): (1, "step"),  # all gradients are in host memory
     ("backward", "trainer/engine/sync.py", "ranks_that_reached"): (2, "step"),  # of DDP, in the first step
-    ("backward", "trainer/memory/optimizer_offload.py", "carry"): (31, "micro-step"),  # of HSDP: one for each gradient
 }
 """Where the host may wait for the device in a step: phase, file and function; how often a run, a step, a micro-step."""
 
@@ -35,19 +34,16 @@ SYNCS_OF_OTHERS: Allowed = {
     ("forward", "transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): (1, "micro-step"),  # any padding?
     ("step", "fsdp/sharded_grad_scaler.py", "unscale_"): (2, "step"),  # of offloaded gradients: was there an overflow?
     ("step", "optim/subclass_8bit.py", "zeros"): (64, "run"),  # the state is made
-}
-"""In libraries, by what only some of the slow configurations use."""
-
-SYNCS_OF_FSDP: Allowed = {
-    ("backward", "_fully_shard/_fsdp_collectives.py", "foreach_reduce"): (64, "step"),
+    # In a fixed order FSDP brings the gradients of streamed parameters to the host itself.
     ("backward", "_fully_shard/_fsdp_param_group.py", "finalize_backward"): (64, "step"),
 }
-"""Of ``cpu_offload parameters``: FSDP waits for each gradient that it adds to one in host memory."""
+"""In libraries, by what only some of the slow configurations use."""
 
 SUPERFLUOUS = {
     # Copies on the stream that computes are right, but not beside the computation.
     ("with stream", "trainer/memory/activation_offload.py", "_send"),
     ("with stream", "trainer/memory/activation_offload.py", "_fetch"),
+    ("with stream", "trainer/memory/optimizer_offload.py", "carry"),
     # From torch 2.15 on: backward ends on the stream of the computation, which waits for FSDP's.
     ("record_stream", "trainer/memory/optimizer_in_backward.py", "_record_norm"),
 }
@@ -92,7 +88,11 @@ def waits(watched: Watched, allowed: Allowed = SYNCS) -> list[str]:
 def check(name: str, watched: Watched) -> None:
     """Nothing is wrong in a configuration."""
     assert watched.operations
-    allowed = SYNCS | (SYNCS_OF_OTHERS if name in OTHERS else {}) | (SYNCS_OF_FSDP if "parameters" in name else {})
+    allowed = (
+        SYNCS
+        | (SYNCS_OF_OTHERS if name in OTHERS else {})
+        | (SYNCS_IN_ORDER if "deterministic, parameters" in name else {})
+    )
     wrong = [*watched.findings, *waits(watched, allowed)]
     assert not wrong, "\n".join(wrong)
 
