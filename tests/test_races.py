@@ -88,11 +88,7 @@ def waits(watched: Watched, allowed: Allowed = SYNCS) -> list[str]:
 def check(name: str, watched: Watched) -> None:
     """Nothing is wrong in a configuration."""
     assert watched.operations
-    allowed = (
-        SYNCS
-        | (SYNCS_OF_OTHERS if name in OTHERS else {})
-        | (SYNCS_IN_ORDER if "deterministic, parameters" in name else {})
-    )
+    allowed = SYNCS | (SYNCS_OF_OTHERS if name in OTHERS else {})
     wrong = [*watched.findings, *waits(watched, allowed)]
     assert not wrong, "\n".join(wrong)
 
