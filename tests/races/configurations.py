@@ -140,6 +140,16 @@ def fetched_in_vain() -> None:
     torch.ones(64, device="cuda").add_(1)
 
 
+def one_gradient_again_and_again() -> None:
+    """Nothing else is carried in between."""
+    carrier = optimizer_offload.Carrier(torch.device("cuda", 0), torch.float32)
+    home = torch.zeros(64, pin_memory=True)
+    for adds in (False, True, True):
+        carrier.carry(torch.ones(64, device="cuda"), home, adds)
+    carrier.wait()
+    home.sum()
+
+
 OPTIMIZER = {"cpu_offload": "optimizer"}
 PARAMETERS = {"cpu_offload": "parameters"}
 ACTIVATIONS = {"activation_offload": True}
@@ -151,6 +161,7 @@ IN_BACKWARD = {"optimizer_in_backward": True}
 DETERMINISTIC = {"deterministic": True}
 
 USUAL = {
+    "one gradient again and again": Configuration(program=one_gradient_again_and_again),
     "activations fetched in vain": Configuration(program=fetched_in_vain),
     "optimizer, fp16, clipped": Configuration(OPTIMIZER | FP16, {"clip_norm": 1.0}, model="layers"),
     "optimizer, out of memory once": Configuration(OPTIMIZER, model="layers", around=out_of_memory_once),
