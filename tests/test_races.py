@@ -40,17 +40,19 @@ SYNCS_OF_OTHERS: Allowed = {
 """In libraries, by what only some of the slow configurations use."""
 
 SUPERFLUOUS = {
-    # Copies on the stream that computes are right, but not beside the computation.
-    ("with stream", "trainer/memory/activation_offload.py", "_send"),
-    ("with stream", "trainer/memory/activation_offload.py", "_fetch"),
-    ("with stream", "trainer/memory/optimizer_offload.py", "carry"),
+    # Copies on the stream that computes, or on the one other, are right, but not beside each other.
+    ("with stream", "trainer/memory/activation_offload.py", "_send"): 1,
+    ("with stream", "trainer/memory/activation_offload.py", "_fetch"): 1,
+    ("with stream", "trainer/memory/optimizer_offload.py", "carry"): 1,
     # From torch 2.15 on: backward ends on the stream of the computation, which waits for FSDP's.
-    ("record_stream", "trainer/memory/optimizer_in_backward.py", "_record_norm"),
+    ("record_stream", "trainer/memory/optimizer_in_backward.py", "_record_norm"): 1,
 }
-"""Orders that may be forgotten without harm: kind, file and function."""
+"""How many orders of a kind may be forgotten in a function without harm."""
 
 ORDERS = ("wait_stream", "wait_event", "synchronize", "with stream", "pin_memory", "record_stream")
 BEFORE_TRAINING = ("init", "saving")
+MOST_TRIED = 3
+"""Configurations, the smallest first, in which a forgotten order may show."""
 
 Seen = Callable[[str], Watched]
 
@@ -123,13 +125,14 @@ def test_no_order_can_be_forgotten(order, seen, process):
             if kind == order:
                 shown_in.setdefault(place, []).append(name)
     assert shown_in
-    unnoticed = []
+    unnoticed: dict[tuple[str, str, str], list[str]] = {}
     for place, names in shown_in.items():
-        file, function = re.match(r"(.*):\d+ \((.*)\)", place).groups()  # type: ignore[union-attr]
-        runs = (process.submit(watch, name, None, (order, place)).result() for name in names)
-        if (order, file, function) not in SUPERFLUOUS and not any(run.findings for run in runs):
-            unnoticed.append(place)
-    assert not unnoticed, f"{order} could be missing without anybody seeing it: {unnoticed}"
+        runs = (process.submit(watch, name, None, (order, place)).result() for name in names[:MOST_TRIED])
+        if not any(run.findings for run in runs):
+            file, function = re.match(r"(.*):\d+ \((.*)\)", place).groups()  # type: ignore[union-attr]
+            unnoticed.setdefault((order, file, function), []).append(place)
+    missed = [places for key, places in unnoticed.items() if len(places) > SUPERFLUOUS.get(key, 0)]
+    assert not missed, f"{order} could be missing without anybody seeing it: {missed}"
 
 
 @pytest.mark.parametrize("plant", UNORDERED, ids=lambda plant: plant.__name__)

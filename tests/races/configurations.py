@@ -23,7 +23,6 @@ from trainer.contract import Data
 from trainer.memory import optimizer_offload
 from trainer.memory.activation_offload import Shelf
 from trainer.memory.monitor import MonitoredStepper
-from trainer.memory.optimizer_offload import Carrier
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP, VisionTransformer
 from trainer.planner import trace
@@ -141,10 +140,11 @@ def fetched_in_vain() -> None:
     torch.ones(64, device="cuda").add_(1)
 
 
-def carried_twice() -> None:
-    """The only gradient of a model, which is added to that of the micro-step before."""
-    carrier, home = Carrier(torch.device("cuda", 0), torch.float32), torch.zeros(64, pin_memory=True)
-    for adds in (False, True):
+def one_gradient_again_and_again() -> None:
+    """Nothing else is carried in between."""
+    carrier = optimizer_offload.Carrier(torch.device("cuda", 0), torch.float32)
+    home = torch.zeros(64, pin_memory=True)
+    for adds in (False, True, True):
         carrier.carry(torch.ones(64, device="cuda"), home, adds)
     carrier.wait()
     home.sum()
@@ -161,8 +161,8 @@ IN_BACKWARD = {"optimizer_in_backward": True}
 DETERMINISTIC = {"deterministic": True}
 
 USUAL = {
+    "one gradient again and again": Configuration(program=one_gradient_again_and_again),
     "activations fetched in vain": Configuration(program=fetched_in_vain),
-    "one gradient carried twice": Configuration(program=carried_twice),
     "optimizer, fp16, clipped": Configuration(OPTIMIZER | FP16, {"clip_norm": 1.0}, model="layers"),
     "optimizer, out of memory once": Configuration(OPTIMIZER, model="layers", around=out_of_memory_once),
     "activations": Configuration(ACTIVATIONS, model="layers"),
