@@ -194,7 +194,7 @@ def test_only_two_functions_start_python():
     using = [path for path in (ROOT / "trainer").rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")]
     assert {path.relative_to(ROOT).as_posix() for path in using} == {"trainer/processes.py", "trainer/trial.py"}
     scripts = [path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch")]
-    assert len(scripts) == 3
+    assert len(scripts) == 4
     assert [path.name for path in scripts if re.search(r"^[^#]*-m trainer", path.read_text(), re.MULTILINE)] == []
 
 

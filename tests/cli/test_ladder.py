@@ -53,6 +53,7 @@ recipe = Recipe(
 """
 CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
 VARIABLES = (*RETURN_FREED_MEMORY, "OMP_NUM_THREADS")
+pytestmark = pytest.mark.timeout(900)  # eight starts of Python, one after the other
 GPU = {"accelerator": "cuda", "devices": 1, "device": "GPU", "device_memory_gb": 80.0}
 
 
@@ -74,7 +75,7 @@ def climbed(recipe_file, tmp_path_factory):
         env={**os.environ, "PYTHONPATH": str(Path(trainer.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         check=False,
     )
     assert process.returncode == 0, process.stderr

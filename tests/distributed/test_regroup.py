@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -40,7 +42,7 @@ def regrouping(monkeypatch):
 
 
 def until(condition) -> bool:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
@@ -75,12 +77,20 @@ def test_the_others_leave_before_the_connections_of_a_rank_break(regrouping, mon
     left = []
     monkeypatch.setattr(Regrouping, "_abort", lambda self: left.append(self.fabric.global_rank))
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(regroup, "SECONDS_BETWEEN_LOOKS", 0.3)
+    slept = []
+
+    def sleep(seconds):
+        if threading.current_thread() is threading.main_thread():
+            slept.append(seconds)
+            assert until(lambda: left == [1])  # on a busy machine later than at the next look
+
+    monkeypatch.setattr(regroup, "time", types.SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     ranks = [regrouping.make(number, "cuda") for number in range(2)]
     ranks[0].done.set()  # its own thread does not matter here
     ranks[0].call("out of memory")
     ranks[0].meet()
     assert left == [1, 0]
+    assert slept == [regroup.SECONDS_BETWEEN_LOOKS]
 
 
 @pytest.mark.parametrize(("recover", "handling"), [(True, "0"), (False, "1")])
