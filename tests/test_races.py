@@ -44,7 +44,7 @@ SYNCS_OF_OTHERS: Allowed = {
 SYNCS_OF_OLD_FSDP: Allowed = {
     ("backward", "_fully_shard/_fsdp_param_group.py", "finalize_backward"): (64, "micro-step")
 }
-"""Before torch 2.13: of streamed parameters, one after the other when backward is over; the first of them waits for all."""
+"""Before torch 2.13: of streamed parameters, one by one when backward is over; the first of them waits for all."""
 
 SUPERFLUOUS = {
     # Copies on the stream that computes, or on the one other, are right, but not beside each other.
