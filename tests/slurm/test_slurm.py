@@ -116,7 +116,7 @@ def test_a_rank_that_fails_before_training_is_not_taken_for_one_that_was_asked_t
     job = submit(*TWO_NODES, recipe=NOT_ON_THE_SECOND)  # the first is sent SIGTERM then, and leaves with 75
     cluster.wait_until(lambda: cluster.state(job.number) == "FAILED", 60)
     assert (cluster.exit_code(job.number), cluster.restarts(job.number)) == ("75:0", 0)
-    assert "srun: error: n2: task 1: Exited with exit code 1" in job.text
+    assert "srun: error: n2: task 1: Exited with exit code 2" in job.text
     assert "srun: error: n1: task 0: Exited with exit code 75" in job.text
 
 
