@@ -142,6 +142,7 @@ def _environment(world: World) -> list[ClusterEnvironment]:
     task = slurm_task(os.environ) if world.launcher == "slurm" else None
     if task is not None:
         os.environ.update(task.variables)  # as those of any other launcher: errors and helpers name ranks by them
+        os.environ.setdefault("MASTER_PORT", str(task.port))
         return [SlurmEnvironment(task)]
     if world.launcher == "ray":
         return [RayEnvironment()]
