@@ -150,16 +150,22 @@ def stacked_run(case: Case) -> dict[str, Any]:
     return {"state": {name: tensor.cpu() for name, tensor in whole_state(stack).items()}, "losses": losses}
 
 
-def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:
-    """Everything that takes steps."""
-    activation_offload.LEAST_BYTES = 0  # the tensors of these models are small
+def launched(plan: Plan) -> Fabric:
+    """Fabric as a run of ``plan`` has it."""
     fabric = Fabric(
         accelerator="cpu",
-        devices=case.world_size,
+        devices=plan.world_size,
         strategy=fabric_strategy(plan, "cpu"),
         plugins=[precision_plugin(plan.memory, "cpu")],
     )
     fabric.launch()
+    return fabric
+
+
+def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:
+    """Everything that takes steps."""
+    activation_offload.LEAST_BYTES = 0  # the tensors of these models are small
+    fabric = launched(plan)
     recipe, samples = case.recipe, case.samples
     module = case.prepared(build_module(fabric, recipe.model, 0, plan))
     stack = apply_stack(fabric, recipe.model, module, plan)

@@ -169,7 +169,8 @@ def _awaited(place: Path) -> dict[str, Any]:
         answer = json.loads(read_regular(place, MOST_BYTES)) if _is_of_this_launch(place, began) else {"decides": None}
         if "decides" not in answer:
             return answer
-        if answer["decides"] is not None and ProcessId.from_dict(answer["decides"]).state() == "gone":
+        first = answer["decides"] and ProcessId.from_dict(answer["decides"])
+        if first and first.is_here() and first.state() == "gone":
             raise RunError("the first rank of this machine was killed while it decided on a plan: nothing is lost")
         time.sleep(0.1)
     raise RunError(f"the first rank of this machine decided on no plan within {MOST_SECONDS:g} s: look at what it says")

@@ -20,6 +20,7 @@ from trainer.recipe import Memory, Recipe
 from trainer.redact import redact_words
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean, settings_of
+from trainer.system.machine import cores
 from trainer.system.text import escaped
 from trainer.trial import RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
 
@@ -262,7 +263,7 @@ class Report:
             "date": self._date,
             "complete": self.complete,
             "settings": self.settings,
-            "machine": {**self.machine, "cores": _cores(), "system": f"{platform.system()} {platform.machine()}"},
+            "machine": {**self.machine, "cores": cores(), "system": f"{platform.system()} {platform.machine()}"},
             "environment": self.environment,
             "versions": self._versions,
             "rungs": [row.to_json() for row in self.rows],
@@ -369,7 +370,3 @@ def _as_flags(wanted: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]
 
 def _as_text(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, (bool, list)) else str(value)
-
-
-def _cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -4,7 +4,6 @@ import itertools
 import shutil
 import subprocess
 import sys
-import types
 import zipfile
 
 import numpy as np
@@ -246,9 +245,8 @@ def test_an_npz_that_comes_to_more_than_the_memory_is_refused(tmp_path):
     at = written.index(b"PK\x01\x02")  # the directory's entry says how large the file becomes
     written[at + 24 : at + 28] = (0xFFFFFFFE).to_bytes(4, "little")
     path.write_bytes(written)
-    memory = types.SimpleNamespace(available=2**32 - 1000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("psutil.virtual_memory", lambda: memory)
+        patch.setattr("trainer.data.images.available_bytes", lambda: 2**32 - 1000)
         with pytest.raises(RecipeError, match=r"bomb\.npz comes to 4\.3 GB, of 4\.3 GB that this machine has free"):
             CIFAR10(root=str(path)).prepare()
 

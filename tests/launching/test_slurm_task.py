@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 
 from trainer.errors import EXIT_REQUEUE, RecipeError
 from trainer.launching.slurm import devices_per_node, require_srun, slurm_task
+from trainer.launching.start import _environment
+from trainer.launching.world import World
 
 STEP = {
     "SLURM_JOB_ID": "17",
@@ -48,6 +51,15 @@ def test_steps_and_jobs_have_ports_of_their_own():
     assert len(set(ports)) == len(ports)
     assert 15000 <= min(ports) <= max(ports) < 25000
     assert task(SLURM_JOB_ID="123456789").port < 25000
+
+
+@pytest.mark.parametrize("wish", [None, "1234"])
+def test_tasks_of_one_node_meet_at_the_port_of_their_step(monkeypatch, wish):
+    for name, text in (STEP | {"MASTER_PORT": wish}).items():
+        monkeypatch.delenv(name, raising=False) if text is None else monkeypatch.setenv(name, text)
+    (told,) = _environment(World("slurm", "cpu", 4))
+    assert os.environ["RANK"] == "3"
+    assert os.environ["MASTER_PORT"] == str(told.main_port) == (wish or str(task().port))
 
 
 @pytest.mark.parametrize(

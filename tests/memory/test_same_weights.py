@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import SingleDeviceStrategy
+from matrix import launched
 from problems import make_model, tokenizer_folder
 from safetensors.torch import save_file
 from torch import nn
@@ -20,7 +21,6 @@ from trainer import Data, Memory, Model, Pretrained, Recipe, RecipeError
 from trainer.memory import sharding
 from trainer.memory.initialize import build_module, build_on_device, built_at_home
 from trainer.memory.plan import Plan, decide_plan
-from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.memory.stack import Stack, apply_stack, whole_state
 from trainer.models import MLP, TextClassifier, VisionTransformer
@@ -170,13 +170,7 @@ def configurations(model: Model, ranks: int) -> list[Plan]:
 
 
 def stack_of(model: Model, plan: Plan) -> Stack:
-    fabric = Fabric(
-        accelerator="cpu",
-        devices=plan.world_size,
-        strategy=fabric_strategy(plan, "cpu"),
-        plugins=[precision_plugin(plan.memory, "cpu")],
-    )
-    fabric.launch()
+    fabric = launched(plan)
     return apply_stack(fabric, model, build_module(fabric, model, SEED, plan), plan, SEED)
 
 

@@ -26,6 +26,7 @@ from trainer.checkpoint.store import write_atomic
 from trainer.errors import RunError, require
 from trainer.own_flags import count
 from trainer.report.summary import versions
+from trainer.system.machine import cores
 
 FLAGS = {
     "trials": "kills in all: half at any instant, half in a save; half as many stops, a twentieth of the rest (20)",
@@ -61,7 +62,7 @@ def chaos(flags: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
     wrong = [name for name in names if name not in FAULTS]
     require(not wrong, f"--only {', '.join(wrong)}: the faults are {', '.join(FAULTS)}")
     trials = count("trials", own.get("trials", "20"))
-    at_once = count("at-once", own.get("at-once", str(len(os.sched_getaffinity(0)))))
+    at_once = count("at-once", own.get("at-once", str(cores())))
     began = time.monotonic()
     for module in PRELOADED:
         import_module(module)
@@ -79,7 +80,7 @@ def chaos(flags: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
         "versions": versions(),
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": cores(),
             "at_once": at_once,
         },
         "faults": faults,

@@ -11,6 +11,7 @@ from zipfile import BadZipFile, ZipFile
 from trainer.contract import Data
 from trainer.data.common import check_loading, hold_out, local_path, reason, require_fraction
 from trainer.errors import RecipeError, require, require_choice, require_positive
+from trainer.system.machine import available_bytes
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -383,14 +384,14 @@ def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:
 
 def _require_room(path: Path) -> None:
     """A zip file of kilobytes may come to terabytes; what its directory says is the most that will be read."""
-    import psutil
-
     try:
         with ZipFile(path) as file:
             size = sum(entry.file_size for entry in file.infolist())
     except (BadZipFile, ValueError, OSError):  # told by who reads it
         return
-    free = psutil.virtual_memory().available
+    free = available_bytes()
+    if free is None:
+        return
     text = f"data.root: {path} comes to {size / 1e9:.1f} GB, of {free / 1e9:.1f} GB that this machine has free"
     require(size < free, f"{text}: use a folder of images")
 

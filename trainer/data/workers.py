@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.contract import Data, Request
 from trainer.errors import RunError
 from trainer.processes import become_helper
+from trainer.system.machine import cores
 from trainer.system.streams import keep_streams
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -57,8 +58,7 @@ def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
     if data.workers is not None:
         return data.workers
     small = SHARED.is_dir() and shutil.disk_usage(SHARED).free < SMALL_SHARED  # where they hand their batches over
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if accelerator == "cpu" or small else min(MOST, cores // ranks)
+    return 0 if accelerator == "cpu" or small else min(MOST, cores() // ranks)
 
 
 def load_in_workers(

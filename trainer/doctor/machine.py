@@ -13,13 +13,12 @@ import torch
 from packaging.requirements import Requirement
 
 from trainer.data.workers import SHARED, SMALL_SHARED, decide_workers
-from trainer.doctor.finding import GB, Finding, cores, fail, ok, skipped, warning, within
+from trainer.doctor.finding import GB, Finding, fail, ok, skipped, warning, within
 from trainer.doctor.subject import Subject
+from trainer.system.machine import available_bytes, cores
 
 DISTRIBUTION = "exactbatch-trainer"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
 
 SECONDS = 60.0
 """How long a new process may take to import torch and ask each GPU."""
@@ -122,20 +121,6 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
         yield warning(check, text, "--checkpoint.asynchronous false, or end other processes")
     else:
         yield ok(check, text)
-
-
-def available_bytes() -> int | None:
-    """What this process and its children may still take, within its control group."""
-    if not MEMINFO.exists():
-        return None
-    entries = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-    if "MemAvailable" not in entries:
-        return None
-    free = int(entries["MemAvailable"].split()[0]) * 1024
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
 
 
 def shared_memory(subject: Subject) -> Iterator[Finding]:

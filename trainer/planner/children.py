@@ -21,6 +21,7 @@ import torch
 
 from trainer.errors import RecipeError, RunError
 from trainer.processes import become_helper
+from trainer.system.machine import cores
 
 Job = Callable[[], Any]
 """Returns something that JSON can hold."""
@@ -98,7 +99,7 @@ def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tup
     Yields:
         The result of a job, or the ``RecipeError`` or :class:`Failed` that it ended with.
     """
-    at_once = at_once or min(_cores(), 8)
+    at_once = at_once or min(cores(), 8)
     waiting = list(enumerate(jobs))
     running: dict[Any, tuple[int, Child]] = {}
     try:
@@ -136,10 +137,6 @@ def _work(job: Job, connection: Connection, sees_gpu: bool, gpu_in_use: bool) ->
     connection.send_bytes(json.dumps(answer).encode())
     connection.close()
     os._exit(0)  # no destructor may touch a GPU that is not there
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _described(error: BaseException) -> str:

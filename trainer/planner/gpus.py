@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainer.errors import RecipeError
+from trainer.system.machine import cores
 
 ACHIEVED = 0.8
 """What a large transfer reaches of a link's nominal rate: 25 of 31.5 GB/s on PCIe 4.0 with pinned memory, 230-240
@@ -117,8 +118,7 @@ def detected_gpu() -> GPU | None:
 def host_as_device() -> GPU:
     """The CPU of this machine as the device of a run. Its rates are rough, and only for ranking plans."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = len(os.sched_getaffinity(0))
-    flops = {"float32": 50e9 * cores, "float64": 25e9 * cores}
+    flops = {"float32": 50e9 * cores(), "float64": 25e9 * cores()}
     return GPU("cpu", "CPU", (0, 0), memory, 20e9, flops, bus=20e9, link=1e9, estimated=True)
 
 
