@@ -191,7 +191,7 @@ def ours(folder: Path, resume: bool) -> None:
     """``trainer fit``, resumed by ``--run.resume auto``."""
     from trainer.cli import run
     from trainer.engine.step import StepResult
-    from trainer.listeners import LoggingListener
+    from trainer.run.listeners import LoggingListener
 
     diary = Diary(folder)
     Writer.write = diary.around(Writer.write)

@@ -77,8 +77,8 @@ class Record:
 
 def resolve(arguments: Sequence[str]) -> Recipe:
     """The recipe that ``trainer fit`` would run with these arguments: a recipe and its flags."""
-    from trainer.flags import RecipeParser, scan
-    from trainer.locate import load_recipe
+    from trainer.commands.flags import RecipeParser, scan
+    from trainer.commands.recipes import load_recipe
     from trainer.settings import change
 
     (reference,), flags = scan(arguments)

@@ -26,8 +26,8 @@ from trainer.memory.initialize import build_module
 from trainer.memory.monitor import Monitor, MonitoredStepper
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.stack import apply_stack, build_updates, whole_state
+from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.predict import prepared
-from trainer.planner.ranks import fake_ranks
 from trainer.planner.trace import draw_samples
 from trainer.recipe import Recipe
 

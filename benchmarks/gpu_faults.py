@@ -21,7 +21,7 @@ from common import RESULTS, Record, table, workplace
 from gpu_rows import FEW_GAPS, TINY, memory
 from planner_runs import probe_gpu
 
-from trainer.trial import Trial, run_trial
+from trainer.commands.measured_run import Trial, run_trial
 
 HERE = Path(__file__).parent
 SECONDS = 470.0

@@ -33,13 +33,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.batches import fill_from_data
+from trainer.commands.recipes import load_recipe
+from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, RunError
-from trainer.faults.reports import report
 from trainer.fit import fit
-from trainer.locate import load_recipe
 from trainer.recipe import Recipe
 from trainer.settings import change
+from trainer.system.reports import report
 
 KEPT = 5
 """Gradients of matrices that are kept whole, from the first to the last; of all others there are the norms."""

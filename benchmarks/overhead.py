@@ -44,8 +44,8 @@ from trainer.faults.watchdog import Watchdog
 from trainer.memory.monitor import Monitor, MonitoredStepper
 from trainer.memory.plan import cut_at
 from trainer.models import MLP
-from trainer.random_state import RandomState
 from trainer.recipe import Memory, Recipe
+from trainer.run.state import RandomState
 
 ACCUMULATE = 4
 MICRO_BATCH_SIZE = 8

@@ -16,15 +16,15 @@ from typing import Any
 
 from common import RESULTS, Record, table
 
-from trainer.flags import RecipeParser
-from trainer.locate import load_recipe
+from trainer.commands.flags import RecipeParser
+from trainer.commands.recipes import load_recipe
 from trainer.memory.plan import decide_plan
-from trainer.memory.units import GB
-from trainer.planner.children import in_children
 from trainer.planner.gpus import host_as_device
 from trainer.planner.predict import predict_here, prepared
 from trainer.planner.target import Target
 from trainer.settings import change
+from trainer.system.children import in_children
+from trainer.system.text import GB
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from planner_configs import LLAMAS, Case
 from recorded_run import read_recording
 
 import trainer
+from trainer.commands.measured_run import Trial, run_trial
 from trainer.errors import RecipeError
 from trainer.planner.recorded import compare
-from trainer.trial import Trial, run_trial
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 

@@ -16,16 +16,16 @@ from typing import Any
 
 from common import Record, resolve, table, workplace
 
-from trainer.locate import load_recipe
+from trainer.commands.recipes import load_recipe
 from trainer.memory.plan import decide_plan
-from trainer.memory.units import GB
-from trainer.planner.children import in_child
 from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import predict_here, prepared
 from trainer.planner.search import plan
 from trainer.planner.target import Target
 from trainer.recipe import Recipe
 from trainer.settings import change
+from trainer.system.children import in_child
+from trainer.system.text import GB
 
 RECIPES = Path(__file__).parent / "recipes"
 GPU_NAME = "a100-80gb"

@@ -18,11 +18,11 @@ from common import resolve
 
 from trainer.errors import require
 from trainer.memory.plan import decide_plan
-from trainer.planner.children import in_children
 from trainer.planner.gpus import GPU
 from trainer.planner.predict import predict_here, prepared
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
+from trainer.system.children import in_children
 
 
 def predict_case(case: dict[str, Any], gpu: GPU) -> dict[str, Any]:

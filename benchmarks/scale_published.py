@@ -21,9 +21,8 @@ from torch import nn
 
 from trainer import Data, Loss, Memory, Model, Optim, Recipe
 from trainer.models.common import classification_loss
-from trainer.planner.cluster import clusters
-from trainer.planner.fabric import interconnects
 from trainer.planner.gpus import gpu_named
+from trainer.planner.network import clusters, interconnects
 from trainer.planner.predict import prepared
 from trainer.planner.scale import Row, Scale, ScaleReport
 from trainer.planner.target import Target

@@ -175,7 +175,7 @@ def child(kind: str, folder: Path, tokenizer: str) -> None:
     import datasets  # noqa: F401 - what is imported is not of the data
     import sklearn.model_selection  # noqa: F401
 
-    import trainer.data.stream
+    import trainer.data.shards
     import trainer.data.tokens  # noqa: F401
 
     data, words = dataset(kind, folder), AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)

@@ -104,7 +104,7 @@ def train(settings: dict[str, Any]) -> str | None:
     """
     from trainer.cli import fit_command
     from trainer.errors import RecipeError, RunError, require
-    from trainer.faults.reports import cause, in_one_line, place_of
+    from trainer.system.reports import cause, in_one_line, place_of
 
     try:
         folder = settings["folder"]

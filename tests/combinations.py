@@ -24,7 +24,7 @@ from trainer.memory.optimizer import OPTIMIZERS
 from trainer.memory.plan import Plan, decide_plan
 from trainer.models.common import classification_loss
 from trainer.recipe import Memory, Optim, Recipe
-from trainer.streaming import stored_in
+from trainer.weights.streaming import stored_in
 
 CLASSES, WIDTH, INNER, PIXELS = 5, 64, 128, 16
 

@@ -67,7 +67,7 @@ def _serve(connection: Any, rank: int, world_size: int, port: int) -> None:
     )
     import torch
 
-    # As in a run: what torch imports when there is a group may refer to it for ever (see trainer.regroup).
+    # As in a run: what torch imports when there is a group may refer to it for ever (see trainer.faults.regroup).
     import trainer.fit  # noqa: F401
 
     torch.set_num_threads(1)

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
+from trainer.commands.recipes import load_recipe
 from trainer.data import ImageFolder, StreamedText, TextFiles
-from trainer.locate import load_recipe
 from trainer.memory.initialize import build_on_meta, materialise
 from trainer.recipe import Memory
 from trainer.settings import settings_of

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from trainer import Memory, Optim, Recipe, RecipeError, Run
+from trainer.commands.recipes import load_recipe
 from trainer.data import Digits
 from trainer.engine.loop import NonFiniteError
 from trainer.fit import evaluate, fit, predict
-from trainer.locate import load_recipe
 from trainer.models import MLP, VisionTransformer
-from trainer.rundir import padding_shares
+from trainer.run.directory import padding_shares
 
 
 def recipe(run_dir, **changes):
@@ -204,7 +204,7 @@ def test_what_the_data_knows_fills_the_model_and_must_agree(tmp_path):
 
 def test_a_run_can_be_evaluated_from_another_folder(tmp_path, monkeypatch):
     from trainer.data import TextFiles
-    from trainer.rundir import with_absolute_paths
+    from trainer.run.directory import with_absolute_paths
 
     (tmp_path / "t.csv").write_text("text,label")
     monkeypatch.chdir(tmp_path)

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from trainer import Memory, Recipe, RecipeError, Run
-from trainer import forecast as forecasting
+from trainer.commands.recipes import load_recipe
 from trainer.errors import RunError
 from trainer.fit import fit
-from trainer.forecast import Forecast, _awaited, _meeting_place, _through_file, forecast, planned
 from trainer.launching.world import World
-from trainer.locate import load_recipe
-from trainer.planner.children import Child
 from trainer.planner.gpus import host_as_device
 from trainer.planner.knobs import applied, combinations, free_knobs, micro_batch_sizes, wants_plan
+from trainer.run import forecast as forecasting
+from trainer.run.forecast import Forecast, _awaited, _meeting_place, _through_file, forecast, planned
+from trainer.system.children import Child
 
 ALONE = World("python", "cpu", 1)
 ONLY_MICRO_BATCHES = [
@@ -145,7 +145,7 @@ def test_other_ranks_fail_as_the_first_one_does(tmp_path, monkeypatch) -> None:
 def test_a_first_rank_that_is_killed_while_it_decides_is_not_waited_for(tmp_path) -> None:
     place = tmp_path / "plan.json"
     code = (
-        "import os; from pathlib import Path; from trainer.forecast import _through_file; "
+        "import os; from pathlib import Path; from trainer.run.forecast import _through_file; "
         f"_through_file(Path({str(place)!r}), lambda: os.kill(os.getpid(), 9))"
     )
     killed = subprocess.run([sys.executable, "-c", code], env=os.environ | {"LOCAL_RANK": "0"}, check=False)
@@ -158,7 +158,7 @@ def test_a_plan_of_an_earlier_launch_is_not_taken(tmp_path, monkeypatch) -> None
     place = tmp_path / "plan.json"
     place.write_text('{"settings": {}}')
     os.utime(place, (time.time() - 10_000, time.time() - 10_000))
-    monkeypatch.setattr("trainer.forecast.MOST_SECONDS", 0.3)
+    monkeypatch.setattr("trainer.run.forecast.MOST_SECONDS", 0.3)
     with pytest.raises(Exception, match="decided on no plan"):
         _awaited(place)
 
@@ -238,7 +238,7 @@ def test_a_process_that_uses_its_gpu_says_why_it_cannot_predict(monkeypatch) -> 
 
 
 def test_a_plan_of_an_earlier_run_of_this_process_is_not_taken(monkeypatch) -> None:
-    monkeypatch.setattr("trainer.forecast._search", lambda recipe, world, say: {"memory.micro_batch_size": size})
+    monkeypatch.setattr("trainer.run.forecast._search", lambda recipe, world, say: {"memory.micro_batch_size": size})
     monkeypatch.delenv("TRAINER_PLANNED", raising=False)
     world, auto = World("python", "cpu", 2), Memory(budget="1GB", micro_batch_size="auto")
     size = 32

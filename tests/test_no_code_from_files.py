@@ -18,8 +18,8 @@ import pytest
 from payloads import code
 
 from trainer.cli import COMMANDS, run
-from trainer.processes import own_code, own_command
-from trainer.trial import probe_machine, run_trial
+from trainer.commands.measured_run import probe_machine, run_trial
+from trainer.system.processes import own_code, own_command
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("trainer", "recipes", "benchmarks")
@@ -33,7 +33,10 @@ ALLOWED = {
     ("benchmarks/kills.py", "importlib.import_module"): "what the ranks need, listed in trainer/chaos/command.py",
     ("benchmarks/hostile.py", "importlib.import_module"): "what the cases need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.load"): "reads what this benchmark has just written",
-    ("trainer/locate.py", "exec_module"): "a recipe is a Python file, and running it is what the user asks for",
+    (
+        "trainer/commands/recipes.py",
+        "exec_module",
+    ): "a recipe is a Python file, and running it is what the user asks for",
 }
 """What may stay, and why. torchvision's reader of CIFAR-10 and torch's writer of memory snapshots are not our code."""
 
@@ -190,9 +193,12 @@ def test_what_is_safe_is_not_found(code):
 
 
 def test_only_two_functions_start_python():
-    """``python -m`` and ``-c`` import from the working directory; see trainer/processes.py."""
+    """``python -m`` and ``-c`` import from the working directory; see trainer/system/processes.py."""
     using = [path for path in (ROOT / "trainer").rglob("*.py") if "sys.executable" in path.read_text(encoding="utf-8")]
-    assert {path.relative_to(ROOT).as_posix() for path in using} == {"trainer/processes.py", "trainer/trial.py"}
+    assert {path.relative_to(ROOT).as_posix() for path in using} == {
+        "trainer/system/processes.py",
+        "trainer/commands/measured_run.py",
+    }
     scripts = [path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch")]
     assert len(scripts) == 4
     assert [path.name for path in scripts if re.search(r"^[^#]*-m trainer", path.read_text(), re.MULTILINE)] == []

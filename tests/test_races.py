@@ -20,7 +20,7 @@ from races.configurations import OTHERS, USUAL, Watched, watch
 from races.faults import UNORDERED, WAITING
 from races.programs import PROGRAMS, verdicts
 
-from trainer.planner.children import in_child
+from trainer.system.children import in_child
 
 Allowed = dict[tuple[str, str, str], tuple[float, str]]
 
@@ -66,7 +66,7 @@ Seen = Callable[[str], Watched]
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
-    """One that has imported everything, and never trained: it can fork (see trainer/planner/children.py)."""
+    """One that has imported everything, and never trained: it can fork (see trainer/system/children.py)."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         yield pool
 

@@ -9,7 +9,7 @@ import pytest
 from shards import write_shards
 
 from trainer.cli import run
-from trainer.locate import load_recipe, packaged_recipes
+from trainer.commands.recipes import load_recipe, packaged_recipes
 
 
 def flags(name, data):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.errors import RecipeError
-from trainer.redact import REDACTED, redact, redact_value, redact_words, refuse_redacted
+from trainer.system.redact import REDACTED, redact, redact_value, redact_words, refuse_redacted
 
 SECRET = "s3cr3tV4lue0123456789abcdef"
 

@@ -10,9 +10,9 @@ import yaml
 from PIL import Image
 
 from trainer.cli import COMMANDS, run
-from trainer.processes import own_code
-from trainer.redact import REDACTED
-from trainer.trial import Trial
+from trainer.commands.measured_run import Trial
+from trainer.system.processes import own_code
+from trainer.system.redact import REDACTED
 
 SECRETS = {
     "--data.url": "https://me:pa55w0rdInUrl@host/x?version=2&sig=sign4tureInUrl",
@@ -182,7 +182,7 @@ def test_no_command_writes_or_prints_a_secret(recipe_file, tmp_path, monkeypatch
 def test_an_error_that_nobody_expected_is_printed_without_secrets():
     code = """
 from trainer import cli
-from trainer.checkpoint_command import checkpoint_command
+from trainer.commands.checkpoint import checkpoint_command
 def fail(argv):
     raise ValueError("https://me:pa55w0rdInUrl@host/x?token=sign4tureInUrl is no address")
 cli._checkpoint = fail

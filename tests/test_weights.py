@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.errors import RecipeError
-from trainer.weights import read_weights
+from trainer.weights.files import read_weights
 
 QUANTISED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
 
@@ -71,7 +71,7 @@ def test_a_large_file_is_mapped_and_not_read(tmp_path):
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 16_000_000_000)
-    from trainer.streaming import WeightFiles, stored_in
+    from trainer.weights.streaming import WeightFiles, stored_in
 
     assert stored_in(path)["a"][1] == (4_000_000_000,)
     with WeightFiles() as files:

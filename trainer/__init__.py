@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 if "LOCAL_RANK" in os.environ:  # a rank ends with what started it, also while it imports
-    from trainer.processes import end_with_launcher
+    from trainer.system.processes import end_with_launcher
 
     end_with_launcher()
 

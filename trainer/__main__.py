@@ -1,4 +1,4 @@
-"""``python -m trainer``, and what a child of this package starts: see :func:`trainer.processes.own_command`."""
+"""``python -m trainer``, and what a child of this package starts: see :func:`trainer.system.processes.own_command`."""
 
 import os
 import sys

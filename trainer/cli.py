@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import trainer
 from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
 from trainer.recipe import Recipe
-from trainer.redact import refuse_redacted
 from trainer.system.environment import number, require_numbers
+from trainer.system.redact import refuse_redacted
 from trainer.system.streams import keep_streams, lost_output
 from trainer.system.text import escaped
 
 if TYPE_CHECKING:
-    from trainer.flags import Flags
+    from trainer.commands.flags import Flags
 
 # What follows the top-level help is imported where it is used, so that `trainer --help` answers at once.
 
@@ -122,7 +122,7 @@ def fit_command(argv: Sequence[str]) -> None:
 
 def _leave_failed_ranks(code: int) -> None:
     """End a rank that failed among several without Python's own end: gloo would abort in it, with another code."""
-    launched = sys.modules.get("trainer.faults.launched")  # else nothing was begun that could abort
+    launched = sys.modules.get("trainer.faults.signals")  # else nothing was begun that could abort
     if code and launched is not None and number("WORLD_SIZE", 1) > 1:
         launched.wait_for_children()
         sys.stdout.flush()
@@ -136,7 +136,7 @@ def _output_lost(argv: Sequence[str]) -> int:
     error = None if trains else lost_output()
     if error is None:
         return 0
-    from trainer.faults.reports import say
+    from trainer.system.reports import say
 
     say(f"stdout: {error.strerror}: the output is not complete")
     return 1
@@ -158,7 +158,7 @@ def _guarded(command: Callable[[], int | None]) -> int:
 
 def _report(error: BaseException) -> int:
     """Print an error whose cause is known, or where it happened in a run; raise any other."""
-    from trainer.faults.reports import place_of, print_traceback, report, say
+    from trainer.system.reports import place_of, print_traceback, report, say
 
     if isinstance(error, RecipeError | RunError | SystemExit) or place_of(error) is not None:
         report(error)
@@ -216,7 +216,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _print_usage() -> None:
-    from trainer.locate import packaged_recipes
+    from trainer.commands.recipes import packaged_recipes
 
     rows = [(f"{name} {command.words}", command.help) for name, command in COMMANDS.items()]
     table = [f"  {line:<26}{text}" if len(line) < 26 else f"  {line}\n{'':28}{text}" for line, text in rows]
@@ -231,14 +231,14 @@ def _run(argv: list[str]) -> int:
 
 
 def _checkpoint(argv: list[str]) -> None:
-    from trainer.checkpoint_command import checkpoint_command
+    from trainer.commands.checkpoint import checkpoint_command
 
     checkpoint_command(argv)
 
 
 def _main(recipe: Recipe) -> None:
-    from trainer.flags import scan
-    from trainer.locate import source_of
+    from trainer.commands.flags import scan
+    from trainer.commands.recipes import source_of
 
     require_numbers()
     _leave_before_training()
@@ -258,8 +258,8 @@ def _main(recipe: Recipe) -> None:
 def _command(name: str, argv: list[str]) -> None:
     if name == "fit":
         _leave_before_training()
-    from trainer.flags import scan
-    from trainer.locate import TRUST, load_recipe
+    from trainer.commands.flags import scan
+    from trainer.commands.recipes import TRUST, load_recipe
 
     lists, switches = _own_flags(name)
     positionals, flags = scan(argv, several=PREDICT_FLAGS if name == "predict" else (), switches=switches)
@@ -282,11 +282,11 @@ def _command(name: str, argv: list[str]) -> None:
 
         doctor_command(resolved, reference, flags)
     elif name == "plan":
-        from trainer.plan_command import plan_command
+        from trainer.commands.plan import plan_command
 
         plan_command(resolved, reference, flags)
     elif name == "ladder":
-        from trainer.ladder import ladder
+        from trainer.commands.ladder import ladder
 
         ladder(resolved, reference, flags)
     elif name == "evaluate":
@@ -298,7 +298,7 @@ def _command(name: str, argv: list[str]) -> None:
 
 
 def _chaos(argv: list[str]) -> None:
-    from trainer.flags import scan
+    from trainer.commands.flags import scan
 
     positionals, flags = scan(argv)
     if positionals:
@@ -315,11 +315,11 @@ def _chaos(argv: list[str]) -> None:
 def _own_flags(name: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """The flags of a command besides those of the recipe, with their help: with a value, and without."""
     if name == "ladder":
-        from trainer.ladder import FLAGS
+        from trainer.commands.ladder import FLAGS
 
         return FLAGS, {}
     if name == "plan":
-        from trainer import plan_command
+        from trainer.commands import plan as plan_command
 
         return plan_command.FLAGS, plan_command.SWITCHES
     if name == "doctor":
@@ -355,8 +355,8 @@ def _resolve(
     switches: Mapping[str, str] | None = None,
 ) -> Recipe | None:
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
-    from trainer.flags import RecipeParser
-    from trainer.locate import config_changes
+    from trainer.commands.flags import RecipeParser
+    from trainer.commands.recipes import config_changes
     from trainer.settings import change, dump_recipe, settings_of
 
     parser = RecipeParser(recipe, usage, lists, switches)
@@ -379,7 +379,7 @@ def _takes(command: str) -> str:
 def _one_positional(command: str, positionals: list[str]) -> str:
     what = _takes(command)
     if not positionals:
-        from trainer.locate import packaged_recipes
+        from trainer.commands.recipes import packaged_recipes
 
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if what == "RECIPE" else ""
         raise RecipeError(f"{command} needs a {what}{known}: see trainer --help")

@@ -171,7 +171,7 @@ class Model:
         """
         if not self.starts_on_meta():
             raise NotImplementedError(f"{type(self).__name__} must define build() -> nn.Module")
-        from trainer.streaming import build_streamed
+        from trainer.weights.streaming import build_streamed
 
         return build_streamed(self)
 

@@ -11,31 +11,31 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.export import load_model
-from trainer.checkpoint.failpoints import require_failpoint
 from trainer.checkpoint.seal import require_run
+from trainer.checkpoint.writer import require_failpoint
 from trainer.contract import Model
-from trainer.engine.algorithms import deterministic_algorithms
+from trainer.engine.deterministic import deterministic_algorithms
 from trainer.engine.forward import Forward
 from trainer.errors import require
-from trainer.faults.guard import guarded
-from trainer.faults.lock import RunLock
-from trainer.forecast import first_here
 from trainer.memory.initialize import built_at_home
-from trainer.memory.snapshot import recorded, snapshot_path
+from trainer.memory.monitor import recorded, snapshot_path
 from trainer.memory.stack import apply_stack
 from trainer.recipe import Recipe
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress, warn
 from trainer.report.summary import Summary
-from trainer.resume import Resumption
-from trainer.rundir import (
+from trainer.run.directory import (
     choose_run_dir,
     report_text,
     written_to,
 )
-from trainer.session import Session, evaluation, open_session
+from trainer.run.forecast import first_here
+from trainer.run.guard import guarded
+from trainer.run.resume import Resumption
+from trainer.run.session import Session, evaluation, open_session
+from trainer.run.training import Training
+from trainer.system.lock import RunLock
 from trainer.system.text import escaped
-from trainer.training import Training
 
 PREDICTION_BATCH = 32
 """Samples that are classified at once: few enough for any machine that can hold the model."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from trainer.contract import Data, Model
 from trainer.errors import require, require_choice, require_positive, require_types
-from trainer.quantities import parse_budget, parse_duration
+from trainer.system.text import parse_budget, parse_duration
 
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]

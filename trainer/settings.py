@@ -15,7 +15,7 @@ import yaml
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
-from trainer.redact import redact_value
+from trainer.system.redact import redact_value
 
 _Node = TypeVar("_Node")
 

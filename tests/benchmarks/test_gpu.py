@@ -24,10 +24,10 @@ from gpu_faults import measure as measure_faults  # noqa: E402
 from gpu_judge import Measured, judge, read_found  # noqa: E402
 from gpu_rows import PARTS, TINY, Row  # noqa: E402
 
+from trainer.commands.measured_run import Trial  # noqa: E402
+from trainer.commands.recipes import load_recipe  # noqa: E402
 from trainer.fit import fit  # noqa: E402
-from trainer.locate import load_recipe  # noqa: E402
 from trainer.settings import change  # noqa: E402
-from trainer.trial import Trial  # noqa: E402
 
 VIT = ROOT / "benchmarks" / "recipes" / "vit_l_16.py"
 BARE = (

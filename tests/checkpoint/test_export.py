@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer.checkpoint import store
 from trainer.checkpoint.export import load_model, load_weights, save_model
-from trainer.checkpoint.store import staged_folder, write_atomic
 from trainer.contract import Model
 from trainer.errors import RecipeError
-from trainer.weights import read_weights
+from trainer.system import files as store
+from trainer.system.files import staged_folder, write_atomic
+from trainer.weights.files import read_weights
 
 
 class Tied(nn.Module):

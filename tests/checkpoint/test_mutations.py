@@ -17,7 +17,7 @@ from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest, verify_files
 from trainer.checkpoint.parts import on_host, share_out, whole
 from trainer.checkpoint.writer import Snapshot, Writer
-from trainer.restore import Found, _open
+from trainer.run.resume import Found, _open
 
 RANKS = 2
 MUTATIONS = 1000

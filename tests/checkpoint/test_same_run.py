@@ -12,13 +12,12 @@ from torch import nn
 
 from trainer import Checkpoint, RecipeError
 from trainer.checkpoint.manifest import Manifest
+from trainer.commands.recipes import load_recipe, packaged_recipes
 from trainer.data import Digits
 from trainer.fit import fit
-from trainer.locate import load_recipe, packaged_recipes
 from trainer.models import MLP, VisionTransformer
-from trainer.origin import flat_settings
 from trainer.recipe import Recipe
-from trainer.same_run import IGNORED, require_same_run
+from trainer.run.identity import IGNORED, flat_settings, require_same_run
 from trainer.settings import _replace, settings_of
 
 

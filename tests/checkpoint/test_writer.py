@@ -30,6 +30,6 @@ def test_the_folder_may_get_its_name_as_soon_as_the_last_sign_is_there(tmp_path,
         if os.path.basename(path) == sign_of(1):  # the first rank was waiting for it
             os.rename(os.path.dirname(path), named)
 
-    monkeypatch.setattr("trainer.checkpoint.store.os.replace", replace_and_name)
+    monkeypatch.setattr("trainer.system.files.os.replace", replace_and_name)
     writer.write(snapshot)
     assert sorted(path.name for path in named.iterdir()) == ["rank-00001.json", "rank-00001.safetensors"]

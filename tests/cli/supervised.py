@@ -9,7 +9,7 @@ from pathlib import Path
 
 from started import StartedRun
 
-from trainer.supervise.journal import newest_step
+from trainer.supervise.attempt import newest_step
 
 RECIPE = """
 import os, signal, time

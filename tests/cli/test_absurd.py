@@ -14,18 +14,18 @@ from PIL import Image
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.cli import _predict, run
+from trainer.commands.flags import _members
+from trainer.commands.recipes import load_recipe, packaged_recipes
 from trainer.data import Digits
 from trainer.engine.loop import count_steps, epoch_at
 from trainer.engine.window import Cut, Windows
 from trainer.errors import RecipeError
-from trainer.flags import _members
 from trainer.launching.slurm import slurm_task
 from trainer.launching.world import detect_world, find_world
-from trainer.locate import load_recipe, packaged_recipes
-from trainer.processes import own_command
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.settings import settings_of
 from trainer.system.environment import NUMBERS, number
+from trainer.system.processes import own_command
 
 SMALL = ["vit_digits", "--model.layers=1", "--model.width=8", "--model.mlp_width=8", "--max_steps=1"]
 QUICK = [*SMALL, "--run.evaluate=false", "--run.predict=false", "--run.accelerator=cpu"]
@@ -306,7 +306,7 @@ def test_a_value_of_too_many_brackets_is_refused(refused):
 PREPARED = """
 import dataclasses
 from trainer.data import Digits
-from trainer.locate import load_recipe
+from trainer.commands.recipes import load_recipe
 class Own(Digits):
     def prepare(self, tokenizer=None):
         super().prepare(tokenizer)

@@ -15,11 +15,11 @@ import torch
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.checkpoint.manifest import Manifest, read_manifest, verify_files
-from trainer.checkpoint_command import find, list_checkpoints, verify_checkpoints
 from trainer.cli import run
+from trainer.commands.checkpoint import find, list_checkpoints, verify_checkpoints
 from trainer.data import Digits
 from trainer.fit import fit
-from trainer.weights import read_weights
+from trainer.weights.files import read_weights
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def copied(finished, tmp_path):
 
 
 def packaged_model():
-    from trainer.locate import load_recipe
+    from trainer.commands.recipes import load_recipe
 
     return load_recipe("vit_digits")[0].model
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_no_fault(copied, capsys,
             os.rename(path, path.with_name(f".{path.name}.0123.gone"))
         return read_manifest(path)
 
-    monkeypatch.setattr("trainer.checkpoint_command.read_manifest", read_late)
+    monkeypatch.setattr("trainer.commands.checkpoint.read_manifest", read_late)
     list_checkpoints([newest, oldest])
     assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [str(newest)]
     os.rename(oldest.with_name(f".{oldest.name}.0123.gone"), oldest)
@@ -143,7 +143,7 @@ def test_one_that_goes_while_its_files_are_read_is_no_fault_either(copied, capsy
         os.rename(folder, folder.with_name(f".{folder.name}.0123.gone"))
         verify_files(folder, manifest)
 
-    monkeypatch.setattr("trainer.checkpoint_command.verify_files", verify_late)
+    monkeypatch.setattr("trainer.commands.checkpoint.verify_files", verify_late)
     verify_checkpoints([path], {})
     assert "removed by its run meanwhile" in capsys.readouterr().out
 

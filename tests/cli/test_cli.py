@@ -11,8 +11,8 @@ import pytest
 
 import trainer
 from trainer.cli import run
+from trainer.commands.recipes import packaged_recipes
 from trainer.errors import RecipeError
-from trainer.locate import packaged_recipes
 
 ROOT = Path(trainer.__file__).parent.parent
 

@@ -14,14 +14,18 @@ from PIL import Image
 from trainer import Checkpoint, Data, Memory, Optim, Recipe, Run
 from trainer.cli import run
 from trainer.data import Digits, ImageFolder, TextFiles
-from trainer.doctor import disk, machine, model, ranks, samples, trial
+from trainer.doctor import machine, samples
+from trainer.doctor import machine as disk
+from trainer.doctor import probes as ranks
+from trainer.doctor import probes as trial
+from trainer.doctor import samples as model
 from trainer.doctor.command import examine
 from trainer.doctor.finding import findings
 from trainer.doctor.subject import Subject
-from trainer.faults.lock import RunLock
 from trainer.launching.world import World
 from trainer.models import TextClassifier, VisionTransformer
 from trainer.planner.predict import prepared
+from trainer.system.lock import RunLock
 
 if not sys.platform.startswith("linux"):
     pytest.skip("forks with the libraries loaded", allow_module_level=True)

@@ -17,11 +17,11 @@ import pytest
 
 import trainer
 from trainer.cli import run
+from trainer.commands.ladder import FLAGS, ON_HOST, baseline, choose, ladder, rungs_of
+from trainer.commands.measured_run import RETURN_FREED_MEMORY, run_trial
+from trainer.commands.recipes import load_recipe
 from trainer.errors import RecipeError
-from trainer.ladder import FLAGS, ON_HOST, baseline, choose, ladder, rungs_of
-from trainer.locate import load_recipe
-from trainer.report.bars import plot_ladder
-from trainer.trial import RETURN_FREED_MEMORY, run_trial
+from trainer.report.plots import plot_ladder
 
 RECIPE = """
 import os, signal
@@ -237,7 +237,7 @@ def test_without_a_gpu_it_is_said_that_offload_has_nothing_to_gain():
 
 FREE_TENSORS = """
 import torch
-from trainer.memory.host import HostMemory
+from trainer.system.machine import HostMemory
 for _ in range(2):  # glibc raises its threshold when the first ones are freed
     tensors = [torch.ones(400_000) for _ in range(200)]
     kept = tensors.pop()

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.cli import run
+from trainer.commands.recipes import load_recipe
 from trainer.errors import RecipeError
-from trainer.locate import load_recipe
 from trainer.recipe import Memory
 from trainer.settings import change, derive_batch, dump_recipe, settings_of
 
@@ -149,7 +149,7 @@ def test_a_yaml_recipe_must_name_its_recipe(tmp_path):
 
 
 def test_a_packaged_recipe_keeps_its_name_by_path_too():
-    from trainer.locate import recipes_folder
+    from trainer.commands.recipes import recipes_folder
 
     by_name, by_path = load_recipe("vit_digits"), load_recipe(str(recipes_folder() / "vit_digits.py"))
     assert by_name[1] == by_path[1] == "vit_digits"

@@ -18,11 +18,10 @@ if not sys.platform.startswith("linux"):
 from cli.supervised import Supervised
 
 from trainer.errors import RecipeError
-from trainer.supervise import memory
-from trainer.supervise.attempt import Attempt, Ending
+from trainer.supervise import attempt as memory
+from trainer.supervise.attempt import Attempt, Ending, known_sizes, ran_out_of_memory
 from trainer.supervise.command import fit_command, split
-from trainer.supervise.memory import known_sizes, ran_out_of_memory
-from trainer.supervise.policy import Policy, Restart, Stop
+from trainer.supervise.supervisor import Policy, Restart, Stop
 
 
 @pytest.fixture

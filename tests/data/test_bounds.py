@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from trainer.commands.yaml_files import load_yaml_file
 from trainer.data import ImageFolder, TextFiles
 from trainer.data.arrays import check_images, read_image
 from trainer.data.rows import MOST_LINE, find_file, find_folders
 from trainer.data.tokens import CHARACTERS_AT_ONCE, LEAST_CHARACTERS, encode
 from trainer.errors import RecipeError
 from trainer.models.hub import from_hub
-from trainer.yaml_files import load_yaml_file
 
 
 def png(path, width, height):

@@ -14,9 +14,7 @@ from torch.utils.data import TensorDataset
 
 from trainer.contract import Data
 from trainer.data import CIFAR10, Digits, ImageFolder, IMDb, TextFiles
-from trainer.data.content import Content
-from trainer.data.fingerprint import fingerprint, split_fingerprint, tokenizer_hash
-from trainer.data.tables import BLOCK, blocks, spread
+from trainer.data.fingerprint import BLOCK, Content, blocks, fingerprint, split_fingerprint, spread, tokenizer_hash
 from trainer.errors import RecipeError
 
 

@@ -11,11 +11,11 @@ from problems import Problem as Samples
 from problems import collate, flat, host_sum, make_fabric, make_model, make_samples
 
 from trainer import Memory, Recipe, Run
-from trainer.batches import evaluation_micro_batches, loader_of, windows_of
 from trainer.cli import run
 from trainer.contract import IGNORED_LABEL, BadSample, Data, Incomplete, Request
 from trainer.data import ImageFolder
 from trainer.data.loader import Loader, SampleError
+from trainer.engine.feed import evaluation_micro_batches, loader_of, windows_of
 from trainer.engine.forward import Forward
 from trainer.engine.order import batch_indices
 from trainer.engine.quarantine import Quarantine, gather_texts
@@ -25,7 +25,7 @@ from trainer.fit import fit
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP
-from trainer.session import Session, evaluation
+from trainer.run.session import Session, evaluation
 
 SIZE, BATCH = 21, 6
 BAD = (0, 3, 4, 11, 20)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from trainer.data.digits import read_digits
-from trainer.data.stratified import stratified_split
+from trainer.data.splits import read_digits, stratified_split
 
 
 @settings(max_examples=60, deadline=None)
@@ -32,7 +31,7 @@ def test_the_split_is_that_of_scikit_learn(labels, fraction, seed):
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_digits_are_those_of_scikit_learn(elsewhere, monkeypatch):
     if elsewhere:
-        monkeypatch.setattr("trainer.data.digits.find_spec", lambda name: None)
+        monkeypatch.setattr("trainer.data.splits.find_spec", lambda name: None)
     digits = load_digits()
     pixels, classes = read_digits()
     assert np.array_equal(pixels, digits.images)

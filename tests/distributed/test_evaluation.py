@@ -13,7 +13,7 @@ from trainer.engine.forward import Forward
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.recipe import Memory, Recipe
-from trainer.session import Session, evaluation
+from trainer.run.session import Session, evaluation
 
 SIZES = [1, 2, 13, 31]
 

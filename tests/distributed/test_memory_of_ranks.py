@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.memory.host import HostMemory
 from trainer.memory.monitor import Monitor
+from trainer.system.machine import HostMemory
 
 BALLAST = 200 * 1000 * 1000
 """Bytes that one rank has more than the other."""

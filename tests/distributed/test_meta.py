@@ -16,13 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer import Memory, Model, Optim, Pretrained, Recipe, Run
-from trainer.blocks import find_blocks
 from trainer.data import Digits
 from trainer.fit import fit
 from trainer.memory.initialize import build_on_device, build_on_meta, materialise
 from trainer.memory.precision import precision_plugin, weights_dtype
 from trainer.models import TextClassifier, VisionTransformer
-from trainer.streaming import WeightFiles, stored_in
+from trainer.weights.blocks import find_blocks
+from trainer.weights.streaming import WeightFiles, stored_in
 
 SEED = 4
 SAVED_CLASSES, CLASSES = 7, 5

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer import Memory, Recipe, Run, regroup, session
+from trainer import Memory, Recipe, Run
 from trainer.contract import Loss
 from trainer.data import Digits
 from trainer.engine.totals import LossTotals
 from trainer.engine.window import Window
+from trainer.faults import regroup
+from trainer.faults.regroup import Regrouping
 from trainer.models import MLP
-from trainer.regroup import Regrouping
+from trainer.run import session
 
 
 @pytest.fixture

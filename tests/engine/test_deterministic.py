@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.contract import BadSample, Data, Incomplete, Model, Request
-from trainer.engine.algorithms import CUBLAS, deterministic_algorithms
-from trainer.engine.deterministic import tree_sync
+from trainer.engine.deterministic import CUBLAS, deterministic_algorithms, tree_sync
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.window import Window, Windows
 from trainer.errors import RecipeError, RunError

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.engine.reproducible_norm import reproducible_norm
-from trainer.engine.tree import PartialSums, tree_sum
+from trainer.engine.deterministic import PartialSums, reproducible_norm, tree_sum
 from trainer.engine.window import Cut, Windows, cut_batch
 
 

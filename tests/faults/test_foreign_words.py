@@ -23,7 +23,7 @@ from trainer.faults.place import Place
 from trainer.faults.watchdog import Watchdog
 from trainer.launching.loopback import loopback_store
 from trainer.memory.monitor import Monitor
-from trainer.processes import ProcessId
+from trainer.system.processes import ProcessId
 
 PLACE = Place(1, 3, "forward", (1, 2)).to_dict()
 GARBAGE = [

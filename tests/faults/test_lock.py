@@ -14,13 +14,13 @@ import time
 import pytest
 
 from trainer.errors import RecipeError
-from trainer.faults.lock import RunLock
-from trainer.processes import boot_id
+from trainer.system.lock import RunLock
+from trainer.system.processes import boot_id
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from trainer.faults.lock import RunLock
+from trainer.system.lock import RunLock
 line = RunLock(Path(sys.argv[1])).acquire()
 print(line or "held", flush=True)
 time.sleep(60)

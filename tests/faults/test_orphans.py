@@ -27,8 +27,8 @@ time.sleep(60)
 
 WATCHES = """
 import subprocess, sys, time
-from trainer.faults.launched import end_start_watch, watch_start
-from trainer.processes import ProcessId
+from trainer.faults.signals import end_start_watch, watch_start
+from trainer.system.processes import ProcessId
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE)
 started = []
 watch_start(started, {})
@@ -146,13 +146,13 @@ def test_a_rank_that_another_launcher_started_is_missed_before_training_too():
     code = """
 import json, subprocess, sys, time
 from trainer.faults import launched
-from trainer.processes import ProcessId
+from trainer.system.processes import ProcessId
 launched.SECONDS_TO_FAIL = 0.5
 other = json.loads(subprocess.run([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE).stdout)
 launched.watch_start([], {1: ProcessId.from_dict(other)})
 time.sleep(60)
 """
-    other = "import json; from trainer.processes import ProcessId; print(json.dumps(ProcessId.own().to_dict()))"
+    other = "import json; from trainer.system.processes import ProcessId; print(json.dumps(ProcessId.own().to_dict()))"
     done = subprocess.run(
         [sys.executable, "-c", code, other],
         stderr=subprocess.PIPE,

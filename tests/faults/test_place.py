@@ -12,10 +12,10 @@ from trainer.data import Digits
 from trainer.errors import RecipeError, RunError
 from trainer.faults.black_box import BlackBox, open_box, read_box
 from trainer.faults.place import Place
-from trainer.faults.reports import cause, note_place, place_of, report
 from trainer.fit import fit
 from trainer.memory.monitor import Monitor
 from trainer.models import VisionTransformer
+from trainer.system.reports import cause, note_place, place_of, report
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_run_knows_its_samples_in_every_phase(tmp_path, monkeypatch):
         Watching.monitor = Monitor(device)
         return Watching.monitor
 
-    monkeypatch.setattr("trainer.session.Monitor", make)
+    monkeypatch.setattr("trainer.run.session.Monitor", make)
     data = Digits(test_fraction=0.97)
     run = Run(dir=str(tmp_path / "run"), progress=False)
     fit(Recipe(model=model, data=data, batch_size=24, max_steps=2, memory=Memory(micro_batch_size=8), run=run))

@@ -15,8 +15,7 @@ import pytest
 
 from trainer.faults.signals import StopSignals, stop_signals
 from trainer.supervise.command import FitCommand
-from trainer.supervise.policy import Policy
-from trainer.supervise.supervisor import Supervisor
+from trainer.supervise.supervisor import Policy, Supervisor
 
 WAIT = """
 import time
@@ -96,7 +95,7 @@ with StopSignals() as signals:
 
 def test_helpers_and_data_workers_do_not_hear_of_a_closed_terminal():
     from trainer.data.workers import _begin
-    from trainer.processes import become_helper
+    from trainer.system.processes import become_helper
 
     for begin in (become_helper, partial(_begin, 0)):
         reader, writer = os.pipe()

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from trainer import Memory, Run
+from trainer.commands.recipes import load_recipe
 from trainer.fit import fit
-from trainer.locate import load_recipe
 from trainer.models import VisionTransformer
 
 STEPS = 3

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, TCPStore
 from trainer.errors import RecipeError, RunError
 from trainer.launching.loopback import ADDRESS, gather_here, keep_to_loopback, loopback_store
 from trainer.launching.world import World
-from trainer.processes import ProcessId
+from trainer.system.processes import ProcessId
 
 if not sys.platform.startswith("linux"):
     pytest.skip("reads /proc", allow_module_level=True)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from trainer.agreement import Agreement, from_all, from_first
 from trainer.errors import RecipeError, RunError
-from trainer.launching import shared_dir
 from trainer.launching.meeting import INTERFACE, interface_of, meet, route_to
 from trainer.report.summary import versions
+from trainer.run import directory as shared_dir
+from trainer.run.session import Agreement, from_all, from_first
 
 
 def port():

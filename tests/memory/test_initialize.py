@@ -23,7 +23,7 @@ from trainer.memory.initialize import build_on_device, build_on_meta, materialis
 from trainer.memory.plan import decide_plan
 from trainer.memory.precision import precision_plugin, weights_dtype
 from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
-from trainer.streaming import PIECE, WeightFiles, skeleton_on_meta, stored_in
+from trainer.weights.streaming import PIECE, WeightFiles, skeleton_on_meta, stored_in
 
 CPU = torch.device("cpu")
 SEED = 3

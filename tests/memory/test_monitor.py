@@ -21,13 +21,12 @@ from trainer.engine.events import Counters
 from trainer.engine.loop import evaluate
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import MicroBatch, Window
-from trainer.listeners import ProgressListener, Stopwatch
-from trainer.memory.host import HostMemory, process_peak
-from trainer.memory.leak import LeakCheck
-from trainer.memory.monitor import LONGEST_HISTORY, PHASES, Monitor, MonitoredStepper
-from trainer.memory.units import GB, MB
+from trainer.memory.monitor import LONGEST_HISTORY, PHASES, LeakCheck, Monitor, MonitoredStepper
 from trainer.models.common import classification_loss
 from trainer.report.progress import Progress
+from trainer.run.listeners import ProgressListener, Stopwatch
+from trainer.system.machine import HostMemory, process_peak
+from trainer.system.text import GB, MB
 
 BALLAST = 200 * 1000 * 1000
 MOST = 0.8 * BALLAST / GB
@@ -245,7 +244,7 @@ def test_without_proc_the_peak_of_the_process_is_all_there_is(tmp_path):
 
 def test_the_peak_of_a_process_does_not_begin_with_that_of_its_parent():
     parent = process_peak()
-    code = "from trainer.memory.host import process_peak; print(process_peak())"
+    code = "from trainer.system.machine import process_peak; print(process_peak())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 100 * MB < 200 * MB < parent  # the parent has torch, the child has not
 

@@ -16,7 +16,7 @@ from trainer.memory.activation_offload import Shelf
 from trainer.memory.optimizer_offload import PIECE, Carrier, ReduceAfterCarrying, _accumulators
 from trainer.memory.plan import decide_plan
 from trainer.memory.precision import precision_plugin
-from trainer.planner.streams import FakeEvent, FakeStream, OnStream
+from trainer.planner.fake_patches import FakeEvent, FakeStream, OnStream
 from trainer.recipe import Memory
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 
 from trainer import Memory, Optim, Recipe
 from trainer.cli import run
+from trainer.commands.flags import RecipeParser, scan
 from trainer.contract import Data
-from trainer.flags import RecipeParser, scan
 from trainer.memory.oom import describe_oom, is_out_of_memory, next_knobs, sample_lengths, shapes_of
 from trainer.memory.plan import decide_plan, plan_warnings
 from trainer.models import MLP

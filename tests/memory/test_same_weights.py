@@ -25,7 +25,7 @@ from trainer.memory.sharding import fabric_strategy
 from trainer.memory.stack import Stack, apply_stack, whole_state
 from trainer.models import MLP, TextClassifier, VisionTransformer
 from trainer.models.lora import LoRA
-from trainer.streaming import stored_in
+from trainer.weights.streaming import stored_in
 
 SEED = 6
 TYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.memory import activation_offload, optimizer_offload
-from trainer.planner.streams import FakeEvent, FakeStream, OnStream
+from trainer.planner.fake_patches import FakeEvent, FakeStream, OnStream
 
 CPU = torch.device("cpu")
 

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 from trainer import RecipeError
-from trainer.blocks import find_blocks
 from trainer.checkpoint.export import load_model, save_model
 from trainer.engine.step import Stepper
 from trainer.engine.window import Windows, decide_cut
 from trainer.models import LoRA, TextClassifier
 from trainer.models.lora import merged_state
+from trainer.weights.blocks import find_blocks
 
 MODELS = ["vit", "distilbert", "bigbird"]
 FIRST_TARGETS = {

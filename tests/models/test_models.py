@@ -12,11 +12,11 @@ import torchvision
 from problems import flat, make_model, tokenizer_folder
 from safetensors.torch import load_file, save_file
 
-from trainer.blocks import find_blocks
 from trainer.errors import RecipeError
-from trainer.memory.checkpointing import checkpoint_blocks
+from trainer.memory.activation_checkpointing import checkpoint_blocks
 from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
 from trainer.models.bigbird import use_fused_attention
+from trainer.weights.blocks import find_blocks
 
 SMALL = {"patch_size": 4, "layers": 3, "heads": 2, "width": 16, "mlp_width": 32}
 

@@ -13,10 +13,10 @@ import torch
 from zoo import ALL, Case, Outcome, ZooOfTransformers, collate, error, make, run, samples
 
 from trainer import Memory, Optim
-from trainer.blocks import as_it_came, describe_blocks, find_blocks, switch_cache_off
 from trainer.errors import RecipeError
-from trainer.memory.checkpointing import checkpoint_blocks
+from trainer.memory.activation_checkpointing import checkpoint_blocks
 from trainer.models.common import head_parameters
+from trainer.weights.blocks import as_it_came, describe_blocks, find_blocks, switch_cache_off
 
 RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
 REFUSED = {

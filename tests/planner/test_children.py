@@ -18,11 +18,11 @@ from traced import Own, own_recipe
 
 from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
-from trainer.planner import machine
-from trainer.planner.children import Child, Failed, in_child, in_children
+from trainer.planner import target as machine
+from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import predict
-from trainer.planner.ranks import fake_ranks
+from trainer.system.children import Child, Failed, in_child, in_children
 
 
 def refuse() -> None:

@@ -9,16 +9,15 @@ import pytest
 from tiny import target_of
 from traced import own_recipe, traces
 
-from trainer.batches import windows_of
 from trainer.data.loader import Loader
+from trainer.engine.feed import windows_of
 from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
 from trainer.planner.blocks import AllocatorSettings
 from trainer.planner.events import Trace
 from trainer.planner.knobs import micro_batch_sizes
-from trainer.planner.partial_sums import most_sums
 from trainer.planner.replay import replay
-from trainer.planner.trace import draw_samples, trace_run
+from trainer.planner.trace import draw_samples, most_sums, trace_run
 from trainer.recipe import Memory, Recipe, Run
 
 WAYS = [("single", 1), ("ddp", 2), ("fsdp", 2)]

@@ -14,9 +14,9 @@ from tiny import MODELS, prediction_of, recipe_of, target_of
 
 from trainer.errors import RecipeError
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.children import in_children
 from trainer.planner.predict import predict_here
 from trainer.recipe import Memory, Optim, Recipe
+from trainer.system.children import in_children
 
 PACKAGES = ("torchao", "timm", "peft")
 OTHERS = ("place", "optim", "clip_norm", "accumulate", "model")

@@ -7,11 +7,10 @@ import math
 import pytest
 
 from trainer.errors import RecipeError
-from trainer.planner.cost import KERNEL, LAUNCH, MEMORY
+from trainer.planner.cost import KERNEL, LAUNCH, MEMORY, TAKES_WEIGHTS, Timeline, step_cost
 from trainer.planner.events import Trace, Work
-from trainer.planner.fabric import BASE, NVLINK_HOP, RDMA_HOP, Group, group_of, interconnects, sent
 from trainer.planner.gpus import ACHIEVED, gpu_named
-from trainer.planner.timeline import TAKES_WEIGHTS, Timeline, step_cost
+from trainer.planner.network import BASE, NVLINK_HOP, RDMA_HOP, Group, group_of, interconnects, sent
 
 A100 = gpu_named("a100-80gb")
 (HDR,) = interconnects("ib-hdr", A100)

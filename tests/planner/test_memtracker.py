@@ -20,12 +20,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torchvision.models import VisionTransformer
 
-from trainer.planner.children import in_child
 from trainer.planner.events import Event
 from trainer.planner.gpus import gpu_named
 from trainer.planner.target import Target
 from trainer.planner.trace import tracing
-from trainer.streaming import allocate, on_meta
+from trainer.system.children import in_child
+from trainer.weights.streaming import allocate, on_meta
 
 TARGET = Target(gpu_named("a100-80gb"))
 CLASSES, WORDS, LENGTH, WIDTH = 10, 1000, 96, 128

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from trainer.locate import load_recipe
+from trainer.commands.measured_run import RETURN_FREED_MEMORY
+from trainer.commands.recipes import load_recipe
 from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import host_as_device
 from trainer.planner.predict import CPU_BUFFERS, predict, prepared
 from trainer.planner.target import Target
-from trainer.trial import RETURN_FREED_MEMORY
 
 RECIPE = '''
 """A Vision Transformer of 10.9 million weights on 256 patches, three steps of four images."""

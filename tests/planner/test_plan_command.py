@@ -16,12 +16,12 @@ import torch
 
 from trainer import PlanReport, plan
 from trainer.cli import run
-from trainer.locate import load_recipe
-from trainer.plan_command import FLAGS, SWITCHES, fit_command
+from trainer.commands.plan import FLAGS, SWITCHES, fit_command
+from trainer.commands.recipes import load_recipe
 from trainer.planner.gpus import GPUS
 from trainer.planner.report import Candidate
-from trainer.report import plan_plot
-from trainer.report.plan_plot import plot_plan
+from trainer.report import plots as plan_plot
+from trainer.report.plots import plot_plan
 
 A100 = ("--gpu", "a100-80gb")
 FEW = ("--memory.activation_checkpointing", "full", "--memory.cpu_offload", "optimizer")

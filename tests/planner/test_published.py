@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from published import ROWS
 
-from trainer.planner.children import in_children
+from trainer.system.children import in_children
 
 TOLERANCE = 0.03
 

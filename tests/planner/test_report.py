@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.locate import load_recipe
+from trainer.commands.recipes import load_recipe
 from trainer.memory.plan import Plan
 from trainer.planner import search as searching
 from trainer.planner.predict import Prediction

@@ -12,13 +12,12 @@ from traced import BLOCKS, CLASSES, INNER, WIDTH, own_recipe, traced
 
 from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
-from trainer.planner.cluster import Cluster, clusters, strategies
+from trainer.planner.cost import StepCost
 from trainer.planner.events import Trace
-from trainer.planner.fabric import interconnects
+from trainer.planner.network import Cluster, clusters, interconnects, strategies
+from trainer.planner.predict import Scaled, cost_of, traffic_of
 from trainer.planner.scale import Row, Scale, ScaleReport, best_of, guess, size_of
 from trainer.planner.scale_text import fastest, refused, table, to_json, verdict
-from trainer.planner.scaled import Scaled, cost_of, traffic_of
-from trainer.planner.timeline import StepCost
 from trainer.recipe import Memory
 
 FLOAT = 4

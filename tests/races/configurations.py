@@ -26,11 +26,11 @@ from trainer.memory.monitor import MonitoredStepper
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP, VisionTransformer
 from trainer.planner import trace
-from trainer.planner.children import in_child
 from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import prepared
 from trainer.planner.target import Target
 from trainer.recipe import Memory, Optim, Recipe, Run
+from trainer.system.children import in_child
 
 Plant = Callable[[], list[Any]]
 """Changes our code, and returns a list that grows whenever what was changed is met."""

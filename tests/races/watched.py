@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from trainer.planner.patches import is_paused
-from trainer.planner.streams import FakeEvent, FakeStream, OnStream
+from trainer.planner.fake_patches import FakeEvent, FakeStream, OnStream, is_paused
 from trainer.planner.tracer import Storage, Tracer
 
 aten = torch.ops.aten

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer.bad_samples import report_bad_samples
 from trainer.checkpoint.manifest import Manifest
 from trainer.cli import _guarded, run
 from trainer.contract import BadSample
@@ -20,14 +19,15 @@ from trainer.doctor.finding import ok, warning
 from trainer.engine.quarantine import Finding, Quarantine
 from trainer.errors import Stopped
 from trainer.faults.peers import Told
-from trainer.faults.reports import note_place, report
 from trainer.faults.watchdog import PeerError
 from trainer.fit import predict
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
-from trainer.rundir import report_text
-from trainer.supervise.journal import Journal
+from trainer.run.directory import report_text
+from trainer.run.listeners import report_bad_samples
+from trainer.supervise.attempt import Journal
 from trainer.supervise.supervisor import announce
+from trainer.system.reports import note_place, report
 
 NAME = "a\x1b[2J\x1b]0;b\x07\x9b2J\u202ec\udcff\r\ntrainer: error: forged"
 IN_UTF8 = NAME.replace("\udcff", "")

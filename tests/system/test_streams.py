@@ -127,7 +127,7 @@ if __name__ == "__main__":
 def clean():
     """Forks of a process that has imported everything and done nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.fit", "trainer.flags"])
+    context.set_forkserver_preload(["trainer.fit", "trainer.commands.flags"])
     return context
 
 
@@ -148,7 +148,7 @@ def as_started(argv: list[str], ways: dict[int, str], workers: str, as_script: b
     try:
         code = 0
         if as_script:
-            from trainer.locate import import_recipe
+            from trainer.commands.recipes import import_recipe
 
             sys.argv = ["own.py", *argv[2:]]
             sys.modules["__main__"].__file__ = argv[1]

@@ -22,10 +22,10 @@ from trainer.chaos.faults import FAULTS
 from trainer.chaos.forks import in_forks
 from trainer.chaos.run import ForkedRun, Shape
 from trainer.chaos.trial import Outcome, Trial
-from trainer.checkpoint.store import write_atomic
+from trainer.commands.flags import count
 from trainer.errors import RunError, require
-from trainer.own_flags import count
 from trainer.report.summary import versions
+from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 
 FLAGS = {
@@ -36,7 +36,14 @@ FLAGS = {
     "at-once": "trials that go on at the same time (default: as many as there are cores)",
 }
 
-PRELOADED = ("trainer.fit", "trainer.flags", "matplotlib.pyplot", "sklearn.datasets", "sklearn.metrics", "tensorboard")
+PRELOADED = (
+    "trainer.fit",
+    "trainer.commands.flags",
+    "matplotlib.pyplot",
+    "sklearn.datasets",
+    "sklearn.metrics",
+    "tensorboard",
+)
 """What every run imports: once here instead of once a rank."""
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.processes import end_with_parent
+from trainer.system.processes import end_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 """Of prctl(2)."""

@@ -8,7 +8,7 @@ import time
 from trainer.chaos.compare import newest_step
 from trainer.chaos.run import ForkedRun
 from trainer.chaos.trial import STEPS, Trial
-from trainer.checkpoint.failpoints import NAMES, VARIABLE
+from trainer.checkpoint.writer import NAMES, VARIABLE
 from trainer.errors import EXIT_REQUEUE
 
 OF_EVERY_RANK = ("before tensors", "after tensors", "after sign")

@@ -192,8 +192,8 @@ class ForkedRun:
 
 
 def _be_rank(arguments: list[str], environment: Mapping[str, str], samples: Path, plots: bool) -> int:
-    from trainer import rundir
     from trainer.cli import entry
+    from trainer.run import directory as rundir
 
     os.environ.update(environment)
     _prepare_torch()

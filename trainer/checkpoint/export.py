@@ -14,13 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.blocks import as_it_came
 from trainer.checkpoint.seal import seal_folder
-from trainer.checkpoint.store import write_atomic
 from trainer.errors import RunError, require
-from trainer.redact import redact_value
-from trainer.system.files import staged_file
-from trainer.weights import read_weights, shortened
+from trainer.system.files import staged_file, write_atomic
+from trainer.system.redact import redact_value
+from trainer.weights.blocks import as_it_came
+from trainer.weights.files import read_weights, shortened
 
 if TYPE_CHECKING:
     from trainer.contract import Model

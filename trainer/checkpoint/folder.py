@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, folder_name, read_manifest
-from trainer.checkpoint.store import swap_in
 from trainer.errors import RunError, require
-from trainer.system.files import aside, remove, sync_to_disk
+from trainer.system.files import aside, remove, swap_in, sync_to_disk
 
 NAME = re.compile(r"step-\d{8,}")
 MARGIN = 2**20

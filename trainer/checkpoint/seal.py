@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manifest import MOST_BYTES, CorruptCheckpoint
-from trainer.checkpoint.store import write_atomic
-from trainer.system.files import hash_file, read_regular
+from trainer.system.files import hash_file, read_regular, write_atomic
 
 FILES = "files.json"
 """In a folder, beside the files: bytes and sha256 of each."""

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from trainer.data.cache import content_of
 from trainer.data.common import reason
-from trainer.data.content import Content
+from trainer.data.fingerprint import Content
 from trainer.errors import RecipeError
 from trainer.system.files import open_regular, read_regular
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from trainer.data.tables import MOST_BYTES, spread
+from trainer.data.fingerprint import MOST_BYTES, spread
 from trainer.errors import RecipeError
 from trainer.system.files import hash_file, open_regular, read_regular, staged_file
 from trainer.system.text import escaped

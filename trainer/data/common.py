@@ -63,7 +63,7 @@ def hold_out(labels: Sequence[int], fraction: float, key: str) -> tuple[list[int
     """
     if fraction == 0:
         return list(range(len(labels))), []
-    from trainer.data.stratified import stratified_split
+    from trainer.data.splits import stratified_split
 
     try:
         return stratified_split(labels, fraction, _SPLIT_SEED)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import struct
+import sys
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from trainer.contract import Data
-from trainer.data.content import Content
-from trainer.data.generators import generators_kept, seed_generators
-from trainer.data.tables import add_rows, blocks, spread
+from trainer.data.loader import generators_kept, seed_generators
 from trainer.errors import require
 
 SAMPLES = 64
@@ -113,3 +118,154 @@ def tokenizer_hash(tokenizer: Any) -> str | None:
         content.add(json.dumps(tokenizer.get_vocab(), sort_keys=True))
         content.add(getattr(tokenizer, "bpe_ranks", None))
     return content.hexdigest()
+
+
+# A hash of content: of numbers, texts, tensors and nests of them, the same in every process and on every machine.
+
+DEEPEST = 16
+"""How deep a nest may be: a sample that refers to itself must not be followed for ever."""
+
+
+class Content:
+    """A sha256 that is fed with values. Kind, size and order of values count, the order of a mapping's keys does not.
+
+    Args:
+        values: what to begin with.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self._hash = hashlib.sha256()
+        for value in values:
+            self.add(value)
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+    def add(self, value: Any, depth: int = 0) -> None:
+        """Feed ``value``. Of an object of another kind than the usual ones, the type's name and attributes count."""
+        if value is None or isinstance(value, bool):
+            self._put("constant", repr(value).encode())
+        elif isinstance(value, int):
+            self._put("int", str(value).encode())
+        elif isinstance(value, float):
+            self._put("float", struct.pack("<d", value))
+        elif isinstance(value, str):
+            self._put("text", value.encode("utf-8", "surrogatepass"))
+        elif isinstance(value, bytes | bytearray | memoryview):
+            self._put("bytes", value)
+        elif isinstance(value, Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, np.ndarray | np.generic):
+            self._add_array(np.asarray(value), depth)
+        elif depth > DEEPEST:
+            self._put("deep", type(value).__qualname__.encode())
+        else:
+            self._add_nest(value, depth + 1)
+
+    def _put(self, kind: str, content: Any) -> None:
+        view = memoryview(content).cast("B")
+        self._hash.update(f"{kind} {len(view)}:".encode())
+        self._hash.update(view)
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided:
+            tensor = tensor.to_dense()
+        tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        self._put("tensor", f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        self._put("bytes", tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+
+    def _add_array(self, array: np.ndarray, depth: int) -> None:
+        if array.dtype.hasobject:
+            self._add_nest(array.tolist() if array.ndim else [array.item()], depth + 1)
+            return
+        if sys.byteorder == "big" or array.dtype.byteorder == ">":
+            array = array.astype(array.dtype.newbyteorder("<"))
+        self._put("array", f"{array.dtype.str} {array.shape}".encode())
+        self._put("bytes", np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else b"")
+
+    def _add_nest(self, value: Any, depth: int) -> None:
+        if isinstance(value, Mapping):
+            parts = sorted((_digest(key, depth), _digest(item, depth)) for key, item in value.items())
+            self._put("mapping", b"".join(key + item for key, item in parts))
+        elif isinstance(value, Set):
+            self._put("set", b"".join(sorted(_digest(item, depth) for item in value)))
+        elif isinstance(value, Sequence):
+            self._put("sequence", str(len(value)).encode())
+            for item in value:
+                self.add(item, depth)
+        elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # an image of PIL
+            self._put("image", f"{value.mode} {value.size}".encode())
+            self._put("bytes", value.tobytes())
+        else:
+            self._put("object", type(value).__qualname__.encode())
+            self.add(_attributes(value), depth)
+
+
+def _digest(value: Any, depth: int) -> bytes:
+    content = Content()
+    content.add(value, depth)
+    return content._hash.digest()
+
+
+def _attributes(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return getattr(value, "__dict__", None)
+
+
+# The content of tables on disk, block by block, however they are chunked in their files.
+
+MOST_BYTES = 1 << 30
+"""A table is read whole up to this size, in a few seconds; of a larger one, a part of this size."""
+
+BLOCK = 1024
+"""Rows that are read at once."""
+
+
+def spread(size: int, count: int) -> list[int]:
+    """Up to ``count`` evenly spread numbers from 0 to ``size`` - 1, the first and the last among them."""
+    if size <= count:
+        return list(range(size))
+    return [number * (size - 1) // (count - 1) for number in range(count)]
+
+
+def blocks(size: int, total_bytes: int, most_bytes: int = MOST_BYTES) -> list[range]:
+    """Rows to read of ``size`` that take ``total_bytes``: blocks of them, all or evenly spread ones."""
+    count = -(-size // BLOCK)
+    wanted = count if total_bytes <= most_bytes else max(2, count * most_bytes // total_bytes)
+    return [range(block * BLOCK, min((block + 1) * BLOCK, size)) for block in spread(count, wanted)]
+
+
+def add_rows(content: Content, table: Any, rows: Sequence[int]) -> None:
+    """Feed the ``rows`` of a ``datasets.Dataset``: columns, types and values, missing ones too."""
+    found = table.with_format("arrow")[rows]
+    for name in found.column_names:
+        content.add(name)
+        _add_array(content, found.column(name).combine_chunks())
+
+
+def _add_array(content: Content, array: Any) -> None:
+    import pyarrow as pa  # here: few runs need it to begin
+    import pyarrow.compute as pc
+
+    kind = array.type
+    content.add(str(kind))
+    content.add(array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None)
+    if isinstance(array, pa.ExtensionArray):
+        _add_array(content, array.storage)
+    elif pa.types.is_dictionary(kind):
+        _add_array(content, array.dictionary_decode())
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        content.add(pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False))
+        _add_array(content, array.flatten())
+    elif pa.types.is_struct(kind):
+        for position, part in enumerate(array.flatten()):
+            content.add(kind.field(position).name)
+            _add_array(content, part)
+    elif pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        content.add(array.fill_null(False if pa.types.is_boolean(kind) else 0).to_numpy(zero_copy_only=False))
+    elif pa.types.is_string(kind) or pa.types.is_binary(kind):
+        content.add(array.to_pylist())
+    else:
+        content.add(repr(array.to_pylist()))

@@ -122,7 +122,7 @@ class Digits(_Images):
         """Read the images from scikit-learn's files and split them."""
         import torch
 
-        from trainer.data.digits import read_digits
+        from trainer.data.splits import read_digits
 
         pixels, labels = map(torch.from_numpy, read_digits())
         images = (pixels * (255 / 16)).round().to(torch.uint8)[:, None]

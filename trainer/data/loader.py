@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from trainer.contract import BadSample, Incomplete, Request
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.contract import IGNORED_LABEL, BadSample, Incomplete, Request
 from trainer.data.common import reason
-from trainer.data.generators import generators_kept, seed_generators
-from trainer.data.labels import stray_labels
 from trainer.data.workers import load_in_workers
 from trainer.errors import RecipeError
 
@@ -232,3 +236,62 @@ class _Guarded:
             return self.fetch[request]
         except RecipeError as error:
             return _Failure(str(error))
+
+
+# Labels that no class has: found on the host, before a kernel reads outside its bounds.
+
+SMALL = 64
+"""Entries up to which a list is faster than tensor operations."""
+
+
+def stray_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
+    """The labels of a collated batch that are none of ``num_classes`` classes, each with its row.
+
+    Looks at integer tensors ``batch["labels"]`` in host memory, of shape ``(n, ...)``; -100 is no label. The row is
+    ``None`` for a tensor without rows.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_cuda or not labels.numel():
+        return []
+    if _all_classes(labels, num_classes):
+        return []
+    stray = ((labels < 0) | (labels >= num_classes)) & (labels != IGNORED_LABEL)
+    rows = stray.nonzero()[:, 0].tolist() if labels.ndim else [None] * int(stray)
+    return list(zip(labels[stray].tolist(), rows, strict=True))
+
+
+def _all_classes(labels: Tensor, num_classes: int) -> bool:
+    if labels.dtype == torch.bool:
+        return True
+    if labels.numel() <= SMALL:
+        values = labels.flatten().tolist()
+        return min(values) >= 0 and max(values) < num_classes
+    least, largest = torch.aminmax(labels)
+    return int(least) >= 0 and int(largest) < num_classes
+
+
+# The global random generators that a sample may draw from: seeded for it, and put back.
+
+_MASK = 0xFFFFFFFF
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's generator of the CPU, NumPy's global one and that of ``random``; ``seed`` is in [0, 2^63)."""
+    # Not torch.manual_seed: it would seed the GPUs too, and dropout there with them.
+    torch.random.default_generator.manual_seed(seed)
+    random.seed(seed)
+    # Both are a Mersenne Twister: of the same words, NumPy would draw the numbers that random draws.
+    np.random.seed([seed & _MASK, seed >> 32, 1])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the three generators back into the state that they are in now."""
+    generator = torch.random.default_generator
+    before = generator.get_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])

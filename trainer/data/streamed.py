@@ -13,8 +13,7 @@ from trainer.data.text import Texts, sort_classes
 from trainer.errors import require, require_positive
 
 if TYPE_CHECKING:
-    from trainer.data.shards import Shard
-    from trainer.data.stream import Stream
+    from trainer.data.shards import Shard, Stream
 
 
 @dataclass
@@ -102,7 +101,7 @@ class StreamedText(Texts):
         return shards
 
     def _stream(self, part: str, shards: list[Shard], classes: Mapping[str, int]) -> Stream:
-        from trainer.data.stream import Stream
+        from trainer.data.shards import Stream
 
         # What is evaluated is read from the first row to the last: one row group at a time is enough.
         mixed = self.shuffle_buffer if part == "train" else 1

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from trainer.contract import PADDING_MULTIPLE
 from trainer.data.cache import cached, hash_of
-from trainer.data.content import Content
+from trainer.data.fingerprint import Content, add_rows, blocks
 from trainer.data.rows import Rows, check_columns, is_missing
-from trainer.data.tables import add_rows, blocks
 from trainer.errors import RecipeError, require
 
 CHARACTERS_AT_ONCE = 2_000_000

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.contract import Data, Request
 from trainer.errors import RunError
-from trainer.processes import become_helper
 from trainer.system.machine import cores
+from trainer.system.processes import become_helper
 from trainer.system.streams import keep_streams
 
 SECONDS_BETWEEN_LOOKS = 1.0

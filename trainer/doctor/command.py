@@ -54,7 +54,11 @@ def doctor_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, st
 
 def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
     """Every finding, as soon as it is there."""
-    from trainer.doctor import disk, machine, model, ranks, samples, trial
+    from trainer.doctor import machine, samples
+    from trainer.doctor import machine as disk
+    from trainer.doctor import probes as ranks
+    from trainer.doctor import probes as trial
+    from trainer.doctor import samples as model
     from trainer.doctor.finding import fail, findings
     from trainer.doctor.subject import Subject
     from trainer.launching.world import detect_world

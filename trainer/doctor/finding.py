@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from trainer.errors import RecipeError, RunError
-from trainer.faults.reports import cause
-from trainer.planner.children import Child
-from trainer.redact import redact, redact_value
+from trainer.system.children import Child
+from trainer.system.redact import redact, redact_value
+from trainer.system.reports import cause
 from trainer.system.text import escaped
 
 Status = Literal["ok", "warning", "FAIL", "skipped"]

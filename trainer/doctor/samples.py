@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
-from trainer.data.content import Content
-from trainer.data.fingerprint import spread
-from trainer.data.labels import stray_labels
-from trainer.doctor.finding import Finding, Status, ok, skipped, warning
+from trainer.data.fingerprint import Content, spread
+from trainer.data.loader import stray_labels
+from trainer.doctor.finding import Finding, Status, fail, ok, skipped, warning
 from trainer.doctor.subject import Subject
-from trainer.errors import listed
-from trainer.faults.reports import cause
+from trainer.errors import RecipeError, listed
+from trainer.recipe import Recipe
 from trainer.system.files import open_regular
+from trainer.system.reports import cause
 
 LOOKED_AT = 200
 """Samples of each split."""
@@ -184,3 +184,46 @@ def _key(split: Any, position: int) -> bytes:
         return f"cannot be loaded {id(split)} {position}".encode()
     content = {key: value for key, value in sample.items() if key != "labels"} if isinstance(sample, dict) else sample
     return Content(content).hexdigest().encode()
+
+
+# The model and its data: whether they can be prepared, and fit each other.
+
+
+def vocabulary(subject: Subject) -> Iterator[Finding]:
+    """Whether the model has a row for every token that the tokenizer makes."""
+    tokenizer = subject.recipe.model.tokenizer_or_none()
+    if tokenizer is None:
+        return
+    check = "vocabulary"
+    embed = getattr(subject.module, "get_input_embeddings", None)
+    if embed is None:
+        yield skipped(check, f"{type(subject.module).__name__} does not say which its embeddings are")
+        return
+    rows, tokens = embed().num_embeddings, len(tokenizer)
+    text = f"{tokens:,} tokens, {rows:,} rows of embeddings"
+    if tokens > rows:
+        yield fail(check, text, "the tokenizer of this model (model.tokenizer), or model.config.vocab_size")
+    else:
+        yield ok(check, text)
+
+
+def model_and_data(subject: Subject, prepare: Callable[[Recipe], Recipe]) -> Iterator[Finding]:
+    """Prepare them: files, columns, classes and weights' configuration are checked on the way."""
+    try:
+        subject.recipe = prepare(subject.recipe)
+    except RecipeError as error:
+        yield fail("model and data", cause(error))
+        return
+    subject.ready = True
+    data = subject.recipe.data
+    sizes = ", ".join(f"{len(getattr(data, name)):,} {name}" for name in SPLITS if getattr(data, name) is not None)
+    parameters = sum(parameter.numel() for parameter in subject.module.parameters())
+    yield ok("model and data", f"{type(subject.recipe.model).__name__} of {parameters:,} parameters; {sizes}")
+
+
+def plan_of(subject: Subject) -> Iterator[Finding]:
+    """How the batch is cut, and which techniques are used: refused here as they would be by the run."""
+    if subject.plan is None:
+        yield skipped("plan", "the planner decides when the run starts")
+    else:
+        yield ok("plan", subject.plan.describe())

@@ -13,7 +13,7 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.precision import weights_dtype
 from trainer.planner.knobs import wants_plan
 from trainer.recipe import Recipe
-from trainer.streaming import on_meta
+from trainer.weights.streaming import on_meta
 
 STATE_TENSORS = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1, "lion": 1}
 """Tensors of a weight's size that an optimizer keeps of it; those of sgd depend on its momentum."""

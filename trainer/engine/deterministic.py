@@ -7,7 +7,10 @@ and the sums of the micro-steps along the rest of that tree: see ``tree``. Each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,12 +20,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.engine.reproducible_norm import reproducible_norm
 from trainer.engine.sync import GradientSync
 from trainer.engine.totals import LossTotals, TotalsInOrder
-from trainer.engine.tree import PartialSums, tree_reduce_scatter
 from trainer.engine.window import Window
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError, require
 
 BUCKET = 2**23
 """Elements of gradients that are sent at once, if no gradient is larger: 32 MB in fp32."""
@@ -208,3 +209,183 @@ def tree_sync(module: nn.Module, parameters: Sequence[Tensor], world_size: int) 
     if isinstance(module, FSDPModule):
         return ShardedTreeSync(module, parameters, world_size)
     return (ReplicatedTreeSync if world_size > 1 else TreeSync)(parameters, world_size)
+
+
+# Sums along one binary tree, whose shape depends on the number of leaves and on nothing else.
+#
+# Leaf i is what micro-batch i of a batch adds to its gradient. Every inner node is the sum of the nodes 2i and 2i + 1
+# below it, or the one of them that is there: for a missing leaf nothing is added, as a zero would turn -0.0 to 0.0.
+# Floating-point addition commutes but is not associative: the tree decides the bits of the sum, and who adds does not.
+
+Node = list[Tensor] | None
+"""The tensors of a node; ``None`` for one without leaves below it."""
+
+
+def add_nodes(left: Node, right: Node) -> Node:
+    """The sum of two neighbours, in the memory of one of them."""
+    if not left or not right:
+        return left or right
+    torch._foreach_add_(left, right)
+    return left
+
+
+def tree_sum(leaves: Sequence[Node]) -> Node:
+    """The root over all leaves, in the memory of one of them; the others' is used up."""
+    nodes = list(leaves)
+    while len(nodes) > 1:
+        nodes += [None] * (len(nodes) % 2)
+        nodes = [add_nodes(left, right) for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
+    return nodes[0]
+
+
+def tree_reduce_scatter(parts: Tensor, present: Sequence[bool], group: Any = None) -> Tensor:
+    """Sum over the ranks, which are leaves of the tree; every rank gets its part of the sum.
+
+    Args:
+        parts: of this rank's leaf, one part for each rank, one after the other: shape ``(ranks * n,)``.
+        present: which ranks have a leaf; the parts of the others are not looked at. At least one has.
+        group: the ranks; by default all of them.
+
+    Returns:
+        Shape ``(n,)``, in a buffer of the size of ``parts``.
+    """
+    received = torch.empty_like(parts)
+    torch.distributed.all_to_all_single(received, parts, group=group)
+    rows = received.view(len(present), -1)
+    root = tree_sum([[row] if is_there else None for row, is_there in zip(rows, present, strict=True)])
+    assert root is not None
+    return root[0]
+
+
+class PartialSums:
+    """Adds nodes of equal height that come one after the other, keeping as few as can be: a binary counter.
+
+    After n nodes as many sums are kept as n has ones in binary: no more than log2(n) + 1. What was added belongs to the
+    counter.
+    """
+
+    def __init__(self) -> None:
+        self.sums: list[tuple[int, Node]] = []  # heights, falling, and nodes
+
+    def add(self, node: Node) -> None:
+        """The next node."""
+        height = 0
+        while self.sums and self.sums[-1][0] == height:
+            node = add_nodes(self.sums.pop()[1], node)
+            height += 1
+        self.sums.append((height, node))
+
+    def total(self) -> Node:
+        """The root. The counter is empty afterwards."""
+        node: Node = None
+        while self.sums:
+            node = add_nodes(self.sums.pop()[1], node)
+        return node
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.sums.clear()
+
+
+# A norm that does not depend on the order of its elements, nor on how ranks share them.
+#
+# A sum of squares in floating point rounds after every addition, so its bits depend on the order. Here every square is
+# made an integer first, relative to the largest element, and integers are added exactly: the idea of Demmel and Nguyen,
+# "Parallel Reproducible Summation" (2015), with two bins.
+
+CHUNK_BITS = {"cpu": 16, "cuda": 22}
+"""Log2 of how many elements are converted at once: on a CPU their copies in float64 stay in the cache."""
+
+MANTISSA_BITS = 52
+
+LEAST_EXPONENT = -1000
+"""Of the largest element: 2 to the power of its negative must be finite in float64."""
+
+
+@torch.no_grad()
+def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.device, over_ranks: bool) -> Tensor:
+    """The 2-norm of all elements together, in float64; a scalar, infinite if any element is not finite.
+
+    Squares are rounded 2 b bits below that of the largest element, so that with N elements the result is off by no more
+    than N 2^(-2 b) of itself. b is 36 on a CPU and 30 on a GPU (from 2^26 and 2^32 elements on, 62 - log2 N): 1e-15 for
+    a million elements on a CPU, 1e-9 for a billion on a GPU.
+
+    Args:
+        parts: what this rank has of the elements; may be empty.
+        elements: how many there are over all ranks.
+        device: where they are.
+        over_ranks: whether every rank has a part of its own; else each has all.
+    """
+    parts = [part for part in parts if part.numel()]
+    largest = torch.zeros((), dtype=torch.float64, device=device)
+    if parts:
+        largest = torch.stack(torch._foreach_norm(list(parts), float("inf"))).amax().double()
+    largest = largest.masked_fill(~largest.isfinite(), torch.inf)  # a maximum over the ranks may lose NaN
+    if over_ranks:
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    exponent = torch.frexp(largest).exponent.clamp(min=LEAST_EXPONENT)
+    scale = torch.exp2(-exponent.double())  # every element times this is at most 1
+    chunk_bits = CHUNK_BITS[device.type]
+    bits = min(MANTISSA_BITS - chunk_bits, 62 - max(1, elements - 1).bit_length())
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    for part in parts:
+        for chunk in part.reshape(-1).split(2**chunk_bits):
+            sums += _squares(chunk, scale, bits)
+    if over_ranks:
+        torch.distributed.all_reduce(sums)
+    high, low = sums.double().unbind()
+    norm = ((high + low * 2.0**-bits) * 2.0**-bits).sqrt() / scale
+    return norm.masked_fill(~largest.isfinite(), torch.inf)
+
+
+def _squares(chunk: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """The sum of the squares of ``chunk``, times 2^bits, and what that leaves behind the point, times 2^bits again.
+
+    Both are sums of integers below 2^52: float64 adds them exactly, in any order, and faster than they are converted.
+    """
+    squares = (chunk.double() * scale).square_().mul_(2.0**bits)
+    high = squares.floor()
+    low = squares.sub_(high).mul_(2.0**bits).round_()
+    return torch.stack([high.sum(), low.sum()]).to(torch.int64)
+
+
+# Which implementation of an operation torch takes: for ``run.deterministic``, one that always gives the same bits.
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACES = ":4096:8"
+"""Eight buffers of 4 MiB: one of the two settings with which cuBLAS gives the same bits in every run."""
+
+REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """Inside of this context torch computes nothing that may differ from run to run; afterwards all is as before.
+
+    Raises:
+        RecipeError: naming an operation that has no such implementation.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    own_setting = CUBLAS not in os.environ
+    os.environ.setdefault(CUBLAS, WORKSPACES)
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        yield
+    except RuntimeError as error:
+        found = REFUSED.search(str(error))
+        if found is None:
+            raise
+        raise RecipeError(
+            f"run.deterministic=true: {found[1]} has no deterministic implementation on this device: use "
+            "run.deterministic false, or a model that does without it"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+        if own_setting:
+            del os.environ[CUBLAS]

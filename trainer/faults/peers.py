@@ -21,7 +21,7 @@ from trainer.errors import RecipeError, RunError
 from trainer.faults.black_box import BlackBox, open_box, read_box
 from trainer.faults.place import Place
 from trainer.memory.monitor import Monitor
-from trainer.processes import ProcessId
+from trainer.system.processes import ProcessId
 from trainer.system.text import escaped
 
 SECONDS_BETWEEN_LOOKS = 1.0

@@ -13,9 +13,9 @@ from contextlib import suppress
 from trainer.errors import RecipeError, RunError, Stopped
 from trainer.faults.peers import LOOKS_OF_SILENCE, SECONDS_BETWEEN_LOOKS, Peers, Told, is_echo
 from trainer.faults.place import Place
-from trainer.faults.reports import cause, note_place, report, say
 from trainer.memory.monitor import Monitor
-from trainer.redact import redact_value
+from trainer.system.redact import redact_value
+from trainer.system.reports import cause, note_place, report, say
 
 WATCHED = ("loading", "forward", "backward", "step", "evaluation", "checkpoint")
 """What may take ``run.hang_after`` at most."""

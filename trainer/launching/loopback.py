@@ -23,8 +23,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from trainer.errors import MOST_LISTED, RecipeError, RunError, listed
 from trainer.launching.world import World
-from trainer.processes import ProcessId, has_told_launcher
 from trainer.system.environment import number
+from trainer.system.processes import ProcessId, has_told_launcher
 
 ADDRESS = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"

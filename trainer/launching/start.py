@@ -19,14 +19,13 @@ from lightning.fabric.plugins.environments import ClusterEnvironment, LightningE
 
 from trainer.errors import RecipeError, require
 from trainer.launching.loopback import SECONDS_TO_MEET, Local, gather_here
-from trainer.launching.slurm import slurm_task, started_by_srun
-from trainer.launching.slurm_environment import SlurmEnvironment
+from trainer.launching.slurm import SlurmEnvironment, slurm_task, started_by_srun
 from trainer.launching.world import World
 from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
-from trainer.processes import LAUNCHER, SUPERVISOR, ProcessId, end_with_parent
 from trainer.system.environment import number
+from trainer.system.processes import LAUNCHER, SUPERVISOR, ProcessId, end_with_parent
 
 Watch = Callable[[list[Popen[bytes]], Mapping[int, ProcessId]], None]
 """Told of the processes that Fabric starts from this one, as they come, and of other ranks on this machine."""

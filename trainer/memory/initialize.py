@@ -12,7 +12,7 @@ from torch import nn
 from trainer.contract import Model
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
-from trainer.streaming import allocate, default_dtype, fill, skeleton_on_meta
+from trainer.weights.streaming import allocate, default_dtype, fill, skeleton_on_meta
 
 HOST = torch.device("cpu")
 

@@ -6,9 +6,12 @@ GB is 1e9 bytes. Nothing here waits for the device.
 from __future__ import annotations
 
 import time
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,9 +22,11 @@ from trainer.contract import Loss
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import MicroBatch, Window
-from trainer.memory.host import HostMemory, process_peak
-from trainer.memory.leak import LeakCheck
-from trainer.memory.units import GB, MB
+from trainer.errors import require
+from trainer.recipe import Recipe
+from trainer.system.files import staged_file
+from trainer.system.machine import HostMemory, process_peak
+from trainer.system.text import GB, MB
 
 Phase = Literal["init", "forward", "backward", "step", "evaluation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -306,3 +311,103 @@ class MonitoredStepper(Stepper):
         self.monitor.samples = ()
         self.monitor.enter("step")
         return super().clip_gradients()
+
+
+# Does memory at the end of a step keep growing?
+
+
+@dataclass
+class LeakCheck:
+    """Looks at memory at the ends of steps, and tells once when it keeps growing.
+
+    Args:
+        kind: which memory, for the message.
+        least_bytes: growth since the first looks that is not yet a leak.
+        least_share: the same, as a share of the first level.
+        warm_up: looks before growth counts: optimizer state, caches and buffers come to be in the first steps.
+        looks: how many of the last looks are judged; all but one of them must have grown.
+    """
+
+    kind: str
+    least_bytes: float
+    least_share: float = 0.0
+    warm_up: int = 3
+    looks: int = 10
+    told: bool = False
+    _seen: int = 0
+    _first: tuple[int, int] = (0, 0)
+    _last: int = 0
+    _grew: deque[bool] = field(default_factory=deque)
+
+    def look(self, step: int, level: int) -> str | None:
+        """Take in the ``level`` in bytes after ``step``; a warning the first time that it must be a leak."""
+        self._seen += 1
+        if self._seen <= self.warm_up:
+            self._first, self._last = (step, level), level
+            return None
+        self._grew.append(level > self._last)
+        self._last = level
+        if len(self._grew) > self.looks:
+            self._grew.popleft()
+        if self.told or len(self._grew) < self.looks or sum(self._grew) < self.looks - 1:
+            return None
+        _, first = self._first
+        if level - first <= max(self.least_bytes, self.least_share * first):
+            return None
+        self.told = True
+        return self._message(step, level)
+
+    def _message(self, step: int, level: int) -> str:
+        first_step, first = self._first
+        each = (level - first) / (step - first_step) / MB
+        return (
+            f"{self.kind} memory grows by {each:.2f} MB a step: {first / GB:.2f} GB after step {first_step}, "
+            f"{level / GB:.2f} GB after step {step}. Usually something keeps tensors with their graph, such as a list "
+            "of losses: keep loss.detach() instead"
+        )
+
+
+# ``run.snapshot``: every allocation on the GPU with its stack, in torch's own format for pytorch.org/memory_viz.
+
+MOST_EVENTS = 100_000
+"""The last so many allocations and frees are kept: some hundreds of MB of host memory."""
+
+
+def require_recordable(recipe: Recipe, accelerator: str) -> None:
+    """Refuse ``run.snapshot`` where there is nothing to record.
+
+    Raises:
+        RecipeError: on any accelerator but cuda.
+    """
+    require(
+        not recipe.run.snapshot or accelerator == "cuda",
+        "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use: "
+        "leave it out, or use run.accelerator cuda",
+    )
+
+
+def snapshot_path(run_dir: Path, rank: int, world_size: int) -> Path:
+    """Where ``rank`` writes: a file of its own when there are several."""
+    return run_dir / (f"memory_snapshot.rank{rank}.pickle" if world_size > 1 else "memory_snapshot.pickle")
+
+
+@contextmanager
+def recorded(target: Path) -> Iterator[None]:
+    """Record within this context and write ``target`` at its end, also when that is an error.
+
+    The file is a pickle, which is torch's choice; nothing here ever reads one.
+    """
+    torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
+    try:
+        yield
+    finally:
+        _write(target)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _write(target: Path) -> None:
+    try:
+        with staged_file(target) as part:
+            torch.cuda.memory._dump_snapshot(str(part))
+    except OSError as error:  # must not hide an error that the run ends with
+        warnings.warn(f"{target} could not be written: {error}", stacklevel=2)

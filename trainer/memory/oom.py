@@ -12,8 +12,8 @@ import torch
 
 from trainer.errors import RecipeError, RunError
 from trainer.memory.plan import Plan, decide_plan
-from trainer.memory.units import GB
 from trainer.recipe import Recipe
+from trainer.system.text import GB
 
 SIGNS = re.compile(
     r"""

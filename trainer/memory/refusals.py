@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.engine.window import Cut
 from trainer.errors import require
 from trainer.recipe import Optim, Recipe
-from trainer.weights import PICKLED
+from trainer.weights.files import PICKLED
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

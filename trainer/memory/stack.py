@@ -12,13 +12,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.blocks import describe_blocks, find_blocks, require_blocks
 from trainer.contract import Model
 from trainer.engine.deterministic import tree_sync
 from trainer.engine.sync import GradientSync, gradient_sync
+from trainer.memory.activation_checkpointing import checkpoint_blocks
 from trainer.memory.activation_offload import offload_activations
-from trainer.memory.checkpointing import checkpoint_blocks
-from trainer.memory.compiling import compile_module
 from trainer.memory.initialize import materialise
 from trainer.memory.optimizer import build_optimizer
 from trainer.memory.optimizer_in_backward import AppliedInBackward, OptimizerInBackward
@@ -28,8 +26,9 @@ from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.refusals import require_able, require_sparse, sparse_parameters
 from trainer.memory.sharding import shard
-from trainer.recipe import Optim
-from trainer.streaming import tied_names
+from trainer.recipe import Compile, Optim
+from trainer.weights.blocks import describe_blocks, find_blocks, require_blocks
+from trainer.weights.streaming import tied_names
 
 
 @dataclass
@@ -154,3 +153,21 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
     masters = stack.masters or {}
     in_full = {n: masters[p] for n, p in stack.module.named_parameters(remove_duplicate=False) if p in masters}
     return state | {name: master.detach() for name, master in in_full.items()}
+
+
+# ``memory.compile``: ``torch.compile``, block by block or the model as a whole.
+
+
+def compile_module(module: nn.Module, blocks: Sequence[nn.Module], wish: Compile) -> None:
+    """Compile in place, so that no parameter is renamed; happens at the first forward.
+
+    Blocks share one compiled graph as they have the same code: compiling takes as long for 24 of them as for one.
+    Dropout draws its masks from the generators that eager torch draws from, in the same order.
+    """
+    if wish == "none":
+        return
+    import torch._inductor.config as inductor
+
+    inductor.fallback_random = True  # else the compiler's own random numbers, which no seed of ours replays
+    for target in blocks if wish == "blocks" else [module]:
+        target.compile()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.blocks import find_blocks
 from trainer.contract import IGNORED_LABEL, Loss
 from trainer.errors import RecipeError, require_positive
+from trainer.weights.blocks import find_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

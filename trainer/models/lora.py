@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.blocks import find_blocks
 from trainer.errors import RecipeError, require, require_package
 from trainer.models.common import head_parameters
+from trainer.weights.blocks import find_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

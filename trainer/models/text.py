@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.blocks import find_blocks, switch_cache_off
 from trainer.contract import Loss, Model, Pretrained
 from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, classification_loss, require_filled, train_last_blocks
 from trainer.models.hub import from_hub, is_local, local_folder, refuse_code
 from trainer.models.lora import LoRA, add_adapters, merged_state
+from trainer.weights.blocks import find_blocks, switch_cache_off
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -175,7 +175,7 @@ class TextClassifier(Model):
             RecipeError: when the weights are missing, not safetensors, of another model, or must be computed from
                 several tensors.
         """
-        from trainer.streaming import skeleton_on_meta, stored_in, tied_names
+        from trainer.weights.streaming import skeleton_on_meta, stored_in, tied_names
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         skeleton = skeleton_on_meta(self)
@@ -225,7 +225,7 @@ class TextClassifier(Model):
         """Draw new parameters again, as when the weights are streamed: the way of loading then changes no result."""
         import torch
 
-        from trainer.streaming import draw_new, skeleton_on_meta
+        from trainer.weights.streaming import draw_new, skeleton_on_meta
 
         if not new:
             return
@@ -235,7 +235,7 @@ class TextClassifier(Model):
 
     def _require_body(self, module: nn.Module, new: Collection[str]) -> None:
         """Only the head may be new; transformers would fill anything else with random numbers as well."""
-        from trainer.weights import shortened
+        from trainer.weights.files import shortened
 
         blocks = find_blocks(module, self.blocks)
         last = list(blocks[-1].parameters())[-1] if blocks else None

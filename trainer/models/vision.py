@@ -132,7 +132,7 @@ class VisionTransformer(Model):
         Raises:
             RecipeError: when the weights are missing, not in a safetensors file, or of another model.
         """
-        from trainer.streaming import skeleton_on_meta, stored_in
+        from trainer.weights.streaming import skeleton_on_meta, stored_in
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         file = self._weights_file()
@@ -194,7 +194,7 @@ class VisionTransformer(Model):
         )
 
     def _read_weights(self) -> dict[str, Tensor]:
-        from trainer.weights import read_weights
+        from trainer.weights.files import read_weights
 
         return read_weights(self._weights_file())
 
@@ -252,7 +252,7 @@ class VisionTransformer(Model):
             own: shapes in the module.
             found: shapes in the file, of position embeddings after interpolation.
         """
-        from trainer.weights import shortened
+        from trainer.weights.files import shortened
 
         differ = [key for key in own if found.get(key) != own[key]]
         new = [key for key in differ if key.startswith("heads.")]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from trainer.planner.blocks import MOST_SMALL, AllocatorSettings, Block, Driver, Pool
-from trainer.planner.expandable import ExpandableSegments, extent
+from trainer.planner.blocks import MOST_SMALL, AllocatorSettings, Block, Driver, ExpandableSegments, Pool, extent
 
 __all__ = ["AllocatorSettings", "Block", "CachingAllocator"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainer.memory.units import GB, MB
 from trainer.planner.predict import Prediction
 from trainer.recipe import Recipe
+from trainer.system.text import GB, MB
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,14 @@ from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.memory.plan import Plan, cut_at, decide_plan
-from trainer.planner.children import in_children
-from trainer.planner.cluster import Cluster, strategies
-from trainer.planner.fabric import Interconnect
 from trainer.planner.gpus import usable_memory
 from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
-from trainer.planner.machine import budget_bytes
-from trainer.planner.scaled import Scaled, from_json, scaled_here
+from trainer.planner.network import Cluster, Interconnect, strategies
+from trainer.planner.predict import Scaled, from_json, scaled_here
 from trainer.planner.search import MARGIN, WHOLE
-from trainer.planner.target import Target
+from trainer.planner.target import Target, budget_bytes
 from trainer.recipe import Recipe
+from trainer.system.children import in_children
 
 FIRST = 8
 """Samples of the micro-batch with which a row is simulated first, where the recipe leaves it open."""

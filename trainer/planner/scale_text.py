@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from trainer.memory.units import GB
-from trainer.planner.fabric import Interconnect
+from trainer.planner.network import Interconnect
 from trainer.planner.report import as_text, gigabytes
 from trainer.planner.scale import Row, ScaleReport, outside
 from trainer.planner.search import MARGIN
+from trainer.system.text import GB
 
 LEFT = ("strategy", "fits")
 EQUAL = 0.01

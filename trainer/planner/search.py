@@ -15,8 +15,6 @@ from typing import Any
 
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
-from trainer.planner.children import in_children
-from trainer.planner.explain import explain, not_fitting
 from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, usable_memory
 from trainer.planner.knobs import (
     Settings,
@@ -30,11 +28,12 @@ from trainer.planner.knobs import (
     turned,
     without_size,
 )
-from trainer.planner.machine import budget_bytes, gpu_here
 from trainer.planner.predict import Prediction, predict, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport, gigabytes
-from trainer.planner.target import Target
+from trainer.planner.target import Target, budget_bytes, gpu_here
+from trainer.planner.text import explain, not_fitting
 from trainer.recipe import Recipe
+from trainer.system.children import in_children
 
 MARGIN = 0.03
 """Part of the budget that a prediction must leave free: the error that is aimed at."""

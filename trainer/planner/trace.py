@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from trainer.batches import evaluation_cut, evaluation_micro_batches, loader_of, windows_of
 from trainer.contract import Loss, Model
+from trainer.engine.deterministic import Node, PartialSums, TreeSync
+from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, loader_of, windows_of
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
+from trainer.engine.sync import GradientSync
 from trainer.engine.window import MicroBatch, Window, cut_batch
 from trainer.launching.start import launch
 from trainer.launching.world import World
@@ -33,16 +35,15 @@ from trainer.memory.monitor import MonitoredStepper
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
-from trainer.planner.device import install
 from trainer.planner.events import Trace
+from trainer.planner.fake_device import install
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.partial_sums import begin_late
-from trainer.planner.patches import patch_transformers
-from trainer.planner.ranks import fake_ranks
+from trainer.planner.fake_patches import patch_transformers
+from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer
 from trainer.recipe import Recipe
-from trainer.streaming import allocate, default_dtype, on_meta
+from trainer.weights.streaming import allocate, default_dtype, on_meta
 
 
 @dataclass
@@ -98,7 +99,7 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
 def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, nodes: int = 1) -> Trace:
     """Trace a run of ``recipe`` as ``plan`` says on ``target``, on the first of its ranks.
 
-    This changes torch for the rest of the process: see :func:`trainer.planner.device.install`.
+    This changes torch for the rest of the process: see :func:`trainer.planner.fake_device.install`.
 
     Args:
         recipe: whose data is prepared, and whose model is filled from it.
@@ -298,3 +299,41 @@ class _Nothing:
     def update(self, loss: Loss) -> None: ...
     def compute(self) -> None: ...
     def reset(self) -> None: ...
+
+
+# What ``run.deterministic`` keeps of the micro-steps that a trace leaves out.
+
+ABOVE_ALL = 64
+"""A height that no sum of micro-steps reaches: such sums are added to nothing until the end of a window."""
+
+
+class LaterSums(PartialSums):
+    """A counter that begins with the sums of micro-steps that nobody has traced.
+
+    Args:
+        earlier: how many.
+    """
+
+    def __init__(self, earlier: int) -> None:
+        super().__init__()
+        self.earlier = earlier
+
+    def add(self, node: Node) -> None:
+        """As if the first node of a window came late in it."""
+        if not self.sums and node is not None:
+            self.sums = [
+                (ABOVE_ALL + self.earlier - number, [torch.empty_like(tensor) for tensor in node])
+                for number in range(self.earlier)
+            ]
+        super().add(node)
+
+
+def begin_late(sync: GradientSync, traced: int, skipped: int) -> None:
+    """Let ``sync`` keep as many sums in ``traced`` micro-steps as in a window that has the ``skipped`` ones, too."""
+    if isinstance(sync, TreeSync):
+        sync.sums = LaterSums(most_sums(traced + skipped) - most_sums(traced))
+
+
+def most_sums(micro_steps: int) -> int:
+    """How many sums are kept at most while a gradient is computed: the most ones in binary of a smaller number."""
+    return micro_steps.bit_length() - 1

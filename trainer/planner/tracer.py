@@ -14,12 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.planner.attention import counted_args, inner_bytes
-from trainer.planner.collectives import COLLECTIVES, group_among
 from trainer.planner.events import Category, Event, Kind, Trace, Work
+from trainer.planner.fake_kernels import counted_args, inner_bytes
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.patches import is_paused
-from trainer.planner.streams import FakeStream
+from trainer.planner.fake_patches import FakeStream, is_paused
 from trainer.planner.target import Target
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
@@ -286,3 +284,35 @@ def _kind(tensors: list[Tensor], results: list[Tensor]) -> Kind:
     if "cpu" in sources and targets == {"cuda"}:
         return "to_device"  # copy_ into memory of the device
     return "compute"
+
+
+# Collectives as a trace sees them: what each operation is, and who takes part.
+
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "alltoall_base_": "reduce_scatter",  # as many bytes
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+"""Operations of c10d and its functional twin, by what they are."""
+
+
+def group_among(values: list[Any]) -> tuple[int, int]:
+    """How many ranks the process group among the arguments of a collective has, and how far apart they are.
+
+    ``(0, 1)``, which stands for all ranks, where there is no group among them.
+    """
+    for value in values:
+        kind: Any = value._type() if isinstance(value, torch.ScriptObject) else None
+        if kind is not None and kind.name() == "ProcessGroup":
+            ranks = torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(value))
+            return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return 0, 1

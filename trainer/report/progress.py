@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from trainer.redact import redact
+from trainer.system.redact import redact
 from trainer.system.text import escaped
 
 SECONDS_BETWEEN_LINES = 5.0

@@ -13,10 +13,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from trainer.processes import SUPERVISOR, ProcessId, end_with_parent
-from trainer.redact import redact
+from trainer.checkpoint.folder import CheckpointFolder
+from trainer.checkpoint.manifest import MOST_BYTES, CorruptCheckpoint, read_manifest
+from trainer.system.files import read_regular, write_atomic
+from trainer.system.processes import SUPERVISOR, ProcessId, end_with_parent
+from trainer.system.redact import redact, redact_words
 from trainer.system.text import escaped
 
 LAUNCHERS = ("LT_", "TORCHELASTIC_", "MASTER_")
@@ -174,3 +180,134 @@ def sizes_in(text: str) -> Sizes | None:
     """What a plan, as it is printed, says of how batches are cut."""
     found = PLAN.search(text)
     return Sizes(int(found[1]), int(found[2])) if found else None
+
+
+# Out of memory, as it looks from outside: the run's own words, or the kernel's count of what it had to kill.
+
+VMSTAT, CGROUPS, CGROUP_ROOT = Path("/proc/vmstat"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+NO_SCHEDULE = re.compile(r"^accumulate: (null|\d+)$", re.MULTILINE)
+"""How ``recipe.yaml`` says that all epochs have the same batch."""
+
+
+def kernel_kills() -> int:
+    """How many processes the kernel has killed because memory ran out: of this control group, or else of this machine.
+
+    0 where neither is told. Only a difference between two calls means something.
+    """
+    own = None
+    with suppress(OSError, StopIteration):
+        line = next(line for line in CGROUPS.read_text().splitlines() if line.startswith("0::"))
+        own = _entry(CGROUP_ROOT / line.removeprefix("0::").lstrip("/") / "memory.events")
+    return _entry(VMSTAT) or 0 if own is None else own
+
+
+def _entry(path: Path) -> int | None:
+    """The number beside ``oom_kill`` in a file of names and numbers."""
+    try:
+        entries = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+        return int(entries["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def ran_out_of_memory(ending: Ending, kills: int) -> bool:
+    """Whether an attempt ended for want of memory.
+
+    Args:
+        ending: of the attempt.
+        kills: of the kernel, while the attempt lasted.
+    """
+    if ending.code == 1 and "out of memory" in ending.cause.lower():
+        return True
+    return kills > 0 and (ending.code == -signal.SIGKILL or "was killed" in ending.cause)
+
+
+def known_sizes(run_dir: Path, attempt: Attempt, since: float) -> Sizes | None:
+    """How the batches of ``attempt`` were cut in the end, if that is known and micro-batches can be made smaller.
+
+    From its ``summary.json``, if it was written after ``since`` (seconds since the epoch); else from what it said; else
+    from the manifest of the newest checkpoint. ``None`` for a schedule of ``accumulate``, which gives each epoch a
+    batch of its own.
+    """
+    if _has_schedule(run_dir):
+        return None
+    summary = run_dir / "summary.json"
+    with suppress(OSError, ValueError, KeyError):
+        if summary.stat().st_mtime >= since:
+            found = json.loads(read_regular(summary, MOST_BYTES))
+            return Sizes(int(found["batch_size"]), int(found["micro_batch_size"]))
+    if attempt.sizes is not None:
+        return attempt.sizes
+    for path in CheckpointFolder(run_dir / "checkpoints").newest_first():
+        with suppress(CorruptCheckpoint):
+            return sizes_in(read_manifest(path).plan)
+    return None
+
+
+def _has_schedule(run_dir: Path) -> bool:
+    with suppress(OSError):
+        return NO_SCHEDULE.search(read_regular(run_dir / "recipe.yaml", MOST_BYTES).decode(errors="replace")) is None
+    return False
+
+
+# ``supervisor.json``: every attempt of a supervised run, as far as it has come.
+
+NAME = "supervisor.json"
+
+
+class Journal:
+    """Written anew whenever an attempt begins or ends, without secrets. What an earlier supervisor wrote is kept.
+
+    Args:
+        run_dir: where it is written.
+        command: of the run, as it is started first.
+    """
+
+    def __init__(self, run_dir: Path, command: list[str]) -> None:
+        self.path = run_dir / NAME
+        self.content: dict[str, Any] = {"command": redact_words(command), "status": "running"}
+        self.content["attempts"] = _earlier(self.path)
+
+    def begin(self, step: int, command: list[str]) -> None:
+        """An attempt begins, with the newest checkpoint at ``step`` (-1: none)."""
+        entry = {"start": _now(), "end": None, "exit_code": None, "cause": None, "from_step": _or_none(step)}
+        self.content["attempts"].append({**entry, "step": None, "command": redact_words(command)})
+        self._write()
+
+    def end(self, exit_code: int, cause: str, step: int) -> None:
+        """It has ended, with the newest checkpoint at ``step``; minus a signal's number for one that was killed."""
+        ended = {"end": _now(), "exit_code": exit_code, "cause": redact(cause) or None, "step": _or_none(step)}
+        self.content["attempts"][-1].update(ended)
+        self._write()
+
+    def close(self, status: str) -> None:
+        """No attempt follows: finished, stopped, interrupted or failed."""
+        self.content["status"] = status
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            write_atomic(self.path, json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
+        except OSError as error:  # a full disk may be what the run has died of, and may have space again
+            say(f"{self.path} could not be written: {error.strerror or error}")
+
+
+def newest_step(run_dir: Path) -> int:
+    """Of the newest checkpoint, by its name; -1 when there is none."""
+    names = [path.name for path in CheckpointFolder(run_dir / "checkpoints").newest_first()]
+    return int(names[0].removeprefix("step-")) if names else -1
+
+
+def _earlier(path: Path) -> list[dict[str, Any]]:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(read_regular(path, MOST_BYTES))["attempts"]
+        return found if isinstance(found, list) else []
+    return []
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _or_none(step: int) -> int | None:
+    return step if step >= 0 else None

@@ -174,11 +174,9 @@ def run_command(argv: Sequence[str]) -> int:
     Raises:
         RecipeError: for a command line that cannot work, or a run directory that cannot be used.
     """
-    from trainer.faults.lock import RunLock
-    from trainer.supervise.attempt import say
-    from trainer.supervise.journal import newest_step
-    from trainer.supervise.policy import Policy
-    from trainer.supervise.supervisor import Supervisor, announce
+    from trainer.supervise.attempt import newest_step, say
+    from trainer.supervise.supervisor import Policy, Supervisor, announce
+    from trainer.system.lock import RunLock
 
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from trainer.errors import require
+
 # Controls of C0 and C1 (escape sequences begin with one), what turns the direction of writing, separators of lines, and
 # the lone surrogates by which Python keeps bytes of a file name that are no text: no stream could encode these.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -21,3 +23,48 @@ def escaped(text: object, keep: str = "") -> str:
 
 def _written_out(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+# Amounts as people write them: a memory budget, a time.
+
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*$", re.IGNORECASE)
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_BUDGET = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B)\s*$", re.IGNORECASE)
+
+
+def parse_budget(text: str) -> tuple[float, bool]:
+    """Read a memory budget: ``(bytes, False)`` for ``2GB`` (1e9) or ``2GiB`` (2^30), ``(fraction, True)`` for ``90%``.
+
+    Raises:
+        RecipeError: when it is none of these, or zero, or more than 100 %.
+    """
+    match = _BUDGET.match(str(text))
+    require(match is not None, f"memory.budget={text!r} is not a memory size: write it as 2GB, 1.5GiB or 90%")
+    assert match is not None
+    number, unit = float(match[1]), match[2].lower()
+    require(number > 0, f"memory.budget={text!r} must be greater than 0")
+    if unit == "%":
+        require(number <= 100, f"memory.budget={text!r} is more than the whole device")
+        return number / 100, True
+    exponent = " kmgt".index(unit[0]) if unit[0] != "b" else 0
+    return number * (1024 if "i" in unit else 1000) ** exponent, False
+
+
+def parse_duration(key: str, text: str) -> float:
+    """The seconds in ``90s``, ``15min`` or ``1.5h``.
+
+    Raises:
+        RecipeError: naming ``key``, when it is none of these, or zero.
+    """
+    match = _DURATION.match(str(text))
+    require(match is not None, f"{key}={text!r} is not a time: write it as 90s, 15min or 1.5h")
+    assert match is not None
+    seconds = float(match[1]) * _SECONDS[match[2].lower()]
+    require(seconds > 0, f"{key}={text!r} must be greater than 0")
+    return seconds
+
+
+# Units of memory: decimal, as makers of devices count.
+
+GB = 1e9
+MB = 1e6

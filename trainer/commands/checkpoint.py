@@ -1,0 +1,185 @@
+"""``trainer checkpoint list | verify | export``: what a person does with checkpoints besides resuming from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
+from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest, verify_files
+from trainer.checkpoint.seal import require_sealed, require_sealed_text
+from trainer.errors import require
+from trainer.system.text import escaped
+
+USAGE = """\
+usage: trainer checkpoint list DIR
+       trainer checkpoint verify DIR
+       trainer checkpoint export DIR [--out FOLDER] [--trust-recipe]
+
+list    every checkpoint: step, epoch, size, ranks, figures
+verify  check the hash of every file, of a run directory also those of model/ and recipe.yaml; exit code 1 when one is
+        not what was saved
+export  write the model of a checkpoint as a finished run does: for trainer evaluate and trainer predict, for
+        transformers, for anything that reads safetensors. FOLDER is RUN_DIR/model by default. A recipe that is a
+        .py file says what the model is by being executed: only with --trust-recipe
+
+DIR is a run directory (export takes its newest valid checkpoint) or one checkpoint, such as
+RUN_DIR/checkpoints/step-00000100.
+"""
+
+ACTIONS = ("list", "verify", "export")
+
+
+def checkpoint_command(argv: Sequence[str]) -> None:
+    """Carry out a command line, without ``trainer checkpoint``.
+
+    Raises:
+        RecipeError: for a command that cannot be carried out.
+        RunError: when a checkpoint is not what was saved.
+    """
+    from trainer.commands.flags import scan
+    from trainer.commands.recipes import TRUST
+
+    positionals, flags = scan(argv)
+    if ("help", None) in flags or not positionals:
+        print(USAGE, end="")
+        return
+    action, *rest = positionals
+    unknown = [name for name, _ in flags if action != "export" or name not in ("out", TRUST)]
+    require(action in ACTIONS, f"checkpoint {action}: no such action (there are {', '.join(ACTIONS)})")
+    require(not unknown, f"checkpoint {action}: unknown flag --{'/--'.join(unknown)}: see trainer checkpoint --help")
+    require(len(rest) == 1, f"checkpoint {action} takes one DIR: see trainer checkpoint --help")
+    results = _results_of(Path(rest[0])) if action == "verify" else {}
+    found = CheckpointFolder(Path(rest[0]) / "checkpoints").newest_first() if results else find(Path(rest[0]))
+    if action == "list":
+        list_checkpoints(found)
+    elif action == "verify":
+        verify_checkpoints(found, results)
+    else:
+        out = next((text for name, text in flags if name == "out"), None)
+        export_checkpoint(found, Path(out) if out else None, trusted=(TRUST, None) in flags)
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoint ``path``, or all of a run directory or of a folder of checkpoints, the newest first."""
+    require(path.is_dir(), f"{path}: no such directory")
+    if is_checkpoint(path):
+        return [path]
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = CheckpointFolder(folder).newest_first()
+    require(bool(found), f"{folder} holds no checkpoint")
+    return found
+
+
+def list_checkpoints(paths: Sequence[Path]) -> None:
+    """Print a line each, by the manifests alone."""
+    for path in paths:
+        try:
+            print(escaped(f"{path}  {_described(read_manifest(path))}"))
+        except CorruptCheckpoint as error:  # noqa: PERF203
+            if not _is_gone(path):
+                print(escaped(f"{path}  CORRUPT: {error}"))
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether the run has removed the checkpoint since it was listed: a live one keeps the newest only."""
+    return not os.path.lexists(path)
+
+
+def _results_of(path: Path) -> dict[Path, Callable[[Path], str | None]]:
+    """What a run directory holds besides checkpoints, and what checks it."""
+    if is_checkpoint(path):
+        return {}
+    checks = {path / "recipe.yaml": require_sealed_text, path / "model": require_sealed}
+    return {result: check for result, check in checks.items() if result.exists()}
+
+
+def _described(manifest: Manifest) -> str:
+    size = sum(entry["bytes"] for entry in manifest.files.values())
+    figures = [f"{name} {value:.4f}" for name, value in (manifest.figures or {}).items()]
+    parts = [
+        f"step {manifest.step:,} (epoch {manifest.epoch}, {manifest.step_in_epoch:,} steps in)",
+        f"{size / 1e9:.3f} GB",
+        f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
+        *figures,
+        manifest.created,
+    ]
+    return " · ".join(parts)
+
+
+def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[Path], str | None]]) -> None:
+    """Check every file of every checkpoint, and the ``results``, and print a line each.
+
+    Raises:
+        CorruptCheckpoint: in the end, saying how many were not what was saved.
+    """
+    corrupt = 0
+    for path in paths:
+        problem = _problem(path)
+        if problem is not None and _is_gone(path):
+            print(f"{path}  removed by its run meanwhile")
+            continue
+        corrupt += problem is not None
+        print(escaped(f"{path}  {'ok' if problem is None else f'CORRUPT: {problem}'}"))
+    damaged = 0
+    for path, check in results.items():
+        try:
+            print(escaped(f"{path}  {check(path) or 'ok'}"))
+        except CorruptCheckpoint as error:  # noqa: PERF203
+            damaged += 1
+            print(escaped(f"{path}  CORRUPT: {error}"))
+    if corrupt:
+        raise CorruptCheckpoint(f"{corrupt} of {len(paths)} checkpoint(s) are corrupt")
+    if damaged:
+        raise CorruptCheckpoint(f"{damaged} of {len(results)} results of the run are not what it has written")
+
+
+def _problem(path: Path) -> str | None:
+    """What is wrong with the checkpoint, if anything."""
+    try:
+        verify_files(path, read_manifest(path))
+    except CorruptCheckpoint as error:
+        return str(error)
+    except OSError as error:  # its folder went while its files were listed
+        return f"{error.filename or path} cannot be read: {error.strerror}"
+    return None
+
+
+def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool = False) -> None:
+    """Write the model of the first valid one of ``paths`` to ``out``; ``trusted`` as for ``load_recipe``.
+
+    Raises:
+        RecipeError: when there is no recipe to build the model from, or ``out`` exists.
+        CorruptCheckpoint: when none is valid.
+    """
+    path = _first_valid(paths)
+    run_dir = path.absolute().parent.parent
+    require(
+        (run_dir / "recipe.yaml").is_file(),
+        f"{run_dir} has no recipe.yaml, which says what model {path.name} is of: export from within its run directory",
+    )
+    target = out or run_dir / "model"
+    require(not target.exists(), f"{target} exists: give another folder by --out, or remove it")
+    if problem := require_sealed_text(run_dir / "recipe.yaml"):
+        print(f"warning: {problem}")
+    from trainer.checkpoint.export import save_model
+    from trainer.commands.recipes import load_recipe
+    from trainer.run.resume import Found, load_whole_model
+    from trainer.system.files import staged_folder
+
+    recipe, _ = load_recipe(str(run_dir / "recipe.yaml"), trusted=trusted)
+    module = load_whole_model(Found(path, read_manifest(path)), recipe.model)
+    with staged_folder(target) as folder:
+        save_model(recipe.model, module, folder)
+    print(escaped(f"the model of {path.name} is in {target}"))
+
+
+def _first_valid(paths: Sequence[Path]) -> Path:
+    for path in paths:
+        problem = _problem(path)
+        if problem is None:
+            return path
+        if not _is_gone(path):
+            print(escaped(f"warning: {problem}"))
+    raise CorruptCheckpoint(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is what was saved")

@@ -1,0 +1,343 @@
+"""A recipe's command line: jsonargparse built from its settings, names checked before, errors in one line after."""
+
+from __future__ import annotations
+
+import os
+import time
+import types
+from argparse import SUPPRESS, Action, ArgumentError
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from enum import Enum
+from functools import partial
+from pathlib import Path, PurePath
+from re import findall, fullmatch, search
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from docstring_parser import parse as parse_docstring
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_loader
+
+from trainer.commands.recipes import TRUST
+from trainer.commands.yaml_files import load_yaml
+from trainer.errors import RecipeError, require
+from trainer.recipe import Recipe
+from trainer.settings import did_you_mean, settings_of
+from trainer.system.files import make_folder
+
+SWITCHES = ("help", "print_config", TRUST)
+
+Flags = list[tuple[str, str | None]]
+"""Names and values of flags, in the order given; the value is ``None`` for a switch."""
+
+
+def scan(argv: Sequence[str], several: Collection[str] = (), switches: Collection[str] = ()) -> tuple[list[str], Flags]:
+    """Take a command line apart in positional words and flags: the recipe must be found before its flags are known.
+
+    Args:
+        argv: the words after the command.
+        several: names of the flags that take all words up to the next flag; all but switches take one.
+        switches: names of the command's own flags that take no value.
+    """
+    positionals: list[str] = []
+    flags: Flags = []
+    rest = list(argv)
+    while rest:
+        name, equals, text = rest.pop(0).partition("=")
+        if (name == "-h" or name[2:] in (*SWITCHES, *switches)) and not equals:
+            flags.append(("help" if name == "-h" else name[2:], None))
+        elif not name.startswith("-"):
+            positionals.append(name + equals + text)
+        elif not name.startswith("--"):
+            raise RecipeError(f"unknown flag {name}: flags start with two dashes")
+        elif equals:
+            flags.append((name[2:], text))
+        else:
+            count = next((at for at, word in enumerate(rest) if word.startswith("--")), len(rest))
+            values = rest[: count if name[2:] in several else min(count, 1)]
+            if not values:
+                raise RecipeError(f"flag {name} needs a value")
+            flags += [(name[2:], value) for value in values]
+            del rest[: len(values)]
+    return positionals, flags
+
+
+class RecipeParser:
+    """The flags and YAML keys of one recipe.
+
+    Args:
+        recipe: its settings are the flags, their values the defaults.
+        usage: the first line of the help page.
+        lists: flags of the command itself, with their help, that may be given several times.
+        switches: flags of the command itself, with their help, that take no value.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        usage: str | None = None,
+        lists: Mapping[str, str] | None = None,
+        switches: Mapping[str, str] | None = None,
+    ) -> None:
+        self.settings = settings_of(recipe)
+        self.lists = {"config": "read settings from a YAML file; flags override it", **(lists or {})}
+        self.switches = {
+            "print_config": "print the recipe as YAML",
+            TRUST: "execute the .py file that a recipe.yaml names",
+            **(switches or {}),
+        }
+        self.parser = ArgumentParser(
+            usage=usage,
+            formatter_class=_Formatter,
+            parser_mode="strict_yaml",
+            print_config=None,  # jsonargparse's own would print what was given, not what the batch settings come to
+            exit_on_error=False,
+            allow_abbrev=False,
+        )
+        for name, text in self.lists.items():
+            self.parser.add_argument(f"--{name}", action="append", default=SUPPRESS, metavar=name.upper(), help=text)
+        for name, text in self.switches.items():
+            self.parser.add_argument(f"--{name}", action="store_true", default=SUPPRESS, help=text)
+        groups: dict[str, Any] = {}
+        # Not add_class_arguments: it executes the imports that are for type checking only, torch among them.
+        for key, setting in self.settings.items():
+            section, _, name = key.rpartition(".")
+            if section not in groups:
+                title = f"{section}: {setting.owner.__name__}" if section else "recipe"
+                groups[section] = self.parser.add_argument_group(title)
+            shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name) or None}
+            kind = _checked_as(setting.hint)
+            groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
+
+    def read_yaml(self, nested: Mapping[Any, Any]) -> dict[str, Any]:
+        """The changes that a YAML file asks for."""
+        flat: dict[str, Any] = {}
+        sections = {key[:at] for key in self.settings for at, letter in enumerate(key) if letter == "."}
+        for key, value in _flatten(nested, sections):
+            if key not in self.settings:
+                raise RecipeError(f"unknown key {key}{did_you_mean(key, self.settings)}")
+            if key in flat:
+                raise RecipeError(f"duplicate key {key}: given both nested and with a dot")
+            flat[key] = value
+        tree = {key: _as_list(self.settings[key].hint, value) for key, value in flat.items()}
+        return self._convert(partial(self.parser.parse_object, tree, defaults=False), flat)
+
+    def read_flags(self, flags: Flags, below: Mapping[str, Any]) -> dict[str, Any]:
+        """The changes that flags ask for, on top of the changes ``below`` that YAML files ask for."""
+        before = {key: setting.value for key, setting in self.settings.items()} | dict(below)
+        given: dict[str, Any] = {}
+        entries: dict[str, dict[str, str]] = {}
+        argv, start = [], Namespace()
+        for name, text in flags:
+            key, entry = self._key_of(name, text)
+            if text is None:
+                argv.append(f"--{name}")
+            elif entry:
+                entries.setdefault(key, {})[entry] = text
+            else:
+                given[key] = text
+                if name.endswith("+"):  # jsonargparse's flag for appending to a list
+                    start[key] = before[key]
+                elif key in self.settings:
+                    text = _as_list(self.settings[key].hint, text)
+                argv.append(f"--{name}={text}")
+        changes = self._convert(partial(self.parser.parse_args, argv, start, defaults=False), given)
+        for key, texts in entries.items():
+            value = changes.get(key, before[key])
+            tree = {
+                key: {
+                    **(value if isinstance(value, dict) else {}),
+                    **{k: _value_of(f"{key}.{k}", v) for k, v in texts.items()},
+                }
+            }
+            changes |= self._convert(partial(self.parser.parse_object, tree, defaults=False), tree)
+        return changes
+
+    def _key_of(self, name: str, text: str | None) -> tuple[str, str]:
+        """The setting that the flag ``name`` is for, and the entry if it names one of a dict: ``model.config.dim``."""
+        if name in self.settings or name in self.lists or name in ("help", *self.switches):
+            return name, ""
+        if name[:-1] in self.settings and name.endswith("+") and _accepts(self.settings[name[:-1]].hint, list):
+            return name[:-1], ""
+        owner, _, entry = name.rpartition(".")
+        if owner in self.settings and entry and _accepts(self.settings[owner].hint, dict):
+            return owner, entry
+        hint = did_you_mean(name, [*self.settings, *self.lists], dashes="--") or "; --help lists all flags"
+        raise RecipeError(f"unknown flag --{name} (value {text!r}){hint}")
+
+    def _convert(self, parse: Callable[[], Namespace], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that ``parse`` finds; jsonargparse's messages of many lines become one."""
+        for key, value in given.items():
+            counted = key in self.settings and _accepts(self.settings[key].hint, int, float)
+            if counted and isinstance(value, int | str) and fullmatch(r"[-+]?\d{20,}", str(value)):
+                raise RecipeError(f"{key} is a number of {len(str(value).lstrip('+-'))} digits: nothing counts so far")
+            if key in self.settings and _accepts(self.settings[key].hint, dict):
+                tree = _value_of(key, value) if isinstance(value, str) else value
+                if isinstance(tree, Mapping) and any(isinstance(name, float) for name in tree):  # 0.5 would become 0
+                    raise RecipeError(_explain(key, self.settings[key].hint, value))
+        try:
+            found = vars(parse().as_flat())
+        except RecursionError:
+            raise RecipeError(f"the value of {' or '.join(map(str, given))} is nested too deeply") from None
+        except ArgumentError as error:
+            named = search(r'^Parser key "([^"]+)"', str(error))
+            if named is None or named[1] not in given:
+                raise RecipeError(" ".join(str(error).split())) from error
+            key = named[1]
+            if duplicate := search(r"duplicate key .*", str(error)):
+                raise RecipeError(f"{key}={given[key]!r}: {duplicate[0]}") from error
+            raise RecipeError(_explain(key, self.settings[key].hint, given[key])) from error
+        return {key: value for key, value in found.items() if key in self.settings}
+
+
+def _value(text: str) -> Any:
+    try:
+        return load_yaml(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _value_of(key: str, text: str) -> Any:
+    try:
+        return _value(text)
+    except RecipeError as error:  # a duplicate key, aliases without end
+        raise RecipeError(f"{key}={text!r}: {error}") from None
+
+
+set_loader("strict_yaml", load_yaml, exceptions=(yaml.YAMLError,))
+
+
+class _Formatter(DefaultHelpFormatter):
+    """jsonargparse's help page with the type beside the flag, instead of in the text behind it."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, max_help_position=34, **options)
+
+    def _get_type_str(self, action: Action) -> None:
+        return None
+
+    def _format_action_invocation(self, action: Action) -> str:
+        return " ".join([", ".join(action.option_strings), *([str(action.metavar)] if action.metavar else [])])
+
+
+def _documentation(owner: type, name: str) -> str:
+    """What the docstring of the class, or of the base class that has the field, says about the field ``name``."""
+    for cls in owner.__mro__:
+        for parameter in parse_docstring(cls.__doc__ or "").params:
+            if parameter.arg_name == name:
+                return " ".join((parameter.description or "").split())
+    return ""
+
+
+def _flatten(tree: Mapping[Any, Any], sections: set[str], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """The settings of a nested mapping by their dotted names; a dict that is itself a value stays whole."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key not in sections:
+            yield key, value
+        elif isinstance(value, Mapping):
+            yield from _flatten(value, sections, f"{key}.")
+        elif value is not None:  # a section with nothing under it
+            raise RecipeError(f"{key}={value!r} is a section: it must hold settings such as {key}.NAME")
+
+
+def _describe(hint: Any) -> str:
+    """A type as a person reads it: ``int|null``, ``dict[int,int]``, ``cosine|linear``."""
+    if hint in (None, type(None)):
+        return "null"
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, get_args(hint)))
+    if _is_union(hint):
+        return "|".join(map(_describe, get_args(hint)))
+    name = getattr(get_origin(hint) or hint, "__name__", str(hint))
+    inner = ",".join("..." if argument is ... else _describe(argument) for argument in get_args(hint))
+    return f"{name}[{inner}]" if inner else name
+
+
+def _explain(key: str, hint: Any, value: Any) -> str:
+    """Why ``value`` was refused, with the choice that is nearest to it."""
+    wanted = _describe(hint)
+    choices = findall(r"[\w.-]+", wanted)
+    words = [word for word in findall(r"[\w.-]+", str(value)) if word not in choices]
+    close = get_close_matches(words[0].lower(), choices, 1) if words else []
+    return f"{key}={value!r} must be {wanted}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)
+
+
+def _members(hint: Any) -> list[Any]:
+    """The alternatives of ``hint`` besides null."""
+    return [member for member in (get_args(hint) if _is_union(hint) else (hint,)) if member is not type(None)]
+
+
+def _accepts(hint: Any, *kinds: type) -> bool:
+    return any((get_origin(member) or member) in kinds for member in _members(hint))
+
+
+def _as_list(hint: Any, value: Any) -> Any:
+    """A single word, or several with commas, where only a list can be meant: ``tensorboard`` is ``[tensorboard]``."""
+    if len(_members(hint)) != 1 or not _accepts(hint, list, tuple) or not isinstance(value, str):
+        return value
+    return value if value == "null" or value.startswith(("[", "(")) else f"[{value}]"
+
+
+def _checked_as(hint: Any) -> Any:
+    """What jsonargparse checks a value as: the type, or for one that is not made of plain ones what YAML makes of it.
+
+    For a class, a function or ``Any`` it would import whatever module a text or a ``class_path`` names. Of
+    ``dict[str, Any]`` it would read strings again, "2" as 2: that is ``dict``.
+    """
+    if _is_union(hint):
+        members = tuple(map(_checked_as, get_args(hint)))
+        return _any_value if _any_value in members else Union[members]  # noqa: UP007
+    if hint == dict[str, Any]:
+        return dict
+    return hint if _is_plain(hint) else _any_value
+
+
+def _is_plain(hint: Any) -> bool:
+    if get_origin(hint) in (list, tuple, dict, Union, types.UnionType):
+        return all(argument is ... or _is_plain(argument) for argument in get_args(hint))
+    if get_origin(hint) is Literal or hint in (None, type(None), int, float, str, bool, list, tuple, dict):
+        return True
+    return isinstance(hint, type) and issubclass(hint, (Enum, PurePath))
+
+
+def _any_value(value: Any) -> Any:
+    return _value(value) if isinstance(value, str) else value
+
+
+# What the flags of commands have in common that are not a recipe's. Imports no torch.
+
+MOST = 1_000_000
+"""Of whatever is counted: devices, nodes, steps, trials."""
+
+
+def count(name: str, text: str) -> int:
+    """The value of ``--name``, an integer of at least 1."""
+    fits = text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= MOST
+    require(fits, f"--{name}={text[:40]!r} must be an integer of at least 1, and at most {MOST:,}")
+    return int(text)
+
+
+def yes_or_no(name: str, text: str) -> bool:
+    """The value of ``--name``, true or false."""
+    require(text.lower() in ("true", "false"), f"--{name}={text!r} must be true or false")
+    return text.lower() == "true"
+
+
+def new_folder(command: str, wanted: str | None, reference: str) -> Path:
+    """The folder that a command writes to, made; one that holds what it wrote before is refused.
+
+    Args:
+        command: ladder or plan; its main file is that name with ``.json``.
+        wanted: the value of ``--out``, if it was given.
+        reference: names the recipe.
+    """
+    name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    out = Path(wanted or f"runs/{Path(reference).stem}/{name}").absolute()
+    make_folder("--out", out)
+    require(not (out / f"{command}.json").exists(), f"--out={out} already holds a {command}: choose another folder")
+    return out

@@ -1,0 +1,255 @@
+"""One measured run in a process of its own: what it cost or, in its own words, why it did not work."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import trainer
+from trainer.errors import RecipeError, RunError
+from trainer.system.files import open_own
+from trainer.system.processes import own_code, own_command
+from trainer.system.redact import redact, redact_words
+
+# No torch here: a parent that has opened the GPU holds some of its memory.
+
+PROBE = """
+import json, torch
+cuda = torch.cuda.is_available()
+properties = torch.cuda.get_device_properties(0) if cuda else None
+print(json.dumps({
+    "accelerator": "cuda" if cuda else "cpu",
+    "devices": torch.cuda.device_count() if cuda else 1,
+    "device": properties.name if cuda else "CPU",
+    "device_memory_gb": round(properties.total_memory / 1e9, 2) if cuda else None,
+}))
+"""
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|Cannot allocate memory|can't allocate memory|bad_alloc", re.I
+)
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""For runs on a CPU: glibc keeps freed tensors, and resident memory would show the largest of everything so far."""
+OTHER_RANK = "another rank ended"
+GRACE_SECONDS = 10.0
+"""How long an interrupted run may take to write its summary."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a run.
+
+    Args:
+        status: finished, refused (the settings cannot work), out of memory, killed, too slow, or failed.
+        reason: of a run that did not finish, the first line that says why.
+        command: what repeats it; ``to_json`` leaves out where Python and the run directory are on this machine.
+        seconds: wall time of the process, from start to end.
+        plan: the line in which the run said what it decided.
+        steps: steps taken.
+        losses: of every step, the mean loss before its update.
+        samples_per_second: training throughput over all ranks without the first step, which warms up; of a single
+            step, with it.
+        memory: what ``summary.json`` says under that key: GB (1e9 bytes).
+    """
+
+    status: str
+    reason: str | None
+    command: list[str]
+    seconds: float
+    plan: str | None = None
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    samples_per_second: float | None = None
+    memory: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def host_gb(self) -> float | None:
+        """Peak resident memory over that of the idle process, in GB; the whole peak where the idle one is unknown."""
+        peak, idle = self.memory.get("host_peak_gb"), self.memory.get("host_idle_gb")
+        return peak if peak is None or idle is None else peak - idle
+
+    @property
+    def peak_gb(self) -> float | None:
+        """Allocated memory of the device in GB, and without a GPU :attr:`host_gb`."""
+        allocated = self.memory.get("allocated_gb")
+        return self.host_gb if allocated is None else allocated
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, in plain types."""
+        return {
+            "status": self.status,
+            "reason": self.reason,
+            "plan": self.plan,
+            "steps": self.steps,
+            "losses": self.losses,
+            "samples_per_second": self.samples_per_second,
+            "peak_gb": self.peak_gb,
+            "memory": dict(self.memory),
+            "seconds": round(self.seconds, 2),
+            "command": shlex.join(map(_anywhere, redact_words(self.command))),
+        }
+
+
+def _anywhere(word: str) -> str:
+    """A word of a command without the folders of this machine: for the working directory that it was started in."""
+    if word == sys.executable:
+        return "python"
+    if word.startswith("--run.dir="):
+        return f"--run.dir={Path(word).name}"
+    return word.removeprefix(f"{Path.cwd()}{os.sep}")
+
+
+def probe_machine() -> dict[str, Any]:
+    """The accelerator (cpu or cuda), its devices and memory, found out by a process that has ended by then."""
+    done = subprocess.run(own_code(PROBE), capture_output=True, text=True, env=_environment(), check=False)
+    if done.returncode != 0:
+        raise RunError(f"torch does not start: {_reason(done.stderr) or f'exit code {done.returncode}'}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_trial(
+    arguments: Sequence[str],
+    run_dir: Path,
+    *,
+    seconds: float | None = None,
+    entry: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Trial:
+    """Train in a fresh process, and read what it measured.
+
+    Args:
+        arguments: of ``trainer fit``: the recipe and its flags, without ``run.dir``.
+        run_dir: the run directory, which must not hold a run; what the process says goes to ``run_dir.log`` beside it.
+            The trained model is removed from it: only the figures are of interest.
+        seconds: wall time after which the run is ended as too slow.
+        entry: a script that does something before, with its arguments; without it, the package is started.
+        environment: variables to set besides those of this process.
+    """
+    words = ["fit", *arguments, f"--run.dir={run_dir}"]
+    command = own_command(*words) if entry is None else [sys.executable, *entry, *words]
+    log = run_dir.with_name(f"{run_dir.name}.log")
+    start = time.perf_counter()
+    with _opened(log) as output:
+        code = _run(command, output, seconds, _environment() | dict(environment or {}))
+    wall = time.perf_counter() - start
+    shutil.rmtree(run_dir / "model", ignore_errors=True)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    status, reason = _outcome(code, text, seconds)
+    repeated = [sys.executable, *(entry or ("-m", "trainer")), *words]
+    return Trial(status, reason and redact(reason), repeated, wall, _plan(text), **_figures(run_dir))
+
+
+def _opened(log: Path) -> TextIO:
+    """Opened for writing, empty.
+
+    Raises:
+        RecipeError: naming it, when it cannot be, or is no file of our own.
+    """
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        output = os.fdopen(open_own(log, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{log} cannot be written ({error.strerror}): choose another folder") from error
+    output.truncate()  # what another one has left there
+    return output
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the package that runs here found first, whether it is installed or not."""
+    here = str(Path(trainer.__file__).parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
+
+
+def _run(command: list[str], output: Any, seconds: float | None, environment: Mapping[str, str]) -> int | None:
+    """The exit code of ``command``, or ``None`` if it took too long. No process of it is left behind."""
+    # A session of its own: so all ranks that it starts can be ended together, whatever state they are in.
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+    )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Interrupt the process if it still runs, give it time to write its summary, and end whatever is left of it."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(GRACE_SECONDS)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.kill()
+            process.wait()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # nobody is left (macOS says the latter)
+        return
+
+
+def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, str | None]:
+    if code == 0:
+        return "finished", None
+    if code is None:
+        return "too slow", f"not finished after {seconds:g} s"
+    said = _reason(text)
+    if code == 2:
+        return "refused", said
+    if OUT_OF_MEMORY.search(text):
+        found = next((line.strip() for line in text.splitlines() if OUT_OF_MEMORY.search(line)), None)
+        return "out of memory", said if said and OUT_OF_MEMORY.search(said) else found
+    if code < 0:
+        name = signal.Signals(-code).name
+        return "killed", f"ended by {name}" + (": did host memory run out?" if name == "SIGKILL" else "")
+    return "failed", said or f"exit code {code}"
+
+
+def _reason(text: str) -> str | None:
+    """The line of a log that says why: our own error of one line, or the end of the first traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    own = [line.split("trainer: error: ", 1)[1] for line in lines if "trainer: error: " in line]
+    own.sort(key=lambda line: OTHER_RANK in line)  # the rank that knows why speaks first
+    if own and OTHER_RANK not in own[0]:
+        return own[0]
+    raised = [line for line in lines if re.match(r"^(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)]
+    return next(iter(raised or own or lines[-1:]), None)
+
+
+def _plan(text: str) -> str | None:
+    return next((line.removeprefix("plan: ") for line in text.splitlines() if line.startswith("plan: ")), None)
+
+
+def _figures(run_dir: Path) -> dict[str, Any]:
+    """What the run directory says, as far as the run came."""
+    figures: dict[str, Any] = {}
+    if (run_dir / "summary.json").is_file():
+        summary = json.loads((run_dir / "summary.json").read_text())
+        figures = {"memory": summary["memory"], "steps": summary["steps"]}
+    if (run_dir / "metrics.csv").is_file():
+        with open(run_dir / "metrics.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("loss")]
+        figures["losses"] = [float(row["loss"]) for row in rows]
+        batch_size = summary["batch_size"] if figures.get("memory") else 0
+        figures["samples_per_second"] = _speed([float(row["samples_per_second"]) for row in rows], batch_size)
+    return figures
+
+
+def _speed(so_far: Sequence[float], batch_size: int) -> float | None:
+    """Samples a second without the first step, from those since the start, as they were after every step."""
+    if not so_far or not all(so_far) or not batch_size:
+        return None
+    first, last = batch_size / so_far[0], batch_size * len(so_far) / so_far[-1]
+    return batch_size * (len(so_far) - 1) / (last - first) if last > first else so_far[-1]

@@ -1,0 +1,274 @@
+"""``trainer plan``: the fastest plan that fits a budget, as a table, as flags to paste, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.commands.flags import count, new_folder, yes_or_no
+from trainer.commands.recipes import TRUST
+from trainer.errors import RunError, require
+from trainer.planner.gpus import gpu_named
+from trainer.recipe import Recipe
+from trainer.system.files import write_atomic
+from trainer.system.redact import redact, redact_value
+from trainer.system.text import escaped
+
+if TYPE_CHECKING:
+    from trainer.planner.report import PlanReport
+    from trainer.planner.search import Search
+
+# The planner imports torch: it is imported where it is used, so that --help answers at once.
+
+FLAGS = {
+    "gpu": "the GPU to plan for, such as a100-80gb, or cpu (default: the GPU of this machine)",
+    "devices": "ranks in all (default: run.devices, or 1 where that is auto); several, such as 1,8,64, make a table",
+    "nodes": "machines that the ranks are spread over (default: 1; in a table what --per-node makes)",
+    "per-node": "for a table: devices of a machine (default: 8)",
+    "interconnect": "for a table: what joins the devices, such as 100gbe,8x-ib-hdr,pcie-4+25gbe",
+    "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
+    "out": "folder for plan.json and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
+}
+SWITCHES = {"json": "print what plan.json holds, and nothing else, on stdout"}
+
+
+def plan_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None]]) -> None:
+    """Plan ``recipe``, print the answer and write it.
+
+    Args:
+        recipe: with all flags applied.
+        reference: what names the recipe to ``trainer fit``.
+        flags: all that were given; those of the command itself are in ``FLAGS`` and ``SWITCHES``.
+
+    Raises:
+        RecipeError: for a flag that cannot work, or a recipe that cannot.
+        RunError: when nothing fits; the table is printed and the files are written all the same.
+    """
+    own = {name: text or "" for name, text in flags if name in FLAGS}
+    passed = [(name, text) for name, text in flags if name not in {*FLAGS, *SWITCHES}]
+    as_json = ("json", None) in flags
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    require(not launched, "trainer plan needs no ranks: start it without a launcher, and say --devices")
+    if wants_table(own):
+        scale_command(recipe, reference, own, as_json)
+        return
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        report, content = _planned(recipe, reference, own, passed)
+    if as_json:
+        print(json.dumps(content, indent=1))
+    if report.chosen is None:
+        missing = next(line for line in reversed(report.explanations) if line.startswith(("nothing", "no comb")))
+        raise RunError(missing)
+
+
+def _planned(
+    recipe: Recipe, reference: str, own: dict[str, str], passed: list[tuple[str, str | None]]
+) -> tuple[PlanReport, dict[str, Any]]:
+    """Search, print for a person, and write the files."""
+    devices = count("devices", own["devices"]) if "devices" in own else None
+    nodes, lossy = count("nodes", own.get("nodes", "1")), yes_or_no("lossy", own.get("lossy", "false"))
+    gpu = own.get("gpu")
+    if gpu not in (None, "cpu"):
+        gpu_named(gpu)  # before anything takes time
+    from trainer.planner.search import search_for
+    from trainer.planner.text import pasteable, table, why
+
+    search = search_for(recipe, gpu, devices, nodes)
+    out = new_folder("plan", own.get("out"), reference)
+    parameters = _announce(search)
+    report = _with_progress(search, lossy)
+    command = fit_command(reference, passed, recipe, report)
+    content = redact_value(_content(reference, parameters, report, command))
+    print(redact(f"\n{table(report)}\n\n{why(report)}"))
+    if command:
+        print(f"\nthe chosen plan:\n{pasteable(command)}")
+    _write(out, reference, report, content)
+    print(f"\nfiles: {escaped(out)}: plan.json, plan.png")
+    return report, content
+
+
+def _announce(search: Search) -> tuple[int, int]:
+    """Say what is planned; the number of parameters, and of those that are trained."""
+    from trainer.planner.search import MARGIN
+    from trainer.planner.text import heading
+    from trainer.system.children import in_child
+    from trainer.weights.streaming import on_meta
+
+    def sizes() -> list[int]:
+        parameters = list(on_meta(search.recipe.model.unloaded().build).parameters())
+        return [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
+
+    total, trained = in_child(sizes)
+    gpu = search.target.gpu
+    print(heading(search.recipe, gpu, search.devices, search.nodes, search.budget, MARGIN, (total, trained)))
+    return total, trained
+
+
+def _with_progress(search: Search, lossy: bool) -> PlanReport:
+    """Run the search, with a bar on a terminal and lines elsewhere."""
+    from trainer.report.progress import Progress
+
+    progress = Progress(search.recipe.run.progress)
+    progress.start(0)
+    # The batch is the same in all of them, and has been said.
+    search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
+    try:
+        return search.run(lossy)
+    finally:
+        progress.close()
+
+
+def fit_command(
+    reference: str, passed: Sequence[tuple[str, str | None]], recipe: Recipe, report: PlanReport
+) -> list[str]:
+    """The command that trains the chosen plan, with the flags that were given; what belongs together is one word.
+
+    Empty when nothing was chosen.
+    """
+    if report.chosen is None:
+        return []
+    from trainer.planner.report import as_text
+
+    here = report.devices // report.nodes
+    run: dict[str, Any] = {} if recipe.run.devices == here else {"run.devices": here}
+    if report.device == "CPU" and recipe.run.accelerator != "cpu":
+        run["run.accelerator"] = "cpu"
+    start = f"trainer fit {shlex.quote(reference)}"
+    if report.nodes > 1:
+        ranks = f"--nnodes {report.nodes} --nproc-per-node {here}"
+        start = f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m {start}"
+    chosen = {**run, **report.chosen.flags}
+    kept = [(name, text) for name, text in passed if name not in chosen and text is not None]
+    decided = [(name, as_text(value)) for name, value in chosen.items()]
+    start += f" --{TRUST}" if (TRUST, None) in passed else ""
+    return [start, *(f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in [*kept, *decided])]
+
+
+def _content(reference: str, parameters: tuple[int, int], report: PlanReport, command: Sequence[str]) -> dict[str, Any]:
+    """What ``plan.json`` holds."""
+    from trainer.report.summary import versions
+
+    return {
+        "recipe": reference,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "parameters": parameters[0],
+        "trained_parameters": parameters[1],
+        **report.to_json(),
+        "command": " ".join(command) or None,
+        "versions": versions(),
+    }
+
+
+def _write(out: Path, reference: str, report: PlanReport, content: dict[str, Any]) -> None:
+    write_atomic(out / "plan.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    drawn = report.drawn
+    if drawn is None or drawn.prediction is None or drawn.prediction.timeline is None:
+        return
+    from trainer.report.plots import plot_plan
+
+    verdict = "" if drawn is report.chosen else ", which does not fit"
+    name = Path(reference).stem
+    title = f"{name} on {report.devices} × {report.device}, predicted{verdict}\n{drawn.plan}"
+    plot_plan(drawn.prediction.timeline, report.budget, title, out / "plan.png")
+
+
+# ``trainer plan --devices 1,2,4,8,64``: memory, communication and time on each, for every strategy, as a table.
+
+WIDTH = 112
+
+
+def wants_table(own: dict[str, str]) -> bool:
+    """Whether flags of ``trainer plan`` ask for a table of several numbers of devices."""
+    several = any("," in own.get(name, "") for name in ("devices", "nodes"))
+    return several or "interconnect" in own or "per-node" in own
+
+
+def counts(name: str, text: str) -> list[int]:
+    """The value of ``--name``, integers of at least 1 with commas."""
+    return [count(name, part.strip()) for part in text.split(",")]
+
+
+def scale_command(recipe: Recipe, reference: str, own: dict[str, str], as_json: bool) -> None:
+    """Simulate ``recipe`` on each number of devices, print the table and write it.
+
+    Args:
+        recipe: with all flags applied.
+        reference: what names the recipe to ``trainer fit``.
+        own: the flags of ``trainer plan`` that were given.
+        as_json: print what ``scale.json`` holds, and nothing else, on stdout.
+
+    Raises:
+        RecipeError: for a flag that cannot work, or a recipe that cannot.
+        RunError: when nothing fits; the table is printed and written all the same.
+    """
+    require("lossy" not in own, "--lossy searches for one number of devices: leave it out, or name one number")
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        content = _scaled(recipe, reference, own)
+    if as_json:
+        print(json.dumps(content, indent=1))
+    if not any(row["fits"] for row in content["rows"]):
+        raise RunError("nothing fits on any of these numbers of devices: shard over more, or plan one of them")
+
+
+def _scaled(recipe: Recipe, reference: str, own: dict[str, str]) -> dict[str, Any]:
+    from trainer.planner.network import USUAL, clusters, interconnects
+    from trainer.planner.predict import prepared
+    from trainer.planner.scale import Scale
+    from trainer.planner.scale_text import to_json
+    from trainer.planner.search import devices_of, target_for
+
+    devices = counts("devices", own["devices"]) if "devices" in own else [devices_of(recipe)]
+    nodes = counts("nodes", own["nodes"]) if "nodes" in own else None
+    per_node = count("per-node", own["per-node"]) if "per-node" in own else None
+    sizes = clusters(devices, nodes, per_node)
+    target = target_for(own.get("gpu"))
+    fabrics = interconnects(own.get("interconnect", USUAL), target.gpu)
+    scale = Scale(prepared(recipe), target, sizes, fabrics)
+    out = new_folder("scale", own.get("out"), reference)
+    report = _scaled_with_progress(scale)
+    from trainer.report.summary import versions
+
+    date = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    content = redact_value({"recipe": reference, "date": date, **to_json(report), "versions": versions()})
+    _print(report, type(recipe.model).__name__)
+    write_atomic(out / "scale.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    print(f"\nfiles: {escaped(out)}: scale.json")
+    return content
+
+
+def _scaled_with_progress(scale: Any) -> Any:
+    """Run it, with a bar on a terminal and lines elsewhere."""
+    from trainer.report.progress import Progress
+
+    progress = Progress(scale.recipe.run.progress)
+    progress.start(0)
+    scale.progress = progress.count
+    try:
+        return scale.run()
+    finally:
+        progress.close()
+
+
+def _print(report: Any, model: str) -> None:
+    from trainer.planner.scale_text import ASSUMED, heading, refused, table, verdict
+
+    labels = [("model", model), *heading(report)]
+    width = max(len(label) for label, _ in labels)
+    print("\n".join(_wrapped(f"{label:<{width}}  {text}", " " * (width + 2)) for label, text in labels))
+    print(f"\n{table(report)}\n")
+    lines = [verdict(report, fabric.name) for fabric in report.fabrics]
+    lines += [f"not simulated: {line}" for line in refused(report)]
+    lines += [f"assumed: {line}" for line in ASSUMED] + [f"note: {line}" for line in report.notes]
+    print("\n".join(_wrapped(f"- {redact(line)}", "  ") for line in lines))
+
+
+def _wrapped(line: str, indent: str) -> str:
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

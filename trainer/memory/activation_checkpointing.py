@@ -1,0 +1,124 @@
+"""``memory.activation_checkpointing``: keep less of a block's forward, and compute it again in backward.
+
+``torch.utils.checkpoint`` without reentrance. It puts the state of the random generators back before it computes a
+block again, so dropout draws the same masks; BatchNorm's running statistics move in the first pass only; a decoder's
+cache, which both passes would append to, is switched off, or refused. Only ``forward`` of a block is replaced: no
+parameter is renamed, and FSDP, whose hooks are around ``forward``, has the weights there for the second pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trainer.errors import RecipeError
+from trainer.memory.refusals import require_first_order
+from trainer.weights.blocks import switch_cache_off
+
+aten = torch.ops.aten
+
+# By name, as not every version and build of torch has all of them.
+_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+KEPT = {getattr(aten, name).default for name in (*_MATRIX_PRODUCTS, *_ATTENTION) if hasattr(aten, name)}
+"""What ``selective`` does not compute again: the operations that cost the most time for the memory of their output."""
+
+
+def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str | float) -> None:
+    """Checkpoint ``blocks`` of ``module`` as ``memory.activation_checkpointing`` says.
+
+    Args:
+        module: the network; keeps no cache of keys and values from now on.
+        blocks: the repeated modules, in order.
+        wish: none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly.
+    """
+    if wish == "none":
+        return
+    switch_cache_off(module)
+    options: dict[str, Any] = {"use_reentrant": False}
+    if wish == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # torch 2.15; 2.11 has no choice
+            options["respect_saved_tensors_hooks"] = True  # what is kept may be offloaded, too
+    for block in blocks if isinstance(wish, str) else evenly(blocks, wish):
+        layers = [layer for layer in block.modules() if isinstance(layer, _BatchNorm)]
+        block.forward = _checkpointed(type(block).__name__, block.forward, layers, options)
+
+
+def evenly(blocks: Sequence[nn.Module], fraction: float) -> list[nn.Module]:
+    """``fraction`` of ``blocks``, rounded to a whole number and spread evenly over them."""
+    count = round(fraction * len(blocks))
+    return [block for at, block in enumerate(blocks) if (at + 1) * count // len(blocks) > at * count // len(blocks)]
+
+
+def keep_expensive(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy of ``selective``.
+
+    Attention with dropout is computed again: what is kept draws no random numbers the second time, and every dropout
+    after it in the block would then draw other ones than in the first pass.
+    """
+    keep = operation in KEPT and not _dropout(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _dropout(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    """The dropout rate that an attention operation is called with; 0 for all others."""
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            return args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+    return 0.0
+
+
+def _checkpointed(
+    name: str, forward: Callable[..., Any], layers: list[_BatchNorm], options: dict[str, Any]
+) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # evaluation keeps nothing anyway
+            return forward(*args, **kwargs)
+        if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):  # transformers' caches have it
+            raise RecipeError(
+                f"memory.activation_checkpointing computes {name} twice, which would append to its cache of keys and "
+                "values twice: call the model with use_cache=False and no past_key_values, or use none"
+            )
+        if layers and not torch.compiler.is_compiling():  # what is compiled has no side effect the second time
+            output = checkpoint(_counting_once(forward, layers), *args, **options, **kwargs)
+        else:
+            output = checkpoint(forward, *args, **options, **kwargs)
+        if "context_fn" in options:  # what is kept is given away in the first backward
+            require_first_order(output, "memory.activation_checkpointing=selective", "use full")
+        return output
+
+    return checkpointed
+
+
+def _counting_once(forward: Callable[..., Any], layers: list[_BatchNorm]) -> Callable[..., Any]:
+    """``forward``, of which only the first call moves the running statistics of ``layers``."""
+    passes = 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        if passes == 1:
+            return forward(*args, **kwargs)
+        before = [(layer, layer.momentum, layer.num_batches_tracked) for layer in layers]
+        for layer in layers:
+            layer.momentum, layer.num_batches_tracked = 0.0, None
+        try:  # the second pass ends early, by an exception, when backward has what it needs
+            return forward(*args, **kwargs)
+        finally:
+            for layer, momentum, count in before:
+                layer.momentum, layer.num_batches_tracked = momentum, count
+
+    return counting

@@ -1,0 +1,268 @@
+"""CUDA kernels that look at a tensor's device before they do anything, for tensors that C++ believes to be on meta."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.backends import cuda
+from torch.nn import functional
+
+from trainer.planner.fake_mode import GPU_DEVICE
+
+aten = torch.ops.aten
+
+
+def install_kernels(library: torch.library.Library, attention: AttentionRules) -> None:
+    """Register attention, dropout and moves between devices in ``library``, for aten."""
+    library.impl("scaled_dot_product_attention", attend(attention), "AutogradCUDA")
+    library.impl("dropout", dropout, "AutogradCUDA")
+    for key in ("AutogradCUDA", "AutogradCPU"):
+        library.impl("to.dtype_layout", to_dtype_layout, key)
+        library.impl("to.device", to_device, key)
+
+
+def dropout(tensor: Tensor, rate: float, train: bool) -> Tensor:
+    """The fused kernel of CUDA, which keeps a mask of one byte an element."""
+    if not train or rate == 0 or tensor.numel() == 0:
+        return tensor
+    if rate == 1:
+        return tensor * torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    return aten.native_dropout(tensor, rate, train)[0]
+
+
+def to_dtype_layout(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: Any = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """As in C++, but for the device of ``tensor``, of which C++ has another idea."""
+    dtype = dtype or tensor.dtype
+    device = torch.device(device) if device is not None else tensor.device
+    if device.type == "meta" and isinstance(tensor, FakeTensor):
+        device = tensor.device  # C++ asks for "where it is"
+    if device.type == "cuda":
+        device = GPU_DEVICE
+    unchanged = dtype == tensor.dtype and device == tensor.device
+    if unchanged and not copy and memory_format in (None, torch.preserve_format):
+        return tensor
+    return aten._to_copy(tensor, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format)
+
+
+def to_device(
+    tensor: Tensor,
+    device: Any,
+    dtype: torch.dtype,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    return to_dtype_layout(
+        tensor, dtype=dtype, device=device, non_blocking=non_blocking, copy=copy, memory_format=memory_format
+    )
+
+
+# Attention as the target GPU would compute it: which kernel is chosen, and what it needs inside.
+#
+# ``scaled_dot_product_attention`` asks the GPU that is there; here another one, which is not, has to be asked for.
+#
+# Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and the kernels' host code beside it.
+
+Kernel = Literal["flash", "efficient", "cudnn", "math"]
+
+
+@dataclass(frozen=True)
+class AttentionRules:
+    """What a GPU and a version of torch allow.
+
+    Args:
+        capability: CUDA compute capability.
+        flash: 1 for the first flash attention (torch before 2.2), 2 since.
+        prefers_cudnn: whether cuDNN's attention comes before flash (torch 2.10 and later, on compute capability 9.0 and
+            10.0).
+    """
+
+    capability: tuple[int, int]
+    flash: int = 2
+    prefers_cudnn: bool = False
+
+    def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> Kernel:
+        """The kernel for these tensors, of shape ``(batch, heads, tokens, size)``, of those that are enabled."""
+        if query.dim() != 4 or 0 in query.shape[:3]:
+            return "math"
+        if cuda.cudnn_sdp_enabled() and self._cudnn(query, key, value, mask):
+            return "cudnn"
+        if cuda.flash_sdp_enabled() and self._flash(query, key, value, mask, grouped):
+            return "flash"
+        return "efficient" if cuda.mem_efficient_sdp_enabled() and self._efficient(query, key, value) else "math"
+
+    def _cudnn(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        size, value_size = query.size(-1), value.size(-1)
+        return (
+            self.prefers_cudnn
+            and self.capability in ((9, 0), (10, 0))
+            and _is_half(query)
+            and not (mask is not None and mask.requires_grad)
+            and size % 8 == 0
+            and value_size % 8 == 0
+            and max(size, value_size) <= 128
+            and _rows_are_dense(query, key, value)
+        )
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:
+        size = query.size(-1)
+        fits = size == key.size(-1) == value.size(-1) and size <= 256
+        if self.flash == 1:
+            fits = fits and size % 8 == 0 and size <= 128 and not grouped
+        return (
+            _is_half(query)
+            and self.capability >= (8, 0)
+            and mask is None
+            and fits
+            and _rows_are_dense(query, key, value)
+            and (_same_heads(query, key, value) or grouped)
+        )
+
+    def _efficient(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        if self.capability >= (8, 0):
+            align = 8 if _is_half(query) else 4
+        else:
+            align = 8 if _is_half(query) and self.capability >= (7, 0) else 1
+        bfloat = query.dtype == torch.bfloat16 and self.capability < (8, 0)
+        return (
+            query.dtype in (torch.float32, torch.float16, torch.bfloat16)
+            and not bfloat
+            and query.size(-1) == key.size(-1)
+            and query.size(-1) % align == 0
+            and value.size(-1) % align == 0
+            and _rows_are_dense(query, key, value)
+            and _same_heads(query, key, value)
+            and self.capability >= (5, 0)
+        )
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _rows_are_dense(*tensors: Tensor) -> bool:
+    return all(tensor.stride(-1) == 1 for tensor in tensors)
+
+
+def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return query.size(1) == key.size(1) == value.size(1)
+
+
+def attend(rules: AttentionRules) -> Any:
+    """``scaled_dot_product_attention`` by the kernel that ``rules`` choose."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        kernel = rules.choose(query, key, value, attn_mask, enable_gqa)
+        if kernel == "flash":
+            return _flash(rules, query, key, value, dropout_p, is_causal, scale)
+        if kernel == "math":
+            return aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+            )[0]
+        mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        if kernel == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, trains, dropout_p, is_causal, False, scale=scale
+            )[0]
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, trains, dropout_p, is_causal, scale=scale
+        )[0]
+
+    return attention
+
+
+def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as the kernels take it: added to the scores, rows padded to 16 and cut again, one for every head."""
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
+    if tokens := mask.size(-1) % 16:
+        length = mask.size(-1)
+        mask = functional.pad(mask, (0, 16 - tokens))[..., :length]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+
+
+def _flash(
+    rules: AttentionRules,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    size = query.size(-1)
+    scale = scale if scale is not None else size**-0.5
+    if missing := -size % 8:
+        query, key, value = (functional.pad(tensor, (0, missing)) for tensor in (query, key, value))
+    out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
+    if rules.flash == 1:  # written token by token, so that the caller's .contiguous() makes a copy
+        out = out.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    return out[..., :size] if missing else out
+
+
+def inner_bytes(rules: AttentionRules, name: str, args: tuple) -> tuple[int, ...]:
+    """Sizes of what an attention kernel allocates for itself and frees before it returns.
+
+    Args:
+        rules: of the GPU.
+        name: of the operation, without namespace and overload.
+        args: of the call.
+    """
+    if name == "_scaled_dot_product_flash_attention":
+        return (3 * args[0].numel() * args[0].element_size(),) if rules.flash == 1 else ()
+    if not name.endswith("attention_backward"):
+        return ()
+    query = args[1]
+    batch, heads, tokens, size = query.shape
+    rows = batch * heads
+    if name == "_scaled_dot_product_efficient_attention_backward":
+        scratch = 0 if query.dtype == torch.float32 else rows * _up(tokens, 64) * _up(size, 32) * 4
+        return rows * _up(tokens, 32) * 4, scratch
+    if name == "_scaled_dot_product_flash_attention_backward" and rules.flash == 1:
+        return 3 * query.numel() * query.element_size(), rows * _up(tokens, 128) * size * 4
+    if name in ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"):
+        return rows * _up(tokens, 128) * _up(size, 32) * 4, rows * _up(tokens, 128) * 4
+    return ()
+
+
+def counted_args(name: str, args: tuple) -> tuple:
+    """Arguments with which torch counts the operations of an attention kernel, with shapes in the place of tensors.
+
+    Keys and values get as many heads as queries, which costs the same: torch 2.11 refuses to count anything else.
+    """
+    if not name.startswith("_scaled_dot_product"):
+        return args
+    first = 1 if name.endswith("_backward") else 0  # after the gradient
+    query, key, value = (tuple(tensor.shape) for tensor in args[first : first + 3])
+    key, value = ((*shape[:1], query[1], *shape[2:]) for shape in (key, value))
+    return (*args[:first], query, key, value, *args[first + 3 :])
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,375 @@
+"""What torch is told about a GPU that is not there, wherever its Python code asks.
+
+Every function here changes torch for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+import torch._dynamo.config
+import torch.distributed.fsdp
+import torch.utils._triton
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp import grad_scaler
+from torch.cuda.amp import common as cuda_amp
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer as optimizers
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainer.memory import sharding
+from trainer.planner.fake_mode import GPU_DEVICE
+from trainer.planner.gpus import GPU
+from trainer.planner.target import Target
+
+_paused = 0
+
+
+def is_paused() -> bool:
+    """Whether what is computed now is only about shapes: DTensor propagates them with whole, unsharded tensors."""
+    return _paused > 0
+
+
+def is_on_gpu(tensor: Any) -> bool:
+    """Whether a tensor is on the GPU that is not there."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+
+
+def _replace(owner: Any, **answers: Any) -> None:
+    """Set attributes of ``owner``, those that this version of torch has."""
+    for name, answer in answers.items():
+        if hasattr(owner, name):
+            setattr(owner, name, answer)
+
+
+def patch_modules() -> None:
+    """Modules move their parameters, and compile nothing; recurrent ones leave theirs where they are."""
+    _replace(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
+    _replace(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
+
+
+def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """``Module._apply``, which would exchange the insides of tensors; fake ones do not allow that.
+
+    As there, the children come first, parameters stay the same objects unless they leave meta, and each old tensor is
+    freed before the next is moved.
+    """
+    for child in module.children() if recurse else ():
+        child._apply(change)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            changed = change(parameter)
+        if isinstance(parameter, FakeTensor) and changed is not parameter:
+            parameter.data = changed
+        elif changed is not parameter:
+            module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = change(buffer)
+    return module
+
+
+def patch_data() -> None:
+    """A tensor whose data is replaced is on the device of the new data, also for Python.
+
+    And memory that is not there has an address all the same: code asks whether two tensors look at the same one.
+    """
+    data: Any = torch._C.TensorBase.data
+    address: Any = torch.UntypedStorage.data_ptr
+
+    def set_data(tensor: Any, value: Any) -> None:
+        data.__set__(tensor, value)
+        tensor.fake_device = value.device
+
+    def of_storage(storage: Any) -> int:
+        return storage._cdata if storage.device.type == "meta" else address(storage)
+
+    def of_tensor(tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+    def written(tensor: Tensor, spec: str) -> str:  # f"{loss:.3f}", which torch allows no subclass
+        return format(tensor.item(), spec) if spec and not tensor.dim() else str(tensor)
+
+    _replace(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor, __format__=written)
+    _replace(torch.UntypedStorage, data_ptr=of_storage)
+
+
+def patch_tensors() -> None:
+    """Fake tensors are on the device that Python names; C++ is told that they are on meta, with the keys of theirs."""
+    make = torch._C.TensorBase._make_subclass
+
+    def make_subclass(cls: Any, data: Any, requires_grad: bool = False, **options: Any) -> Any:
+        if options.get("device_for_backend_keys") is not None:
+            options["dispatch_device"] = False
+        return make(cls, data, requires_grad, **options)
+
+    def is_on(kind: str) -> property:
+        return property(lambda tensor: tensor.fake_device.type == kind)
+
+    _replace(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
+    _replace(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
+    _replace(
+        DTensor,
+        device=property(lambda tensor: tensor._local_tensor.device),
+        is_cuda=property(lambda tensor: tensor._local_tensor.is_cuda),
+    )
+    _replace(
+        torch.Tensor,
+        _make_subclass=staticmethod(make_subclass),
+        to=_to(torch.Tensor.to),
+        cuda=lambda tensor, *args, **options: tensor.to(GPU_DEVICE),
+        record_stream=lambda tensor, stream: None,
+        pin_memory=lambda tensor, device=None: torch.empty_like(tensor, device="cpu", pin_memory=True),
+        is_pinned=lambda tensor, device=None: tensor.device.type == "cpu",
+    )
+
+
+def _to(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``Tensor.to``, in which ``"cuda"`` and ``0`` are the GPU, without C++ asking a driver which one is current."""
+
+    def is_gpu(device: Any) -> bool:
+        named = isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+        return named or (isinstance(device, int) and not isinstance(device, bool))
+
+    @wraps(move)
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        if args and is_gpu(args[0]):
+            args = (GPU_DEVICE, *args[1:])
+        if is_gpu(options.get("device")):
+            options["device"] = GPU_DEVICE
+        return move(tensor, *args, **options)
+
+    return to
+
+
+def patch_cuda(target: Target, ranks: int) -> None:
+    """``torch.cuda`` answers for the target, of which this machine has ``ranks``."""
+    capability = target.gpu.capability
+    _replace(
+        torch.cuda,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        is_bf16_supported=lambda *args, **options: capability >= (8, 0),
+        device_count=lambda: ranks,
+        current_device=lambda: 0,
+        get_device_capability=lambda device=None: capability,
+        get_device_properties=lambda device=None: _Properties(target.gpu),
+        get_device_name=lambda device=None: target.gpu.title,
+        set_device=lambda device: None,
+        init=lambda: None,
+        _lazy_init=lambda: None,
+        synchronize=lambda device=None: None,
+        empty_cache=lambda: None,
+        get_rng_state=lambda device=None: torch.empty(16, dtype=torch.uint8),
+        set_rng_state=lambda state, device=None: None,
+        manual_seed=lambda seed: None,
+        manual_seed_all=lambda seed: None,
+        Stream=FakeStream,
+        Event=FakeEvent,
+        stream=OnStream,
+        current_stream=lambda device=None: FakeStream.current,
+        default_stream=lambda device=None: FakeStream.default,
+        default_generators=(torch.Generator(),),
+    )
+
+
+L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
+"""Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200."""
+
+
+class _Properties:
+    """The few of a card's properties that libraries ask for before they choose."""
+
+    def __init__(self, gpu: GPU) -> None:
+        self.L2_cache_size = L2_CACHE.get(gpu.capability, 0)  # at 0 timm's lion takes all weights at once: the most
+        self.name, self.total_memory = gpu.title, gpu.memory
+        self.major, self.minor = gpu.capability
+
+
+def patch_compile() -> None:
+    """Compiled updates of optimizers work in place, without intermediate tensors; models are traced as they are."""
+
+    def compiled(function: Any = None, **options: Any) -> Any:
+        if function is None:  # as a decorator with options
+            return compiled
+        return (lambda *args: None) if getattr(function, "__module__", "").startswith("torchao.") else function
+
+    _replace(torch, compile=compiled)
+    _replace(torch.utils._triton, has_triton=lambda: True)
+
+
+def patch_amp() -> None:
+    """Gradients are scaled, and never overflow."""
+
+    def step(scaler: Any, optimizer: Any, found: Any, *args: Any, **options: Any) -> Any:
+        return optimizer.step(*args, **options)  # the flag that it would read has no value
+
+    for module in (cuda_amp, grad_scaler):
+        _replace(module, amp_definitely_not_available=lambda: False)
+    _replace(torch.amp.GradScaler, _maybe_opt_step=step)
+
+
+def patch_optimizers() -> None:
+    """Optimizers take their ``foreach`` and fused paths on CUDA tensors only, grouped by a device that C++ names."""
+    modules: tuple[Any, ...] = (optimizers, _foreach_utils)
+    for module in modules:
+        known = module._foreach_supported_types
+        known += [kind for kind in (FakeTensor, DTensor) if kind not in known]
+    by_device = _foreach_utils._group_tensors_by_device_and_dtype
+
+    def group(*args: Any, **options: Any) -> Any:
+        found = by_device(*args, **options)
+        return {(GPU_DEVICE if device.type == "meta" else device, dtype): v for (device, dtype), v in found.items()}
+
+    for module in (*modules, clip_grad):
+        _replace(module, _group_tensors_by_device_and_dtype=group)
+    checks = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+    _replace(torch.optim.Optimizer, **dict.fromkeys(checks, lambda optimizer: None))
+
+
+def patch_transformers() -> None:
+    """Masks that mask nothing are left out, as in a real run; transformers keeps them where it sees fake tensors.
+
+    Call it when the model is built: before, transformers need not be imported.
+    """
+    utils = sys.modules.get("transformers.utils.import_utils")
+    _replace(utils, is_fake_tensor=lambda tensor: False)
+
+
+def patch_fsdp() -> None:
+    """FSDP2 takes parameters that C++ believes to be on meta, and cuts off one shard: 512 fake ones take long."""
+
+    def first_shard(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
+        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // ranks))]
+
+    _replace(_fsdp_param, _chunk_with_empty=first_shard)
+    _replace(FSDPParamGroup, _validate_no_meta_params=lambda group: None)
+    _replace(_fsdp_collectives, record_grad_output_stream=lambda *args: None)
+
+
+def patch_ranks() -> None:
+    """Which ranks belong together is computed for real; the shapes that DTensor tries out take no memory."""
+    _replace(sharding, init_device_mesh=_for_real(sharding.init_device_mesh))
+    for name in (
+        "_propagate_tensor_meta_non_cached",
+        "propagate_op_sharding_non_cached",
+        "_propagate_tensor_meta",
+        "propagate_tensor_meta",
+        "propagate",
+    ):
+        if hasattr(ShardingPropagator, name):
+            setattr(ShardingPropagator, name, _about_shapes(getattr(ShardingPropagator, name)))
+
+
+def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` on real tensors: it computes which ranks belong together."""
+
+    @wraps(function)
+    def real(*args: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **options)
+
+    return real
+
+
+def _about_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def paused(*args: Any, **options: Any) -> Any:
+        global _paused
+        _paused += 1
+        try:
+            return function(*args, **options)
+        finally:
+            _paused -= 1
+
+    return paused
+
+
+# Streams and events of a GPU that is not there: they keep the order in which memory is asked for, and no time.
+
+
+class FakeStream:
+    """Stands in for ``torch.cuda.Stream``. The allocator keeps free memory apart for each stream; 0 computes."""
+
+    made: ClassVar[int] = 0
+    current: ClassVar[FakeStream]
+    default: ClassVar[FakeStream]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.number = FakeStream.made
+        FakeStream.made += 1
+        self.device = torch.device("cuda", 0)
+        self.device_index, self.device_type = 0, 1
+        self.stream_id = self.cuda_stream = self.number
+
+    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        return event or FakeEvent()
+
+    def __enter__(self) -> FakeStream:
+        self._before = FakeStream.current
+        FakeStream.current = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        FakeStream.current = self._before
+
+    @classmethod
+    def restart(cls) -> None:
+        """Forget all streams but the default one."""
+        cls.made = 0
+        cls.default = cls.current = cls()
+
+
+FakeStream.restart()
+
+
+class FakeEvent:
+    """Stands in for ``torch.cuda.Event``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 0.0
+
+
+class OnStream:
+    """Stands in for ``torch.cuda.stream(stream)``."""
+
+    def __init__(self, stream: FakeStream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self._before = FakeStream.current
+        FakeStream.current = self.stream or self._before
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        FakeStream.current = self._before

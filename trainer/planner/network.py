@@ -1,0 +1,271 @@
+"""Links between GPUs, in a node and between nodes, and how long a collective takes over them.
+
+Bandwidths are those of the standards and data sheets times what is typically reached; latencies, and the way in which
+both make the time of a collective, are those by which NCCL itself chooses its algorithms (``src/graph/tuning.cc``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from trainer.errors import RecipeError, require
+from trainer.planner.events import Work
+from trainer.planner.gpus import ACHIEVED, GPU, PCIE_4, PCIE_5
+from trainer.planner.knobs import Settings
+from trainer.recipe import Memory
+
+BASE = 14e-6
+"""Seconds of any collective: ``baseLat`` of NCCL's LL128 protocol."""
+
+NVLINK_HOP, PCIE_HOP, RDMA_HOP = 1.9e-6, 2.5e-6, 4e-6
+"""Seconds of one hop of a ring: ``hwLat`` of the same protocol, for NVLink, PCIe and the network."""
+
+TCP_HOP = 20e-6
+"""Seconds of a hop over TCP: 8 bytes took 38 to 46 µs between two nodes (github.com/NVIDIA/nccl-tests/issues/82), of
+which ``BASE`` is a part."""
+
+TCP = 0.6
+"""What NCCL reaches of Ethernet over TCP: "no more than 60 % of wire speed" at 32 Gbit/s, 4 to 6 of 12.5 GB/s at 100
+(github.com/NVIDIA/nccl/issues/209 and /450). RDMA reaches ``ACHIEVED``: 600 of 800 Gbit/s over RoCE (issue 495)."""
+
+TREE = 0.9
+"""What a tree reaches of the bandwidth of a ring."""
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What joins GPUs.
+
+    Args:
+        name: as a flag.
+        title: as a person says it, with the source of its bandwidth.
+        bandwidth: bytes a second in one direction, as large collectives reach them: of one GPU in a node; of one
+            adapter between nodes.
+        latency: seconds of a hop.
+    """
+
+    name: str
+    title: str
+    bandwidth: float
+    latency: float
+
+
+WITHIN = {
+    fabric.name: fabric
+    for fabric in (
+        Fabric("pcie-4", "PCIe 4.0 x16 (PCI-SIG)", PCIE_4 * 1e9 * ACHIEVED, PCIE_HOP),
+        Fabric("pcie-5", "PCIe 5.0 x16 (PCI-SIG)", PCIE_5 * 1e9 * ACHIEVED, PCIE_HOP),
+        Fabric("nvlink-3", "NVLink 3, 300 GB/s each way (NVIDIA A100)", 300e9 * ACHIEVED, NVLINK_HOP),
+        Fabric("nvlink-4", "NVLink 4, 450 GB/s each way (NVIDIA H100)", 450e9 * ACHIEVED, NVLINK_HOP),
+    )
+}
+"""Links within a node."""
+
+BETWEEN = {
+    fabric.name: fabric
+    for fabric in (
+        Fabric("10gbe", "10 Gbit/s Ethernet over TCP (IEEE 802.3ae)", 1.25e9 * TCP, TCP_HOP),
+        Fabric("25gbe", "25 Gbit/s Ethernet over TCP (IEEE 802.3by)", 3.125e9 * TCP, TCP_HOP),
+        Fabric("100gbe", "100 Gbit/s Ethernet over TCP (IEEE 802.3ba)", 12.5e9 * TCP, TCP_HOP),
+        Fabric("roce-100", "100 Gbit/s Ethernet with RDMA (IEEE 802.3ba)", 12.5e9 * ACHIEVED, RDMA_HOP),
+        Fabric("ib-hdr", "InfiniBand HDR, 200 Gbit/s (IBTA)", 25e9 * ACHIEVED, RDMA_HOP),
+        Fabric("ib-ndr", "InfiniBand NDR, 400 Gbit/s (IBTA)", 50e9 * ACHIEVED, RDMA_HOP),
+    )
+}
+"""One adapter of a node. A node with several is written ``8x-ib-hdr`` (DGX A100) or ``8x-ib-ndr`` (DGX H100)."""
+
+USUAL = "25gbe,100gbe,8x-ib-hdr"
+"""What is compared when nobody says which."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one collective.
+
+    Args:
+        ranks: that take part.
+        nodes: that they are on, evenly.
+        beside: groups that do the same at the same time and share the network of the nodes with this one.
+    """
+
+    ranks: int
+    nodes: int
+    beside: int = 1
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """What joins the GPUs of a cluster.
+
+    Args:
+        name: as a flag: ``100gbe``, ``8x-ib-hdr``, ``pcie-4+25gbe``.
+        within: the link of each GPU to the others of its node.
+        between: what leaves a node, over all its adapters.
+    """
+
+    name: str
+    within: Fabric
+    between: Fabric
+
+    def seconds(self, op: str, size: int, group: Group) -> float:
+        """Seconds of a collective of ``size`` bytes (of the whole tensor): of a ring or, if faster, of a tree.
+
+        A ring enters and leaves each node once, so that what each rank sends also leaves the node, once for each of
+        the groups beside. Trees are for all_reduce only.
+        """
+        if group.ranks == 1:
+            return 0.0
+        rounds = 2 if op == "all_reduce" else 1
+        hops, between = rounds * (group.ranks - 1), rounds * (group.nodes - 1)
+        rate = self.rate(group)
+        ring = (hops - between) * self.within.latency + between * self.between.latency + sent(op, size, group) / rate
+        if op != "all_reduce":
+            return BASE + ring
+        levels = group.ranks // group.nodes - 1
+        climbing = 2 * (levels * self.within.latency + math.log2(group.nodes) * self.between.latency)
+        return BASE + min(ring, climbing + 2 * size / (TREE * rate))
+
+    def rate(self, group: Group) -> float:
+        """Bytes a second that each rank of a group can send."""
+        if group.nodes == 1:
+            return self.within.bandwidth
+        network = self.between.bandwidth / group.beside
+        return network if group.ranks == group.nodes else min(network, self.within.bandwidth)
+
+
+def sent(op: str, size: int, group: Group) -> float:
+    """Bytes that each rank sends for a collective of ``size`` bytes (of the whole tensor), as a ring.
+
+    ``(n - 1) / n`` of them for an all-gather or a reduce-scatter over n ranks, twice as much for an all-reduce
+    (Patarasuk and Yuan, 2009).
+    """
+    return (2 if op == "all_reduce" else 1) * (group.ranks - 1) / group.ranks * size
+
+
+def group_of(ranks: int, stride: int, devices: int, nodes: int) -> Group:
+    """The group of ``ranks`` ranks that are ``stride`` apart, of ``devices`` on ``nodes``, numbered node by node."""
+    here = devices // nodes
+    on_nodes = max(1, min(ranks, ranks * stride // here))
+    return Group(ranks, on_nodes, beside=max(1, here * on_nodes // ranks))
+
+
+def interconnects(text: str, gpu: GPU) -> list[Interconnect]:
+    """What ``--interconnect`` names, separated by commas: each ``BETWEEN`` or ``WITHIN+BETWEEN``.
+
+    Without ``WITHIN`` it is the link of the GPU's data sheet.
+
+    Raises:
+        RecipeError: for a name that is not known, or that is there twice.
+    """
+    names = [name.strip().lower() for name in text.split(",")]
+    if len(set(names)) < len(names):
+        raise RecipeError(f"--interconnect={text} names one of them twice")
+    return [_interconnect(name, gpu) for name in names]
+
+
+def _interconnect(name: str, gpu: GPU) -> Interconnect:
+    within, plus, between = name.rpartition("+")
+    match = re.fullmatch(r"(?:(\d+)x-?)?(.+)", between)
+    if match is None or match[2] not in BETWEEN or match[1] == "0":
+        raise _unknown(name, between, [*BETWEEN, *(f"8x-{known}" for known in BETWEEN)], "between nodes", list(BETWEEN))
+    if plus and within not in WITHIN:
+        raise _unknown(name, within, list(WITHIN), "within a node", list(WITHIN))
+    adapters, one = int(match[1] or 1), BETWEEN[match[2]]
+    title = f"{adapters} × {one.title}" if adapters > 1 else one.title
+    whole = Fabric(between, title, adapters * one.bandwidth, one.latency)
+    return Interconnect(name, WITHIN[within] if plus else own_link(gpu), whole)
+
+
+def _unknown(name: str, part: str, near: list[str], where: str, known: list[str]) -> RecipeError:
+    close = get_close_matches(part, near, 1)
+    hint = f"; did you mean {close[0]}?" if close else "."
+    return RecipeError(
+        f"--interconnect={name}: {part!r} is not known {where}{hint} There are: {', '.join(known)}, as in "
+        "100gbe, 8x-ib-hdr (eight adapters in a node) or pcie-4+25gbe"
+    )
+
+
+def own_link(gpu: GPU) -> Fabric:
+    """The link between GPUs of its kind in one node, by its data sheet."""
+    if gpu.link > gpu.bus:
+        return Fabric("nvlink", f"NVLink of the {gpu.title}", gpu.link, NVLINK_HOP)
+    return Fabric("pcie", f"PCIe of the {gpu.title}", gpu.link, PCIE_HOP)
+
+
+# Devices on nodes, and the strategies that make sense on them. Imports no torch.
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, and the nodes that they are on."""
+
+    devices: int
+    nodes: int
+
+    def group(self, item: Work) -> Group:
+        """Who takes part in a collective, and where they are."""
+        return group_of(item.ranks or self.devices, item.stride if item.ranks else 1, self.devices, self.nodes)
+
+
+def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int | None) -> list[Cluster]:
+    """The devices with their nodes, one device first: the others are compared with it.
+
+    Args:
+        devices: ranks, over all nodes.
+        nodes: machines, one number for all or as many as there are of ``devices``.
+        per_node: devices of each machine; 8 if neither is given.
+
+    Raises:
+        RecipeError: for numbers that do not divide each other.
+    """
+    shown = ",".join(map(str, devices))
+    require(len(set(devices)) == len(devices), f"--devices={shown} names a number twice")
+    require(nodes is None or per_node is None, "--nodes and --per-node say the same: give one of them")
+    if nodes is not None:
+        text = ",".join(map(str, nodes))
+        require(
+            len(nodes) in (1, len(devices)),
+            f"--nodes={text} must be one number, or as many as --devices={shown}: {len(devices)}",
+        )
+        each = [*nodes] if len(nodes) == len(devices) else [*nodes] * len(devices)
+        for count, machines in zip(devices, each, strict=True):
+            require(count % machines == 0, f"--devices={count} must be a multiple of --nodes={machines}")
+    else:
+        here = per_node or 8
+        for count in devices:
+            require(
+                count <= here or count % here == 0,
+                f"--devices={count} must be a multiple of --per-node={here}, or no more than that",
+            )
+        each = [max(1, count // here) for count in devices]
+    found = sorted((Cluster(*pair) for pair in zip(devices, each, strict=True)), key=lambda one: one.devices)
+    return found if found[0].devices == 1 else [Cluster(1, 1), *found]
+
+
+def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:
+    """The strategies that the recipe leaves open, by name, with the settings that make each."""
+    if cluster.devices == 1:
+        alone: Settings = {"memory.strategy": "auto", "memory.replicas": 1, "memory.reshard_after_forward": True}
+        return {"single": alone | {"memory.sync_every_micro_step": None}}
+    sharded: Settings = {"memory.strategy": "fsdp"}
+    if memory.replicas > 1:
+        return {"hsdp": sharded}
+    options: dict[str, Settings] = {
+        "ddp": {"memory.strategy": "ddp"},
+        "fsdp": sharded,
+        "fsdp*": sharded | {"memory.reshard_after_forward": False},
+        "hsdp": sharded | {"memory.replicas": cluster.nodes},
+    }
+    if memory.strategy == "ddp":
+        del options["fsdp"], options["fsdp*"], options["hsdp"]
+    if memory.strategy == "fsdp" or memory.cpu_offload == "parameters" or not memory.reshard_after_forward:
+        options.pop("ddp", None)
+    if not memory.reshard_after_forward:
+        options.pop("fsdp", None)
+    if cluster.nodes == 1 or cluster.nodes == cluster.devices:
+        options.pop("hsdp", None)
+    return options

@@ -1,0 +1,256 @@
+"""When the state of training is saved, and what belongs to it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+from trainer.checkpoint.folder import missing_space, no_space
+from trainer.checkpoint.manifest import Manifest
+from trainer.checkpoint.parts import HostCopies, on_host, share_out
+from trainer.checkpoint.writer import Background, Snapshot, Writer
+from trainer.engine.events import Counters
+from trainer.engine.loop import Engine
+from trainer.engine.step import Stepper
+from trainer.engine.window import Windows
+from trainer.errors import RunError, Stopped
+from trainer.memory.stack import Stack
+from trainer.report.metrics import score
+from trainer.report.progress import warn
+from trainer.report.summary import versions
+from trainer.run.listeners import Stopwatch
+from trainer.run.resume import Resumption
+from trainer.run.session import Session
+from trainer.run.state import RandomState, common_state, optimizer_parts, weight_parts
+from trainer.system.text import parse_duration
+
+SECONDS_TO_FINISH = 5.0
+"""How long a run that failed waits for a checkpoint in the making: a rank that is gone will never write its part."""
+
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class Checkpointer:
+    """Called by the engine at every step boundary: saves what is due there, and ends training that is to stop.
+
+    Args:
+        session: launched.
+        resumption: where the checkpoints are, and what they say of the run.
+        stack: the model with its techniques.
+        stepper: takes the steps.
+        windows: this rank's share of the batches.
+        stopwatch: of the training so far.
+        generators: of this rank.
+        history: the bytes of ``metrics.csv``; called on the first rank only.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        resumption: Resumption,
+        stack: Stack,
+        stepper: Stepper,
+        windows: Windows,
+        stopwatch: Stopwatch,
+        generators: RandomState,
+        history: Callable[[], bytes],
+    ) -> None:
+        self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
+        self.stack, self.stepper, self.windows, self.stopwatch = stack, stepper, windows, stopwatch
+        self.generators, self.history = generators, history
+        recipe, fabric = session.recipe, session.fabric
+        self.wishes = recipe.checkpoint
+        every = self.wishes.every
+        self.every_steps = every if isinstance(every, int) else None
+        self.every_seconds = parse_duration("checkpoint.every", every) if isinstance(every, str) else math.inf
+        self.versions = versions()
+        self.begin_at(0)
+        self.background = Background()
+        self.on_host = HostCopies().of if self.wishes.asynchronous else on_host
+        self.moves = 0
+        self.writer = Writer(
+            self.folder,
+            fabric.global_rank,
+            fabric.world_size,
+            self.origin.attempt,
+            recipe.run.hang_after,
+            self.wishes.keep_last,
+            self.wishes.keep_best,
+            score,
+            self._move,
+            warn,
+        )
+        session.agreement.votes = self._votes
+
+    def _votes(self) -> tuple[float, float, float]:
+        """Whether this rank was asked to stop, whether it is time for a checkpoint, whether one could not be written.
+
+        The time is that of the first rank's clock.
+        """
+        is_time = self.session.is_first and time.monotonic() - self.saved_when >= self.every_seconds
+        has_failed = self.background.failure is not None
+        return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
+
+    def __call__(self, engine: Engine) -> None:
+        """Before a step: save what is due.
+
+        Raises:
+            Stopped: on all ranks alike, when any of them was asked to stop; all is saved then.
+            RunError: on all ranks alike, when a checkpoint could not be written.
+        """
+        stop, is_time, has_failed = self.session.agreement.agreed
+        if has_failed:
+            self._wait()
+        if engine.counters.step > self.saved_at and (is_time or self._is_due(engine)):
+            self.save(engine)
+        if stop:
+            self.stop(engine)
+
+    def stop(self, engine: Engine) -> NoReturn:
+        """End training between two steps; what is not saved yet is saved before.
+
+        Raises:
+            Stopped: always, on all ranks alike.
+            RunError: on all ranks alike, when the checkpoint could not be written.
+        """
+        if engine.counters.step > self.saved_at:
+            self.save(engine)
+        self._wait()
+        raise Stopped(self._stopped(engine))
+
+    def begin_at(self, step: int) -> None:
+        """What there is at ``step`` is saved already, or is the start."""
+        self.saved_at, self.saved_when = step, time.monotonic()
+        self.writes = int(step > 0)
+
+    def at_end(self, engine: Engine) -> None:
+        """After the last step: the end of training is saved, too, where checkpoints were due on the way."""
+        if engine.counters.step > self.saved_at and (self.writes or self._is_due(engine)):
+            self.save(engine)
+        self._wait()
+
+    def close(self) -> None:
+        """Training has ended, perhaps by an error: a checkpoint that is nearly written is worth a few seconds."""
+        self.background.ends(SECONDS_TO_FINISH)
+
+    def _move(self) -> None:
+        """Called beside the training: some more is on disk."""
+        self.moves += 1
+
+    def _wait(self) -> None:
+        """Until the last checkpoint is on disk. A collective.
+
+        Raises:
+            RunError: on all ranks alike, why it is not.
+        """
+        with self._announced():
+            moves = self.moves
+            while not self.background.ends(SECONDS_BETWEEN_LOOKS):
+                if self.moves != moves:  # the watchdog waits for a disk as long as it takes something
+                    moves = self.moves
+                    self.session.monitor.doing("checkpoint")
+            (failures,) = self.session.agreement.total([float(self.background.failure is not None)])
+        self.background.wait()
+        if failures:
+            raise RunError("another rank could not write its part of a checkpoint; its message says why")
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """To those who watch that this rank moves on."""
+        self.session.monitor.doing("checkpoint")
+        yield
+        self.session.monitor.doing(None)
+
+    def _is_due(self, engine: Engine) -> bool:
+        step = engine.counters.step
+        due = self.every_steps is not None and step // self.every_steps > self.saved_at // self.every_steps
+        return due or self._is_among_the_best(engine)
+
+    def _is_among_the_best(self, engine: Engine) -> bool:
+        """Whether the model was just evaluated, on all ranks alike, and ``checkpoint.keep_best`` wants to know it."""
+        return bool(self.wishes.keep_best) and self._figures(engine) is not None
+
+    def _figures(self, engine: Engine) -> dict[str, float] | None:
+        """Of the model as it is now; ``None`` where it was not evaluated, or a figure is not finite."""
+        if engine.last_result is None or engine.counters.evaluated_at != engine.counters.step:
+            return None
+        figures = engine.last_result.figures()
+        return figures if all(map(math.isfinite, figures.values())) else None
+
+    def save(self, engine: Engine) -> None:
+        """Copy the state to host memory and write it, beside the training unless that is not wanted.
+
+        Raises:
+            RunError: on all ranks alike, when there is no space for it.
+        """
+        self.session.monitor.doing("checkpoint")
+        self._wait()  # one copy in host memory at a time
+        with self._announced():
+            snapshot = self._snapshot(engine)
+            self._require_space(snapshot)
+        self.saved_at, self.saved_when = engine.counters.step, time.monotonic()
+        self.writes += 1
+        self.background.run(partial(self.writer.write, snapshot))
+        if not self.wishes.asynchronous:
+            self._wait()
+        self.session.monitor.doing(None)
+
+    def _snapshot(self, engine: Engine) -> Snapshot:
+        fabric, counters = self.session.fabric, engine.counters
+        of_optimizer, values = optimizer_parts(self.stack, self.stepper.optimizer)
+        parts = share_out({**weight_parts(self.stack), **of_optimizer}, fabric.global_rank, fabric.world_size)
+        return Snapshot(
+            step=counters.step,
+            parts=self.on_host(parts),
+            own={"random": self.generators.to_json(), "values": values},
+            common=common_state(counters, self.stepper, self.windows, self.stopwatch),
+            history=self.history() if self.session.is_first else b"",
+            manifest=self._manifest(counters, self._figures(engine)),
+        )
+
+    def _manifest(
+        self, counters: Counters, figures: dict[str, float] | None
+    ) -> Callable[[Mapping[str, Any]], Manifest]:
+        """From the files to the manifest; everything is read now, the data only on the rank that writes it.
+
+        Not beside the training: reading samples seeds the random generators that dropout draws from.
+        """
+        session, origin = self.session, self.origin
+        data: dict[str, Any] = {}
+        if session.is_first:
+            data = {"dataset": origin.dataset, "tokenizer": origin.tokenizer, "data_files": origin.data_files}
+        facts: dict[str, Any] = {
+            "run": origin.run,
+            "step": counters.step,
+            "epoch": counters.epoch,
+            "step_in_epoch": counters.step_in_epoch,
+            "seed": session.recipe.seed,
+            "world_size": session.fabric.world_size,
+            "plan": session.plan.describe(),
+            "recipe": origin.recipe,
+            "versions": self.versions,
+            "figures": figures,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        return lambda files: Manifest(files=files, **facts, **data)
+
+    def _require_space(self, snapshot: Snapshot) -> None:
+        """The first rank looks, and all hear of it: none may write while another gives up."""
+        (needed,) = self.session.agreement.total([float(snapshot.nbytes)])
+        self.folder.make()
+        own = missing_space(self.folder.path, int(needed)) if self.session.is_first else 0
+        (missing,) = self.session.agreement.total([float(own)])
+        if missing:
+            raise no_space(self.folder.path, snapshot.step, int(needed), int(missing))
+
+    def _stopped(self, engine: Engine) -> str:
+        signal = self.session.asked_to_stop() or "a signal to another rank"
+        run_dir = self.folder.path.parent
+        return (
+            f"stopped by {signal} after step {engine.counters.step}; nothing is lost: go on with "
+            f"--run.dir {run_dir} --run.resume auto"
+        )

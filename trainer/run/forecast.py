@@ -1,0 +1,290 @@
+"""What a run will need, before it starts: the planner's decisions, and a prediction to compare with what comes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import RecipeError, RunError
+from trainer.launching.world import World
+from trainer.memory.plan import decide_plan
+from trainer.planner.gpus import GPU, host_as_device, usable_memory
+from trainer.planner.knobs import applied, wants_plan
+from trainer.planner.predict import Prediction, predict_here, prepared
+from trainer.planner.search import MARGIN, Search
+from trainer.planner.target import Target, budget_bytes, gpu_here
+from trainer.recipe import Recipe
+from trainer.system.children import Child
+from trainer.system.files import read_regular, write_atomic
+from trainer.system.processes import ProcessId
+from trainer.system.text import GB
+
+STAT, UPTIME = Path("/proc/self/stat"), Path("/proc/uptime")
+
+PATIENCE = 20.0
+"""Seconds that training waits for its prediction; one that takes longer is shown at the end."""
+
+MOST_SECONDS = 1800.0
+"""How long the other ranks of a machine wait for the plan of the first one: its search may tokenise a large dataset."""
+
+MOST_BYTES = 1 << 20
+"""Of an answer: some settings, or why there are none."""
+
+IN_A_GROUP = (
+    "this process has joined its group of ranks already, whose connections a forked process would keep open when a "
+    "rank fails: leave that to the trainer, or use trainer plan"
+)
+
+PLAN_VARIABLE = "TRAINER_PLANNED"
+"""How the process that Fabric was started in tells those that Fabric starts what was decided."""
+
+
+def first_here() -> bool:
+    """Whether this process is the first of its machine, as far as the launcher's variables tell."""
+    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+
+
+def this_device(accelerator: str) -> GPU:
+    """The device that ranks of this machine compute on."""
+    if accelerator == "cpu":
+        return host_as_device()
+    found = gpu_here()
+    if found is None:
+        raise RunError("torch sees a GPU, but cannot say which")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ deciding
+
+
+def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> Recipe:
+    """The recipe with the knobs decided that it leaves to the planner; all ranks of a machine get the same.
+
+    Raises:
+        RecipeError: when no plan fits the budget; it says what is missing.
+    """
+    if not wants_plan(recipe):
+        return recipe
+    settings = _agreed(recipe, world, lambda: _search(recipe, world, say))
+    return applied(recipe, settings)
+
+
+def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[str, Any]:
+    def progress(done: int, total: int, text: str) -> None:
+        say(f"planning: {done} of {total} predicted, last {text}")
+
+    target = Target.here(this_device(world.accelerator))
+    report = Search(prepared(recipe), target, world.size, world.nodes, progress=progress).run(quick=True)
+    if report.chosen is None:
+        raise RecipeError("; ".join([f"memory.budget={recipe.memory.budget}", *report.explanations]))
+    for line in (f"planner: {report.chosen.plan}: {report.chosen.reason}", *report.explanations):
+        say(line)
+    return dict(report.chosen.flags)
+
+
+def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the first process of this machine decides, on all of them."""
+    if world.size == 1:
+        return decide()
+    if world.started_by_fabric:  # Fabric starts the others from this process, with its environment
+        asked = hashlib.sha256(repr(recipe).encode()).hexdigest()
+        known: Any = None
+        with suppress(ValueError):
+            known = json.loads(os.environ.get(PLAN_VARIABLE, "null"))
+        if not isinstance(known, dict) or known.get("of") != asked:  # also of an earlier run of this process
+            known = {"of": asked, "settings": decide()}
+            os.environ[PLAN_VARIABLE] = json.dumps(known)
+        return known["settings"]
+    return _through_file(_meeting_place(), decide)
+
+
+def _meeting_place() -> Path:
+    """A file that the processes of this machine and launch have in common, where nobody else can put one."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    launch = "|".join([str(os.getppid()), str(os.getuid()), *(os.environ.get(name, "") for name in names)])
+    return _own_folder() / f"plan-{hashlib.sha256(launch.encode()).hexdigest()[:20]}.json"
+
+
+def _own_folder() -> Path:
+    """A folder that this user alone may look into, among the temporary ones of this machine.
+
+    Raises:
+        RunError: when somebody else has taken its name, or may write to it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"trainer-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RunError(
+            f"{folder} must be a folder of yours that nobody else may use (mode 0700), for the ranks of this machine "
+            "to agree on a plan: remove it, or set TMPDIR to a folder of your own"
+        )
+    return folder
+
+
+def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    if first_here():
+        _leave(place, {"decides": ProcessId.own().to_dict()})
+        try:
+            answer: dict[str, Any] = {"settings": decide()}
+        except BaseException as error:
+            _leave(place, {"error": str(error) or type(error).__name__})  # else the others wait for it
+            raise
+        _leave(place, answer)
+    else:
+        answer = _awaited(place)
+    if "error" in answer:
+        raise RecipeError(answer["error"])
+    return answer["settings"]
+
+
+def _leave(place: Path, answer: dict[str, Any]) -> None:
+    write_atomic(place, json.dumps(answer))
+
+
+def forget_plan(world: World) -> None:
+    """Remove what the ranks of this machine agreed by; called when all of them have read it."""
+    if world.size > 1 and not world.started_by_fabric and first_here():
+        _meeting_place().unlink(missing_ok=True)
+
+
+def _awaited(place: Path) -> dict[str, Any]:
+    began = time.time()
+    while time.time() - began < MOST_SECONDS:
+        answer = json.loads(read_regular(place, MOST_BYTES)) if _is_of_this_launch(place, began) else {"decides": None}
+        if "decides" not in answer:
+            return answer
+        first = answer["decides"] and ProcessId.from_dict(answer["decides"])
+        if first and first.is_here() and first.state() == "gone":
+            raise RunError("the first rank of this machine was killed while it decided on a plan: nothing is lost")
+        time.sleep(0.1)
+    raise RunError(f"the first rank of this machine decided on no plan within {MOST_SECONDS:g} s: look at what it says")
+
+
+def _is_of_this_launch(place: Path, now: float) -> bool:
+    """Whether the file is ours, and not that of an earlier launch whose first rank has not begun to decide yet."""
+    try:
+        found = place.lstat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid == os.getuid() and found.st_mtime >= now - _process_age()
+
+
+def _process_age() -> float:
+    """Seconds since this process began; importing takes some of them. Where the system does not say, a minute."""
+    try:
+        ticks = float(STAT.read_text().rsplit(")", 1)[1].split()[19])
+        uptime = float(UPTIME.read_text().split()[0])
+    except (OSError, IndexError, ValueError):
+        return 60.0
+    return uptime - ticks / os.sysconf("SC_CLK_TCK") + 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------- predicting
+
+
+@dataclass
+class Forecast:
+    """The prediction of a run that is about to start, made beside it.
+
+    Args:
+        child: the process that makes it; ``None`` where there can be none, and ``failure`` says why.
+        device: that is predicted for.
+        limit: bytes that the run may take: the budget, or what the device has.
+    """
+
+    child: Child | None
+    device: GPU
+    limit: int
+    prediction: Prediction | None = None
+    failure: str | None = None
+
+    def ready(self, seconds: float = PATIENCE) -> bool:
+        """Whether the prediction is there, after waiting ``seconds`` for it."""
+        pending = self.prediction is None and self.failure is None
+        if self.child is not None and pending and self.child.wait(seconds):
+            result = self.child.result()
+            if isinstance(result, Exception):
+                self.failure = str(result)
+            else:
+                self.prediction = Prediction(**result)
+        return self.prediction is not None
+
+    def lines(self) -> list[str]:
+        """What a person should know before training."""
+        if not self.ready():
+            late = "it takes longer than usual and is shown at the end"
+            return [f"predicted peak: not known: {self.failure or late}"]
+        assert self.prediction is not None
+        kind, found = _kind(self.device), self.prediction
+        verdict = "fits" if found.reserved <= self.limit else "DOES NOT FIT"
+        near = " (but hardly)" if verdict == "fits" and found.reserved * (1 + MARGIN) > self.limit else ""
+        lines = [f"predicted peak: {found.reserved / GB:.2f} GB {kind} of {self.limit / GB:.2f} GB: {verdict}{near}"]
+        if verdict != "fits":
+            lines.append("warning: the run will probably run out of memory; --memory.budget 90% finds a plan that fits")
+        return lines + [f"note: {note}" for note in found.notes]
+
+    def beside(self, measured: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``summary.json`` says of the prediction, beside what was measured.
+
+        Args:
+            measured: the memory section of the summary.
+        """
+        if not self.ready(0.0) or self.prediction is None:
+            return {}
+        reserved, allocated = self.prediction.reserved / GB, self.prediction.allocated / GB
+        peak = _measured(measured, self.device)
+        return {
+            "predicted_reserved_gb": reserved,
+            "predicted_allocated_gb": allocated,
+            "predicted_host_gb": self.prediction.host / GB,
+            "prediction_error": reserved / peak - 1 if peak else None,
+        }
+
+    def close(self) -> None:
+        """End a prediction that nobody waits for any more."""
+        if self.child is not None:
+            self.child.kill()
+
+
+def forecast(recipe: Recipe, world: World) -> Forecast | None:
+    """Begin to predict what the run will need: in the first process of all, unless ``run.predict`` is false."""
+    if not recipe.run.predict or not first_here() or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+        return None
+    device = this_device(world.accelerator)
+    limit = usable_memory(device, world.size)
+    if recipe.memory.budget is not None:
+        limit = budget_bytes(recipe.memory.budget, device, world.size)
+    if torch.distributed.is_initialized():
+        return Forecast(None, device, limit, failure=IN_A_GROUP)
+    target = Target.here(device)
+    return Forecast(Child(partial(_predict, recipe, world, target)), device, limit)
+
+
+def _predict(recipe: Recipe, world: World, target: Target) -> dict[str, Any]:
+    ready = prepared(recipe)
+    return predict_here(ready, decide_plan(ready, world.size), target, world.nodes, False)
+
+
+def _kind(device: GPU) -> str:
+    return "of host memory over the idle process" if device.name == "cpu" else "reserved"
+
+
+def _measured(memory: Mapping[str, Any], device: GPU) -> float | None:
+    if device.name != "cpu":
+        return memory.get("reserved_gb")
+    peak, idle = memory.get("host_peak_gb"), memory.get("host_idle_gb")
+    return None if peak is None or idle is None else peak - idle

@@ -1,0 +1,136 @@
+"""After an out of memory: the same step again, in micro-batches of half the size."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from trainer.engine.step import Stepper
+from trainer.engine.sync import GradientSync
+from trainer.engine.window import Windows
+from trainer.errors import RunError
+from trainer.faults.regroup import Regrouping, recovers
+from trainer.memory.oom import is_out_of_memory
+from trainer.memory.optimizer_offload import HostGradients
+from trainer.memory.stack import Stack
+from trainer.memory.state import capture, restore
+from trainer.run.session import Session, host_sum
+
+GRAPH = ("forward", "backward")
+"""The phases that a smaller micro-batch helps, and in which no weight has been updated yet."""
+
+
+class Recovery:
+    """Mends a step that ran out of memory on any rank: called by the engine with the error that ended it.
+
+    On one device without FSDP the step is given up and taken again. Otherwise a rank may have failed inside a
+    collective, so all ranks leave the process group, keep in host memory what training has changed, meet in a new
+    group, build and shard the model anew, put everything back and take the step again.
+
+    Args:
+        session: launched.
+        stack: the model with its techniques; what is built anew takes its place in it.
+        stepper: takes the steps.
+        windows: cut smaller after an error.
+        build: makes stack, optimizer and gradient sync, as at the start.
+        schedule: gives the stepper its learning-rate schedule.
+        say: tells the person.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        stack: Stack,
+        stepper: Stepper,
+        windows: Windows,
+        build: Callable[[Session], tuple[Stack, Optimizer, GradientSync]],
+        schedule: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.session, self.stack, self.stepper, self.windows = session, stack, stepper, windows
+        self.build, self.schedule, self.say = build, schedule, say
+        self.wanted = recovers(session.recipe, session.plan)
+        several = session.fabric.world_size > 1
+        self.regrouping = Regrouping(session.fabric) if several and self.wanted else None
+
+    def __call__(self, error: Exception) -> bool:
+        """Whether the step can be taken again."""
+        if not self.wanted or self.stepper.sync.applied:  # then some weights are updated already
+            return False
+        why = self._reason(error)
+        if why is None:
+            return False
+        forget(error)
+        self.stepper.abandon()
+        if self.session.plan.strategy != "single":
+            self._start_again()
+        cut = self.windows.halve()
+        self.session.plan = dataclasses.replace(self.session.plan, first_cut=cut)
+        self.session.recoveries += 1
+        self.say(f"{why}: the step is taken again, from here on in micro-batches of at most {cut.micro_batch_size}")
+        return True
+
+    def close(self) -> None:
+        """Training has ended: nothing is mended any more."""
+        if self.regrouping is not None:
+            self.regrouping.close()
+
+    def _reason(self, error: Exception) -> str | None:
+        """What happened, if it is an out of memory, here or on another rank, that smaller micro-batches may mend."""
+        if is_out_of_memory(error):
+            if self.session.monitor.phase not in GRAPH or not self.windows.can_halve():
+                return None
+            why = f"out of memory in {self.session.monitor.phase} on rank {self.session.fabric.global_rank}"
+            if self.regrouping is not None:
+                self.regrouping.call(why)
+            return why
+        # Once this rank's part is aborted there is no group any more, of which torch says so by a ValueError.
+        is_broken = isinstance(error, RuntimeError) or not torch.distributed.is_initialized()
+        is_broken = is_broken and not isinstance(error, RunError)
+        return self.regrouping.called() if is_broken and self.regrouping is not None else None
+
+    def _start_again(self) -> None:
+        """Build everything on the ranks anew, with what training has changed."""
+        stack, stepper, session = self.stack, self.stepper, self.session
+        scheduler = stepper.scheduler
+        assert scheduler is not None
+        kept, position = capture(stack.module, stepper.optimizer), scheduler.state_dict()
+        self._let_go()
+        session.agreement.total = list  # keeps a group of the old ranks, and its connections
+        if self.regrouping is not None:
+            self.regrouping.meet()
+        new, optimizer, sync = self.build(session)
+        stack.module, stack.wrapped, stack.masters = new.module, new.wrapped, new.masters
+        stepper.attach(new.wrapped, optimizer, sync)
+        self.schedule()
+        assert stepper.scheduler is not None
+        stepper.scheduler.load_state_dict(position)
+        restore(kept, stack.module, optimizer)
+        if isinstance(sync, HostGradients):
+            sync.send_back()
+        stepper.module.train()
+        session.agreement.total = host_sum(session.fabric)
+
+    def _let_go(self) -> None:
+        """Free the device of the old model before there is a new one."""
+        empty = torch.nn.Module()
+        self.stack.module = self.stack.wrapped = self.stepper.module = empty
+        self.stack.masters = None
+        self.stepper.scheduler = None
+        parameter = torch.nn.Parameter(torch.zeros(()))
+        self.stepper.attach(empty, torch.optim.SGD([parameter]), GradientSync([parameter]))
+        gc.collect()
+        if self.session.fabric.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def forget(error: BaseException | None) -> None:
+    """Free what the frames that ``error`` came through still hold: activations, most of all."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,187 @@
+"""A run from its model to its results: the parts put together, trained, and written down however it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer.engine.events import Events
+from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
+from trainer.engine.schedule import lr_factor
+from trainer.engine.sync import GradientSync
+from trainer.errors import EvaluationStopped, Stopped
+from trainer.memory.initialize import build_module
+from trainer.memory.monitor import MonitoredStepper
+from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
+from trainer.report.metrics import EvaluationResult
+from trainer.report.progress import Progress
+from trainer.report.summary import Summary
+from trainer.run.checkpoints import Checkpointer
+from trainer.run.directory import (
+    describe_run,
+    open_loggers,
+    print_results,
+    read_history,
+    summarise,
+    write_recipe,
+    write_results,
+    written_to,
+)
+from trainer.run.guard import guarded
+from trainer.run.listeners import LoggingListener, ProgressListener, Stopwatch
+from trainer.run.recovery import Recovery
+from trainer.run.resume import Resumption
+from trainer.run.session import Session, evaluation, training_windows
+from trainer.run.state import RandomState, seed_random_state
+
+
+class Training:
+    """The parts of one run.
+
+    Args:
+        session: launched.
+        run_dir: where it writes.
+        source: the packaged name or the path of the recipe file, if there is one.
+        progress: what the person sees.
+        resumption: what it goes on from, and what its checkpoints say of it.
+    """
+
+    def __init__(
+        self, session: Session, run_dir: Path, source: str | None, progress: Progress, resumption: Resumption
+    ) -> None:
+        self.session, self.run_dir, self.progress = session, run_dir, progress
+        recipe = session.recipe
+        seed_random_state(recipe.seed, session.fabric.global_rank)
+        self.stack, optimizer, sync = build(session)
+        # It alone holds the optimizer, so that a recovery can free it.
+        self.stepper = MonitoredStepper(
+            session.monitor,
+            session.fabric,
+            recipe.model,
+            self.stack.wrapped,
+            optimizer,
+            sync=sync,
+            clip_norm=recipe.optim.clip_norm,
+            correct_batchnorm=recipe.memory.correct_batchnorm,
+        )
+        del optimizer, sync
+        session.monitor.enter(None)
+        self.windows = training_windows(session)
+        self.schedule()
+        resumption.restore_tensors(self.stack, self.stepper)
+        resumption.restore_history(run_dir)
+        self.loggers = open_loggers(session, run_dir, resumption.step)
+        if session.is_first:
+            write_recipe(session, run_dir, source)
+            for line in describe_run(session, self.stack, self.windows):
+                (progress.notice if line.startswith("warning: ") else progress.message)(line)
+        self.split = "val" if recipe.data.val is not None else "test"
+        self.stopwatch = Stopwatch()
+        self.logging = LoggingListener(self.loggers, self.stopwatch, self.split)
+        shown = ProgressListener(progress, self.stopwatch, session.monitor, self.split)
+        self.recovery = Recovery(session, self.stack, self.stepper, self.windows, build, self.schedule, progress.notice)
+        generators = RandomState(session.fabric.device)
+        self.checkpointer = Checkpointer(
+            session, resumption, self.stack, self.stepper, self.windows, self.stopwatch, generators, self._history
+        )
+        self.engine = Engine(
+            self.stepper,
+            self.windows,
+            evaluation(session, self.stepper, self.split) if recipe.run.evaluate else None,
+            Events([self.stopwatch, shown, self.logging, generators]),
+            self.recovery,
+            self.checkpointer,
+        )
+        resumption.restore(self.engine, self.stopwatch, generators)
+        self.checkpointer.begin_at(self.engine.counters.step)
+
+    def schedule(self) -> None:
+        """Give the stepper its learning-rate schedule, over all steps of the run."""
+        recipe, windows, stepper = self.session.recipe, self.windows, self.stepper
+        total = count_steps(windows, recipe.epochs, recipe.max_steps)
+        epoch_of = epoch_at(windows, recipe.epochs)
+        factor = lr_factor(
+            recipe.optim,
+            total,
+            batch_size_at=lambda step: windows.cut_at(epoch_of(step)).batch_size,
+            skipped_steps=lambda: stepper.skipped_steps,
+        )
+        stepper.scheduler = LambdaLR(stepper.optimizer, factor)
+
+    def run(self) -> Summary:
+        """Train and evaluate, and write the results however that ends."""
+        session, engine = self.session, self.engine
+        result: EvaluationResult | None = None
+        state: dict[str, Tensor] = {}
+        status = "failed"
+        all_ranks = False  # whether it is certain that every rank ends in this way
+        try:
+            # What is raised is told to the other ranks before results are written.
+            with guarded(session), written_to(self.run_dir):
+                try:
+                    self._train()
+                    result = self._test()
+                except EvaluationStopped:
+                    self.checkpointer.stop(engine)
+                state = whole_state(self.stack)
+            status, all_ranks = "finished", True
+        except NonFiniteError:
+            all_ranks = True
+            raise
+        except Stopped:
+            status, all_ranks = "stopped", True
+            raise
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        finally:
+            self.checkpointer.close()
+            self.recovery.close()
+            self.progress.close()
+            summary = summarise(session, status, engine.counters, self.stopwatch, result, all_ranks)
+            if session.is_first:
+                write_results(session, self.run_dir, self.stack.module, state, summary, result, self.loggers)
+        if session.is_first:
+            print_results(session, self.run_dir, summary, result)
+        session.fabric.barrier()
+        return summary
+
+    def _train(self) -> None:
+        recipe, engine = self.session.recipe, self.engine
+        if recipe.memory.micro_batch_size == "auto" and not self.stepper.sync.applied:
+            engine.rehearse(recipe.epochs)
+        engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
+        self.checkpointer.at_end(engine)
+
+    def _test(self) -> EvaluationResult | None:
+        """The final figures: on the test set, or on what was evaluated last."""
+        session, engine = self.session, self.engine
+        if not session.recipe.run.evaluate:
+            return None
+        on_test = evaluation(session, self.stepper, "test")
+        if on_test is not None and (self.split == "val" or engine.last_result is None):
+            result = on_test()
+            if self.split == "val":
+                figures = {f"test_{name}": value for name, value in result.figures().items()}
+                self.logging.log(figures, engine.counters.step)
+            return result
+        if engine.last_result is None and engine.evaluation is not None:  # resumed at its end, evaluated before that
+            return engine.evaluation()
+        return engine.last_result
+
+    def _history(self) -> bytes:
+        """``metrics.csv`` up to now."""
+        for logger in self.loggers:
+            logger.save()
+        return read_history(self.run_dir)
+
+
+def build(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
+    """The model with every memory technique of the plan, and what updates it."""
+    recipe, fabric, plan = session.recipe, session.fabric, session.plan
+    module = build_module(fabric, recipe.model, recipe.seed, plan)
+    stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
+    return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)

@@ -1,0 +1,167 @@
+"""Work in processes of its own: each prediction changes torch for the rest of its process, so each has its own.
+
+A fork has the recipe, its data and everything imported already, also a model class that only a user's script knows;
+nothing is pickled, and results come back as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import RecipeError, RunError
+from trainer.system.machine import cores
+from trainer.system.processes import become_helper
+
+Job = Callable[[], Any]
+"""Returns something that JSON can hold."""
+
+
+HAS_TRAINED = (
+    "this process has trained already, and what it forks can compute no gradients: predict before training, or from a "
+    "process of its own, as `trainer plan` is"
+)
+
+
+HAS_USED_GPU = (
+    "this process has used its GPU already, which no process that it forks survives: predict before that, or from a "
+    "process of its own, as `trainer plan` is"
+)
+
+
+class Failed(RunError):
+    """A job ended without a result."""
+
+
+class Child:
+    """A job that runs in a process of its own.
+
+    Args:
+        job: what it does.
+        sees_gpu: whether it may use the GPU of this machine; else there is none for it.
+        anew: whether to start a new interpreter, which takes seconds, for a ``job`` that can be pickled. CUDA works
+            there whatever this process has done: without NVML, torch has begun with it once anybody has asked whether
+            there is a GPU, and no fork can use one.
+    """
+
+    def __init__(self, job: Job, sees_gpu: bool = False, anew: bool = False) -> None:
+        context: Any = multiprocessing.get_context("spawn" if anew else "fork")
+        self.connection, theirs = context.Pipe(duplex=False)
+        gpu_in_use = torch.cuda.is_initialized() and not anew  # asked here: in a fork torch says that it is not
+        self.process = context.Process(target=_work, args=(job, theirs, sees_gpu, gpu_in_use), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether the job ends within ``seconds``."""
+        return self.connection.poll(seconds)
+
+    def result(self) -> Any:
+        """What the job returned, or the ``RecipeError`` or :class:`Failed` that it ended with; waits for it."""
+        return _result(self.connection, self.process)
+
+    def kill(self) -> None:
+        """End it, whatever it is doing."""
+        self.process.kill()
+        self.process.join()
+
+
+def in_child(job: Job, sees_gpu: bool = False) -> Any:
+    """The result of ``job``, done in a process of its own; see :class:`Child`.
+
+    Raises:
+        RecipeError: as the job did.
+        Failed: when it raised anything else, or its process ended.
+    """
+    result = Child(job, sees_gpu).result()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Do ``jobs`` in processes of their own, some at once; yield the number of each and its result, as they end.
+
+    Args:
+        jobs: in the order in which to begin them.
+        at_once: processes at most; by default as many as there are cores, and no more than eight.
+
+    Yields:
+        The result of a job, or the ``RecipeError`` or :class:`Failed` that it ended with.
+    """
+    at_once = at_once or min(cores(), 8)
+    waiting = list(enumerate(jobs))
+    running: dict[Any, tuple[int, Child]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, job = waiting.pop(0)
+                child = Child(job)
+                running[child.connection] = (number, child)
+            for connection in wait(list(running)):
+                number, child = running.pop(connection)
+                yield number, child.result()
+    finally:
+        for _, child in running.values():
+            child.kill()
+
+
+def _work(job: Job, connection: Connection, sees_gpu: bool, gpu_in_use: bool) -> None:
+    """Do ``job`` in the child, silently: what it prints is about a machine that is not there."""
+    become_helper()
+    torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
+    gc.freeze()  # what was there before is not looked through again and again
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for descriptor in (1, 2):
+        os.dup2(sys.stdout.fileno(), descriptor)
+    if not sees_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        answer = {"error": HAS_USED_GPU} if gpu_in_use else {"result": job()}
+    except RecipeError as error:
+        answer = {"recipe_error": str(error)}
+    except BaseException as error:
+        if "autograd's threading" in str(error):  # torch's engine does not survive a fork
+            error = Failed(HAS_TRAINED)
+        answer = {"error": _described(error)}
+    connection.send_bytes(json.dumps(answer).encode())
+    connection.close()
+    os._exit(0)  # no destructor may touch a GPU that is not there
+
+
+def _described(error: BaseException) -> str:
+    """The first line of an error and where it came from, outside of torch if possible; our own speak for themselves."""
+    first = (str(error).splitlines() or [""])[0]
+    if isinstance(error, Failed):
+        return first
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, sys.modules[__name__]))
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(inner)), frames[-1])
+    return f"{type(error).__name__}: {first} ({frame.filename}:{frame.lineno})"
+
+
+def _result(connection: Connection, process: Any) -> Any:
+    try:
+        answer = json.loads(connection.recv_bytes())
+    except (EOFError, OSError):  # also in the middle of an answer
+        answer = {}
+    finally:
+        connection.close()
+        process.join()
+    if "result" in answer:
+        return answer["result"]
+    if "recipe_error" in answer:
+        return RecipeError(answer["recipe_error"])
+    if not answer:
+        return Failed(f"the process of a prediction ended with code {process.exitcode}: did memory run out?")
+    return Failed(answer["error"])
