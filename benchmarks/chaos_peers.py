@@ -28,6 +28,7 @@ from typing import Any
 import lightning
 import torch
 import transformers
+from chaos.forks import adopt_orphans, fork
 from common import Record, table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -35,7 +36,6 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer.fit  # noqa: F401  imported once, for all that are forked
-from trainer.chaos.forks import adopt_orphans, fork
 from trainer.checkpoint.writer import Writer
 from trainer.data import Digits
 from trainer.models import MLP

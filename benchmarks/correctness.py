@@ -49,17 +49,18 @@ from transformers import (
 )
 from transformers import Trainer as TransformersTrainer
 
-from trainer.contract import IGNORED_LABEL, Data, Loss, Model
+from trainer.contract import Data, Model
 from trainer.data.loader import Loader
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
-from trainer.engine.window import Windows
+from trainer.engine.window import Windows, cut_at
 from trainer.launching.start import launch
 from trainer.launching.world import detect_world
 from trainer.memory.initialize import build_module
-from trainer.memory.plan import cut_at, decide_plan
+from trainer.memory.plan import decide_plan
 from trainer.memory.stack import apply_stack, build_updates
 from trainer.recipe import Memory, Optim, Recipe, Run
+from trainer.values import IGNORED_LABEL, Loss
 
 VOCABULARY = 97
 CLASSES = 5

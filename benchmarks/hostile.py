@@ -30,15 +30,14 @@ os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", CUDA_VISI
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")  # as the command line does
 
+from chaos.forks import children, fork
 from common import Record, table, workplace
 from hostile_cases import ANY, GOOD, OWN, RAN, REFUSED, SPOKEN, Case, cases, own, wrote
-
-from trainer.chaos.forks import children, fork
 
 PRELOADED = [
     "trainer.fit",
     "trainer.commands.flags",
-    "trainer.doctor.command",
+    "trainer.commands.doctor",
     "trainer.commands.plan",
     "trainer.commands.ladder",
     "trainer.commands.checkpoint",

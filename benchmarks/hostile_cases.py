@@ -159,7 +159,6 @@ LINES: list[tuple[list[str], str, str]] = [
     (["run", "--restarts", "-1", "--", "own.py"], REFUSED, "restarts"),
     (["run", "--backoff", "nan", "--", "own.py"], REFUSED, "backoff"),
     (["run", "--", "own.py", "--run.dir", "own.py"], REFUSED, "run.dir"),
-    (["chaos", "--only", "nonsense"], REFUSED, "nonsense"),
     (["--version\x1b[31m"], REFUSED, "unknown"),
     (["\udcff"], REFUSED, "unknown"),
     ([*FIT, "--run.dir", "out\udcff"], ANY, ""),
@@ -328,7 +327,7 @@ SPLITS: dict[str, tuple[str, str]] = {
     "whose fingerprint raises": ("def fingerprint(self): 1 / 0", ANY),
     "whose lengths are too few": ("lengths = [1, 2, 3]", OWN),
     "whose lengths are negative": ("lengths = [-1] * 1437", ANY),
-    "whose groups do not add up": ("groups = property(lambda s: __import__('trainer.contract').contract.Groups([1, 2], 4))", OWN),
+    "whose groups do not add up": ("groups = property(lambda s: __import__('trainer.values').values.Groups([1, 2], 4))", OWN),
     "whose __getitems__ gives None": ("def __getitems__(self, indices): return None", OWN),
     "whose __getitems__ gives too many": ("def __getitems__(self, indices): return [self.of[0]] * 99", REFUSED),
 }

@@ -21,13 +21,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from chaos.command import PRELOADED
+from chaos.compare import MEASURED, checkpoints, newest_step
+from chaos.forks import children, in_forks, living_children
+from chaos.run import RECIPE, ForkedRun, Shape
+from chaos.trial import STEPS
 from common import Record, table, workplace
-
-from trainer.chaos.command import PRELOADED
-from trainer.chaos.compare import MEASURED, checkpoints, newest_step
-from trainer.chaos.forks import children, in_forks, living_children
-from trainer.chaos.run import RECIPE, ForkedRun, Shape
-from trainer.chaos.trial import STEPS
 
 WORLDS = (Shape("single", 1), Shape("ddp", 2), Shape("fsdp", 2))
 LAUNCHERS = ("trainer fit", "torchrun")

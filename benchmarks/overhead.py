@@ -39,10 +39,9 @@ from trainer.contract import Data
 from trainer.engine.events import Events
 from trainer.engine.loop import Engine
 from trainer.engine.step import Stepper
-from trainer.engine.window import MicroBatch, Window, Windows
+from trainer.engine.window import MicroBatch, Window, Windows, cut_at
 from trainer.faults.watchdog import Watchdog
 from trainer.memory.monitor import Monitor, MonitoredStepper
-from trainer.memory.plan import cut_at
 from trainer.models import MLP
 from trainer.recipe import Memory, Recipe
 from trainer.run.state import RandomState

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from planner_configs import LLAMAS, Case
+from recorded import compare
 from recorded_run import read_recording
 
 import trainer
 from trainer.commands.measured_run import Trial, run_trial
 from trainer.errors import RecipeError
-from trainer.planner.recorded import compare
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 

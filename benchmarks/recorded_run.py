@@ -1,7 +1,7 @@
 """``python benchmarks/recorded_run.py TRACE.json.gz fit RECIPE ...``: the trainer, with the allocator's history kept.
 
 The history begins before the first allocation, and is written as JSON at the end, in torch's own words, with what
-``trainer.planner.recorded`` reads of it. Without a GPU there is none, and no file is written.
+``benchmarks/recorded.py`` reads of it. Without a GPU there is none, and no file is written.
 """
 
 from __future__ import annotations

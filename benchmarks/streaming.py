@@ -27,11 +27,11 @@ import pyarrow.parquet as pq
 from common import Record, machine
 from transformers import AutoTokenizer
 
-from trainer.contract import Request
 from trainer.data import StreamedText, TextFiles
 from trainer.data.loader import Loader
 from trainer.engine.order import batch_indices, steps_in_epoch
 from trainer.engine.window import Cut, Windows
+from trainer.values import Request
 
 WORDS = [
     "the",

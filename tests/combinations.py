@@ -18,12 +18,13 @@ from matrix import Case
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.contract import Data, Loss, Model, Pretrained
+from trainer.contract import Data, Model
 from trainer.errors import RecipeError
 from trainer.memory.optimizer import OPTIMIZERS
 from trainer.memory.plan import Plan, decide_plan
 from trainer.models.common import classification_loss
 from trainer.recipe import Memory, Optim, Recipe
+from trainer.values import Loss, Pretrained
 from trainer.weights.streaming import stored_in
 
 CLASSES, WIDTH, INNER, PIXELS = 5, 64, 128, 16

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from trainer.contract import Data, Model
 from trainer.engine.order import batch_indices, derive_seed
 from trainer.engine.step import Stepper
-from trainer.engine.window import Windows, cut_batch
+from trainer.engine.window import Windows, cut_at, cut_batch
 from trainer.memory import activation_offload
 from trainer.memory.initialize import build_module
-from trainer.memory.plan import Plan, cut_at, decide_plan
+from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.memory.stack import apply_stack, build_updates, whole_state

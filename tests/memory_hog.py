@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.contract import Loss
 from trainer.models import VisionTransformer
+from trainer.values import Loss
 
 
 class FailsInBackward(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from trainer.contract import Loss, Model
+from trainer.contract import Model
 from trainer.engine.order import batch_indices
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import Windows, decide_cut
@@ -23,6 +23,7 @@ from trainer.memory.precision import precision_plugin
 from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
 from trainer.models.common import classification_loss
 from trainer.recipe import Memory
+from trainer.values import Loss
 
 CLASSES = 5
 VOCABULARY = 120

@@ -19,7 +19,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from shards import text_of, write_shards
 
-from trainer.chaos.run import ForkedRun, Shape
+from benchmarks.chaos.run import ForkedRun, Shape
 
 RECIPE = """
 from trainer import Checkpoint, Memory, Optim, Recipe, Run, main

@@ -28,9 +28,9 @@ ALLOWED = {
     ("trainer/settings.py", "eval"): "evaluates the annotations of dataclasses: code that is imported already",
     ("trainer/__init__.py", "importlib.import_module"): "one of the public names, listed in that file",
     ("trainer/errors.py", "importlib.import_module"): "a package that the calling code names",
-    ("trainer/chaos/command.py", "importlib.import_module"): "what the ranks need, listed in that file",
+    ("benchmarks/chaos/command.py", "importlib.import_module"): "what the ranks need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.save"): "measured beside ours",
-    ("benchmarks/kills.py", "importlib.import_module"): "what the ranks need, listed in trainer/chaos/command.py",
+    ("benchmarks/kills.py", "importlib.import_module"): "what the ranks need, listed in benchmarks/chaos/command.py",
     ("benchmarks/hostile.py", "importlib.import_module"): "what the cases need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.load"): "reads what this benchmark has just written",
     (

@@ -182,10 +182,10 @@ def test_no_command_writes_or_prints_a_secret(recipe_file, tmp_path, monkeypatch
 def test_an_error_that_nobody_expected_is_printed_without_secrets():
     code = """
 from trainer import cli
-from trainer.commands.checkpoint import checkpoint_command
+from trainer.commands import checkpoint
 def fail(argv):
     raise ValueError("https://me:pa55w0rdInUrl@host/x?token=sign4tureInUrl is no address")
-cli._checkpoint = fail
+checkpoint.checkpoint = fail
 sys.argv = ["trainer", "checkpoint"]
 cli.entry()
 """

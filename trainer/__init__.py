@@ -12,9 +12,10 @@ if "LOCAL_RANK" in os.environ:  # a rank ends with what started it, also while i
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Data, Loss, Model, Pretrained, Stored
+from trainer.contract import Data, Model
 from trainer.errors import RecipeError
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
+from trainer.values import Loss, Pretrained, Stored
 
 if TYPE_CHECKING:
     from trainer.cli import main

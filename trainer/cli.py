@@ -5,21 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple
 
 import trainer
-from trainer.errors import EXIT_REQUEUE, RecipeError, RunError, Stopped
+from trainer.errors import EXIT_REQUEUE, NothingNamed, RecipeError, RunError, Stopped
 from trainer.recipe import Recipe
 from trainer.system.environment import number, require_numbers
-from trainer.system.redact import refuse_redacted
 from trainer.system.streams import keep_streams, lost_output
 from trainer.system.text import escaped
-
-if TYPE_CHECKING:
-    from trainer.commands.flags import Flags
 
 # What follows the top-level help is imported where it is used, so that `trainer --help` answers at once.
 
@@ -48,43 +43,56 @@ class Command(NamedTuple):
     """A row of the table of commands.
 
     Args:
+        runs: the module and, after the colon, the function that takes the words after the command's name and may
+            return an exit code. It is imported when the command is given.
         words: that follow its name; the first says what it takes.
         help: what it does.
     """
 
+    runs: str
     words: str
     help: str
 
+    def run(self, argv: list[str]) -> int:
+        """Carry it out; its exit code."""
+        module, _, function = self.runs.partition(":")
+        return getattr(import_module(f"trainer.{module}"), function)(argv) or 0
+
 
 COMMANDS = {
-    "fit": Command("RECIPE [flags]", "train, evaluate and write a run directory"),
+    "fit": Command("commands.runs:fit", "RECIPE [flags]", "train, evaluate and write a run directory"),
     "run": Command(
+        "supervise.command:run_command",
         "[--restarts N] -- RECIPE [flags]",
         "fit, started again from its newest checkpoint when it dies; `trainer run --help`",
     ),
     "doctor": Command(
-        "RECIPE [flags]", "check this machine, the data and the model before a run: each finding with its fix"
+        "commands.doctor:doctor",
+        "RECIPE [flags]",
+        "check this machine, the data and the model before a run: each finding with its fix",
     ),
     "plan": Command(
-        "RECIPE [flags]", "find the fastest plan that fits a memory budget, for GPUs that need not be there"
+        "commands.plan:plan",
+        "RECIPE [flags]",
+        "find the fastest plan that fits a memory budget, for GPUs that need not be there",
     ),
     "ladder": Command(
-        "RECIPE [flags]", "measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss"
+        "commands.ladder:ladder",
+        "RECIPE [flags]",
+        "measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss",
     ),
-    "evaluate": Command("RUN_DIR [flags]", "evaluate the trained model of a run directory"),
+    "evaluate": Command("commands.runs:evaluate", "RUN_DIR [flags]", "evaluate the trained model of a run directory"),
     "checkpoint": Command(
-        "list|verify|export DIR", "look at the checkpoints of a run, check them, or make a model of one"
+        "commands.checkpoint:checkpoint",
+        "list|verify|export DIR",
+        "look at the checkpoints of a run, check them, or make a model of one",
     ),
     "predict": Command(
+        "commands.runs:predict",
         "RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]",
         "classify texts or images with the trained model of a run directory",
     ),
-    "chaos": Command(
-        "[--trials N] [--out FILE] [--only FAULTS]",
-        "kill, stop and corrupt tiny runs on this machine, and see whether they resume bit for bit",
-    ),
 }
-PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
 
 
 def entry() -> None:
@@ -110,14 +118,14 @@ def run(argv: Sequence[str]) -> int:
 def main(recipe: Recipe) -> None:
     """Train ``recipe``, with the flags of ``trainer fit``: for ``python my_recipe.py --epochs 3``."""
     keep_streams()
-    if code := _guarded(lambda: _main(recipe)) or _output_lost(["fit", *sys.argv[1:]]):
+    if code := _guarded(lambda: _script(recipe)) or _output_lost(["fit", *sys.argv[1:]]):
         _leave_failed_ranks(code)
         sys.exit(code)
 
 
 def fit_command(argv: Sequence[str]) -> None:
     """``trainer fit``, raising what :func:`run` prints: for a launcher with a way of its own to report errors."""
-    _command("fit", list(argv))
+    COMMANDS["fit"].run(list(argv))
 
 
 def _leave_failed_ranks(code: int) -> None:
@@ -172,12 +180,6 @@ def _report(error: BaseException) -> int:
     return 2 if isinstance(error, RecipeError) else 1
 
 
-def _leave_before_training() -> None:
-    from trainer.faults.signals import leave_before_training
-
-    leave_before_training()
-
-
 def _quiet_libraries() -> None:
     """Keep from stderr what libraries say to nobody: bars, each an endless line in a log file, and two warnings.
 
@@ -200,8 +202,12 @@ def _dispatch(argv: list[str]) -> int:
     first = argv[0] if argv else "--help"
     if first in COMMANDS:
         require_numbers()
-        own: dict[str, Callable[[list[str]], int | None]] = {"run": _run, "checkpoint": _checkpoint, "chaos": _chaos}
-        return own.get(first, partial(_command, first))(argv[1:]) or 0
+        try:
+            return COMMANDS[first].run(argv[1:])
+        except NothingNamed:
+            if not {"-h", "--help"} & set(argv):
+                raise
+            first = "--help"
     if first in ("-h", "--help"):
         _print_usage()
     elif first == "--version":
@@ -224,176 +230,8 @@ def _print_usage() -> None:
     print(USAGE.format(summary=trainer.__doc__, commands="\n".join(table), recipes=names), end="")
 
 
-def _run(argv: list[str]) -> int:
-    from trainer.supervise.command import run_command
-
-    return run_command(argv)
-
-
-def _checkpoint(argv: list[str]) -> None:
-    from trainer.commands.checkpoint import checkpoint_command
-
-    checkpoint_command(argv)
-
-
-def _main(recipe: Recipe) -> None:
-    from trainer.commands.flags import scan
-    from trainer.commands.recipes import source_of
-
+def _script(recipe: Recipe) -> None:
     require_numbers()
-    _leave_before_training()
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if script is None:
-        raise RecipeError("main(recipe) is for recipe files that are run as scripts: call fit(recipe) instead")
-    positionals, flags = scan(sys.argv[1:])
-    if positionals:
-        raise RecipeError(f"unexpected {positionals[0]!r}: python {sys.argv[0]} takes flags only")
-    source = source_of(script)
-    if resolved := _resolve(recipe, source, flags, usage=f"python {sys.argv[0]} [flags]"):
-        from trainer.fit import fit
+    from trainer.commands.runs import fit_script
 
-        fit(resolved, source=source)
-
-
-def _command(name: str, argv: list[str]) -> None:
-    if name == "fit":
-        _leave_before_training()
-    from trainer.commands.flags import scan
-    from trainer.commands.recipes import TRUST, load_recipe
-
-    lists, switches = _own_flags(name)
-    positionals, flags = scan(argv, several=PREDICT_FLAGS if name == "predict" else (), switches=switches)
-    if not positionals and ("help", None) in flags:
-        _print_usage()
-        return
-    reference = _one_positional(name, positionals)
-    run_dir = Path(reference)
-    named = str(_recipe_of(run_dir)) if _takes(name) == "RUN_DIR" else reference
-    recipe, source = load_recipe(named, trusted=(TRUST, None) in flags)
-    resolved = _resolve(recipe, source, flags, f"trainer {name} {reference} [flags]", lists, switches)
-    if resolved is None:
-        return
-    if name == "fit":
-        from trainer.fit import fit
-
-        fit(resolved, source=source)
-    elif name == "doctor":
-        from trainer.doctor.command import doctor_command
-
-        doctor_command(resolved, reference, flags)
-    elif name == "plan":
-        from trainer.commands.plan import plan_command
-
-        plan_command(resolved, reference, flags)
-    elif name == "ladder":
-        from trainer.commands.ladder import ladder
-
-        ladder(resolved, reference, flags)
-    elif name == "evaluate":
-        from trainer.fit import evaluate
-
-        evaluate(resolved, run_dir)
-    else:
-        _predict(resolved, run_dir, flags)
-
-
-def _chaos(argv: list[str]) -> None:
-    from trainer.commands.flags import scan
-
-    positionals, flags = scan(argv)
-    if positionals:
-        raise RecipeError(f"unexpected {positionals[0]!r}: chaos takes flags only, and has a recipe of its own")
-    from trainer.chaos.command import FLAGS, chaos
-
-    if ("help", None) in flags:
-        print("usage: trainer chaos [flags]\n")
-        print("\n".join(f"  --{name:9} {text}" for name, text in FLAGS.items()))
-        return
-    chaos(flags)
-
-
-def _own_flags(name: str) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """The flags of a command besides those of the recipe, with their help: with a value, and without."""
-    if name == "ladder":
-        from trainer.commands.ladder import FLAGS
-
-        return FLAGS, {}
-    if name == "plan":
-        from trainer.commands import plan as plan_command
-
-        return plan_command.FLAGS, plan_command.SWITCHES
-    if name == "doctor":
-        from trainer.doctor.command import SWITCHES
-
-        return {}, SWITCHES
-    return PREDICT_FLAGS if name == "predict" else {}, {}
-
-
-def _predict(recipe: Recipe, run_dir: Path, flags: Flags) -> None:
-    texts, images = ([text for name, text in flags if name == wanted and text is not None] for wanted in PREDICT_FLAGS)
-    for text in texts:
-        if not text:
-            raise RecipeError("--text is empty: give the text to classify")
-        if text.encode(errors="replace").decode() != text:
-            raise RecipeError(f"--text {text[:40]!a} is not UTF-8 text")
-    if bool(texts) == bool(images):
-        raise RecipeError("predict needs either --text TEXT or --image PATH" + (", not both" if texts else ""))
-    for image in images:
-        if not os.path.isfile(image):  # also for a name that no file can have
-            raise RecipeError(f"image {image!r}: no such file")
-    from trainer.fit import predict
-
-    predict(recipe, run_dir, texts=texts, images=images)
-
-
-def _resolve(
-    recipe: Recipe,
-    source: str,
-    flags: Flags,
-    usage: str,
-    lists: Mapping[str, str] | None = None,
-    switches: Mapping[str, str] | None = None,
-) -> Recipe | None:
-    """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
-    from trainer.commands.flags import RecipeParser
-    from trainer.commands.recipes import config_changes
-    from trainer.settings import change, dump_recipe, settings_of
-
-    parser = RecipeParser(recipe, usage, lists, switches)
-    if ("help", None) in flags:
-        parser.parser.print_help()
-        return None
-    in_yaml = config_changes(parser, source, [text for name, text in flags if name == "config" and text])
-    resolved = change(recipe, in_yaml, parser.read_flags(flags, in_yaml))
-    refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
-    if ("print_config", None) in flags:
-        print(dump_recipe(resolved, source), end="")
-        return None
-    return resolved
-
-
-def _takes(command: str) -> str:
-    return COMMANDS[command].words.partition(" ")[0]
-
-
-def _one_positional(command: str, positionals: list[str]) -> str:
-    what = _takes(command)
-    if not positionals:
-        from trainer.commands.recipes import packaged_recipes
-
-        known = f" (packaged recipes: {', '.join(packaged_recipes())})" if what == "RECIPE" else ""
-        raise RecipeError(f"{command} needs a {what}{known}: see trainer --help")
-    if len(positionals) > 1:
-        raise RecipeError(f"unexpected {positionals[1]!r}: {command} takes one {what}, then flags")
-    return positionals[0]
-
-
-def _recipe_of(run_dir: Path) -> Path:
-    """The recipe of a run directory, which must hold a trained model too."""
-    if not run_dir.is_dir():
-        raise RecipeError(f"run directory {str(run_dir)!r}: no such directory")
-    if not (run_dir / "recipe.yaml").is_file():
-        raise RecipeError(f"run directory {str(run_dir)!r} has no recipe.yaml: it was not written by trainer fit")
-    if not (run_dir / "model").is_dir():
-        raise RecipeError(f"run directory {str(run_dir)!r} has no model/: the run did not finish")
-    return run_dir / "recipe.yaml"
+    fit_script(recipe)

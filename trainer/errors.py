@@ -22,6 +22,10 @@ class RecipeError(ValueError):
     """A setting that cannot work. The message names the key, the value and the fix."""
 
 
+class NothingNamed(RecipeError):
+    """A command was not told what to do it with."""
+
+
 class RunError(RuntimeError):
     """A run that could not go on. The message says where it was and what to do."""
 

@@ -19,11 +19,11 @@ from resumed import OPTIM, losses, recipe, resume, saved
 from torch import nn
 
 from trainer import Checkpoint, Optim, RecipeError
-from trainer.contract import Loss
 from trainer.data import Digits
 from trainer.errors import RunError
 from trainer.fit import fit
 from trainer.models import MLP
+from trainer.values import Loss
 
 
 class Normed(MLP):

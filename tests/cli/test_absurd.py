@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
-from trainer.cli import _predict, run
+from trainer.cli import run
 from trainer.commands.flags import _members
 from trainer.commands.recipes import load_recipe, packaged_recipes
+from trainer.commands.runs import inputs
 from trainer.data import Digits
 from trainer.engine.loop import count_steps, epoch_at
 from trainer.engine.window import Cut, Windows
@@ -260,7 +261,7 @@ def test_a_name_that_no_folder_can_have_is_no_checkpoint():
 
 def test_a_text_to_classify_that_is_none_is_refused(monkeypatch):
     with pytest.raises(RecipeError, match=r"--text 'a\\udcff' is not UTF-8 text"):
-        _predict(load_recipe("vit_digits")[0], Path(), [("text", "a\udcff")])
+        inputs([("text", "a\udcff")])
 
 
 @pytest.mark.parametrize(
@@ -306,6 +307,7 @@ def test_a_value_of_too_many_brackets_is_refused(refused):
 PREPARED = """
 import dataclasses
 from trainer.data import Digits
+from trainer.commands.runs import inputs
 from trainer.commands.recipes import load_recipe
 class Own(Digits):
     def prepare(self, tokenizer=None):

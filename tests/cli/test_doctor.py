@@ -13,13 +13,13 @@ from PIL import Image
 
 from trainer import Checkpoint, Data, Memory, Optim, Recipe, Run
 from trainer.cli import run
+from trainer.commands.doctor import examine
 from trainer.data import Digits, ImageFolder, TextFiles
 from trainer.doctor import machine, samples
 from trainer.doctor import machine as disk
 from trainer.doctor import probes as ranks
 from trainer.doctor import probes as trial
 from trainer.doctor import samples as model
-from trainer.doctor.command import examine
 from trainer.doctor.finding import findings
 from trainer.doctor.subject import Subject
 from trainer.launching.world import World

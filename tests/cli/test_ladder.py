@@ -17,7 +17,7 @@ import pytest
 
 import trainer
 from trainer.cli import run
-from trainer.commands.ladder import FLAGS, ON_HOST, baseline, choose, ladder, rungs_of
+from trainer.commands.ladder import FLAGS, ON_HOST, baseline, choose, climb, rungs_of
 from trainer.commands.measured_run import RETURN_FREED_MEMORY, run_trial
 from trainer.commands.recipes import load_recipe
 from trainer.errors import RecipeError
@@ -190,7 +190,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
 def test_flags_that_cannot_work_are_refused_before_any_run(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecipeError, match=message.replace("?", r"\?")):
-        ladder(load_recipe("vit_digits")[0], "vit_digits", flags)
+        climb(load_recipe("vit_digits")[0], "vit_digits", flags)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.contract import Data, Groups, Request
+from trainer.contract import Data
 from trainer.data import CIFAR10, Digits
 from trainer.data.loader import Loader, SampleError
 from trainer.data.workers import decide_workers
 from trainer.engine.window import Cut, Windows
 from trainer.errors import RecipeError
+from trainer.values import Groups, Request
 
 
 @pytest.fixture(scope="module")

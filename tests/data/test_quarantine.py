@@ -12,10 +12,10 @@ from problems import collate, flat, host_sum, make_fabric, make_model, make_samp
 
 from trainer import Memory, Recipe, Run
 from trainer.cli import run
-from trainer.contract import IGNORED_LABEL, BadSample, Data, Incomplete, Request
+from trainer.contract import Data
 from trainer.data import ImageFolder
-from trainer.data.loader import Loader, SampleError
-from trainer.engine.feed import evaluation_micro_batches, loader_of, windows_of
+from trainer.data.loader import Loader, SampleError, loader_of
+from trainer.engine.feed import evaluation_micro_batches, windows_of
 from trainer.engine.forward import Forward
 from trainer.engine.order import batch_indices
 from trainer.engine.quarantine import Quarantine, gather_texts
@@ -26,6 +26,7 @@ from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP
 from trainer.run.session import Session, evaluation
+from trainer.values import IGNORED_LABEL, BadSample, Incomplete, Request
 
 SIZE, BATCH = 21, 6
 BAD = (0, 3, 4, 11, 20)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from shards import CLASSES, text_of, write_shards
 
-from trainer.contract import Incomplete, Request
 from trainer.data import StreamedText, TextFiles
 from trainer.data.fingerprint import data_files, fingerprint
 from trainer.data.loader import Loader, SampleError
 from trainer.data.shards import ShardReader
 from trainer.errors import RecipeError
+from trainer.values import Incomplete, Request
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from trainer.cli import run
-from trainer.contract import Data, Request
+from trainer.contract import Data
 from trainer.data.loader import Loader
 from trainer.data.workers import WorkerError, _Requests, _Watch
+from trainer.values import Request
 
 
 class Faulty:

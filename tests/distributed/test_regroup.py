@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from trainer import Memory, Recipe, Run
-from trainer.contract import Loss
 from trainer.data import Digits
 from trainer.engine.totals import LossTotals
 from trainer.engine.window import Window
@@ -19,6 +18,7 @@ from trainer.faults import regroup
 from trainer.faults.regroup import Regrouping
 from trainer.models import MLP
 from trainer.run import session
+from trainer.values import Loss
 
 
 @pytest.fixture

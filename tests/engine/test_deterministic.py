@@ -19,7 +19,7 @@ from problems import Problem as Samples
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.contract import BadSample, Data, Incomplete, Model, Request
+from trainer.contract import Data, Model
 from trainer.engine.deterministic import CUBLAS, deterministic_algorithms, tree_sync
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.window import Window, Windows
@@ -27,6 +27,7 @@ from trainer.errors import RecipeError, RunError
 from trainer.memory.plan import decide_plan, idle_ranks
 from trainer.models import MLP
 from trainer.recipe import Memory, Optim, Recipe, Run
+from trainer.values import BadSample, Incomplete, Request
 
 WAYS = [("single", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 4), ("fsdp", 4)]
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.contract import Groups
 from trainer.engine.order import batch_indices, derive_seed, permutation, steps_in_epoch
 from trainer.engine.window import Cut, Windows, at_epoch, cut_batch, decide_cut, padded, padding_share
 from trainer.errors import RecipeError
+from trainer.values import Groups
 
 
 @given(st.integers(0, 2**62), st.integers(0, 50), st.integers(1, 200), st.integers(1, 40))

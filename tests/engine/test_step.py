@@ -10,7 +10,7 @@ import torch
 from problems import Problem, TwoLosses, engine_run, errors, make_fabric, make_model, plain_run
 from torch import nn
 
-from trainer.contract import Loss, Model
+from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.check import LossCheck
 from trainer.engine.events import Counters, Events, Listener
@@ -21,6 +21,7 @@ from trainer.engine.step import Stepper
 from trainer.engine.window import Cut, Windows
 from trainer.errors import RecipeError
 from trainer.recipe import Optim
+from trainer.values import Loss
 
 
 def test_clipping_sees_the_gradient_of_the_whole_batch():

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.contract import Loss
 from trainer.engine.totals import LossTotals, TotalsInOrder
 from trainer.engine.window import Window
 from trainer.faults.place import Place
 from trainer.faults.watchdog import Watchdog
+from trainer.values import Loss
 
 
 class OnItsWay(torch.Tensor):

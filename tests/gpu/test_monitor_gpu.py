@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from trainer import Memory, Recipe, Run
-from trainer.contract import Loss, Model
+from trainer.contract import Model
 from trainer.data import Digits
 from trainer.engine.window import MicroBatch, Window
 from trainer.fit import fit
@@ -21,6 +21,7 @@ from trainer.memory.monitor import Monitor, MonitoredStepper
 from trainer.memory.oom import OutOfMemory
 from trainer.models import MLP
 from trainer.models.common import classification_loss
+from trainer.values import Loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -12,10 +12,11 @@ import torch
 from combinations import CLASSES, PIXELS, Trained
 from torch import Tensor, nn
 
-from trainer.contract import Loss, Model
+from trainer.contract import Model
 from trainer.memory.plan import decide_plan
 from trainer.models.common import classification_loss
 from trainer.recipe import Memory, Optim
+from trainer.values import Loss
 
 SGD = Optim("sgd", lr=0.01)  # Adam would move biases before BatchNorm, whose gradients are rounding noise
 OTHERS = [

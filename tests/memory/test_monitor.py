@@ -16,7 +16,7 @@ from problems import make_fabric
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from trainer.contract import Loss, Model
+from trainer.contract import Model
 from trainer.engine.events import Counters
 from trainer.engine.loop import evaluate
 from trainer.engine.step import Stepper, StepResult
@@ -27,6 +27,7 @@ from trainer.report.progress import Progress
 from trainer.run.listeners import ProgressListener, Stopwatch
 from trainer.system.machine import HostMemory, process_peak
 from trainer.system.text import GB, MB
+from trainer.values import Loss
 
 BALLAST = 200 * 1000 * 1000
 MOST = 0.8 * BALLAST / GB

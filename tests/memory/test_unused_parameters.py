@@ -11,12 +11,12 @@ import torch
 from matrix import Case, set_up, steps_of
 from torch import Tensor, nn
 
-from trainer.contract import Loss
 from trainer.memory.plan import decide_plan
 from trainer.memory.stack import whole_state
 from trainer.models import MLP
 from trainer.models.common import classification_loss
 from trainer.recipe import Memory
+from trainer.values import Loss
 
 
 class Block(nn.Module):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_allocator import PlainAllocator
 
+from benchmarks.recorded import Difference, compare, recorded_events, recorded_settings
 from trainer.errors import RecipeError
 from trainer.planner.allocator import AllocatorSettings
-from trainer.planner.recorded import Difference, compare, recorded_events, recorded_settings
 from trainer.planner.replay import replay
 
 MiB = 2**20

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.planner.recorded import compare, recorded_events, recorded_settings
+from benchmarks.recorded import compare, recorded_events, recorded_settings
 from trainer.planner.replay import replay
 
 TRACES = sorted((Path(__file__).parents[2] / "benchmarks" / "results" / "traces").glob("*.json.gz"))

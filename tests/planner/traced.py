@@ -12,12 +12,13 @@ import torch
 from tiny import InMemory, trace_of
 from torch import Tensor, nn
 
-from trainer.contract import Loss, Model
+from trainer.contract import Model
 from trainer.models.common import classification_loss
 from trainer.planner.events import Event, Trace, Work
 from trainer.planner.predict import prepared
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.children import in_children
+from trainer.values import Loss
 
 BATCH, TOKENS, WIDTH, INNER, CLASSES, BLOCKS = 64, 32, 128, 512, 8, 4
 FLOAT, LONG, BFLOAT16 = 4, 8, 2

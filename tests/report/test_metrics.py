@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from trainer.contract import Loss
 from trainer.report.metrics import ClassificationMetrics, classification_report, score
+from trainer.values import Loss
 
 CLASSES = 5
 

@@ -13,7 +13,6 @@ from PIL import Image
 
 from trainer.checkpoint.manifest import Manifest
 from trainer.cli import _guarded, run
-from trainer.contract import BadSample
 from trainer.doctor import command
 from trainer.doctor.finding import ok, warning
 from trainer.engine.quarantine import Finding, Quarantine
@@ -28,6 +27,7 @@ from trainer.run.listeners import report_bad_samples
 from trainer.supervise.attempt import Journal
 from trainer.supervise.supervisor import announce
 from trainer.system.reports import note_place, report
+from trainer.values import BadSample
 
 NAME = "a\x1b[2J\x1b]0;b\x07\x9b2J\u202ec\udcff\r\ntrainer: error: forged"
 IN_UTF8 = NAME.replace("\udcff", "")

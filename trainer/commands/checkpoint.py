@@ -31,15 +31,15 @@ RUN_DIR/checkpoints/step-00000100.
 ACTIONS = ("list", "verify", "export")
 
 
-def checkpoint_command(argv: Sequence[str]) -> None:
+def checkpoint(argv: Sequence[str]) -> None:
     """Carry out a command line, without ``trainer checkpoint``.
 
     Raises:
         RecipeError: for a command that cannot be carried out.
         RunError: when a checkpoint is not what was saved.
     """
+    from trainer.commands import TRUST
     from trainer.commands.flags import scan
-    from trainer.commands.recipes import TRUST
 
     positionals, flags = scan(argv)
     if ("help", None) in flags or not positionals:

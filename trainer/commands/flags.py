@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import time
 import types
 from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from re import findall, fullmatch, search
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -18,12 +16,11 @@ import yaml
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_loader
 
-from trainer.commands.recipes import TRUST
+from trainer.commands import TRUST
 from trainer.commands.yaml_files import load_yaml
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.settings import did_you_mean, settings_of
-from trainer.system.files import make_folder
 
 SWITCHES = ("help", "print_config", TRUST)
 
@@ -307,37 +304,3 @@ def _is_plain(hint: Any) -> bool:
 
 def _any_value(value: Any) -> Any:
     return _value(value) if isinstance(value, str) else value
-
-
-# What the flags of commands have in common that are not a recipe's. Imports no torch.
-
-MOST = 1_000_000
-"""Of whatever is counted: devices, nodes, steps, trials."""
-
-
-def count(name: str, text: str) -> int:
-    """The value of ``--name``, an integer of at least 1."""
-    fits = text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= MOST
-    require(fits, f"--{name}={text[:40]!r} must be an integer of at least 1, and at most {MOST:,}")
-    return int(text)
-
-
-def yes_or_no(name: str, text: str) -> bool:
-    """The value of ``--name``, true or false."""
-    require(text.lower() in ("true", "false"), f"--{name}={text!r} must be true or false")
-    return text.lower() == "true"
-
-
-def new_folder(command: str, wanted: str | None, reference: str) -> Path:
-    """The folder that a command writes to, made; one that holds what it wrote before is refused.
-
-    Args:
-        command: ladder or plan; its main file is that name with ``.json``.
-        wanted: the value of ``--out``, if it was given.
-        reference: names the recipe.
-    """
-    name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    out = Path(wanted or f"runs/{Path(reference).stem}/{name}").absolute()
-    make_folder("--out", out)
-    require(not (out / f"{command}.json").exists(), f"--out={out} already holds a {command}: choose another folder")
-    return out

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.flags import count, new_folder
 from trainer.commands.measured_run import RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
+from trainer.commands.recipes import asked_for, count, new_folder
 from trainer.errors import RecipeError, require
 from trainer.recipe import Memory, Recipe
 from trainer.report.summary import versions
@@ -71,7 +71,13 @@ class Row:
         )
 
 
-def ladder(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None]]) -> list[Row]:
+def ladder(argv: list[str]) -> None:
+    """``trainer ladder``."""
+    if asked := asked_for("ladder", "RECIPE", argv, FLAGS):
+        climb(asked.recipe, asked.reference, asked.flags)
+
+
+def climb(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None]]) -> list[Row]:
     """Climb the ladder of ``recipe``: measure, print and write a row a rung, whatever becomes of the runs.
 
     Args:

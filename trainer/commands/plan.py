@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.flags import count, new_folder, yes_or_no
-from trainer.commands.recipes import TRUST
+from trainer.commands import TRUST
+from trainer.commands.recipes import asked_for, count, new_folder, yes_or_no
 from trainer.errors import RunError, require
 from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
@@ -38,6 +38,12 @@ FLAGS = {
     "out": "folder for plan.json and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
 SWITCHES = {"json": "print what plan.json holds, and nothing else, on stdout"}
+
+
+def plan(argv: list[str]) -> None:
+    """``trainer plan``."""
+    if asked := asked_for("plan", "RECIPE", argv, FLAGS, SWITCHES):
+        plan_command(asked.recipe, asked.reference, asked.flags)
 
 
 def plan_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None]]) -> None:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.errors import RecipeError, text_of
+from trainer.commands import TRUST
+from trainer.errors import NothingNamed, RecipeError, require, text_of
 from trainer.recipe import Recipe
-from trainer.settings import change, did_you_mean
+from trainer.settings import change, did_you_mean, dump_recipe, settings_of
+from trainer.system.files import make_folder
+from trainer.system.redact import refuse_redacted
 
 if TYPE_CHECKING:
-    from trainer.commands.flags import RecipeParser
-
-
-TRUST = "trust-recipe"
-"""The switch that lets a YAML file lead to Python code."""
+    from trainer.commands.flags import Flags, RecipeParser
 
 
 def recipes_folder() -> Path:
     """The packaged recipes: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
 
@@ -164,3 +164,118 @@ def _line_of(error: BaseException, path: Path) -> str:
         return f" line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f" line {lines[-1]}" if lines else ""
+
+
+class Asked(NamedTuple):
+    """What a command line asks for.
+
+    Args:
+        recipe: with all YAML files and flags applied.
+        source: where it was found.
+        reference: what named it, or its run directory, on the command line.
+        flags: all that were given.
+    """
+
+    recipe: Recipe
+    source: str
+    reference: str
+    flags: Flags
+
+
+def asked_for(
+    command: str,
+    what: str,
+    argv: Sequence[str],
+    lists: Mapping[str, str] | None = None,
+    switches: Mapping[str, str] | None = None,
+    several: Collection[str] = (),
+    named: Callable[[str], str] = str,
+) -> Asked | None:
+    """Read the command line of a command that takes a recipe, or the directory of a run, and then flags.
+
+    Args:
+        command: its name.
+        what: RECIPE or RUN_DIR.
+        argv: the words after its name.
+        lists: its own flags that take a value, with their help.
+        switches: its own flags that take none.
+        several: those of ``lists`` that take all words up to the next flag.
+        named: finds the recipe of what is named.
+
+    Returns:
+        ``None`` when printing was all that was asked for.
+
+    Raises:
+        NothingNamed: when no recipe is named.
+        RecipeError: for anything else that cannot work.
+    """
+    from trainer.commands.flags import scan
+
+    positionals, flags = scan(argv, several=several, switches=switches or {})
+    if not positionals:
+        known = f" (packaged recipes: {', '.join(packaged_recipes())})" if what == "RECIPE" else ""
+        raise NothingNamed(f"{command} needs a {what}{known}: see trainer --help")
+    reference, *others = positionals
+    if others:
+        raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags")
+    recipe, source = load_recipe(named(reference), trusted=(TRUST, None) in flags)
+    resolved = resolve(recipe, source, flags, f"trainer {command} {reference} [flags]", lists, switches)
+    return None if resolved is None else Asked(resolved, source, reference, flags)
+
+
+def resolve(
+    recipe: Recipe,
+    source: str,
+    flags: Flags,
+    usage: str,
+    lists: Mapping[str, str] | None = None,
+    switches: Mapping[str, str] | None = None,
+) -> Recipe | None:
+    """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
+    from trainer.commands.flags import RecipeParser
+
+    parser = RecipeParser(recipe, usage, lists, switches)
+    if ("help", None) in flags:
+        parser.parser.print_help()
+        return None
+    in_yaml = config_changes(parser, source, [text for name, text in flags if name == "config" and text])
+    resolved = change(recipe, in_yaml, parser.read_flags(flags, in_yaml))
+    refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
+    if ("print_config", None) in flags:
+        print(dump_recipe(resolved, source), end="")
+        return None
+    return resolved
+
+
+# What the flags of commands have in common that are not a recipe's. Imports no torch.
+
+MOST = 1_000_000
+"""Of whatever is counted: devices, nodes, steps, trials."""
+
+
+def count(name: str, text: str) -> int:
+    """The value of ``--name``, an integer of at least 1."""
+    fits = text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= MOST
+    require(fits, f"--{name}={text[:40]!r} must be an integer of at least 1, and at most {MOST:,}")
+    return int(text)
+
+
+def yes_or_no(name: str, text: str) -> bool:
+    """The value of ``--name``, true or false."""
+    require(text.lower() in ("true", "false"), f"--{name}={text!r} must be true or false")
+    return text.lower() == "true"
+
+
+def new_folder(command: str, wanted: str | None, reference: str) -> Path:
+    """The folder that a command writes to, made; one that holds what it wrote before is refused.
+
+    Args:
+        command: ladder or plan; its main file is that name with ``.json``.
+        wanted: the value of ``--out``, if it was given.
+        reference: names the recipe.
+    """
+    name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    out = Path(wanted or f"runs/{Path(reference).stem}/{name}").absolute()
+    make_folder("--out", out)
+    require(not (out / f"{command}.json").exists(), f"--out={out} already holds a {command}: choose another folder")
+    return out

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.contract import IGNORED_LABEL, BadSample, Incomplete, Request
 from trainer.data.common import reason
 from trainer.data.workers import load_in_workers
 from trainer.errors import RecipeError
+from trainer.recipe import Recipe
+from trainer.values import IGNORED_LABEL, BadSample, Incomplete, Request
 
 
 class SampleError(RecipeError):
@@ -37,7 +38,7 @@ class Loader:
         prefetch: micro-batches that each worker has ready or in work.
         num_classes: classes that integer ``labels`` of a micro-batch are of; ``None`` does not look at them.
         max_bad_samples: with more than 0, what cannot be loaded is left out: such a micro-batch comes as
-            :class:`trainer.contract.Incomplete`. Who counts them is the caller: see
+            :class:`trainer.values.Incomplete`. Who counts them is the caller: see
             :class:`trainer.engine.quarantine.Quarantine`.
         worker_timeout: seconds that a micro-batch may take a worker.
     """
@@ -77,6 +78,21 @@ class Loader:
             if isinstance(item, _Failure):
                 raise SampleError(item.message)
             yield item
+
+
+def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
+    """What loads ``split`` of a recipe's prepared data."""
+    data = recipe.data
+    num_classes = getattr(recipe.model, "num_classes", None)
+    return Loader(
+        split,
+        data.collate,
+        workers=workers,
+        pin_memory=pin_memory,
+        num_classes=getattr(data, "num_classes", None) if num_classes is None else num_classes,
+        max_bad_samples=data.max_bad_samples,
+        worker_timeout=data.worker_timeout,
+    )
 
 
 class _Fetch:

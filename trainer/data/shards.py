@@ -19,13 +19,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
-from trainer.contract import Groups
 from trainer.data.cache import checksum, content_of
 from trainer.data.common import reason
 from trainer.data.fingerprint import MOST_BYTES, Content
 from trainer.data.rows import is_missing, require_moderate
 from trainer.data.tokens import Padder, encode, require_text
 from trainer.errors import RecipeError
+from trainer.values import Groups
 
 MOST_LABELS = 10_000
 OPEN_FILES = 8

@@ -17,11 +17,12 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.contract import Data, Request
+from trainer.contract import Data
 from trainer.errors import RunError
 from trainer.system.machine import cores
 from trainer.system.processes import become_helper
 from trainer.system.streams import keep_streams
+from trainer.values import Request
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """How often a wait for a micro-batch is interrupted to see whether the workers live."""

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.contract import Loss, Model
+from trainer.contract import Model
 from trainer.engine.forward import Forward
 from trainer.engine.sync import reshard
 from trainer.engine.window import MicroBatch
 from trainer.errors import RecipeError
+from trainer.values import Loss
 
 YIELD = (
     "yield Loss(total, weight): the sum of the losses of the micro-batch's items, and how many items it is the sum of"

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from trainer.contract import BadSample, Data, Model, Request
-from trainer.data.loader import Loader
+from trainer.contract import Data, Model
 from trainer.engine.quarantine import Quarantine, Reduce
-from trainer.engine.window import Cut, MicroBatch, Windows, micro_batch
+from trainer.engine.window import Cut, Fetch, MicroBatch, Windows, cut_at, micro_batch
 from trainer.errors import listed, require
-from trainer.memory.plan import cut_at
 from trainer.recipe import Recipe
+from trainer.values import BadSample, Request
 
 FILLED_FROM_DATA = ("num_classes", "image_size", "channels", "class_names")
 EVALUATION_FACTOR = 2
@@ -52,24 +51,9 @@ def _require_printable(names: Sequence[Any]) -> None:
     require(not broken, f"data: class {listed(broken)} is not UTF-8 text: rename its folder or label")
 
 
-def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
-    """What loads ``split`` of a recipe's prepared data."""
-    data = recipe.data
-    num_classes = getattr(recipe.model, "num_classes", None)
-    return Loader(
-        split,
-        data.collate,
-        workers=workers,
-        pin_memory=pin_memory,
-        num_classes=getattr(data, "num_classes", None) if num_classes is None else num_classes,
-        max_bad_samples=data.max_bad_samples,
-        worker_timeout=data.worker_timeout,
-    )
-
-
 def windows_of(
     recipe: Recipe,
-    fetch: Loader,
+    fetch: Fetch,
     rank: int = 0,
     world_size: int = 1,
     reduce: Reduce = list,
@@ -107,7 +91,7 @@ def windows_of(
 def evaluation_micro_batches(
     split: str,
     pieces: Sequence[Sequence[int]],
-    loader: Loader,
+    loader: Fetch,
     quarantine: Quarantine,
     rank: int = 0,
     world_size: int = 1,

@@ -10,7 +10,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import Precision
 from torch import nn
 
-from trainer.contract import Loss, Model
+from trainer.contract import Model
+from trainer.values import Loss
 
 if TYPE_CHECKING:
     from trainer.engine.check import LossCheck

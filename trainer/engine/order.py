@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.contract import Groups
+from trainer.values import Groups
 
 
 def derive_seed(*parts: int) -> int:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from trainer.contract import BadSample
 from trainer.errors import RecipeError
+from trainer.values import BadSample
 
 Reduce = Callable[[list[float]], list[float]]
 SHOWN = 5

@@ -8,8 +8,8 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from trainer.contract import Loss
 from trainer.engine.window import Window
+from trainer.values import Loss
 
 
 class LossTotals:

@@ -12,10 +12,15 @@ from itertools import islice, tee
 from math import fsum
 from typing import Any
 
-from trainer.contract import PADDING_MULTIPLE, BadSample, Groups, Incomplete, Request
+from trainer.contract import PADDING_MULTIPLE
 from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
 from trainer.engine.quarantine import Quarantine
 from trainer.errors import RecipeError
+from trainer.recipe import Recipe
+from trainer.values import BadSample, Groups, Incomplete, Request
+
+Fetch = Callable[[Iterator[Request]], Iterator[Any]]
+"""Gives a micro-batch for every request, in order."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,21 @@ def decide_cut(
         )
     most = min(micro_batch_size, batch_size if any_ranks else share)
     return Cut(batch_size, most, derived, micro_batch_tokens, any_ranks)
+
+
+def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:
+    """How the batches of ``epoch`` are cut."""
+    memory = recipe.memory
+    micro_batch_size = None if memory.micro_batch_size == "auto" else memory.micro_batch_size
+    accumulate = at_epoch(recipe.accumulate, epoch)
+    return decide_cut(
+        recipe.batch_size,
+        micro_batch_size,
+        accumulate,
+        world_size,
+        memory.micro_batch_tokens,
+        any_ranks=recipe.run.deterministic,
+    )
 
 
 def padded(length: int) -> int:
@@ -229,7 +249,7 @@ class Windows:
 
     size: int
     cut_at: Callable[[int], Cut]
-    fetch: Callable[[Iterator[Request]], Iterator[Any]]
+    fetch: Fetch
     weigh: Callable[[Any], dict[str, float]]
     seed: int
     rank: int = 0

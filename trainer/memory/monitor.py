@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.contract import Loss
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import MicroBatch, Window
@@ -27,6 +26,7 @@ from trainer.recipe import Recipe
 from trainer.system.files import staged_file
 from trainer.system.machine import HostMemory, process_peak
 from trainer.system.text import GB, MB
+from trainer.values import Loss
 
 Phase = Literal["init", "forward", "backward", "step", "evaluation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from trainer.engine.window import Cut, at_epoch, decide_cut
+from trainer.engine.window import Cut, cut_at
 from trainer.errors import require
 from trainer.memory.refusals import require_compatible
 from trainer.recipe import Memory, Recipe, Strategy
@@ -161,19 +161,4 @@ def idle_ranks(plan: Plan) -> str | None:
     return (
         f"run.deterministic cuts a batch of {cut.batch_size} into {_count(pieces, 'micro-batch', 'es')} on any number "
         f"of ranks: {idle} of {plan.world_size} have nothing to do in the last micro-step; {fix}"
-    )
-
-
-def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:
-    """How the batches of ``epoch`` are cut."""
-    memory = recipe.memory
-    micro_batch_size = None if memory.micro_batch_size == "auto" else memory.micro_batch_size
-    accumulate = at_epoch(recipe.accumulate, epoch)
-    return decide_cut(
-        recipe.batch_size,
-        micro_batch_size,
-        accumulate,
-        world_size,
-        memory.micro_batch_tokens,
-        any_ranks=recipe.run.deterministic,
     )

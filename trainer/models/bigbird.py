@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.contract import Loss
 from trainer.errors import require_choice
 from trainer.models.text import TextClassifier
+from trainer.values import Loss
 
 if TYPE_CHECKING:
     from torch import nn

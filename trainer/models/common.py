@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.contract import IGNORED_LABEL, Loss
 from trainer.errors import RecipeError, require_positive
+from trainer.values import IGNORED_LABEL, Loss
 from trainer.weights.blocks import find_blocks
 
 if TYPE_CHECKING:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Loss, Model
+from trainer.contract import Model
 from trainer.errors import require
 from trainer.models.common import classification_loss, require_filled
+from trainer.values import Loss
 
 if TYPE_CHECKING:
     from torch import nn

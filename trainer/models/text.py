@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Loss, Model, Pretrained
+from trainer.contract import Model
 from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, classification_loss, require_filled, train_last_blocks
 from trainer.models.hub import from_hub, is_local, local_folder, refuse_code
 from trainer.models.lora import LoRA, add_adapters, merged_state
+from trainer.values import Loss, Pretrained
 from trainer.weights.blocks import find_blocks, switch_cache_off
 
 if TYPE_CHECKING:

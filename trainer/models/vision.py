@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.contract import Loss, Model, Pretrained
+from trainer.contract import Model
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.models.common import MOST_FEATURES, MOST_LAYERS, classification_loss, require_filled, train_last_blocks
 from trainer.models.lora import LoRA, add_adapters, merged_state
+from trainer.values import Loss, Pretrained
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

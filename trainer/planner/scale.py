@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from trainer.engine.window import cut_at
 from trainer.errors import RecipeError
-from trainer.memory.plan import Plan, cut_at, decide_plan
+from trainer.memory.plan import Plan, decide_plan
 from trainer.planner.gpus import usable_memory
 from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
 from trainer.planner.network import Cluster, Interconnect, strategies

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from trainer.memory.plan import cut_at, decide_plan
+from trainer.engine.window import cut_at
+from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import GPU, nccl_bytes
 from trainer.planner.knobs import Settings, applied, turned, without_size
 from trainer.planner.report import Candidate, PlanReport, as_text, gigabytes

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from trainer.contract import Loss, Model
+from trainer.contract import Model
+from trainer.data.loader import loader_of
 from trainer.engine.deterministic import Node, PartialSums, TreeSync
-from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, loader_of, windows_of
+from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, windows_of
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
@@ -43,6 +44,7 @@ from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer
 from trainer.recipe import Recipe
+from trainer.values import Loss
 from trainer.weights.streaming import allocate, default_dtype, on_meta
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from trainer.contract import IGNORED_LABEL, Loss
+from trainer.values import IGNORED_LABEL, Loss
 
 
 @dataclass(frozen=True)

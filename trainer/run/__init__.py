@@ -1,0 +1,1 @@
+"""One run, where engine, memory, checkpoint, report, planner and faults meet."""

@@ -14,9 +14,9 @@ import torch
 from lightning.fabric import Fabric
 
 from trainer.contract import Data
-from trainer.data.loader import Loader
+from trainer.data.loader import Loader, loader_of
 from trainer.data.workers import decide_workers
-from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, fill_from_data, loader_of, windows_of
+from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, fill_from_data, windows_of
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Finding, Quarantine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from typing import Any
 
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MOST_BYTES, CorruptCheckpoint, read_manifest
+from trainer.errors import require
 from trainer.system.files import read_regular, write_atomic
 from trainer.system.processes import SUPERVISOR, ProcessId, end_with_parent
 from trainer.system.redact import redact, redact_words
@@ -39,6 +41,62 @@ SMALLER = re.compile(r"in micro-batches of at most (\d+)")
 
 SECONDS_BETWEEN_LOOKS = 0.05
 SECONDS_TO_VANISH = 5.0
+
+
+CUT = ("batch_size", "accumulate", "memory.micro_batch_size")
+"""Settings that say how batches are cut."""
+
+
+@dataclass(frozen=True)
+class FitCommand:
+    """A ``trainer fit`` that resumes by itself.
+
+    Args:
+        recipe: what names it.
+        flags: of ``trainer fit``, as they were given, without those below.
+        run_dir: the run directory.
+        allow_change: ``run.allow_change``, as it was given.
+        cut: samples of a batch and of a micro-batch, where the supervisor has changed how batches are cut.
+    """
+
+    recipe: str
+    flags: tuple[str, ...]
+    run_dir: str
+    allow_change: tuple[str, ...] = ()
+    cut: tuple[int, int] | None = None
+
+    def words(self) -> list[str]:
+        """The command line, without the program's name."""
+        allowed = list(self.allow_change)
+        cut: list[str] = []
+        if self.cut is not None:
+            cut = ["--batch_size", str(self.cut[0]), "--memory.micro_batch_size", str(self.cut[1])]
+            allowed += [key for key in CUT if key not in allowed]
+        allow = ["--run.allow_change", json.dumps(allowed)] if allowed else []
+        return ["fit", self.recipe, *self.flags, "--run.dir", self.run_dir, "--run.resume", "auto", *cut, *allow]
+
+    def cut_smaller(self, batch_size: int, micro_batch_size: int) -> FitCommand:
+        """The same batch in smaller micro-batches. It is said, too: where accumulate alone gave it, it would change."""
+        flags = self.flags
+        for name in CUT:
+            _, flags = take(flags, name)
+        return dataclasses.replace(self, flags=flags, cut=(batch_size, micro_batch_size))
+
+
+def take(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]]:
+    """The value of ``--name``, the last one if there are several, and the flags without it."""
+    kept, value = [], None
+    words = list(flags)
+    while words:
+        word = words.pop(0)
+        if word == f"--{name}":
+            require(bool(words), f"flag --{name} needs a value")
+            value = words.pop(0)
+        elif word.startswith(f"--{name}="):
+            value = word.partition("=")[2]
+        else:
+            kept.append(word)
+    return value, tuple(kept)
 
 
 @dataclass(frozen=True)

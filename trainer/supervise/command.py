@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import require
+from trainer.supervise.attempt import FitCommand, take
 from trainer.system.files import make_folder
 
 USAGE = """\
@@ -38,9 +37,6 @@ WHOLE = ("restarts", "nproc", "patience")
 SEVERAL_MACHINES = ("nnodes", "nodes", "num_nodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "node-rank")
 """Flags of torchrun and of Fabric that one may look for here."""
 
-CUT = ("batch_size", "accumulate", "memory.micro_batch_size")
-"""Settings that say how batches are cut."""
-
 
 @dataclass
 class OwnFlags:
@@ -51,42 +47,6 @@ class OwnFlags:
     grace: float | None = None
     patience: float = 2
     backoff: float = 1.0
-
-
-@dataclass(frozen=True)
-class FitCommand:
-    """A ``trainer fit`` that resumes by itself.
-
-    Args:
-        recipe: what names it.
-        flags: of ``trainer fit``, as they were given, without those below.
-        run_dir: the run directory.
-        allow_change: ``run.allow_change``, as it was given.
-        cut: samples of a batch and of a micro-batch, where the supervisor has changed how batches are cut.
-    """
-
-    recipe: str
-    flags: tuple[str, ...]
-    run_dir: str
-    allow_change: tuple[str, ...] = ()
-    cut: tuple[int, int] | None = None
-
-    def words(self) -> list[str]:
-        """The command line, without the program's name."""
-        allowed = list(self.allow_change)
-        cut: list[str] = []
-        if self.cut is not None:
-            cut = ["--batch_size", str(self.cut[0]), "--memory.micro_batch_size", str(self.cut[1])]
-            allowed += [key for key in CUT if key not in allowed]
-        allow = ["--run.allow_change", json.dumps(allowed)] if allowed else []
-        return ["fit", self.recipe, *self.flags, "--run.dir", self.run_dir, "--run.resume", "auto", *cut, *allow]
-
-    def cut_smaller(self, batch_size: int, micro_batch_size: int) -> FitCommand:
-        """The same batch in smaller micro-batches. It is said, too: where accumulate alone gave it, it would change."""
-        flags = self.flags
-        for name in CUT:
-            _, flags = _take(flags, name)
-        return dataclasses.replace(self, flags=flags, cut=(batch_size, micro_batch_size))
 
 
 def split(argv: Sequence[str]) -> tuple[OwnFlags, list[str]]:
@@ -133,33 +93,17 @@ def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     require(not launched, "trainer run starts the ranks itself: start it without torchrun, and say --nproc")
     recipe, flags = words[0], tuple(words[1:])
-    resume, flags = _take(flags, "run.resume")
+    resume, flags = take(flags, "run.resume")
     require(resume in (None, "auto"), f"--run.resume {resume}: trainer run resumes by itself, from run.dir")
-    wanted, flags = _take(flags, "run.dir")
-    allowed, flags = _take(flags, "run.allow_change")
-    devices, flags = _take(flags, "run.devices")
+    wanted, flags = take(flags, "run.dir")
+    allowed, flags = take(flags, "run.allow_change")
+    devices, flags = take(flags, "run.devices")
     if ranks is not None:
         require(devices in (None, str(ranks)), f"--nproc {ranks} and --run.devices {devices} contradict each other")
         devices = str(ranks)
     flags += ("--run.devices", devices) if devices is not None else ()
     chosen = f"runs/{Path(recipe).stem}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return FitCommand(recipe, flags, str(Path(wanted or chosen).absolute()), _names(allowed))
-
-
-def _take(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]]:
-    """The value of ``--name``, the last one if there are several, and the flags without it."""
-    kept, value = [], None
-    words = list(flags)
-    while words:
-        word = words.pop(0)
-        if word == f"--{name}":
-            require(bool(words), f"flag --{name} needs a value")
-            value = words.pop(0)
-        elif word.startswith(f"--{name}="):
-            value = word.partition("=")[2]
-        else:
-            kept.append(word)
-    return value, tuple(kept)
 
 
 def _names(text: str | None) -> tuple[str, ...]:

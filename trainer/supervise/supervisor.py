@@ -15,6 +15,7 @@ from trainer.supervise.attempt import (
     SECONDS_BETWEEN_LOOKS,
     Attempt,
     Ending,
+    FitCommand,
     Journal,
     kernel_kills,
     known_sizes,
@@ -22,7 +23,6 @@ from trainer.supervise.attempt import (
     ran_out_of_memory,
     say,
 )
-from trainer.supervise.command import FitCommand
 from trainer.system.processes import own_command
 from trainer.system.redact import redact_words
 

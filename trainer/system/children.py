@@ -17,8 +17,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.errors import RecipeError, RunError
 from trainer.system.machine import cores
 from trainer.system.processes import become_helper
@@ -57,6 +55,8 @@ class Child:
     def __init__(self, job: Job, sees_gpu: bool = False, anew: bool = False) -> None:
         context: Any = multiprocessing.get_context("spawn" if anew else "fork")
         self.connection, theirs = context.Pipe(duplex=False)
+        import torch  # this floor loads without it
+
         gpu_in_use = torch.cuda.is_initialized() and not anew  # asked here: in a fork torch says that it is not
         self.process = context.Process(target=_work, args=(job, theirs, sees_gpu, gpu_in_use), daemon=True)
         self.process.start()
@@ -118,6 +118,8 @@ def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tup
 
 def _work(job: Job, connection: Connection, sees_gpu: bool, gpu_in_use: bool) -> None:
     """Do ``job`` in the child, silently: what it prints is about a machine that is not there."""
+    import torch
+
     become_helper()
     torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
     gc.freeze()  # what was there before is not looked through again and again
@@ -145,7 +147,10 @@ def _described(error: BaseException) -> str:
     if isinstance(error, Failed):
         return first
     frames = traceback.extract_tb(error.__traceback__)
-    inner = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, sys.modules[__name__]))
+    import torch
+
+    here = Path(__file__).parents[1]
+    inner = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, here / "system", here / "planner"))
     frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(inner)), frames[-1])
     return f"{type(error).__name__}: {first} ({frame.filename}:{frame.lineno})"
 

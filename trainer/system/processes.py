@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 SUPERVISOR = "TRAINER_SUPERVISOR"
 """Variable in which ``trainer run`` tells the ranks that it starts which process it is."""
 
-MAIN = Path(__file__).with_name("__main__.py")
+MAIN = Path(__file__).parents[1] / "__main__.py"
 THIS_PACKAGE = f"""\
 import sys
 sys.path[:1] = [{str(MAIN.parent.parent)!r}, *(path for path in sys.path[:1] if path)]

@@ -1,0 +1,1 @@
+"""Weights: the blocks of a module, the files that its tensors are in, and reading them safely."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.contract import Model, Pretrained, Stored
 from trainer.errors import RecipeError, require
 from trainer.system.files import read_regular
+from trainer.values import Pretrained, Stored
 from trainer.weights.files import shortened
+
+if TYPE_CHECKING:
+    from trainer.contract import Model
 
 MOST_INDEX = 64 * 2**20
 """Bytes of the list of tensors and the files that they are in."""
@@ -317,7 +320,7 @@ def draw_new(
     Args:
         skeleton: on meta; the named parameters become real.
         names: of new parameters.
-        initialise: as in :class:`~trainer.contract.Pretrained`.
+        initialise: as in :class:`~trainer.values.Pretrained`.
         seed: of the values.
 
     Raises:

@@ -7,10 +7,10 @@ import signal
 import time
 from pathlib import Path
 
-from trainer.chaos.compare import checkpoints
-from trainer.chaos.run import ForkedRun
-from trainer.chaos.small_disk import NoSmallDisk, SmallDisk
-from trainer.chaos.trial import EVERY, STEPS, Trial
+from .compare import checkpoints
+from .run import ForkedRun
+from .small_disk import NoSmallDisk, SmallDisk
+from .trial import EVERY, STEPS, Trial
 
 POISONED = 17
 """The sample that is not a number."""

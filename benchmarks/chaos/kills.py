@@ -5,11 +5,12 @@ from __future__ import annotations
 import signal
 import time
 
-from trainer.chaos.compare import newest_step
-from trainer.chaos.run import ForkedRun
-from trainer.chaos.trial import STEPS, Trial
 from trainer.checkpoint.writer import NAMES, VARIABLE
 from trainer.errors import EXIT_REQUEUE
+
+from .compare import newest_step
+from .run import ForkedRun
+from .trial import STEPS, Trial
 
 OF_EVERY_RANK = ("before tensors", "after tensors", "after sign")
 """Failpoints that not only rank 0 comes to."""

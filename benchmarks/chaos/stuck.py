@@ -7,9 +7,9 @@ import signal
 import time
 from contextlib import suppress
 
-from trainer.chaos.forks import children
-from trainer.chaos.run import ForkedRun
-from trainer.chaos.trial import LIMIT, STEPS, Trial
+from .forks import children
+from .run import ForkedRun
+from .trial import LIMIT, STEPS, Trial
 
 HANG_AFTER = 3.0
 

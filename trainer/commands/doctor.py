@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainer.commands.recipes import asked_for
 from trainer.errors import RecipeError, RunError, require
 from trainer.recipe import Recipe
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 # What follows the flags imports torch: it is imported where it is used, so that --help answers at once.
 
 SWITCHES = {"json": "print the findings as JSON, and nothing else, on stdout"}
+
+
+def doctor(argv: list[str]) -> None:
+    """``trainer doctor``."""
+    if asked := asked_for("doctor", "RECIPE", argv, switches=SWITCHES):
+        doctor_command(asked.recipe, asked.reference, asked.flags)
 
 
 def doctor_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None]]) -> None:
@@ -54,11 +61,7 @@ def doctor_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, st
 
 def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
     """Every finding, as soon as it is there."""
-    from trainer.doctor import machine, samples
-    from trainer.doctor import machine as disk
-    from trainer.doctor import probes as ranks
-    from trainer.doctor import probes as trial
-    from trainer.doctor import samples as model
+    from trainer.doctor import machine, probes, samples
     from trainer.doctor.finding import fail, findings
     from trainer.doctor.subject import Subject
     from trainer.launching.world import detect_world
@@ -72,25 +75,25 @@ def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("libraries", partial(machine.libraries, subject)),
         ("devices", partial(machine.devices, subject)),
-        ("run directory", partial(disk.run_directory, subject)),
-        ("process group", partial(ranks.process_group, subject)),
-        ("model and data", partial(model.model_and_data, subject, prepared)),
-        ("plan", partial(model.plan_of, subject)),
+        ("run directory", partial(machine.run_directory, subject)),
+        ("process group", partial(probes.process_group, subject)),
+        ("model and data", partial(samples.model_and_data, subject, prepared)),
+        ("plan", partial(samples.plan_of, subject)),
     ]
     for name, check in checks:
         yield from findings(name, check)
-    peak = trial.PeakMemory(subject)
+    peak = probes.PeakMemory(subject)
     checks = [
         ("host memory", partial(machine.host_memory, subject)),
         ("shared memory", partial(machine.shared_memory, subject)),
-        ("disk space", partial(disk.space, subject)),
+        ("disk space", partial(machine.space, subject)),
     ]
     if subject.ready:
         checks += [
-            ("vocabulary", partial(model.vocabulary, subject)),
+            ("vocabulary", partial(samples.vocabulary, subject)),
             ("samples", partial(samples.samples, subject)),
             ("duplicates", partial(samples.duplicates, subject)),
-            ("checkpoint", partial(trial.round_trip, subject)),
+            ("checkpoint", partial(probes.round_trip, subject)),
         ]
     for name, check in [*checks, ("peak memory", peak.look)]:
         yield from findings(name, check)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.chaos.run import ForkedRun
+from .run import ForkedRun
 
 MEASURED = "samples_per_second"
 """The column of metrics.csv that no two runs have alike."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trainer.chaos.forks import SECONDS_BETWEEN_LOOKS, fork, living_children
+from .forks import SECONDS_BETWEEN_LOOKS, fork, living_children
 
 RECIPE = Path(__file__).with_name("recipe.py")
 PATIENCE = 60.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainer.chaos import damage, kills, stuck
-from trainer.chaos.run import Shape
-from trainer.chaos.trial import Trial
+from . import damage, kills, stuck
+from .run import Shape
+from .trial import Trial
 
 SINGLE, DDP, FSDP = Shape("single", 1), Shape("ddp", 2), Shape("fsdp", 2)
 USUAL = (SINGLE, DDP, FSDP)

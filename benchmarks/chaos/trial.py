@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from trainer.chaos.compare import Samples, differences
-from trainer.chaos.run import ForkedRun, Shape
+from .compare import Samples, differences
+from .run import ForkedRun, Shape
 
 STEPS = 18
 EVERY = 3

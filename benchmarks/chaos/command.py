@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -16,25 +17,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trainer.chaos.compare import digest
-from trainer.chaos.damage import POISONED
-from trainer.chaos.faults import FAULTS
-from trainer.chaos.forks import in_forks
-from trainer.chaos.run import ForkedRun, Shape
-from trainer.chaos.trial import Outcome, Trial
-from trainer.commands.flags import count
 from trainer.errors import RunError, require
 from trainer.report.summary import versions
 from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 
-FLAGS = {
-    "trials": "kills in all: half at any instant, half in a save; half as many stops, a twentieth of the rest (20)",
-    "out": "file for the scores as JSON (default: printed only)",
-    "only": "the faults to try, with commas (default: all)",
-    "keep": "folder that keeps the runs of trials that deviate (default: none is kept)",
-    "at-once": "trials that go on at the same time (default: as many as there are cores)",
-}
+from .compare import digest
+from .damage import POISONED
+from .faults import FAULTS
+from .forks import in_forks
+from .run import ForkedRun, Shape
+from .trial import Outcome, Trial
 
 PRELOADED = (
     "trainer.fit",
@@ -47,38 +40,55 @@ PRELOADED = (
 """What every run imports: once here instead of once a rank."""
 
 
-def chaos(flags: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
-    """Try the faults and print a table.
+def parser() -> argparse.ArgumentParser:
+    """The flags of ``python -m benchmarks.chaos``."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--trials",
+        type=_count,
+        default=20,
+        help="kills in all: half at any instant, half in a save; half as many stops, a twentieth of the rest (20)",
+    )
+    parser.add_argument("--out", type=Path, help="file for the scores as JSON (default: printed only)")
+    parser.add_argument("--only", type=_faults, default=list(FAULTS), help="the faults to try, with commas (all)")
+    parser.add_argument("--keep", type=Path, help="folder that keeps the runs of trials that deviate (none is kept)")
+    parser.add_argument("--at-once", type=_count, default=cores(), help="trials at the same time (as many as cores)")
+    return parser
 
-    Args:
-        flags: those of :data:`FLAGS`.
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return int(text)
+
+
+def _faults(text: str) -> list[str]:
+    if wrong := [name for name in text.split(",") if name not in FAULTS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: the faults are {', '.join(FAULTS)}")
+    return text.split(",")
+
+
+def chaos(trials: int, out: Path | None, only: Sequence[str], keep: Path | None, at_once: int) -> dict[str, Any]:
+    """Try the faults and print a table; the arguments are those of :func:`parser`.
 
     Returns:
         The scores, as they are written.
 
     Raises:
-        RecipeError: for a flag that cannot work, or a system without what this needs.
+        RecipeError: on a system without what this needs.
         RunError: when something was not as promised; the scores are written all the same.
     """
-    own = {name: text or "" for name, text in flags}
-    unknown = sorted(own.keys() - FLAGS.keys())
-    require(not unknown, f"unknown flag --{', --'.join(unknown)}: trainer chaos takes --{', --'.join(FLAGS)}")
-    require(sys.platform.startswith("linux"), "trainer chaos forks processes and reads /proc: it needs Linux")
-    require("TORCHELASTIC_RUN_ID" not in os.environ, "trainer chaos starts its own ranks: start it without a launcher")
-    names = own.get("only", ",".join(FAULTS)).split(",")
-    wrong = [name for name in names if name not in FAULTS]
-    require(not wrong, f"--only {', '.join(wrong)}: the faults are {', '.join(FAULTS)}")
-    trials = count("trials", own.get("trials", "20"))
-    at_once = count("at-once", own.get("at-once", str(cores())))
+    require(sys.platform.startswith("linux"), "chaos forks processes and reads /proc: it needs Linux")
+    require("TORCHELASTIC_RUN_ID" not in os.environ, "chaos starts its own ranks: start it without a launcher")
     began = time.monotonic()
     for module in PRELOADED:
         import_module(module)
     folder = Path(tempfile.mkdtemp(prefix="trainer-chaos-"))
     try:
-        outcomes = _try_all(names, trials, at_once, folder)
+        outcomes = _try_all(only, trials, at_once, folder)
     finally:
-        if "keep" in own:
-            shutil.copytree(folder, own["keep"], dirs_exist_ok=True)
+        if keep is not None:
+            shutil.copytree(folder, keep, dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     faults = {name: scores(found) for name, found in outcomes.items()}
     report = {
@@ -93,8 +103,8 @@ def chaos(flags: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
         "faults": faults,
     }
     print(table(faults))
-    if "out" in own:
-        write_atomic(Path(own["out"]), json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    if out is not None:
+        write_atomic(out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     deviating = [name for name, found in faults.items() if found["deviations"]]
     if deviating:
         raise RunError(f"not as promised: {', '.join(deviating)}; the deviations are listed above")

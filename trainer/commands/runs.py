@@ -1,0 +1,103 @@
+"""``trainer fit``, ``trainer evaluate`` and ``trainer predict``, and recipes that are run as scripts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.commands.recipes import asked_for, resolve, source_of
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    from trainer.commands.flags import Flags
+
+# What trains imports torch: it is imported where it is used, so that --help answers at once.
+
+PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
+
+
+def fit(argv: list[str]) -> None:
+    """Train, evaluate and write a run directory."""
+    _leave_before_training()
+    if asked := asked_for("fit", "RECIPE", argv):
+        from trainer.fit import fit
+
+        fit(asked.recipe, source=asked.source)
+
+
+def fit_script(recipe: Recipe) -> None:
+    """``python my_recipe.py``, with the flags of ``trainer fit``."""
+    _leave_before_training()
+    from trainer.commands.flags import scan
+
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is None:
+        raise RecipeError("main(recipe) is for recipe files that are run as scripts: call fit(recipe) instead")
+    positionals, flags = scan(sys.argv[1:])
+    if positionals:
+        raise RecipeError(f"unexpected {positionals[0]!r}: python {sys.argv[0]} takes flags only")
+    source = source_of(script)
+    if resolved := resolve(recipe, source, flags, usage=f"python {sys.argv[0]} [flags]"):
+        from trainer.fit import fit
+
+        fit(resolved, source=source)
+
+
+def evaluate(argv: list[str]) -> None:
+    """Evaluate the trained model of a run directory."""
+    if asked := asked_for("evaluate", "RUN_DIR", argv, named=_recipe_of):
+        from trainer.fit import evaluate
+
+        evaluate(asked.recipe, Path(asked.reference))
+
+
+def predict(argv: list[str]) -> None:
+    """Classify texts or images with the trained model of a run directory."""
+    asked = asked_for("predict", "RUN_DIR", argv, PREDICT_FLAGS, several=PREDICT_FLAGS, named=_recipe_of)
+    if asked is None:
+        return
+    texts, images = inputs(asked.flags)
+    from trainer.fit import predict
+
+    predict(asked.recipe, Path(asked.reference), texts=texts, images=images)
+
+
+def inputs(flags: Flags) -> tuple[list[str], list[str]]:
+    """The texts, or the images, that are to be classified.
+
+    Raises:
+        RecipeError: for one that is none, or both kinds, or neither.
+    """
+    texts, images = ([text for name, text in flags if name == wanted and text is not None] for wanted in PREDICT_FLAGS)
+    for text in texts:
+        if not text:
+            raise RecipeError("--text is empty: give the text to classify")
+        if text.encode(errors="replace").decode() != text:
+            raise RecipeError(f"--text {text[:40]!a} is not UTF-8 text")
+    if bool(texts) == bool(images):
+        raise RecipeError("predict needs either --text TEXT or --image PATH" + (", not both" if texts else ""))
+    for image in images:
+        if not os.path.isfile(image):  # also for a name that no file can have
+            raise RecipeError(f"image {image!r}: no such file")
+    return texts, images
+
+
+def _leave_before_training() -> None:
+    from trainer.faults.signals import leave_before_training
+
+    leave_before_training()
+
+
+def _recipe_of(reference: str) -> str:
+    """The recipe of a run directory, which must hold a trained model too."""
+    run_dir = Path(reference)
+    if not run_dir.is_dir():
+        raise RecipeError(f"run directory {str(run_dir)!r}: no such directory")
+    if not (run_dir / "recipe.yaml").is_file():
+        raise RecipeError(f"run directory {str(run_dir)!r} has no recipe.yaml: it was not written by trainer fit")
+    if not (run_dir / "model").is_dir():
+        raise RecipeError(f"run directory {str(run_dir)!r} has no model/: the run did not finish")
+    return str(run_dir / "recipe.yaml")

@@ -1,0 +1,130 @@
+"""The small frozen things that travel between the floors. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer.errors import RecipeError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+IGNORED_LABEL = -100
+"""The label that carries no weight: the convention of torch's cross entropy and of transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss as a pair that can be added up exactly, however a batch is cut: never a mean.
+
+    Args:
+        total: sum of the loss over the micro-batch's weighted items (samples or tokens); a scalar tensor.
+        weight: how many items that sum runs over; must be what the model's ``weigh`` said for this micro-batch.
+            ``None`` means the number of ``targets`` that are not ``-100``, counted only when somebody asks.
+        name: which of the model's ``loss_names`` this is.
+        logits: detached predictions, shape ``(items, classes)``, for metrics during evaluation (optional).
+        targets: the class of each item, shape ``(items,)``; ``-100`` is ignored (optional).
+    """
+
+    total: Tensor
+    weight: Tensor | float | None = None
+    name: str = "loss"
+    logits: Tensor | None = None
+    targets: Tensor | None = None
+
+    def counted(self) -> Tensor | float:
+        """The weight, or the number of targets where it was left at ``None``."""
+        if self.weight is not None:
+            return self.weight
+        if self.targets is None:
+            raise RecipeError(f"loss {self.name!r} has neither a weight nor targets to count: give it a weight")
+        return (self.targets != IGNORED_LABEL).count_nonzero()
+
+
+class Request(NamedTuple):
+    """One micro-batch to fetch: its samples, and the seed of each one's augmentation if there is any."""
+
+    indices: list[int]
+    seeds: list[int] | None = None
+
+
+@dataclass(frozen=True, eq=False)  # by identity: it is a key of caches, and may have a million entries
+class Groups:
+    """Samples that lie together, such as the row groups of files: fast to read one after the other, slow all over.
+
+    An epoch takes the groups in an order of its own. So many in a row that they hold ``mixed`` samples make a stretch,
+    whose samples are shuffled with each other; stretch follows stretch.
+
+    Args:
+        sizes: samples of every group; they follow one another.
+        mixed: samples of a stretch, at least, but for the last of an epoch.
+    """
+
+    sizes: Sequence[int]
+    mixed: int
+
+
+class BadSample(NamedTuple):
+    """A sample that could not be loaded.
+
+    Args:
+        position: its place in its split.
+        description: its file or row.
+        reason: what is wrong with it.
+    """
+
+    position: int
+    description: str
+    reason: str
+
+
+class Incomplete(NamedTuple):
+    """A micro-batch without some of the samples that were asked for.
+
+    Args:
+        batch: the others, collated; where none is left, a sample of the same split that nobody asked for.
+        kept: the samples in ``batch`` that were asked for, by their place in the split.
+        bad: those that could not be loaded.
+    """
+
+    batch: Any
+    kept: list[int]
+    bad: list[BadSample]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where the value of a parameter or buffer is kept.
+
+    Args:
+        file: a safetensors file.
+        key: the name of the tensor in it.
+        transform: from the whole tensor as stored to the whole value, where they differ; the tensor is then read whole
+            on every rank, else each rank reads its part.
+    """
+
+    file: Path
+    key: str
+    transform: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """Where the values of a module come from.
+
+    Args:
+        stored: the file and key of each parameter and persistent buffer, by its name in the module. Of tied parameters
+            one name is enough. A buffer that is left out keeps the value that ``skeleton`` gave it.
+        new: names of the parameters that no file has, such as a head for other classes.
+        initialise: draws the values of new parameters. It is called with a skeleton whose new parameters are real
+            (float32, on the CPU) and whose others are on meta, with torch's generator seeded. The default calls
+            ``reset_parameters()`` of each module that owns a new parameter.
+    """
+
+    stored: Mapping[str, Stored]
+    new: Collection[str] = ()
+    initialise: Callable[[nn.Module], object] | None = None
