@@ -13,7 +13,7 @@ from PIL import Image
 
 from trainer.checkpoint.manifest import Manifest
 from trainer.cli import _guarded, run
-from trainer.doctor import command
+from trainer.commands import doctor as command
 from trainer.doctor.finding import ok, warning
 from trainer.engine.quarantine import Finding, Quarantine
 from trainer.errors import Stopped
