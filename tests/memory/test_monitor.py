@@ -24,7 +24,7 @@ from trainer.engine.window import MicroBatch, Window
 from trainer.listeners import ProgressListener, Stopwatch
 from trainer.memory.host import HostMemory, process_peak
 from trainer.memory.leak import LeakCheck
-from trainer.memory.monitor import LONGEST_HISTORY, PHASES, Monitor, MonitoredStepper
+from trainer.memory.monitor import LONGEST_HISTORY, PHASES, Monitor
 from trainer.memory.units import GB, MB
 from trainer.models.common import classification_loss
 from trainer.report.progress import Progress
@@ -107,11 +107,12 @@ def window(micro_steps: int = 2) -> Window:
     return Window(micro, {"loss": 16.0 * micro_steps}, 16 * micro_steps)
 
 
-def stepper_of(model: Model, monitor: Monitor, optimizer: type = torch.optim.SGD) -> MonitoredStepper:
+def stepper_of(model: Model, monitor: Monitor, optimizer: type = torch.optim.SGD) -> Stepper:
     fabric = make_fabric("32-true", 1)
     module = model.build()
     monitor.enter(None)
-    return MonitoredStepper(monitor, fabric, model, fabric.setup_module(module), optimizer(module.parameters(), lr=0.1))
+    updates = optimizer(module.parameters(), lr=0.1)
+    return Stepper(fabric, model, fabric.setup_module(module), updates, phases=monitor)
 
 
 def always() -> Monitor:
@@ -172,8 +173,9 @@ def test_a_step_is_the_same_with_and_without_a_monitor():
     theirs.load_state_dict(ours.state_dict())
     fabric = make_fabric("32-true", 1)
     results = []
-    for module, make in ((ours, lambda *a: MonitoredStepper(always(), *a)), (theirs, Stepper)):
-        stepper = make(fabric, model, fabric.setup_module(module), torch.optim.SGD(module.parameters(), lr=0.1))
+    for module, phases in ((ours, always()), (theirs, None)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        stepper = Stepper(fabric, model, fabric.setup_module(module), optimizer, phases=phases)
         results.append([stepper.step(window()) for _ in range(3)])
     assert results[0] == results[1]
     assert torch.equal(ours.weight, theirs.weight)

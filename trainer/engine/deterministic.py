@@ -19,7 +19,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.engine.reproducible_norm import reproducible_norm
 from trainer.engine.sync import GradientSync
-from trainer.engine.totals import LossTotals, TotalsInOrder
 from trainer.engine.tree import PartialSums, tree_reduce_scatter
 from trainer.engine.window import Window
 from trainer.errors import RunError, require
@@ -36,6 +35,7 @@ class TreeSync(GradientSync):
         world_size: ranks, a power of two.
     """
 
+    in_order = True
     sharded = False
     """Whether gradients are shards."""
 
@@ -47,10 +47,9 @@ class TreeSync(GradientSync):
         self.present: Sequence[bool] = ()
         self.reached: list[Tensor] = []
 
-    def begin(self, window: Window, world_size: int) -> LossTotals:
+    def begin(self, window: Window) -> None:
         self.sums.clear()
         self.leaves, self.micro_steps = window.present, 0
-        return TotalsInOrder(window, world_size)
 
     def before(self, is_last: bool) -> None:
         if self.micro_steps:
