@@ -8,7 +8,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -120,6 +120,18 @@ def always() -> Monitor:
     return Monitor(torch.device("cpu"), share_of_time=1e9)
 
 
+@dataclasses.dataclass
+class Twice(Heavy):
+    """A classifier that yields two losses."""
+
+    loss_names: ClassVar[tuple[str, ...]] = ("one", "other")
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        for name in self.loss_names:
+            (loss,) = super().losses(module, batch)
+            yield dataclasses.replace(loss, name=name)
+
+
 class Sum:
     def reset(self) -> None:
         self.total = 0.0
@@ -179,6 +191,22 @@ def test_a_step_is_the_same_with_and_without_a_monitor():
         results.append([stepper.step(window()) for _ in range(3)])
     assert results[0] == results[1]
     assert torch.equal(ours.weight, theirs.weight)
+
+
+def test_every_forward_and_backward_is_announced_with_its_samples():
+    monitor, heard = always(), []
+    stepper = stepper_of(Twice(), monitor)
+    steps = window()
+    steps.weights = dict.fromkeys(Twice.loss_names, 32.0)
+    for number, micro in enumerate(steps.micro_batches):
+        micro.indices = [number]
+    monitor.on_move = lambda: heard.append((monitor.activity, *monitor.samples))
+    stepper.step(steps)
+    micro_steps = [(phase, number) for number in range(2) for phase in ("forward", "backward") * 2]
+    assert heard == [(None,), *micro_steps, ("step",), (None,)]
+    heard.clear()
+    stepper.accumulate(steps)  # as a rehearsal does
+    assert heard == micro_steps
 
 
 def test_the_phase_that_failed_is_known_and_the_next_step_begins_anew():
