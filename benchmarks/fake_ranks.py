@@ -19,11 +19,12 @@ from common import resolve
 from torch.distributed import ReduceOp
 
 from trainer.engine.rehearsal import rehearse
+from trainer.engine.step import Stepper
 from trainer.errors import RecipeError, require
 from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory.initialize import build_module
-from trainer.memory.monitor import Monitor, MonitoredStepper
+from trainer.memory.monitor import Monitor
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.stack import apply_stack, build_updates, whole_state
 from trainer.planner.fake_ranks import fake_ranks
@@ -45,25 +46,24 @@ def take_steps(recipe: Recipe, ranks: int) -> dict[str, Any]:
     samples = draw_samples(recipe, plan)
     with fake_ranks(ranks, nodes=ranks):
         _answer_reductions()
-        stepper, stack = _build(recipe, plan, ranks)
+        monitor, stepper, stack = _build(recipe, plan, ranks)
         if recipe.memory.micro_batch_size == "auto" and not stepper.sync.applied:
             rehearse(stepper, samples.longest)
         for window in (samples.first, samples.longest, samples.first):
             stepper.step(window)
         whole_state(stack)
-        memory = stepper.monitor.report(all_ranks=False)
+        memory = monitor.report(all_ranks=False)
     return {"steps": 3, "skipped_steps": stepper.skipped_steps, "memory": memory}
 
 
-def _build(recipe: Recipe, plan: Plan, ranks: int) -> tuple[MonitoredStepper, Any]:
-    """The stepper and the stack, as ``trainer.fit`` makes them."""
+def _build(recipe: Recipe, plan: Plan, ranks: int) -> tuple[Monitor, Stepper, Any]:
+    """The monitor, the stepper and the stack, as ``trainer.fit`` makes them."""
     fabric = launch(plan, World("torchrun", recipe.run.accelerator, devices=1, nodes=ranks))
     monitor = Monitor(fabric.device)
     module = build_module(fabric, recipe.model, recipe.seed, plan)
     stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
     optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
-    stepper = MonitoredStepper(
-        monitor,
+    stepper = Stepper(
         fabric,
         recipe.model,
         stack.wrapped,
@@ -71,10 +71,11 @@ def _build(recipe: Recipe, plan: Plan, ranks: int) -> tuple[MonitoredStepper, An
         sync=sync,
         clip_norm=recipe.optim.clip_norm,
         correct_batchnorm=recipe.memory.correct_batchnorm,
+        phases=monitor,
     )
     stepper.module.train()
     monitor.enter(None)
-    return stepper, stack
+    return monitor, stepper, stack
 
 
 def _answer_reductions() -> None:

@@ -38,10 +38,10 @@ from transformers import Trainer as TransformersTrainer
 from trainer.contract import Data
 from trainer.engine.events import Events
 from trainer.engine.loop import Engine
-from trainer.engine.step import Stepper
+from trainer.engine.step import Phases, Stepper
 from trainer.engine.window import MicroBatch, Window, Windows, cut_at
 from trainer.faults.watchdog import Watchdog
-from trainer.memory.monitor import Monitor, MonitoredStepper
+from trainer.memory.monitor import Monitor
 from trainer.models import MLP
 from trainer.recipe import Memory, Recipe
 from trainer.run.state import RandomState
@@ -225,11 +225,11 @@ def transformers_trainer(loader: MicroBatches) -> None:
         trainer.train()
 
 
-def stepper_for_mlp(make: Callable[..., Stepper] = Stepper) -> Stepper:
+def stepper_for_mlp(phases: Phases | None = None) -> Stepper:
     """Ours, put together as ``trainer.fit`` does."""
     fabric = Fabric(accelerator="cpu", devices=1)
     module, optimizer = build()
-    return make(fabric, MODEL, fabric.setup_module(module), optimizer)
+    return Stepper(fabric, MODEL, fabric.setup_module(module), optimizer, phases=phases)
 
 
 def windows_of_mlp(loader: MicroBatches) -> Windows:
@@ -256,7 +256,7 @@ def ours_watched(loader: MicroBatches) -> None:
     monitor, windows = Monitor(device), windows_of_mlp(loader)
     windows.on_load = monitor.load
     watchdog = Watchdog(monitor, 0, 1, hang_after=600.0)
-    Engine(stepper_for_mlp(partial(MonitoredStepper, monitor)), windows, events=Events([RandomState(device)])).fit(1)
+    Engine(stepper_for_mlp(monitor), windows, events=Events([RandomState(device)])).fit(1)
     watchdog.close()
 
 

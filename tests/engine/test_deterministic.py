@@ -290,7 +290,7 @@ def test_running_statistics_are_refused():
 def test_a_micro_batch_that_leaves_out_parameters_ends_the_run():
     module = BranchOnly()
     sync = tree_sync(module, list(module.parameters()), 1)
-    sync.begin(Window([], {}, samples=2, present=[True, True]), 1)
+    sync.begin(Window([], {}, samples=2, present=[True, True]))
     sync.before(is_last=False)
     module(torch.ones(1, 48), both=True).sum().backward()
     sync.before(is_last=True)

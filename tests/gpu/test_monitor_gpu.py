@@ -15,9 +15,10 @@ from torch import nn
 from trainer import Memory, Recipe, Run
 from trainer.contract import Model
 from trainer.data import Digits
+from trainer.engine.step import Stepper
 from trainer.engine.window import MicroBatch, Window
 from trainer.fit import fit
-from trainer.memory.monitor import Monitor, MonitoredStepper
+from trainer.memory.monitor import Monitor
 from trainer.memory.oom import OutOfMemory
 from trainer.models import MLP
 from trainer.models.common import classification_loss
@@ -71,7 +72,7 @@ def steps(model: Model, count: int) -> Monitor:
         module = model.build()
     monitor.enter(None)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    stepper = MonitoredStepper(monitor, fabric, model, fabric.setup_module(module), optimizer)
+    stepper = Stepper(fabric, model, fabric.setup_module(module), optimizer, phases=monitor)
     batch = {"x": torch.ones(16, 8), "labels": torch.zeros(16, dtype=torch.long)}
     for _ in range(count):
         micro = [MicroBatch(batch, seed=0, is_last=last, is_empty=False) for last in (False, True)]

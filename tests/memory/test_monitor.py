@@ -8,7 +8,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from trainer.engine.events import Counters
 from trainer.engine.loop import evaluate
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import MicroBatch, Window
-from trainer.memory.monitor import LONGEST_HISTORY, PHASES, LeakCheck, Monitor, MonitoredStepper
+from trainer.memory.monitor import LONGEST_HISTORY, PHASES, LeakCheck, Monitor
 from trainer.models.common import classification_loss
 from trainer.report.progress import Progress
 from trainer.run.listeners import ProgressListener, Stopwatch
@@ -107,16 +107,29 @@ def window(micro_steps: int = 2) -> Window:
     return Window(micro, {"loss": 16.0 * micro_steps}, 16 * micro_steps)
 
 
-def stepper_of(model: Model, monitor: Monitor, optimizer: type = torch.optim.SGD) -> MonitoredStepper:
+def stepper_of(model: Model, monitor: Monitor, optimizer: type = torch.optim.SGD) -> Stepper:
     fabric = make_fabric("32-true", 1)
     module = model.build()
     monitor.enter(None)
-    return MonitoredStepper(monitor, fabric, model, fabric.setup_module(module), optimizer(module.parameters(), lr=0.1))
+    updates = optimizer(module.parameters(), lr=0.1)
+    return Stepper(fabric, model, fabric.setup_module(module), updates, phases=monitor)
 
 
 def always() -> Monitor:
     """A monitor that looks at every step."""
     return Monitor(torch.device("cpu"), share_of_time=1e9)
+
+
+@dataclasses.dataclass
+class Twice(Heavy):
+    """A classifier that yields two losses."""
+
+    loss_names: ClassVar[tuple[str, ...]] = ("one", "other")
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        for name in self.loss_names:
+            (loss,) = super().losses(module, batch)
+            yield dataclasses.replace(loss, name=name)
 
 
 class Sum:
@@ -172,11 +185,28 @@ def test_a_step_is_the_same_with_and_without_a_monitor():
     theirs.load_state_dict(ours.state_dict())
     fabric = make_fabric("32-true", 1)
     results = []
-    for module, make in ((ours, lambda *a: MonitoredStepper(always(), *a)), (theirs, Stepper)):
-        stepper = make(fabric, model, fabric.setup_module(module), torch.optim.SGD(module.parameters(), lr=0.1))
+    for module, phases in ((ours, always()), (theirs, None)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        stepper = Stepper(fabric, model, fabric.setup_module(module), optimizer, phases=phases)
         results.append([stepper.step(window()) for _ in range(3)])
     assert results[0] == results[1]
     assert torch.equal(ours.weight, theirs.weight)
+
+
+def test_every_forward_and_backward_is_announced_with_its_samples():
+    monitor, heard = always(), []
+    stepper = stepper_of(Twice(), monitor)
+    steps = window()
+    steps.weights = dict.fromkeys(Twice.loss_names, 32.0)
+    for number, micro in enumerate(steps.micro_batches):
+        micro.indices = [number]
+    monitor.on_move = lambda: heard.append((monitor.activity, *monitor.samples))
+    stepper.step(steps)
+    micro_steps = [(phase, number) for number in range(2) for phase in ("forward", "backward") * 2]
+    assert heard == [(None,), *micro_steps, ("step",), (None,)]
+    heard.clear()
+    stepper.accumulate(steps)  # as a rehearsal does
+    assert heard == micro_steps
 
 
 def test_the_phase_that_failed_is_known_and_the_next_step_begins_anew():

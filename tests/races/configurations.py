@@ -22,7 +22,6 @@ from torch.utils.data import default_collate
 from trainer.contract import Data
 from trainer.memory import optimizer_offload
 from trainer.memory.activation_offload import Shelf
-from trainer.memory.monitor import MonitoredStepper
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP, VisionTransformer
 from trainer.planner import trace
@@ -110,7 +109,7 @@ class Configuration:
 def out_of_memory_once() -> None:
     """The backward of the second micro-step runs out of memory, and the step is taken again from its beginning."""
 
-    class Recovering(trace.MonitoredStepper):
+    class Recovering(trace._FakeStepper):
         hungry = True
 
         def step(self, window: Any) -> Any:
@@ -123,11 +122,11 @@ def out_of_memory_once() -> None:
         def losses(self, batch: Any) -> Any:
             for loss in super().losses(batch):
                 yield loss
-                if self.hungry and self.monitor.tracer.detector.entered["forward"] == 2:  # type: ignore[attr-defined]
+                if self.hungry and self.tracer.detector.entered["forward"] == 2:  # type: ignore[attr-defined]
                     type(self).hungry = False
                     raise torch.OutOfMemoryError("planted")
 
-    trace.MonitoredStepper = Recovering  # type: ignore[misc]
+    trace._FakeStepper = Recovering  # type: ignore[misc]
 
 
 def fetched_in_vain() -> None:
@@ -284,11 +283,12 @@ def install(detector: Detector) -> Detector:
     """Let ``detector`` watch what is traced in this process, with all its transfers: the planner counts some once."""
     WatchedTracer.detector = detector
     trace.Tracer = WatchedTracer  # type: ignore[misc]
-    chunks = optimizer_offload._chunks
-    trace._Run._first_chunk = lambda run, ours, theirs: chunks(ours, theirs)  # type: ignore[method-assign]
-    trace._Run._to_device = _to_device  # type: ignore[method-assign]
+    whole = optimizer_offload.in_chunks
+    trace._Run._first_chunk = lambda run, ours, theirs: whole(ours, theirs)  # type: ignore[method-assign, assignment]
 
-    class Counting(MonitoredStepper):
+    class Counting(trace._FakeStepper):
+        to_device = _to_device
+
         def accumulate(self, window: Any) -> Any:
             detector.entered["window"] += 1
             return super().accumulate(window)
@@ -297,18 +297,18 @@ def install(detector: Detector) -> Detector:
             detector.entered["abandoned"] += 1
             super().abandon()
 
-    trace.MonitoredStepper = Counting  # type: ignore[misc]
+    trace._FakeStepper = Counting  # type: ignore[misc]
     return detector
 
 
-def _to_device(run: Any, batch: Any) -> Any:
+def _to_device(stepper: Any, batch: Any) -> Any:
     """As a real run does it, from memory that the loader has pinned."""
 
     def pinned(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
-        fake = run.tracer.mode.fake(item)
-        run.tracer.mode.pinned.add(fake.untyped_storage())
+        fake = stepper.tracer.mode.fake(item)
+        stepper.tracer.mode.pinned.add(fake.untyped_storage())
         return fake
 
-    return run.fabric.to_device(tree_map(pinned, batch))
+    return stepper.fabric.to_device(tree_map(pinned, batch))

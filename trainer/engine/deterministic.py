@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.engine.sync import GradientSync
-from trainer.engine.totals import LossTotals, TotalsInOrder
 from trainer.engine.window import Window
 from trainer.errors import RecipeError, RunError, require
 
@@ -37,6 +36,7 @@ class TreeSync(GradientSync):
         world_size: ranks, a power of two.
     """
 
+    in_order = True
     sharded = False
     """Whether gradients are shards."""
 
@@ -48,10 +48,9 @@ class TreeSync(GradientSync):
         self.present: Sequence[bool] = ()
         self.reached: list[Tensor] = []
 
-    def begin(self, window: Window, world_size: int) -> LossTotals:
+    def begin(self, window: Window) -> None:
         self.sums.clear()
         self.leaves, self.micro_steps = window.present, 0
-        return TotalsInOrder(window, world_size)
 
     def before(self, is_last: bool) -> None:
         if self.micro_steps:

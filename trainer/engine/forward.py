@@ -36,11 +36,15 @@ class Forward:
         self.model, self.device, self.precision = model, fabric.device, fabric.strategy.precision
         self.use(module)
         self.has_context = type(self.precision).forward_context is not Precision.forward_context
-        self.to_device = fabric.to_device if self.device.type != "cpu" else _as_it_is
+        self.fabric = fabric
 
     def use(self, module: nn.Module) -> None:
         """Compute with ``module`` from now on."""
         self.module: nn.Module = getattr(module, "_forward_module", module)
+
+    def to_device(self, batch: Any) -> Any:
+        """``batch`` where the module is; the copy from pinned memory is not waited for."""
+        return batch if self.device.type == "cpu" else self.fabric.to_device(batch)
 
     def losses(self, batch: Any) -> Iterator[Loss]:
         """The model's losses, computed under the precision's context and handed out outside of it."""
@@ -63,7 +67,3 @@ class Forward:
         if self.check is None or not torch.is_grad_enabled():
             return losses
         return self.check.each(losses, batch)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from lightning.fabric import Fabric
@@ -37,6 +38,19 @@ class StepResult:
     skipped: bool
 
 
+class Phases:
+    """Hears where a step is, as it goes on, and does nothing; what wants to know is a subclass."""
+
+    def begin_step(self) -> None:
+        """An optimizer step begins."""
+
+    def enter(self, phase: Literal["forward", "backward", "step"], micro: MicroBatch | None = None) -> None:
+        """``phase`` begins, and the one before it ends; a forward says of which micro-batch."""
+
+    def end_step(self) -> None:
+        """The step has ended, and it did not fail."""
+
+
 class Stepper(Forward):
     """Takes optimizer steps.
 
@@ -49,6 +63,7 @@ class Stepper(Forward):
         sync: how gradients are brought together over the ranks; by default, as the strategy wrapped ``module``.
         clip_norm: largest global gradient norm.
         correct_batchnorm: see :class:`BatchNormStatistics`.
+        phases: is told of every phase.
     """
 
     def __init__(
@@ -62,9 +77,11 @@ class Stepper(Forward):
         sync: GradientSync | None = None,
         clip_norm: float | None = None,
         correct_batchnorm: bool = True,
+        phases: Phases | None = None,
     ) -> None:
         super().__init__(fabric, model, module)
         self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
+        self.phases = phases or Phases()
         self.world_size = fabric.world_size
         self.generator = _generator(self.device)
         self.check = LossCheck(model)
@@ -82,22 +99,31 @@ class Stepper(Forward):
 
     def step(self, window: Window) -> StepResult:
         """One exact optimizer step on one batch: ``window`` is this rank's share of it."""
+        self.phases.begin_step()
         totals = self.accumulate(window)
+        self.phases.enter("step")
         norm = self.clip_gradients()
-        return self.update(norm, totals, window)
+        result = self.update(norm, totals, window)
+        self.phases.end_step()
+        return result
 
     def accumulate(self, window: Window) -> LossTotals:
         """Forward and backward, micro-batch by micro-batch; the gradients are then those of the whole batch."""
-        totals = self.sync.begin(window, self.world_size)
+        totals = LossTotals.of(window, self.world_size, self.sync.in_order)
+        self.sync.begin(window)
         if self.batchnorm:
             self.batchnorm.remember()
         for micro in window:
             self.prepare(micro, len(window))
+            self.phases.enter("forward", micro)
             if self.check:
                 self.compare(self.check, micro)
-            for loss in self.losses(micro.batch):
+            for number, loss in enumerate(self.losses(micro.batch), start=1):
+                self.phases.enter("backward")
                 self.precision.backward(loss.total, self.module, totals.scale(loss, micro.is_empty))
                 totals.add(loss, micro.is_empty)
+                if number < len(self.model.loss_names):  # the last backward goes on until gradients are synchronised
+                    self.phases.enter("forward", micro)
         if self.check:
             self.check.end(len(window))
             self.check = None

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract import Model
-from trainer.engine.totals import LossTotals
 from trainer.engine.window import Window
 from trainer.errors import RunError
 
@@ -25,14 +24,15 @@ class GradientSync:
 
     applied = False
     """Whether the weights have been updated already when ``norm`` is known: such a step cannot be skipped."""
+    in_order = False
+    """Whether the ranks' gradients and losses are summed, not averaged, in the order of the micro-batches."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.alike = len({(p.device, p.dtype, type(p)) for p in self.parameters}) == 1
 
-    def begin(self, window: Window, world_size: int) -> LossTotals:
-        """Called before the first micro-step of a window; returns what its losses are summed up in."""
-        return LossTotals(window, world_size)
+    def begin(self, window: Window) -> None:
+        """Called before the first micro-step of a window."""
 
     def before(self, is_last: bool) -> None:
         """Called before the forward of every micro-step: a wrapper's own state is never trusted."""

@@ -25,6 +25,11 @@ class LossTotals:
         self.parts: dict[str, list[Tensor]] = {name: [] for name in window.weights}
         self.scales: dict[str, Tensor] = {}
 
+    @staticmethod
+    def of(window: Window, world_size: int, in_order: bool) -> LossTotals:
+        """Those of ``window``; ``in_order`` as the gradient sync has it."""
+        return (TotalsInOrder if in_order else LossTotals)(window, world_size)
+
     def scale(self, loss: Loss, is_empty: bool) -> Tensor:
         """Where backward starts from: ranks / weight of the batch (DDP takes the mean over ranks), or 0.
 

@@ -15,18 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from trainer.engine.step import Stepper, StepResult
-from trainer.engine.sync import GradientSync
-from trainer.engine.window import MicroBatch, Window
+from trainer.engine.step import Phases
+from trainer.engine.window import MicroBatch
 from trainer.errors import require
 from trainer.recipe import Recipe
 from trainer.system.files import staged_file
 from trainer.system.machine import HostMemory, process_peak
 from trainer.system.text import GB, MB
-from trainer.values import Loss
 
 Phase = Literal["init", "forward", "backward", "step", "evaluation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -66,7 +62,7 @@ class Peaks:
         self.host = max(self.host, other.host)
 
 
-class Monitor:
+class Monitor(Phases):
     """Measures peaks by phase. It begins with the phase init, at the level that is called idle.
 
     Which phase it is, is always known; memory is looked at in the first steps, and then as often as takes
@@ -119,11 +115,15 @@ class Monitor:
 
     # ------------------------------------------------------------------------------------------------------- phases
 
-    def enter(self, phase: Phase | None) -> None:
+    def enter(self, phase: Phase | None, micro: MicroBatch | None = None) -> None:
         """``phase`` begins, and the one before it ends; ``None`` is what lies between phases."""
         if self._looking:
             self._look()
         self.phase = phase
+        if micro is not None:
+            self.batch, self.samples = micro.batch, micro.indices
+        elif phase != "backward":
+            self.samples = ()
         self.doing(phase, self.samples)
 
     def doing(self, activity: str | None, samples: Sequence[int] = ()) -> None:
@@ -138,7 +138,6 @@ class Monitor:
         self.doing("loading" if samples else None, samples)
 
     def begin_step(self) -> None:
-        """An optimizer step begins."""
         self.enter(None)  # ends init, or a step that failed
         self._begun += 1
         self._looking = self._begun <= FIRST_STEPS or time.perf_counter() >= self._next_look
@@ -146,10 +145,9 @@ class Monitor:
             self._look()
 
     def end_step(self) -> None:
-        """The step has ended."""
         self.batch = None
         self.step += 1
-        self.fresh, self.moves, self.samples = False, 0, ()
+        self.fresh, self.moves = False, 0
         self.enter(None)
         if not self._looking:
             return
@@ -164,7 +162,6 @@ class Monitor:
         self._looking = True
         self.enter("evaluation")
         yield
-        self.samples = ()
         self.enter(None)
         self.batch = None
         self._looking = False
@@ -268,49 +265,6 @@ def _largest(values: list[int], device: torch.device) -> list[int]:
 
 def _gb(value: int) -> float | None:
     return value / GB if value >= 0 else None
-
-
-class MonitoredStepper(Stepper):
-    """A stepper that tells a monitor which phase it is in, and does nothing else besides."""
-
-    def __init__(self, monitor: Monitor, *args: Any, **options: Any) -> None:
-        self.monitor = monitor
-        super().__init__(*args, **options)
-
-    def attach(self, module: nn.Module, optimizer: Optimizer, sync: GradientSync | None = None) -> None:
-        self.monitor.fresh = True
-        super().attach(module, optimizer, sync)
-
-    def step(self, window: Window) -> StepResult:
-        self.monitor.begin_step()
-        result = super().step(window)
-        self.monitor.end_step()
-        return result
-
-    def prepare(self, micro: MicroBatch, micro_steps: int) -> None:
-        super().prepare(micro, micro_steps)
-        self.monitor.samples = micro.indices
-        self.monitor.enter("forward")
-
-    def losses(self, batch: Any) -> Iterator[Loss]:
-        self.monitor.batch = batch
-        losses = super().losses(batch)
-        return self._announced(losses) if torch.is_grad_enabled() else losses
-
-    def _announced(self, losses: Iterator[Loss]) -> Iterator[Loss]:
-        """Between two losses lies a backward; after the last one it goes on, until gradients are synchronised."""
-        coming = len(self.model.loss_names)
-        for loss in losses:
-            self.monitor.enter("backward")
-            yield loss
-            coming -= 1
-            if coming:
-                self.monitor.enter("forward")
-
-    def clip_gradients(self) -> torch.Tensor:
-        self.monitor.samples = ()
-        self.monitor.enter("step")
-        return super().clip_gradients()
 
 
 # Does memory at the end of a step keep growing?

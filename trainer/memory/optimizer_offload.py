@@ -12,7 +12,7 @@ bit, at half the memory. All others stay in fp32.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -222,6 +222,8 @@ class Carrier:
         self.turn = 0
         self.in_flight: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self.written: set[int] = set()  # homes of which ``coming`` does not know yet that something has arrived there
+        self.chunks: Callable[[Tensor, Tensor], Iterable[tuple[Tensor, Tensor]]] = in_chunks
+        """How a transfer is cut. The planner traces one chunk for all."""
 
     def carry(self, gradient: Tensor, home: Tensor, adds: bool) -> None:
         """Copy ``gradient`` to ``home``, or add it to what is there; returns at once.
@@ -235,7 +237,7 @@ class Carrier:
             self.written.clear()
         self.written.add(home.data_ptr())
         with torch.cuda.stream(self.going):
-            for ours, theirs in _chunks(gradient.reshape(-1), home.view(-1)):
+            for ours, theirs in self.chunks(gradient.reshape(-1), home.view(-1)):
                 self.turn = 1 - self.turn
                 staged = self.staging[self.turn, : len(ours)]
                 if adds:
@@ -261,7 +263,7 @@ class Carrier:
 
     def bring(self, master: Tensor, target: Tensor) -> None:
         """Copy ``master`` to the device tensor ``target``; what is computed next waits for it."""
-        for source, part in _chunks(master.view(-1), target.view(-1)):
+        for source, part in self.chunks(master.view(-1), target.view(-1)):
             staged = self.staging[0, : len(source)]
             staged.copy_(source, non_blocking=True)
             part.copy_(staged)
@@ -303,5 +305,6 @@ def reduce_after_carrying(module: nn.Module, sync: HostGradients) -> None:
                 part.set_custom_reduce_scatter(comm)
 
 
-def _chunks(first: Tensor, second: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+def in_chunks(first: Tensor, second: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Two flat tensors of one length, in parts of ``CHUNK``."""
     return zip(first.split(CHUNK), second.split(CHUNK), strict=True)

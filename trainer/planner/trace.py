@@ -21,18 +21,19 @@ from torch.utils._pytree import tree_map
 
 from trainer.contract import Model
 from trainer.data.loader import loader_of
+from trainer.engine.check import LossCheck
 from trainer.engine.deterministic import Node, PartialSums, TreeSync
 from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, windows_of
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
+from trainer.engine.step import Phases, Stepper
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import MicroBatch, Window, cut_batch
 from trainer.launching.start import launch
 from trainer.launching.world import World
-from trainer.memory import optimizer_offload
 from trainer.memory.initialize import HOST, home_of_weights
-from trainer.memory.monitor import MonitoredStepper
+from trainer.memory.optimizer_offload import CHUNK, HostGradients
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
@@ -45,7 +46,7 @@ from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer
 from trainer.recipe import Recipe
 from trainer.values import Loss
-from trainer.weights.streaming import allocate, default_dtype, on_meta
+from trainer.weights.files.files.streaming import allocate, default_dtype, on_meta
 
 
 @dataclass
@@ -166,7 +167,7 @@ def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
         return on_meta(build).train()
 
 
-class _Run:
+class _Run(Phases):
     """What ``fit`` does, in its order, on fake tensors."""
 
     def __init__(self, recipe: Recipe, plan: Plan, fabric: Fabric, tracer: Tracer) -> None:
@@ -174,23 +175,23 @@ class _Run:
 
     def take(self, module: nn.Module, samples: Samples) -> None:
         """Build, rehearse, step, evaluate and gather."""
-        optimizer_offload._chunks = self._first_chunk  # type: ignore[assignment]
         self.tracer.enter("init")
-        stack = self._build(module)
-        optimizer, sync = build_updates(self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan)
+        self.stack = stack = self._build(module)
+        self.optimizer, sync = build_updates(self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan)
         begin_late(sync, len(samples.first), samples.skipped)
-        stepper = MonitoredStepper(
-            _Phases(self.tracer, stack, optimizer),  # type: ignore[arg-type]
+        if isinstance(sync, HostGradients) and sync.carrier is not None:
+            sync.carrier.chunks = self._first_chunk
+        stepper = _FakeStepper(
+            self.tracer,
             self.fabric,
             self.recipe.model,
             stack.wrapped,
-            optimizer,
+            self.optimizer,
             sync=sync,
             clip_norm=self.recipe.optim.clip_norm,
             correct_batchnorm=self.recipe.memory.correct_batchnorm,
+            phases=self,
         )
-        stepper.to_device = self._to_device
-        stepper.compare = lambda check, micro: None  # type: ignore[method-assign]  # a few samples, no gradients: no peak
         stepper.module.train()
         if self.recipe.memory.micro_batch_size == "auto" and not sync.applied:
             rehearse(stepper, samples.longest)
@@ -205,6 +206,21 @@ class _Run:
             evaluate(stepper, samples.evaluation, _Nothing())
         self.tracer.enter("saving")
         _gather(stack.module, self.tracer.target.device)
+
+    def begin_step(self) -> None:
+        self.tracer.trace.work.clear()
+        self.tracer.trace.micro_steps.clear()
+
+    def enter(self, phase: str, micro: MicroBatch | None = None) -> None:
+        if phase in ("forward", "step"):
+            if self.tracer.phase != phase:
+                self.tracer.trace.micro_steps.append(len(self.tracer.trace.work))
+            self.tracer.categorise(_gradients(self.stack.module), "gradients")
+        self.tracer.enter(phase)
+
+    def end_step(self) -> None:
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        self.tracer.categorise([value for value in states if isinstance(value, Tensor)], "optimizer")
 
     def _build(self, module: nn.Module) -> Stack:
         memory, dtype = self.plan.memory, weights_dtype(self.plan.memory)
@@ -224,15 +240,30 @@ class _Run:
 
     def _first_chunk(self, ours: Tensor, theirs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Of a transfer in thousands of chunks that need no memory of their own, one, for all of them."""
-        chunk = optimizer_offload.CHUNK
-        self.tracer.repeat = -(-ours.numel() // chunk)
-        yield ours[:chunk], theirs[:chunk]
+        self.tracer.repeat = -(-ours.numel() // CHUNK)
+        yield ours[:CHUNK], theirs[:CHUNK]
         self.tracer.repeat = 1
 
     def _categorise(self, module: nn.Module) -> None:
         self.tracer.categorise([*module.parameters(), *module.buffers()], "params")
 
-    def _to_device(self, batch: Any) -> Any:
+
+class _FakeStepper(Stepper):
+    """Takes steps on fake tensors.
+
+    Args:
+        tracer: knows the device, and what a batch is.
+        arguments: those of a stepper, as ``options``.
+    """
+
+    def __init__(self, tracer: Tracer, *arguments: Any, **options: Any) -> None:
+        self.tracer = tracer
+        super().__init__(*arguments, **options)
+
+    def compare(self, check: LossCheck, micro: MicroBatch) -> None:
+        """Nothing: a few samples without gradients are no peak."""
+
+    def to_device(self, batch: Any) -> Any:
         def move(item: Any) -> Any:
             return self.tracer.mode.fake(item).to(self.tracer.target.device) if isinstance(item, Tensor) else item
 
@@ -264,35 +295,6 @@ def _gradients(module: nn.Module) -> Iterator[Tensor]:
             whole = getattr(held, "_unsharded_param", None)  # not there before the first gathering
             kept = (getattr(held, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
             yield from (gradient for gradient in kept if gradient is not None)
-
-
-class _Phases:
-    """Tells the tracer which phase the stepper is in; it takes the place of the monitor of a real run."""
-
-    batch: Any = None
-
-    def __init__(self, tracer: Tracer, stack: Stack, optimizer: Any) -> None:
-        self.tracer, self.stack, self.optimizer = tracer, stack, optimizer
-
-    def enter(self, phase: str | None) -> None:
-        """A phase begins."""
-        trace = self.tracer.trace
-        if phase in ("forward", "step") and self.tracer.phase != phase:
-            trace.micro_steps.append(len(trace.work))
-        if phase in ("forward", "step"):
-            self.tracer.categorise(_gradients(self.stack.module), "gradients")
-        if phase is not None:
-            self.tracer.enter(phase)
-
-    def begin_step(self) -> None:
-        """An optimizer step begins."""
-        self.tracer.trace.work.clear()
-        self.tracer.trace.micro_steps.clear()
-
-    def end_step(self) -> None:
-        """An optimizer step has ended."""
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        self.tracer.categorise([value for value in states if isinstance(value, Tensor)], "optimizer")
 
 
 class _Nothing:

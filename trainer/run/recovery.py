@@ -123,6 +123,7 @@ class Recovery:
         self.stack.masters = None
         self.stepper.scheduler = None
         parameter = torch.nn.Parameter(torch.zeros(()))
+        self.session.monitor.fresh = True
         self.stepper.attach(empty, torch.optim.SGD([parameter]), GradientSync([parameter]))
         gc.collect()
         if self.session.fabric.device.type == "cuda":

@@ -249,6 +249,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
             # An evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
                 raise EvaluationStopped(f"the evaluation of {split} was left: a rank was asked to stop")
+            session.monitor.batch = micro.batch
             yield micro
 
     def run() -> EvaluationResult:

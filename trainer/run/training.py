@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from trainer.engine.events import Events
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import lr_factor
+from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
 from trainer.errors import EvaluationStopped, Stopped
 from trainer.memory.initialize import build_module
-from trainer.memory.monitor import MonitoredStepper
 from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
@@ -57,8 +57,7 @@ class Training:
         seed_random_state(recipe.seed, session.fabric.global_rank)
         self.stack, optimizer, sync = build(session)
         # It alone holds the optimizer, so that a recovery can free it.
-        self.stepper = MonitoredStepper(
-            session.monitor,
+        self.stepper = Stepper(
             session.fabric,
             recipe.model,
             self.stack.wrapped,
@@ -66,6 +65,7 @@ class Training:
             sync=sync,
             clip_norm=recipe.optim.clip_norm,
             correct_batchnorm=recipe.memory.correct_batchnorm,
+            phases=session.monitor,
         )
         del optimizer, sync
         session.monitor.enter(None)
