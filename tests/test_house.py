@@ -16,8 +16,7 @@ FILES = {
 }
 
 # Lines that each floor may have. Who raises one says why in the message of that commit.
-BUDGETS = {
-}
+BUDGETS = {}
 TOTAL = 0
 
 
