@@ -46,7 +46,7 @@ from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer
 from trainer.recipe import Recipe
 from trainer.values import Loss
-from trainer.weights.files.files.streaming import allocate, default_dtype, on_meta
+from trainer.weights.streaming import allocate, default_dtype, on_meta
 
 
 @dataclass
