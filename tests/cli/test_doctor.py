@@ -139,7 +139,7 @@ def test_more_threads_than_cores():
 
 
 def test_gpus_that_are_not_there_and_gpus_that_others_use():
-    found = {"driver": "580.1", "gpus": [["H200", 140e9, 150e9], ["H200", 10e9, 150e9]]}
+    found = [{"name": "H200", "free": free, "total_memory": 150e9} for free in (140e9, 10e9)]
     assert [finding.status for finding in machine.of_gpus(found, 3)] == ["FAIL", "ok", "warning"]
     assert [finding.status for finding in machine.of_gpus(found, 1)] == ["ok"]
 
