@@ -144,12 +144,6 @@ def test_gpus_that_are_not_there_and_gpus_that_others_use():
     assert [finding.status for finding in machine.of_gpus(found, 1)] == ["ok"]
 
 
-def test_a_system_that_does_not_say_how_much_is_available(monkeypatch, tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal:       32 kB\nMemFree:        16 kB\n")
-    monkeypatch.setattr("trainer.system.machine.MEMINFO", tmp_path / "meminfo")
-    assert the_one(machine.host_memory(subject_of()))[0] == "skipped"
-
-
 def test_host_memory_that_does_not_suffice(monkeypatch):
     assert the_one(machine.host_memory(subject_of()))[0] == "ok"
     subject = subject_of()

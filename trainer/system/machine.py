@@ -14,7 +14,7 @@ from typing import Any, Literal
 from trainer.errors import RunError
 from trainer.system.processes import own_code
 
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
@@ -22,12 +22,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def available_bytes() -> int | None:
-    """Host memory that this process and its children may still take, within its control group; ``None``: not known."""
-    free = _numbers(MEMINFO).get("MemAvailable:")
-    if free is None:
-        return None
-    free *= 1024
+def available_bytes() -> int:
+    """Host memory that this process and its children may still take, within its control group."""
+    import psutil
+
+    free = psutil.virtual_memory().available
     limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         # The group is charged for files that were read, which the kernel gives up when memory is asked for.
