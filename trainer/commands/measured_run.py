@@ -19,25 +19,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import trainer
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError
 from trainer.system.files import open_own
-from trainer.system.processes import own_code, own_command
+from trainer.system.machine import ask_for_gpus
+from trainer.system.processes import own_command
 from trainer.system.redact import redact, redact_words
+from trainer.system.text import GB
 from trainer.system.watched import Watched, reason_in
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 
-PROBE = """
-import json, torch
-cuda = torch.cuda.is_available()
-properties = torch.cuda.get_device_properties(0) if cuda else None
-print(json.dumps({
-    "accelerator": "cuda" if cuda else "cpu",
-    "devices": torch.cuda.device_count() if cuda else 1,
-    "device": properties.name if cuda else "CPU",
-    "device_memory_gb": round(properties.total_memory / 1e9, 2) if cuda else None,
-}))
-"""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|Cannot allocate memory|can't allocate memory|bad_alloc", re.I
 )
@@ -113,10 +104,11 @@ def _anywhere(word: str) -> str:
 
 def probe_machine() -> dict[str, Any]:
     """The accelerator (cpu or cuda), its devices and memory, found out by a process that has ended by then."""
-    done = subprocess.run(own_code(PROBE), capture_output=True, text=True, env=_environment(), check=False)
-    if done.returncode != 0:
-        raise RunError(f"torch does not start: {reason_in(done.stderr) or f'exit code {done.returncode}'}")
-    return json.loads(done.stdout.splitlines()[-1])
+    found = ask_for_gpus()
+    if not found:
+        return {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
+    memory = round(found[0]["total_memory"] / GB, 2)
+    return {"accelerator": "cuda", "devices": len(found), "device": found[0]["name"], "device_memory_gb": memory}
 
 
 def run_trial(
