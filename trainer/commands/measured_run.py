@@ -166,7 +166,7 @@ def _environment() -> dict[str, str]:
 
 def _run(command: list[str], output: TextIO, seconds: float | None, environment: Mapping[str, str]) -> int | None:
     """The exit code of ``command``, or ``None`` if it took too long. No process of it is left behind."""
-    watched = Watched(command, environment, output, output)
+    watched = Watched(command, environment, stdout=output, stderr=output)
     try:
         return watched.process.wait(seconds)
     except subprocess.TimeoutExpired:

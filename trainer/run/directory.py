@@ -104,13 +104,8 @@ def status_kept(session: Session) -> Iterator[None]:
 
 
 def write_status(session: Session, status: str, begins: bool = False) -> None:
-    """Write ``status.json``, on the first rank: what is to be known of a run of which nothing may be left but this.
-
-    Args:
-        session: with the plan as it is now.
-        status: ``running``, or how the run has ended, as in ``summary.json``.
-        begins: whether another attempt begins in this directory.
-    """
+    """Write ``status.json``, on the first rank: the plan as it is now, for who finds the run dead. Its status is
+    ``running`` or as in ``summary.json``; an attempt that ``begins`` is counted."""
     if not session.is_first:
         return
     path = Path(str(session.recipe.run.dir)) / "status.json"

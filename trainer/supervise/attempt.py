@@ -130,7 +130,7 @@ class Attempt(Watched):
             name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANKS
         }
         environment[SUPERVISOR] = json.dumps(ProcessId.own().to_dict())
-        super().__init__(command, environment, None, subprocess.PIPE)
+        super().__init__(command, environment, stderr=subprocess.PIPE)
         assert self.process.stderr is not None
         self._pipe = self.process.stderr.fileno()
         self._open = True

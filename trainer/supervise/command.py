@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from trainer.errors import require
 from trainer.supervise.attempt import FitCommand, take
@@ -31,30 +31,21 @@ The run directory is --run.dir, or one that is chosen and printed; --run.resume 
 LOCK = ".supervisor.lock"
 """Held besides the run's own lock, which is free between two attempts."""
 
-LEAST = {"restarts": 0, "nproc": 1, "grace": 0, "patience": 1, "backoff": 0}
+FLAGS = {"restarts": (3, 0), "nproc": (None, 1), "grace": (None, 0), "patience": (2, 1), "backoff": (1.0, 0)}
+"""Their values where they are not given, and the least that they may have."""
+
 WHOLE = ("restarts", "nproc", "patience")
 SEVERAL_MACHINES = ("nnodes", "nodes", "num_nodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "node-rank")
 """Flags of torchrun and of Fabric that one may look for here."""
 
 
-@dataclass
-class OwnFlags:
-    """The flags of ``trainer run``, as ``USAGE`` describes them."""
-
-    restarts: float = 3
-    nproc: float | None = None
-    grace: float | None = None
-    patience: float = 2
-    backoff: float = 1.0
-
-
-def split(argv: Sequence[str]) -> tuple[OwnFlags, list[str]]:
+def split(argv: Sequence[str]) -> tuple[SimpleNamespace, list[str]]:
     """The flags of ``trainer run``, and the words of the recipe; the two dashes between may be left out.
 
     Raises:
         RecipeError: for a flag that cannot work.
     """
-    own = OwnFlags()
+    own = SimpleNamespace(**{name: value for name, (value, _) in FLAGS.items()})
     rest = list(argv)
     while rest and rest[0].startswith("--") and rest[0] != "--":
         name, equals, text = rest.pop(0)[2:].partition("=")
@@ -63,7 +54,7 @@ def split(argv: Sequence[str]) -> tuple[OwnFlags, list[str]]:
             f"--{name}: trainer run starts the ranks of one machine; for several, run launch/nodes.sh on each, which "
             "starts them again, too",
         )
-        require(name in LEAST, f"unknown flag --{name}: flags of the recipe come after it (trainer run --help)")
+        require(name in FLAGS, f"unknown flag --{name}: flags of the recipe come after it (trainer run --help)")
         require(bool(equals or rest), f"flag --{name} needs a value")
         setattr(own, name, _number(name, text if equals else rest.pop(0)))
     return own, rest[1:] if rest[:1] == ["--"] else rest
@@ -74,10 +65,10 @@ def _number(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    kind = "an integer" if name in WHOLE else "a number"
-    fine = LEAST[name] <= value < float("inf") and (name not in WHOLE or value.is_integer())
-    require(fine, f"--{name}={text!r} must be {kind} of at least {LEAST[name]}")
-    return value
+    kind, least = "an integer" if name in WHOLE else "a number", FLAGS[name][1]
+    fine = least <= value < float("inf") and (name not in WHOLE or value.is_integer())
+    require(fine, f"--{name}={text!r} must be {kind} of at least {least}")
+    return int(value) if name in WHOLE else value
 
 
 def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
@@ -124,7 +115,7 @@ def run_command(argv: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     own, words = split(argv)
-    command = fit_command(words, None if own.nproc is None else int(own.nproc))
+    command = fit_command(words, own.nproc)
     folder = Path(command.run_dir)
     make_folder("run.dir", folder)
     lock = RunLock(folder, LOCK)
@@ -132,7 +123,7 @@ def run_command(argv: Sequence[str]) -> int:
     try:
         if notice is not None:
             say(notice)
-        policy = Policy(int(own.restarts), int(own.patience), own.backoff, newest_step(folder))
+        policy = Policy(own.restarts, own.patience, own.backoff, newest_step(folder))
         announce(command)
         return Supervisor(command, policy, own.grace).run()
     finally:

@@ -24,24 +24,13 @@ OTHER_RANK = "another rank ended"
 class Watched:
     """A command in a session of its own: so all that it starts can be ended together, whatever state it is in.
 
-    The kernel ends it when this process ends (on Linux), however that ends.
-
-    Args:
-        command: what to start.
-        environment: all variables of it.
-        output: as ``subprocess.Popen`` takes its ``stdout``.
-        errors: the same for ``stderr``.
+    The kernel ends it when this process ends (on Linux), however that ends. ``streams`` are as Popen takes them.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: Any, errors: Any) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], **streams: Any) -> None:
+        bound = partial(end_with_parent, os.getpid())
         self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=partial(end_with_parent, os.getpid()),
+            command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True, preexec_fn=bound, **streams
         )
         self._gone = False
 
