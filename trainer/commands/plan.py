@@ -19,7 +19,7 @@ from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.redact import redact, redact_value
-from trainer.system.text import escaped, wrapped
+from trainer.system.text import as_text, escaped, wrapped
 
 if TYPE_CHECKING:
     from trainer.planner.report import PlanReport
@@ -154,8 +154,6 @@ def chosen_command(
     """
     if report.chosen is None:
         return []
-    from trainer.planner.report import as_text
-
     here = report.devices // report.nodes
     run: dict[str, Any] = {} if recipe.run.devices == here else {"run.devices": here}
     if report.device == "CPU" and recipe.run.accelerator != "cpu":

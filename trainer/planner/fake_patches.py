@@ -1,11 +1,15 @@
-"""What torch is told about a GPU that is not there, wherever its Python code asks.
+"""A CUDA device that is not there: what torch is told about it, wherever its Python code asks.
 
-Every function here changes torch for the rest of the process.
+Python sees tensors on ``cuda:0``; to C++ they are on meta, so that autograd works on any build of torch, without a GPU,
+a driver, or memory. Whatever asks which device it has before it chooses (autocast, attention, dropout, the optimizers,
+FSDP2) is told what the target GPU would say. Every function here changes torch for the rest of the process: call them
+in one that does nothing else, see ``children``.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
@@ -30,11 +34,13 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.memory import sharding
-from trainer.planner.fake_mode import GPU_DEVICE
+from trainer.planner.fake_kernels import install_kernels
+from trainer.planner.fake_mode import GPU_DEVICE, install_autocast
 from trainer.planner.gpus import GPU
-from trainer.planner.target import Target
+from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
 
 _paused = 0
+_library: torch.library.Library | None = None
 
 
 def is_paused() -> bool:
@@ -52,6 +58,47 @@ def _replace(owner: Any, **answers: Any) -> None:
     for name, answer in answers.items():
         if hasattr(owner, name):
             setattr(owner, name, answer)
+
+
+def install(target: Target, ranks: int = 1) -> list[str]:
+    """Give this process ``target`` as its device, once and for all; return warnings for a person.
+
+    Args:
+        target: the card, or the CPU, and the version of torch.
+        ranks: how many such cards this machine says that it has.
+    """
+    global _library
+    if _library is not None:
+        raise RuntimeError("a process can have one fake device only: use another process")
+    _library = torch.library.Library("aten", "IMPL")
+    patch_modules()
+    patch_data()
+    patch_ranks()
+    if target.device.type == "cpu":  # there is one: nothing but memory is pretended
+        return []
+    patch_tensors()
+    patch_cuda(target, ranks)
+    patch_compile()
+    patch_amp()
+    patch_optimizers()
+    patch_fsdp()
+    with warnings.catch_warnings():  # that kernels are replaced is the purpose
+        warnings.simplefilter("ignore")
+        uncast = install_autocast(_library, is_on_gpu)
+        install_kernels(_library, target.attention)
+    return _version_warnings(uncast)
+
+
+def _version_warnings(uncast: list[str]) -> list[str]:
+    version = installed_version()
+    if OLDEST <= version <= NEWEST:
+        return []
+    what = f"; autocast also casts {', '.join(uncast)}, which are left alone here" if uncast else ""
+    return [
+        f"torch {torch.__version__} is not among the versions that predictions were tested with "
+        f"({OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}): attention kernels, casts and the buffers of FSDP may "
+        f"differ, and with them the predicted memory{what}"
+    ]
 
 
 def patch_modules() -> None:

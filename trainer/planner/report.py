@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.planner.predict import Prediction
 from trainer.recipe import Recipe
-from trainer.system.text import GB, MB
+from trainer.system.text import GB, as_text
 
 
 @dataclass(frozen=True)
@@ -130,19 +130,5 @@ class PlanReport:
         return {} if chosen.prediction is None else {"prediction": chosen.prediction.to_json()}
 
 
-def gigabytes(size: int) -> str:
-    """For a person, finer where there is little."""
-    if abs(size) < 0.01 * GB:
-        return f"{size / MB:.1f} MB"
-    return f"{size / GB:.2f} GB" if abs(size) >= GB else f"{size / GB:.3f} GB"
-
-
 def _gb(size: int | None) -> float | None:
     return None if size is None else round(size / GB, 3)
-
-
-def as_text(value: Any) -> str:
-    """As it is written in YAML and on a command line."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)

@@ -8,10 +8,9 @@ from typing import Any
 
 from trainer.planner.gpus import outside
 from trainer.planner.network import Interconnect
-from trainer.planner.report import as_text, gigabytes
 from trainer.planner.scale import ScaleReport, ScaleRow
 from trainer.planner.search import MARGIN
-from trainer.system.text import GB, columns
+from trainer.system.text import GB, as_text, columns, gigabytes
 
 LEFT = ("strategy", "fits")
 EQUAL = 0.01

@@ -29,11 +29,12 @@ from trainer.planner.knobs import (
     without_size,
 )
 from trainer.planner.predict import Prediction, predict, predict_here, prepared
-from trainer.planner.report import Candidate, PlanReport, gigabytes
+from trainer.planner.report import Candidate, PlanReport
 from trainer.planner.target import Target, budget_bytes, gpu_here
 from trainer.planner.text import explain, not_fitting
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
+from trainer.system.text import gigabytes
 
 MARGIN = 0.03
 """Part of the budget that a prediction must leave free: the error that is aimed at."""

@@ -38,9 +38,8 @@ from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.planner.events import Trace
-from trainer.planner.fake_device import install
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import patch_transformers
+from trainer.planner.fake_patches import install, patch_transformers
 from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer
@@ -102,7 +101,7 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
 def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, nodes: int = 1) -> Trace:
     """Trace a run of ``recipe`` as ``plan`` says on ``target``, on the first of its ranks.
 
-    This changes torch for the rest of the process: see :func:`trainer.planner.fake_device.install`.
+    This changes torch for the rest of the process: see :func:`trainer.planner.fake_patches.install`.
 
     Args:
         recipe: whose data is prepared, and whose model is filled from it.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Container, Sequence
+from typing import Any
 
 from trainer.errors import require
 
@@ -93,3 +95,15 @@ def parse_duration(key: str, text: str) -> float:
 
 GB = 1e9
 MB = 1e6
+
+
+def gigabytes(size: int) -> str:
+    """For a person, finer where there is little."""
+    if abs(size) < 0.01 * GB:
+        return f"{size / MB:.1f} MB"
+    return f"{size / GB:.2f} GB" if abs(size) >= GB else f"{size / GB:.3f} GB"
+
+
+def as_text(value: Any) -> str:
+    """A setting as it is written in YAML and on a command line."""
+    return json.dumps(value) if value is None or isinstance(value, (bool, list)) else str(value)
