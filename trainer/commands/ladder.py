@@ -22,7 +22,7 @@ from trainer.settings import did_you_mean, settings_of
 from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 from trainer.system.redact import redact_words
-from trainer.system.text import escaped
+from trainer.system.text import as_text, escaped
 
 FLAGS = {
     "steps": "steps that every rung takes (default: 5)",
@@ -371,8 +371,4 @@ def _as_flags(wanted: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]
     """
     cut = ("batch_size", "accumulate", "memory.micro_batch_size")
     changed = {key: value for key, value in wanted.items() if key in cut or (key in before and before[key] != value)}
-    return [f"--{key}={_as_text(value)}" for key, value in changed.items()]
-
-
-def _as_text(value: Any) -> str:
-    return json.dumps(value) if value is None or isinstance(value, (bool, list)) else str(value)
+    return [f"--{key}={as_text(value)}" for key, value in changed.items()]

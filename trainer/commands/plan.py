@@ -20,7 +20,7 @@ from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.redact import redact, redact_value
-from trainer.system.text import escaped
+from trainer.system.text import as_text, escaped
 
 if TYPE_CHECKING:
     from trainer.planner.report import PlanReport
@@ -141,7 +141,6 @@ def fit_command(
     """
     if report.chosen is None:
         return []
-    from trainer.planner.report import as_text
 
     here = report.devices // report.nodes
     run: dict[str, Any] = {} if recipe.run.devices == here else {"run.devices": here}

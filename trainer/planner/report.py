@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.planner.predict import Prediction
 from trainer.recipe import Recipe
-from trainer.system.text import GB, MB
+from trainer.system.text import GB, MB, as_text
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,3 @@ def gigabytes(size: int) -> str:
 
 def _gb(size: int | None) -> float | None:
     return None if size is None else round(size / GB, 3)
-
-
-def as_text(value: Any) -> str:
-    """As it is written in YAML and on a command line."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trainer.planner.network import Interconnect
-from trainer.planner.report import as_text, gigabytes
+from trainer.planner.report import gigabytes
 from trainer.planner.scale import Row, ScaleReport, outside
 from trainer.planner.search import MARGIN
-from trainer.system.text import GB
+from trainer.system.text import GB, as_text
 
 LEFT = ("strategy", "fits")
 EQUAL = 0.01

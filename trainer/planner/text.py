@@ -9,8 +9,9 @@ from trainer.engine.window import cut_at
 from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import GPU, nccl_bytes
 from trainer.planner.knobs import Settings, applied, turned, without_size
-from trainer.planner.report import Candidate, PlanReport, as_text, gigabytes
+from trainer.planner.report import Candidate, PlanReport, gigabytes
 from trainer.recipe import Memory, Recipe
+from trainer.system.text import as_text
 
 WIDTH, WIDEST = 112, 120
 """Of lines of text and of the table."""

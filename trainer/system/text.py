@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 from trainer.errors import require
 
@@ -23,6 +25,11 @@ def escaped(text: object, keep: str = "") -> str:
 
 def _written_out(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def as_text(value: Any) -> str:
+    """A setting as it is written in YAML and on a command line."""
+    return json.dumps(value) if value is None or isinstance(value, (bool, list)) else str(value)
 
 
 # Amounts as people write them: a memory budget, a time.
