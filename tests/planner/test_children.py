@@ -154,7 +154,7 @@ def test_a_model_of_ones_own_is_predicted() -> None:
     assert prediction.phases[prediction.peak_phase]["allocated"] == prediction.allocated
     assert prediction.largest[0][-1] == max(size for *_, size in prediction.largest)
     assert max(prediction.timeline["reserved"]) == prediction.reserved  # type: ignore[index]
-    assert prediction.step_ms > prediction.times["step_phase_ms"] > 0
+    assert prediction.cost.step_ms > prediction.cost.update_ms > 0
 
 
 def in_eight_ranks() -> int:

@@ -70,7 +70,7 @@ class PeakMemory:
             return
         if isinstance(result, Exception):
             raise result
-        yield self._verdict(Prediction(**result))
+        yield self._verdict(Prediction.answered(result))
 
     def _verdict(self, found: Prediction) -> Finding:
         budget, world = self.subject.recipe.memory.budget, self.subject.world

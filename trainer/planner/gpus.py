@@ -119,8 +119,13 @@ def host_as_device() -> GPU:
 
 
 def usable_memory(gpu: GPU, ranks: int) -> int:
-    """Bytes that torch's allocator may reserve: without the CUDA context and NCCL's buffers."""
-    return gpu.memory - gpu.context - nccl_bytes(ranks)
+    """Bytes that torch's allocator may reserve."""
+    return gpu.memory - outside(gpu, ranks)
+
+
+def outside(gpu: GPU, ranks: int) -> int:
+    """Bytes that each device needs besides: CUDA's context and NCCL's buffers."""
+    return gpu.context + nccl_bytes(ranks)
 
 
 def nccl_bytes(ranks: int) -> int:

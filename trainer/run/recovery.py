@@ -19,6 +19,7 @@ from trainer.memory.oom import is_out_of_memory
 from trainer.memory.optimizer_offload import HostGradients
 from trainer.memory.stack import Stack
 from trainer.memory.state import capture, restore
+from trainer.run.directory import write_status
 from trainer.run.session import Session, host_sum
 
 GRAPH = ("forward", "backward")
@@ -72,6 +73,7 @@ class Recovery:
         cut = self.windows.halve()
         self.session.plan = dataclasses.replace(self.session.plan, first_cut=cut)
         self.session.recoveries += 1
+        write_status(self.session, "running")
         self.say(f"{why}: the step is taken again, from here on in micro-batches of at most {cut.micro_batch_size}")
         return True
 

@@ -19,7 +19,7 @@ from trainer.data.workers import decide_workers
 from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, fill_from_data, windows_of
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
-from trainer.engine.quarantine import Finding, Quarantine
+from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.engine.window import MicroBatch, Windows, cut_batch
 from trainer.errors import EvaluationStopped, RecipeError, require
 from trainer.faults.regroup import keep_ranks_alive, recovers
@@ -67,7 +67,7 @@ class Session:
         self.agreement = Agreement(host_sum(self.fabric))
         self.quarantine = Quarantine(self.recipe.data.max_bad_samples, self._announce)
 
-    def _announce(self, quarantine: Quarantine, new: list[Finding]) -> None:
+    def _announce(self, quarantine: Quarantine, new: list[BadSampleAt]) -> None:
         if self.is_first:
             report_bad_samples(quarantine, new, self.recipe.run.dir)
 
