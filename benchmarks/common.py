@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.report.summary import versions
+from trainer.system.machine import cores
 
 if TYPE_CHECKING:
     from trainer import Recipe
@@ -28,7 +29,7 @@ def machine() -> dict[str, Any]:
     """What the figures depend on besides the software, and how busy it was when the benchmark started."""
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "load_average_1_min": round(os.getloadavg()[0], 2),
     }

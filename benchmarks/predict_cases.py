@@ -23,6 +23,7 @@ from trainer.planner.predict import predict_here, prepared
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.system.children import in_children
+from trainer.system.machine import cores
 
 
 def predict_case(case: dict[str, Any], gpu: GPU) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def main(asked: Path, found: Path) -> None:
         (case["name"], "requests") for case in counted
     ]
     results: dict[str, dict[str, Any]] = {case["name"]: {} for case in request["cases"]}
-    for number, result in in_children(jobs, at_once=len(os.sched_getaffinity(0))):
+    for number, result in in_children(jobs, at_once=cores()):
         name, kind = names[number]
         if isinstance(result, Exception):
             result = {"error": str(result), "traceback": "".join(getattr(result, "__notes__", []))}

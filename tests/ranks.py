@@ -22,7 +22,7 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self.connections, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -84,7 +84,8 @@ def _serve(connection: Any, rank: int, world_size: int, port: int) -> None:
             connection.send((False, traceback.format_exc()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this machine: one that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ from trainer.fit import fit
 from trainer.launching.world import World
 from trainer.planner.gpus import host_as_device
 from trainer.planner.knobs import applied, combinations, free_knobs, micro_batch_sizes, wants_plan
-from trainer.run import forecast as forecasting
-from trainer.run.forecast import Forecast, _awaited, _meeting_place, _through_file, forecast, planned
+from trainer.run.forecast import Forecast, _awaited, _leave, _meeting_place, _through_file, forecast, planned
 from trainer.system.children import Child
 
 ALONE = World("python", "cpu", 1)
@@ -155,12 +153,22 @@ def test_a_first_rank_that_is_killed_while_it_decides_is_not_waited_for(tmp_path
 
 
 def test_a_plan_of_an_earlier_launch_is_not_taken(tmp_path, monkeypatch) -> None:
-    place = tmp_path / "plan.json"
-    place.write_text('{"settings": {}}')
-    os.utime(place, (time.time() - 10_000, time.time() - 10_000))
+    """Not that of an earlier launcher which had the number of this one's, nor that of an attempt before this."""
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    places = []
+    for began in (1, 2):
+        monkeypatch.setattr("trainer.system.processes._stat", lambda pid, began=began: ("S", began, 1))
+        for attempt in "01":
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+            places.append(_meeting_place())
+            _leave(places[-1], {"settings": {"began": began, "attempt": attempt}})
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert len(set(places)) == 4
+    assert _through_file(places[2], dict) == {"began": 2, "attempt": "0"}
     monkeypatch.setattr("trainer.run.forecast.MOST_SECONDS", 0.3)
-    with pytest.raises(Exception, match="decided on no plan"):
-        _awaited(place)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    with pytest.raises(RunError, match="decided on no plan"):
+        _awaited(_meeting_place())
 
 
 @pytest.mark.parametrize("taken", ["open to all", "a link", "a file"])
@@ -286,13 +294,3 @@ def test_a_process_in_a_group_of_ranks_says_why_it_does_not_predict() -> None:
     finally:
         if not joined:
             torch.distributed.destroy_process_group()
-
-
-def test_a_system_that_does_not_tell_when_a_process_began(tmp_path, monkeypatch):
-    """What was left a minute ago at most is then taken for that of this launch."""
-    assert 0 < forecasting._process_age() < 24 * 3600
-    monkeypatch.setattr(forecasting, "UPTIME", tmp_path / "uptime")
-    assert forecasting._process_age() == 60
-    (tmp_path / "stat").write_text("7 (python) R 1")
-    monkeypatch.setattr(forecasting, "STAT", tmp_path / "stat")
-    assert forecasting._process_age() == 60

@@ -6,12 +6,12 @@ import csv
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 from safetensors.torch import load_file
 
 RECIPE = """
@@ -63,12 +63,6 @@ def start(command, **environment):
     )
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def lines(text):
     """Those that say what was found: one, of the first rank."""
     return [line for line in text.splitlines() if re.search(r" ranks? on \d+ node", line)]
@@ -98,7 +92,7 @@ def test_two_ranks_give_the_weights_of_one(launcher, recipe_file, alone, tmp_pat
     flags = ["--run.dir", str(run_dir), *ON_CPU]
     command = {
         "torchrun.sh": [*TORCHRUN_SH, recipe_file, *flags],
-        "accelerate": [*ACCELERATE, "--main_process_port", free_port(), recipe_file, *flags],
+        "accelerate": [*ACCELERATE, "--main_process_port", str(free_port()), recipe_file, *flags],
         "fabric": [*FABRIC, "--accelerator", "cpu", "--devices", "2", recipe_file, *flags],
         "devices": [sys.executable, "-m", "trainer", "fit", recipe_file, "--run.devices", "2", *flags],
     }[launcher]

@@ -31,8 +31,6 @@ from trainer.system.files import read_regular, write_atomic
 from trainer.system.processes import ProcessId
 from trainer.system.text import GB
 
-STAT, UPTIME = Path("/proc/self/stat"), Path("/proc/uptime")
-
 PATIENCE = 20.0
 """Seconds that training waits for its prediction; one that takes longer is shown at the end."""
 
@@ -113,7 +111,8 @@ def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) 
 def _meeting_place() -> Path:
     """A file that the processes of this machine and launch have in common, where nobody else can put one."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    launch = "|".join([str(os.getppid()), str(os.getuid()), *(os.environ.get(name, "") for name in names)])
+    launcher = ProcessId.of(os.getppid())  # with its start: an earlier one may have had its number
+    launch = "|".join([str(launcher), str(os.getuid()), *(os.environ.get(name, "") for name in names)])
     return _own_folder() / f"plan-{hashlib.sha256(launch.encode()).hexdigest()[:20]}.json"
 
 
@@ -162,9 +161,9 @@ def forget_plan(world: World) -> None:
 
 
 def _awaited(place: Path) -> dict[str, Any]:
-    began = time.time()
-    while time.time() - began < MOST_SECONDS:
-        answer = json.loads(read_regular(place, MOST_BYTES)) if _is_of_this_launch(place, began) else {"decides": None}
+    until = time.monotonic() + MOST_SECONDS
+    while time.monotonic() < until:
+        answer = json.loads(read_regular(place, MOST_BYTES)) if _is_there(place) else {"decides": None}
         if "decides" not in answer:
             return answer
         first = answer["decides"] and ProcessId.from_dict(answer["decides"])
@@ -174,23 +173,10 @@ def _awaited(place: Path) -> dict[str, Any]:
     raise RunError(f"the first rank of this machine decided on no plan within {MOST_SECONDS:g} s: look at what it says")
 
 
-def _is_of_this_launch(place: Path, now: float) -> bool:
-    """Whether the file is ours, and not that of an earlier launch whose first rank has not begun to decide yet."""
-    try:
-        found = place.lstat()
-    except FileNotFoundError:
-        return False
-    return found.st_uid == os.getuid() and found.st_mtime >= now - _process_age()
-
-
-def _process_age() -> float:
-    """Seconds since this process began; importing takes some of them. Where the system does not say, a minute."""
-    try:
-        ticks = float(STAT.read_text().rsplit(")", 1)[1].split()[19])
-        uptime = float(UPTIME.read_text().split()[0])
-    except (OSError, IndexError, ValueError):
-        return 60.0
-    return uptime - ticks / os.sysconf("SC_CLK_TCK") + 1.0
+def _is_there(place: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return place.lstat().st_uid == os.getuid()
+    return False
 
 
 # ---------------------------------------------------------------------------------------------------------- predicting

@@ -68,7 +68,20 @@ class Child:
 
     def result(self) -> Any:
         """What the job returned, or the ``RecipeError`` or :class:`Failed` that it ended with; waits for it."""
-        return _result(self.connection, self.process)
+        try:
+            answer = json.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):  # also in the middle of an answer
+            answer = {}
+        finally:
+            self.connection.close()
+            self.process.join()
+        if "result" in answer:
+            return answer["result"]
+        if "recipe_error" in answer:
+            return RecipeError(answer["recipe_error"])
+        return Failed(
+            answer.get("error") or f"its process ended with code {self.process.exitcode}: did memory run out?"
+        )
 
     def kill(self) -> None:
         """End it, whatever it is doing."""
@@ -159,20 +172,3 @@ def _described(error: BaseException) -> str:
     inner = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, here / "system", here / "planner"))
     frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(inner)), frames[-1])
     return f"{type(error).__name__}: {first} ({frame.filename}:{frame.lineno})"
-
-
-def _result(connection: Connection, process: Any) -> Any:
-    try:
-        answer = json.loads(connection.recv_bytes())
-    except (EOFError, OSError):  # also in the middle of an answer
-        answer = {}
-    finally:
-        connection.close()
-        process.join()
-    if "result" in answer:
-        return answer["result"]
-    if "recipe_error" in answer:
-        return RecipeError(answer["recipe_error"])
-    if not answer:
-        return Failed(f"its process ended with code {process.exitcode}: did memory run out?")
-    return Failed(answer["error"])

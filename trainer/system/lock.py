@@ -47,7 +47,9 @@ class RunLock:
             RecipeError: naming the run that holds it, or why there can be no lock.
         """
         if self.path in _held:
-            raise RecipeError(f"run.dir={self.path.parent} is in use by another run of this process ({_own()})")
+            raise RecipeError(
+                f"run.dir={self.path.parent} is in use by another run of this process (pid {os.getpid()})"
+            )
         try:
             descriptor = self._locked()
         except OSError as error:
@@ -124,10 +126,6 @@ def _rendezvous() -> dict[str, Any]:
     """The ``--rdzv-id`` of the torchrun that has started this process; nothing without one."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", NO_ID)
     return {} if name == NO_ID else {"rendezvous": name}
-
-
-def _own() -> str:
-    return f"pid {os.getpid()}"
 
 
 def _read(descriptor: int) -> dict[str, Any] | None:

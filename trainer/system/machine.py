@@ -30,15 +30,11 @@ def available_bytes() -> int:
     limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         # The group is charged for files that were read, which the kernel gives up when memory is asked for.
-        files = _numbers(CGROUP / "memory.stat").get("inactive_file", 0)
+        stat = CGROUP / "memory.stat"
+        lines = [line.split() for line in stat.read_text().splitlines()] if stat.exists() else []
+        files = next((int(words[1]) for words in lines if words[0] == "inactive_file"), 0)
         free = min(free, int(limit.read_text()) - int(used.read_text()) + files)
     return free
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """The first number of each line, by the word before it; none where there is no such file."""
-    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
 # The GPUs: who asks torch begins with CUDA, which takes some of their memory, and can fork no more.

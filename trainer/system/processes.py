@@ -171,7 +171,11 @@ class ProcessId:
     @classmethod
     def own(cls) -> ProcessId:
         """This process."""
-        pid = os.getpid()
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """A process that this one can see."""
         found = _stat(pid)
         return cls(socket.gethostname(), pid, boot_id(), _namespace(), found[1] if found else 0)
 

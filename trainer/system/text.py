@@ -29,6 +29,11 @@ def _written_out(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
+def as_text(value: Any) -> str:
+    """A setting as it is written in YAML and on a command line."""
+    return json.dumps(value) if value is None or isinstance(value, (bool, list)) else str(value)
+
+
 # Lines and tables for a terminal.
 
 WIDTH, WIDEST = 112, 120
@@ -102,8 +107,3 @@ def gigabytes(size: int) -> str:
     if abs(size) < 0.01 * GB:
         return f"{size / MB:.1f} MB"
     return f"{size / GB:.2f} GB" if abs(size) >= GB else f"{size / GB:.3f} GB"
-
-
-def as_text(value: Any) -> str:
-    """A setting as it is written in YAML and on a command line."""
-    return json.dumps(value) if value is None or isinstance(value, (bool, list)) else str(value)
