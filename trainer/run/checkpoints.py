@@ -65,7 +65,7 @@ class Checkpointer:
             self._move,
             warn,
         )
-        session.agreement.votes = self._votes
+        session.agreement.ask(self._votes)
 
     def _votes(self) -> tuple[float, float, float]:
         """Whether this rank was asked to stop, whether it is time for a checkpoint, whether one could not be written.
@@ -74,7 +74,7 @@ class Checkpointer:
         """
         is_time = self.session.is_first and time.monotonic() - self.saved_when >= self.every_seconds
         has_failed = self.background.failure is not None
-        return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
+        return float(self.session.guard.asked_to_stop() is not None), float(is_time), float(has_failed)
 
     def __call__(self, engine: Engine) -> None:
         """Before a step: save what is due.
@@ -227,7 +227,7 @@ class Checkpointer:
             raise no_space(self.folder.path, snapshot.step, int(needed), int(missing))
 
     def _stopped(self, engine: Engine) -> str:
-        signal = self.session.asked_to_stop() or "a signal to another rank"
+        signal = self.session.guard.asked_to_stop() or "a signal to another rank"
         run_dir = self.folder.path.parent
         return (
             f"stopped by {signal} after step {engine.counters.step}; nothing is lost: go on with "

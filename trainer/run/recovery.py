@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import traceback
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from trainer.errors import RunError
 from trainer.faults.regroup import Regrouping, recovers
 from trainer.memory.oom import is_out_of_memory
 from trainer.memory.stack import Stack
-from trainer.run.session import Session, host_sum
+from trainer.run.session import Session
 from trainer.run.state import Tensors
 
 GRAPH = ("forward", "backward")
@@ -46,7 +45,7 @@ class Recovery:
         say: Callable[[str], None],
     ) -> None:
         self.session, self.tensors, self.windows, self.build, self.say = session, tensors, windows, build, say
-        self.stepper = tensors.stepper
+        self.stepper, self.recoveries = tensors.stepper, 0
         self.wanted = recovers(session.recipe, session.plan)
         several = session.fabric.world_size > 1
         self.regrouping = Regrouping(session.fabric) if several and self.wanted else None
@@ -63,8 +62,8 @@ class Recovery:
         if self.session.plan.strategy != "single":
             self._start_again()
         cut = self.windows.halve()
-        self.session.plan = dataclasses.replace(self.session.plan, first_cut=cut)
-        self.session.recoveries += 1
+        self.session.recut(cut)
+        self.recoveries += 1
         self.say(f"{why}: the step is taken again, from here on in micro-batches of at most {cut.micro_batch_size}")
         return True
 
@@ -93,7 +92,7 @@ class Recovery:
         assert stepper.scheduler is not None
         kept, position = self.tensors.on_host(), stepper.scheduler.state_dict()
         self._let_go()
-        session.agreement.total = list  # keeps a group of the old ranks, and its connections
+        session.agreement.leave()
         if self.regrouping is not None:
             self.regrouping.meet()
         self.build()
@@ -101,7 +100,7 @@ class Recovery:
         self.tensors.make_state(kept)
         self.tensors.load_state_dict(kept)
         stepper.module.train()
-        session.agreement.total = host_sum(session.fabric)
+        session.agreement.meet(session.fabric)
 
     def _let_go(self) -> None:
         """Free the device of the old model before there is a new one."""

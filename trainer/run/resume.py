@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -34,7 +33,7 @@ from trainer.errors import RecipeError, RunError, require
 from trainer.report.progress import Progress, warn
 from trainer.run.directory import restore_history
 from trainer.run.identity import Origin, require_same_run
-from trainer.run.session import Session, from_all, from_first
+from trainer.run.session import Session, from_all, from_first, on_first
 from trainer.run.state import State, Tensors
 from trainer.system.files import read_regular
 
@@ -145,8 +144,8 @@ class Resumption:
     def __init__(self, session: Session, run_dir: Path, progress: Progress) -> None:
         say = progress.notice
         self.session, self.folder = session, CheckpointFolder(run_dir / FOLDER)
-        session.on_first(self.folder.require_own)
-        for problem in session.on_first(self.folder.clean):
+        on_first(session.fabric, self.folder.require_own)
+        for problem in on_first(session.fabric, self.folder.clean):
             if session.is_first:
                 warn(problem)
         self.found, problems = find_checkpoint(session, self.folder)
@@ -154,13 +153,13 @@ class Resumption:
         if self.found is not None:
             for _, problem in problems if session.is_first else []:
                 progress.warning(f"{problem}; resuming from {self.found.path.name} instead")
-            for line in session.on_first(partial(self._compare, self.found)):
+            for line in on_first(session.fabric, partial(self._compare, self.found)):
                 say(f"changed since the checkpoint: {line}")
             if session.is_first:  # only now is it certain that the run goes on from there
                 _set_aside(self.folder, self.found.path, {path.name for path, _ in problems}, say)
             say(f"resuming from {self.found.path}, after step {self.found.manifest.step:,}")
         elif session.recipe.run.resume == "auto":
-            session.on_first(partial(_refuse_finished, run_dir))
+            on_first(session.fabric, partial(_refuse_finished, run_dir))
             say(f"no checkpoint in {self.folder.path}: starting from step 0")
 
     def _compare(self, found: Found) -> list[str]:
@@ -203,7 +202,7 @@ class Resumption:
             if any(getattr(engine.counters, name) != number for name, number in stated.items()):
                 raise ValueError(f"{engine.counters}, where the manifest has {stated}")
         if windows.halvings:  # evaluations are cut as small
-            session.plan = dataclasses.replace(session.plan, first_cut=windows.cut(engine.counters.epoch))
+            session.recut(windows.cut(engine.counters.epoch))
         session.monitor.step = engine.counters.step
         if stepper.sync.overlapped and session.fabric.world_size > 2 and engine.counters.step > 1:
             # DDP orders its buckets anew after the first gradients, and sums of three depend on what shares a bucket.

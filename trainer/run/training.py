@@ -29,7 +29,6 @@ from trainer.run.directory import (
     write_results,
     written_to,
 )
-from trainer.run.guard import guarded
 from trainer.run.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.run.recovery import Recovery
 from trainer.run.resume import Resumption
@@ -125,7 +124,7 @@ class Training:
         all_ranks = False  # whether it is certain that every rank ends in this way
         try:
             # What is raised is told to the other ranks before results are written.
-            with guarded(session), written_to(self.run_dir):
+            with session.guarded(), written_to(self.run_dir):
                 try:
                     self._train()
                     result = self._test()
@@ -146,7 +145,9 @@ class Training:
             self.checkpointer.close()
             self.recovery.close()
             self.progress.close()
-            summary = summarise(session, status, engine.counters, self.stopwatch, result, all_ranks)
+            summary = summarise(
+                session, status, engine.counters, self.stopwatch, result, self.recovery.recoveries, all_ranks
+            )
             if session.is_first:
                 write_results(session, self.run_dir, self.stack.module, state, summary, result, self.loggers)
         if session.is_first:
