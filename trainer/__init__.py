@@ -19,9 +19,11 @@ from trainer.values import Loss, Pretrained, Stored
 
 if TYPE_CHECKING:
     from trainer.cli import main
+    from trainer.commands.recipes import load_recipe
     from trainer.engine.accumulate import AccumulatingOptimizer
     from trainer.planner.report import PlanReport
     from trainer.planner.search import plan
+    from trainer.weights.streaming import stored_in
 
 __version__ = "0.1.0"
 
@@ -33,9 +35,11 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # To train from Python: `from trainer.fit import fit, evaluate, predict` (`trainer.fit` itself is that module).
 _LAZY = {
     "AccumulatingOptimizer": "trainer.engine.accumulate",
+    "load_recipe": "trainer.commands.recipes",
     "PlanReport": "trainer.planner.report",
     "main": "trainer.cli",
     "plan": "trainer.planner.search",
+    "stored_in": "trainer.weights.streaming",
 }
 
 __all__ = [
@@ -52,8 +56,10 @@ __all__ = [
     "RecipeError",
     "Run",
     "Stored",
+    "load_recipe",
     "main",
     "plan",
+    "stored_in",
 ]
 
 

@@ -110,7 +110,7 @@ def test_accumulation_keeps_gradients_while_the_next_micro_batch_goes_forward(ru
     accumulated = runs["accumulated"]
     assert max(when(accumulated, "forward", "gradients")) == FLOAT * WEIGHTS
     batch, labels = BATCH // 4 * TOKENS * WIDTH * FLOAT, BATCH // 4 * LONG
-    assert max(when(accumulated, "forward", "batch")) == batch + 2 * labels  # those of the micro-batch before, too
+    assert max(when(accumulated, "forward", "batch")) == labels  # those of the micro-batch before are still there
     assert max(when(accumulated, "backward", "batch")) == batch + labels
     assert accumulated.skipped_micro_steps == 2
     assert count(accumulated, "forward") == 2 * (

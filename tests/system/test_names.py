@@ -15,7 +15,7 @@ from trainer.checkpoint.manifest import Manifest
 from trainer.cli import _guarded, run
 from trainer.commands import doctor as command
 from trainer.doctor.finding import ok, warning
-from trainer.engine.quarantine import Finding, Quarantine
+from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.errors import Stopped
 from trainer.faults.peers import Told
 from trainer.faults.watchdog import PeerError
@@ -130,7 +130,7 @@ def a_finding(folder):
 
 
 def a_bad_sample(folder):
-    report_bad_samples(Quarantine(9), [Finding("train", BadSample(3, NAME, NAME))], None)
+    report_bad_samples(Quarantine(9), [BadSampleAt("train", BadSample(3, NAME, NAME))], None)
 
 
 def what_another_rank_tells(folder):

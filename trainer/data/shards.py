@@ -201,7 +201,7 @@ class ShardReader:
 MOST_LONGEST = 1024
 
 
-class Stream:
+class StreamedSplit:
     """The samples of all shards, one after the other.
 
     Args:

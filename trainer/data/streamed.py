@@ -13,7 +13,7 @@ from trainer.data.text import Texts, sort_classes
 from trainer.errors import require, require_positive
 
 if TYPE_CHECKING:
-    from trainer.data.shards import Shard, Stream
+    from trainer.data.shards import Shard, StreamedSplit
 
 
 @dataclass
@@ -100,12 +100,12 @@ class StreamedText(Texts):
         require(any(shard.groups for shard in shards), f"data.{part}_files={pattern!r}: the files have no rows")
         return shards
 
-    def _stream(self, part: str, shards: list[Shard], classes: Mapping[str, int]) -> Stream:
-        from trainer.data.shards import Stream
+    def _stream(self, part: str, shards: list[Shard], classes: Mapping[str, int]) -> StreamedSplit:
+        from trainer.data.shards import StreamedSplit
 
         # What is evaluated is read from the first row to the last: one row group at a time is enough.
         mixed = self.shuffle_buffer if part == "train" else 1
-        return Stream(shards, self.text_column, self.label_column, classes, self._pad, mixed)
+        return StreamedSplit(shards, self.text_column, self.label_column, classes, self._pad, mixed)
 
 
 def _files(key: str, pattern: str) -> Sequence[Path]:

@@ -14,7 +14,7 @@ SHOWN = 5
 """Bad samples that a message names; a file of the run has all."""
 
 
-class Finding(NamedTuple):
+class BadSampleAt(NamedTuple):
     """A bad sample and the split (train, val, test) that it is of."""
 
     split: str
@@ -39,7 +39,7 @@ class Quarantine:
     """
 
     def __init__(
-        self, limit: int | None = 0, announce: Callable[[Quarantine, list[Finding]], None] | None = None
+        self, limit: int | None = 0, announce: Callable[[Quarantine, list[BadSampleAt]], None] | None = None
     ) -> None:
         self.limit, self.announce = limit, announce
         self.found: dict[tuple[str, int], BadSample] = {}
@@ -68,14 +68,14 @@ class Quarantine:
         for sample in everywhere:  # a transient fault may have two reasons on two ranks: the first is kept
             if (split, sample.position) not in self.found:
                 self.found[split, sample.position] = sample
-                new.append(Finding(split, sample))
+                new.append(BadSampleAt(split, sample))
         if new and self.announce is not None:
             self.announce(self, new)
         self._check()
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[BadSampleAt]:
         """All bad samples, in the order in which they were found."""
-        return [Finding(split, sample) for (split, _), sample in self.found.items()]
+        return [BadSampleAt(split, sample) for (split, _), sample in self.found.items()]
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.fabric.loggers import Logger
 
 from trainer.engine.events import Counters, Listener
-from trainer.engine.quarantine import Finding, Quarantine
+from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.engine.step import StepResult
 from trainer.memory.monitor import Monitor
 from trainer.report.progress import Progress, warn
@@ -117,7 +117,7 @@ class LoggingListener(Listener):
 FILE = "quarantine.json"
 
 
-def report_bad_samples(quarantine: Quarantine, new: list[Finding], run_dir: str | None) -> None:
+def report_bad_samples(quarantine: Quarantine, new: list[BadSampleAt], run_dir: str | None) -> None:
     """Warn of each ``new`` finding, and write all findings to ``quarantine.json`` in ``run_dir``, if there is one.
 
     The file holds ``max_bad_samples`` and ``samples``: of each its split, its index there, its file or row, and why it

@@ -17,7 +17,7 @@ from trainer.data.workers import decide_workers
 from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, windows_of
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
-from trainer.engine.quarantine import Finding, Quarantine
+from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch
 from trainer.errors import EvaluationStopped, RecipeError, require
 from trainer.launching.world import World
@@ -50,7 +50,7 @@ class Session:
     def of(cls, recipe: Recipe, plan: Plan, fabric: Fabric, world: World, forecast: Forecast | None = None) -> Session:
         """Made when everything is imported, and nothing of the model is there. A collective."""
 
-        def announce(quarantine: Quarantine, new: list[Finding]) -> None:
+        def announce(quarantine: Quarantine, new: list[BadSampleAt]) -> None:
             if fabric.global_rank == 0:
                 report_bad_samples(quarantine, new, recipe.run.dir)
 

@@ -201,7 +201,7 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype | None 
             owner._parameters[leaf] = parameter
 
 
-class Part(NamedTuple):
+class Slice(NamedTuple):
     """What this rank holds of a tensor: its memory, and where it begins in the whole, along every dimension."""
 
     local: Tensor
@@ -212,12 +212,12 @@ class Part(NamedTuple):
         return tuple(slice(start, start + length) for start, length in zip(self.offset, self.local.shape, strict=True))
 
 
-def own_part(tensor: Tensor) -> Part:
+def own_part(tensor: Tensor) -> Slice:
     """This rank's part of ``tensor``: its shard, or all of a tensor that is not sharded."""
     if not isinstance(tensor, DTensor):
-        return Part(tensor, (0,) * tensor.ndim)
+        return Slice(tensor, (0,) * tensor.ndim)
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Part(tensor.to_local(), tuple(offset))
+    return Slice(tensor.to_local(), tuple(offset))
 
 
 @torch.no_grad()
@@ -281,7 +281,7 @@ def _require_equal(files: WeightFiles, stored: Stored, first: str, name: str, te
 
 
 def _pieces(
-    files: WeightFiles, stored: Stored, name: str, shape: torch.Size, part: Part
+    files: WeightFiles, stored: Stored, name: str, shape: torch.Size, part: Slice
 ) -> Iterator[tuple[Any, Tensor]]:
     """The values of ``part``, a few rows at a time: which rows of it, and the tensor."""
     if not part.local.numel():  # more ranks than rows
