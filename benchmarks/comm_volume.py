@@ -86,13 +86,12 @@ def recipe_of(settings: Mapping[str, Any]) -> Recipe:
 
 def predicted(settings: Mapping[str, Any], ranks: int) -> dict[str, float]:
     """Bytes that a rank sends in a step, by collective, as the planner traces them."""
-    from trainer.planner.network import Cluster
-    from trainer.planner.predict import scaled_here
+    from trainer.planner.predict import predict_here
     from trainer.planner.search import target_for
     from trainer.system.children import in_child
 
     recipe = recipe_of(settings)
-    call = partial(scaled_here, recipe, decide_plan(recipe, ranks), target_for("cpu"), Cluster(ranks, 1), [])
+    call = partial(predict_here, recipe, decide_plan(recipe, ranks), target_for("cpu"))
     return in_child(call)["traffic"]
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -30,7 +30,7 @@ os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", CUDA_VISI
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")  # as the command line does
 
-from chaos.forks import children, fork
+from chaos.forks import children, fork, in_forks
 from common import Record, table, workplace
 from hostile_cases import ANY, GOOD, OWN, RAN, REFUSED, SPOKEN, Case, cases, own, wrote
 
@@ -177,7 +177,7 @@ def prepared(folder: Path) -> Path:
     """The folder that every case gets a copy of."""
     base = folder / "base"
     base.mkdir()
-    _in_child(partial(_prepare, base), folder)
+    dict(in_forks([partial(_prepare, base)], 1))
     return base
 
 
@@ -212,16 +212,6 @@ def _bert(folder: Path) -> None:
     config = BertConfig(vocab_size=len(words), max_position_embeddings=64, **sizes)
     BertForSequenceClassification(config).save_pretrained(folder)
     fast.save_pretrained(folder)
-
-
-def _in_child(work: Callable[[], None], folder: Path) -> None:
-    def whole() -> int:
-        work()
-        return 0
-
-    output = folder / "base.txt"
-    if os.waitpid(fork(whole, output), 0)[1]:
-        raise RuntimeError(output.read_text())
 
 
 # ---------------------------------------------------------------------------------------------------------- one case

@@ -268,8 +268,7 @@ def main() -> None:
         for at, way in enumerate(ways):
             (folder / f"undisturbed-{at}").mkdir()
             jobs.append(partial(undisturbed, *way, folder / f"undisturbed-{at}"))
-        (folder / "results").mkdir()
-        found = dict(in_forks(jobs, folder / "results", wanted.at_once))
+        found = dict(in_forks(jobs, wanted.at_once))
         spans = {f"{launcher} {world}": found[at]["seconds"] for at, (launcher, world) in enumerate(ways)}
         reference = found[0]["digest"]
         different = [way for at, way in enumerate(ways) if found[at]["digest"] != reference]
@@ -279,8 +278,7 @@ def main() -> None:
         within = {way: seconds * wanted.share for way, seconds in spans.items()}
         trial = partial(try_one, kills=wanted.kills, victims=wanted.victims, spans=within, reference=reference)
         jobs = [partial(trial, number, folder=folder) for number in order]
-        (folder / "trials").mkdir()
-        for _, outcome in in_forks(jobs, folder / "trials", wanted.at_once):
+        for _, outcome in in_forks(jobs, wanted.at_once):
             outcomes.append(outcome)
             record.write(as_promised=sum(not one["deviations"] for one in outcomes), kills=outcomes)
             if outcome["deviations"]:

@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     cases = choose(TINY if arguments.tiny else CASES, arguments.only)
     if not cases:
         parser.error(f"--only {arguments.only}: no configuration has such a name")
-    on_cpu = {"gpu": asdict(gpu_named("h200")), "name": None, "cuda": None, "devices": 0, "driver": None}
+    on_cpu = {"gpu": asdict(gpu_named("h200")), "name": None, "devices": 0, "driver": None}
     found = on_cpu if arguments.accelerator == "cpu" else probe_gpu()
     if found is None:
         print("torch sees no CUDA device here: there is nothing to measure")

@@ -22,6 +22,8 @@ from recorded_run import read_recording
 import trainer
 from trainer.commands.measured_run import Trial, run_trial
 from trainer.errors import RecipeError
+from trainer.planner.gpus import gpu_of
+from trainer.system.machine import ask_for_gpus
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 
@@ -34,26 +36,14 @@ PREDICTING = 0.5
 LARGEST_TRACE = 300_000
 """Bytes of a compressed recording that is kept beside the results."""
 
-PROBE = """
-import dataclasses, json, torch
-from trainer.planner.gpus import detected_gpu
-gpu = detected_gpu()
-print(json.dumps(gpu and {
-    "gpu": dataclasses.asdict(gpu),
-    "name": torch.cuda.get_device_name(),
-    "cuda": torch.version.cuda,
-    "devices": torch.cuda.device_count(),
-}))
-"""
-
 
 def probe_gpu() -> dict[str, Any] | None:
-    """The GPU as the planner knows it, its name, driver and CUDA, found out by a process that has ended by then."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], env=_environment(), stdout=subprocess.PIPE, text=True, check=True
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found and {**found, "driver": _driver()}
+    """The GPU as the planner knows it, its name and driver, found out by a process that has ended by then."""
+    found = ask_for_gpus()
+    if not found:
+        return None
+    gpu = asdict(gpu_of(found[0]))
+    return {"gpu": gpu, "name": found[0]["name"], "devices": len(found), "driver": _driver()}
 
 
 def _driver() -> str | None:

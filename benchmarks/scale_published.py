@@ -24,7 +24,7 @@ from trainer.models.common import classification_loss
 from trainer.planner.gpus import gpu_named
 from trainer.planner.network import clusters, interconnects
 from trainer.planner.predict import prepared
-from trainer.planner.scale import Row, Scale, ScaleReport
+from trainer.planner.scale import Scale, ScaleReport, ScaleRow
 from trainer.planner.target import Target
 
 GIB = 2**30
@@ -83,7 +83,7 @@ def main() -> None:
     print(table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
 
 
-def compared(row: Row, report: ScaleReport) -> dict[str, Any]:
+def compared(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
     """A row beside what was published for as many GPUs."""
     assert row.found is not None
     speed, memory = PUBLISHED[row.cluster.devices]

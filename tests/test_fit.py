@@ -57,6 +57,7 @@ def test_the_run_directory_holds_what_was_promised(finished):
         "curves.png",
         "memory.png",
         "model",
+        "status.json",
         "summary.json",
     }
     content = json.loads((run_dir / "summary.json").read_text(), parse_constant=pytest.fail)

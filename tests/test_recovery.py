@@ -44,7 +44,12 @@ def run(hunger: dict, memory: dict, folder: str | None = None, optim: Optim = OP
     with open(folder / "run" / "metrics.csv", newline="") as file:
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
     summary = json.loads((folder / "run" / "summary.json").read_text())
-    return {"weights": load_file(folder / "run" / "model" / "model.safetensors"), "losses": losses, "summary": summary}
+    weights = load_file(folder / "run" / "model" / "model.safetensors")
+    return {"weights": weights, "losses": losses, "summary": summary, "status": status_in(folder)}
+
+
+def status_in(folder: Path) -> dict:
+    return json.loads((folder / "run" / "status.json").read_text())
 
 
 def error(a: dict, b: dict) -> float:
@@ -71,6 +76,7 @@ def require_recovered(disturbed: dict, undisturbed: dict, micro_batch_size: int,
     assert disturbed["summary"]["micro_batch_size"] == micro_batch_size
     assert disturbed["summary"]["recoveries"] == recoveries
     assert disturbed["summary"]["steps"] == 5
+    assert disturbed["status"]["cut"] == {"batch_size": 24, "micro_batch_size": micro_batch_size}
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -107,6 +113,8 @@ def test_a_resumed_run_keeps_to_the_smaller_micro_batches(tmp_path):
     again = run(hunger, {}, **options, run={"resume": "auto"})
     assert again["summary"]["micro_batch_size"] == 2  # which evaluations follow, too
     assert again["summary"]["recoveries"] == 0
+    assert again["status"]["cut"] == {"batch_size": 24, "micro_batch_size": 2}
+    assert (again["status"]["attempt"], again["status"]["status"]) == (2, "finished")
 
 
 @pytest.mark.parametrize("memory", [{}, {"strategy": "fsdp"}, {"cpu_offload": "optimizer"}], ids=str)
@@ -133,12 +141,14 @@ def test_a_later_epoch_of_larger_micro_batches_is_cut_though_the_first_cannot_be
     disturbed = run({"most": 3}, memory, str(tmp_path), accumulate=schedule)
     assert error(disturbed, undisturbed) <= 1e-12
     assert disturbed["summary"]["recoveries"] == 2  # 8, 4, 2
+    assert disturbed["status"]["cut"] is None  # each epoch has one of its own
 
 
 def test_a_micro_batch_of_one_sample_cannot_be_cut(tmp_path):
     with pytest.raises(OutOfMemory, match=r"out of memory in backward on rank 0.*try next: "):
         run({"most": 0, "phase": "backward"}, {}, str(tmp_path))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert (status_in(tmp_path)["status"], status_in(tmp_path)["attempt"]) == ("failed", 1)
 
 
 def test_weights_that_are_updated_in_backward_cannot_be_taken_back(tmp_path):

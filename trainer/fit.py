@@ -24,10 +24,7 @@ from trainer.recipe import Recipe
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress, warn
 from trainer.report.summary import Summary
-from trainer.run.directory import (
-    report_text,
-    written_to,
-)
+from trainer.run.directory import report_text, status_kept, written_to
 from trainer.run.forecast import first_here
 from trainer.run.opening import evaluation_session, training_session
 from trainer.run.resume import Resumption
@@ -70,6 +67,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         if notice := on_first(session.fabric, lock.acquire):
             progress.notice(notice)
         resumption = Resumption(session, run_dir, progress)
+        closing.enter_context(status_kept(session))
         return Training(session, run_dir, source, progress, resumption).run()
 
 

@@ -115,27 +115,24 @@ def _try_all(names: Sequence[str], asked: int, at_once: int, folder: Path) -> di
     planned = [(name, number) for name in names for number in range(FAULTS[name].trials(asked))]
     shapes = {(name, number): FAULTS[name].shape(number, FAULTS[name].trials(asked)) for name, number in planned}
     wanted = list(dict.fromkeys((shapes[name, number], FAULTS[name].poisoned) for name, number in planned))
-    made = _in_order(
-        [partial(_reference, *key, folder, 20 * at) for at, key in enumerate(wanted)], folder / "undisturbed", at_once
-    )
+    made = _in_order([partial(_reference, *key, folder, 20 * at) for at, key in enumerate(wanted)], at_once)
     references = dict(zip(wanted, made, strict=True))
     jobs = []
     for at, (name, number) in enumerate(planned):
         shape = shapes[name, number]
         reference = references[shape, FAULTS[name].poisoned]
         jobs.append(partial(_one, name, Trial(name, number, shape, reference, folder, 20 * at)))
-    found = _in_order(jobs, folder / "results", at_once, [f"{name} {number}" for name, number in planned])
+    found = _in_order(jobs, at_once, [f"{name} {number}" for name, number in planned])
     outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
     for (name, _), outcome in zip(planned, found, strict=True):
         outcomes[name].append(Outcome(**outcome))
     return outcomes
 
 
-def _in_order(jobs: Sequence[Any], folder: Path, at_once: int, names: Sequence[str] = ()) -> list[Any]:
+def _in_order(jobs: Sequence[Any], at_once: int, names: Sequence[str] = ()) -> list[Any]:
     """The results of ``jobs``; of those with names, what deviates is printed as it comes."""
-    folder.mkdir()
     found: dict[int, Any] = {}
-    for number, result in in_forks(jobs, folder, at_once):
+    for number, result in in_forks(jobs, at_once):
         found[number] = result
         if names and result["deviations"]:
             print(f"{names[number]} ({result['what']}): {'; '.join(result['deviations'])}", flush=True)

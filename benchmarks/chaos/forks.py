@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import json
+import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.system.children import in_children
 from trainer.system.processes import end_with_parent
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -51,41 +51,18 @@ def fork(work: Callable[[], int], output: Path) -> int:
         os._exit(code)
 
 
-def in_forks(jobs: Sequence[Callable[[], Any]], folder: Path, at_once: int) -> Iterator[tuple[int, Any]]:
-    """Do ``jobs`` in processes of their own, some at once; yield the number of each and its result, as they end.
-
-    Args:
-        jobs: each returns what JSON can hold.
-        folder: for results and what is printed.
-        at_once: processes at most.
-
-    Raises:
-        RuntimeError: when a job ended without a result: with what it printed.
-    """
-    waiting, running = list(enumerate(jobs)), dict[int, int]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                number, job = waiting.pop(0)
-                result = folder / f"{number}.json"
-                running[fork(partial(_work, job, result), folder / f"{number}.txt")] = number
-            pid, _ = os.wait()
-            number = running.pop(pid)
-            result = folder / f"{number}.json"
-            if not result.exists():
-                raise RuntimeError(f"a trial broke:\n{(folder / f'{number}.txt').read_text()}")
-            yield number, json.loads(result.read_text())
-    finally:
-        for pid in running:  # what they have started ends with them
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+def in_forks(jobs: Sequence[Callable[[], Any]], at_once: int) -> Iterator[tuple[int, Any]]:
+    """``in_children`` for jobs that start runs: what these leave behind is the job's, and one that breaks ends all."""
+    for number, result in in_children([partial(_starting_runs, job) for job in jobs], at_once, sees_gpu=True):
+        if isinstance(result, Exception):
+            raise result
+        yield number, result
 
 
-def _work(job: Callable[[], Any], result: Path) -> int:
+def _starting_runs(job: Callable[[], Any]) -> Any:
+    multiprocessing.current_process().daemon = False  # what is forked from here may start processes, too
     adopt_orphans()
-    answer = json.dumps(job())
-    result.write_text(answer)
-    return 0
+    return job()
 
 
 def adopt_orphans() -> None:

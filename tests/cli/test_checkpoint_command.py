@@ -128,7 +128,8 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_no_fault(copied, capsys,
             os.rename(path, path.with_name(f".{path.name}.0123.gone"))
         return read_manifest(path)
 
-    monkeypatch.setattr("trainer.commands.checkpoint.read_manifest", read_late)
+    for reader in ("trainer.commands.checkpoint", "trainer.checkpoint.manifest"):
+        monkeypatch.setattr(f"{reader}.read_manifest", read_late)
     list_checkpoints([newest, oldest])
     assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [str(newest)]
     os.rename(oldest.with_name(f".{oldest.name}.0123.gone"), oldest)
@@ -139,11 +140,11 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_no_fault(copied, capsys,
 def test_one_that_goes_while_its_files_are_read_is_no_fault_either(copied, capsys, monkeypatch):
     (path, _) = find(copied)
 
-    def verify_late(folder, manifest):
+    def verify_late(folder, manifest, names):
         os.rename(folder, folder.with_name(f".{folder.name}.0123.gone"))
-        verify_files(folder, manifest)
+        verify_files(folder, manifest, names)
 
-    monkeypatch.setattr("trainer.commands.checkpoint.verify_files", verify_late)
+    monkeypatch.setattr("trainer.checkpoint.manifest.verify_files", verify_late)
     verify_checkpoints([path], {})
     assert "removed by its run meanwhile" in capsys.readouterr().out
 

@@ -19,7 +19,7 @@ from cli.supervised import Supervised
 
 from trainer.errors import RecipeError
 from trainer.supervise import attempt as memory
-from trainer.supervise.attempt import Attempt, Ending, known_sizes, ran_out_of_memory
+from trainer.supervise.attempt import Attempt, Ending, attempts, known_cut, ran_out_of_memory
 from trainer.supervise.command import fit_command, split
 from trainer.supervise.supervisor import Policy, Restart, Stop
 
@@ -168,6 +168,9 @@ def test_an_attempt_tells_its_first_error_and_passes_on_what_it_says(capfd):
 
 def test_without_an_error_of_the_trainer_the_last_words_are_told(capfd):
     assert ended(started("1 / 0")) == Ending(1, "ZeroDivisionError: division by zero")
+    echo = "print('trainer: error: another rank ended; its message says why', file=sys.stderr)"
+    assert ended(started(f"import sys; {echo}; 1 / 0")).cause == "ZeroDivisionError: division by zero"
+    assert ended(started(f"import sys; {echo}; sys.exit('and no word more')")).cause.startswith("another rank ended")
     killed = ended(started("import os; os.write(2, b'step 7/20\\n'); os.kill(os.getpid(), 9)"))
     assert (killed.code, killed.exit_code, killed.describe()) == (-9, 137, "killed by SIGKILL")
 
@@ -181,18 +184,18 @@ def test_no_process_of_an_attempt_outlives_it(capfd):
     assert not status.exists() or "State:\tZ" in status.read_text()
 
 
-def test_sizes_are_those_of_the_plan_or_of_the_last_recovery(capfd, tmp_path):
-    plan = "plan: batch 64 = 2 ranks × 2 micro-batches of 16, ddp, 32-true on CPU"
-    smaller = "out of memory in forward on rank 1: from here on in micro-batches of at most 8"
-    attempt = started(f"import sys; print({plan!r}, {smaller!r}, sep='\\n', file=sys.stderr)")
-    ended(attempt)
-    found = known_sizes(tmp_path, attempt, since=0.0)
-    assert (found.batch, found.micro_batch) == (64, 8)
-    (tmp_path / "summary.json").write_text('{"batch_size": 64, "micro_batch_size": 4}')
-    assert known_sizes(tmp_path, attempt, since=0.0).micro_batch == 4
-    assert known_sizes(tmp_path, attempt, since=time.time() + 60).micro_batch == 8
-    (tmp_path / "recipe.yaml").write_text("seed: 0\naccumulate: {0: 8, 4: 2}\n")
-    assert known_sizes(tmp_path, attempt, since=0.0) is None
+def test_the_cut_is_what_this_attempt_has_written_last(tmp_path):
+    assert (attempts(tmp_path), known_cut(tmp_path, before=0)) == (0, None)
+    status = {"cut": {"batch_size": 64, "micro_batch_size": 8}, "attempt": 2}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    assert attempts(tmp_path) == 2
+    assert known_cut(tmp_path, before=1) == (64, 8)
+    assert known_cut(tmp_path, before=2) is None  # the attempt has ended before it wrote any
+    for unknown in (None, [64, 8], {}, {"batch_size": 64, "micro_batch_size": "8"}):
+        (tmp_path / "status.json").write_text(json.dumps(status | {"cut": unknown}))
+        assert known_cut(tmp_path, before=1) is None
+    (tmp_path / "status.json").write_text("[" * 100_000)
+    assert known_cut(tmp_path, before=0) is None
 
 
 @pytest.mark.parametrize(
@@ -236,6 +239,9 @@ def test_a_killed_run_is_finished_by_the_next_attempt(supervise):
     assert "resuming from" in run.text
     assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 20
     assert run.journal["status"] == "finished"
+    status = json.loads((run.run_dir / "status.json").read_text())
+    assert status.pop("plan").startswith("batch 24 = 1 rank × 2 micro-batches of 12")
+    assert status == {"cut": {"batch_size": 24, "micro_batch_size": 12}, "attempt": 2, "status": "finished"}
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -18,11 +17,12 @@ from traced import Own, own_recipe
 
 from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
-from trainer.planner import target as machine
+from trainer.planner import target
 from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import predict
 from trainer.system.children import Child, Failed, in_child, in_children
+from trainer.system.machine import FACTS
 
 
 def refuse() -> None:
@@ -81,11 +81,13 @@ def test_a_new_process_can_use_cuda_whatever_this_one_has_done(monkeypatch: Any)
 
 def test_a_gpu_that_no_fork_can_use_is_asked_for_by_a_new_process(monkeypatch: Any) -> None:
     card = gpu_named("h200")
-    monkeypatch.setattr(machine, "ASK", f"print({json.dumps(json.dumps(dataclasses.asdict(card)))})")
-    assert machine.gpu_here() is None  # nothing to ask for
+    said = json.dumps([{**dict.fromkeys(FACTS), "name": card.reported, "total_memory": card.memory}])
+    code = f"print({said!r})".replace("{", "{{").replace("}", "}}")  # it is formatted
+    monkeypatch.setattr("trainer.system.machine.ASK", code)
+    assert target.gpu_here() is None  # nothing to ask for
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(machine, "detected_gpu", lambda: None)  # what CUDA says in such a fork
-    assert machine.gpu_here() == card
+    monkeypatch.setattr(target, "seen_gpus", list)  # what CUDA says in such a fork
+    assert target.gpu_here() == card
 
 
 def test_a_killed_process_is_reported() -> None:
@@ -152,7 +154,7 @@ def test_a_model_of_ones_own_is_predicted() -> None:
     assert prediction.phases[prediction.peak_phase]["allocated"] == prediction.allocated
     assert prediction.largest[0][-1] == max(size for *_, size in prediction.largest)
     assert max(prediction.timeline["reserved"]) == prediction.reserved  # type: ignore[index]
-    assert prediction.step_ms > prediction.times["step_phase_ms"] > 0
+    assert prediction.cost.step_ms > prediction.cost.update_ms > 0
 
 
 def in_eight_ranks() -> int:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from trainer.errors import RecipeError
-from trainer.planner.gpus import ALIASES, GIB, GPUS, MIB, detected_gpu, gpu_named, nccl_bytes, usable_memory
+from trainer.planner.gpus import ALIASES, GIB, GPUS, MIB, gpu_named, gpu_of, nccl_bytes, usable_memory
+from trainer.system.machine import seen_gpus
 
 
 @pytest.mark.parametrize(
@@ -122,14 +123,14 @@ def test_the_table_loads_no_torch() -> None:
 
 def detect(monkeypatch: pytest.MonkeyPatch, **properties: Any) -> Any:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
-    return detected_gpu()
+    return gpu_of(seen_gpus()[0])
 
 
 def test_no_card_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert detected_gpu() is None
+    assert seen_gpus() == []
 
 
 def test_a_known_card_has_the_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from trainer import PlanReport, plan
 from trainer.cli import run
-from trainer.commands.plan import FLAGS, SWITCHES, fit_command
+from trainer.commands.plan import FLAGS, SWITCHES, chosen_command
 from trainer.commands.recipes import load_recipe
 from trainer.planner.gpus import GPUS
 from trainer.planner.report import Candidate
@@ -192,7 +192,7 @@ def test_flags_that_were_given_stay_unless_the_plan_has_decided_them():
     passed = [("memory.micro_batch_size", "auto"), ("run.dir", "a folder"), ("run.devices", "4"), ("epochs", "1")]
     passed += [("data.url", "https://me:pass@host/x"), ("data.token", "abc")]
     report = report_of({"memory.micro_batch_size": 8, "memory.activation_offload": True}, recipe, 8, 2)
-    assert fit_command("my recipe.py", passed, recipe, report) == [
+    assert chosen_command("my recipe.py", passed, recipe, report) == [
         "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m trainer fit "
         "'my recipe.py'",
         "--run.dir 'a folder'",

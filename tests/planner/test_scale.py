@@ -15,8 +15,8 @@ from trainer.memory.plan import decide_plan
 from trainer.planner.cost import StepCost
 from trainer.planner.events import Trace
 from trainer.planner.network import Cluster, clusters, interconnects, strategies
-from trainer.planner.predict import Scaled, cost_of, traffic_of
-from trainer.planner.scale import Row, Scale, ScaleReport, best_of, guess, size_of
+from trainer.planner.predict import Prediction, cost_of, predict, traffic_of
+from trainer.planner.scale import Scale, ScaleReport, ScaleRow, best_of, guess, size_of
 from trainer.planner.scale_text import fastest, refused, table, to_json, verdict
 from trainer.recipe import Memory
 
@@ -113,7 +113,7 @@ def test_time_grows_with_the_latency_and_falls_with_the_bandwidth(runs: dict[str
         costs = [cost_of(runs[name], TARGET, Cluster(16, 2), fabric) for fabric in interconnects(names, TARGET.gpu)]
         steps = [cost.step_ms for cost in costs]
         assert steps == sorted(steps, reverse=True)
-        assert len({cost.compute_ms for cost in costs}) == 1
+        assert len({cost.alone_ms for cost in costs}) == 1
         assert all(0 <= cost.exposed_ms <= cost.communication_ms for cost in costs)
 
 
@@ -138,6 +138,15 @@ def test_sharding_divides_the_memory_that_does_not_grow_with_samples(report: Sca
     assert set(found) == {("single", 1), ("fsdp", 16), ("fsdp*", 16), ("hsdp", 16)}
     constant = {key: one.allocated - one.growing for key, one in found.items()}
     assert constant["fsdp", 16] < constant["hsdp", 16] < 0.5 * constant["single", 1]  # hsdp divides by 8 only
+
+
+def test_a_single_plan_and_the_table_say_the_same_of_the_same_step(report: ScaleReport) -> None:
+    alone = report.rows[0]
+    assert alone.plan is not None
+    assert alone.found is not None
+    single = predict(own_recipe(Memory(micro_batch_size=8)), alone.plan, TARGET)
+    assert [single.cost, single.cost] == list(alone.found.costs.values())
+    assert (single.allocated, single.reserved, single.traffic) == (alone.found.allocated, alone.found.reserved, {})
 
 
 def test_devices_without_samples_are_refused_with_the_batch_that_it_takes(report: ScaleReport) -> None:
@@ -170,21 +179,14 @@ def test_the_table_has_a_line_for_each_row_and_json_all_of_it(report: ScaleRepor
 # ----------------------------------------------------------------------------------------------------- without traces
 
 
-def row_of(devices: int, strategy: str, gigabytes: float, slow: float, fast: float, nodes: int = 1) -> Row:
-    found = Scaled(
-        int(gigabytes * 1e9),
-        int(gigabytes * 1e9),
-        0,
-        int(0.5e9),
-        {},
-        0.0,
-        {"10gbe": StepCost(slow, 1, 1), "8x-ib-ndr": StepCost(fast, 1, 1)},
-        [],
-    )
-    return Row(Cluster(devices, nodes), strategy, {}, 64, None, found, int(10e9))
+def row_of(devices: int, strategy: str, gigabytes: float, slow: float, fast: float, nodes: int = 1) -> ScaleRow:
+    costs = {name: StepCost(step, 1, 0, 1, 0, 0, 1, 0) for name, step in (("10gbe", slow), ("8x-ib-ndr", fast))}
+    size = int(gigabytes * 1e9)
+    found = Prediction(size, size, 0, {}, {"activations": int(0.5e9)}, [], "forward", costs, {}, 0.0)
+    return ScaleRow(Cluster(devices, nodes), strategy, {}, 64, None, found, int(10e9))
 
 
-def report_of(*rows: Row) -> ScaleReport:
+def report_of(*rows: ScaleRow) -> ScaleReport:
     return ScaleReport(recipe_of("vit"), TARGET, [SLOW, FAST], list(rows), [], 0.0)
 
 
@@ -213,11 +215,12 @@ def test_of_equal_strategies_the_first_is_taken() -> None:
     assert fastest(rows, "10gbe") is rows[0]
 
 
-def sized(size: int, gigabytes: float, growing: float) -> Row:
+def sized(size: int, gigabytes: float, growing: float) -> ScaleRow:
     row = row_of(1, "single", gigabytes, 1, 1)
     assert row.found is not None
     plan = decide_plan(recipe_of("vit", Memory(micro_batch_size=size), batch_size=64), 1)
-    return dataclasses.replace(row, plan=plan, found=dataclasses.replace(row.found, growing=int(growing * 1e9)))
+    found = dataclasses.replace(row.found, categories={"activations": int(growing * 1e9)})
+    return dataclasses.replace(row, plan=plan, found=found)
 
 
 def test_a_micro_batch_is_guessed_from_what_grows() -> None:

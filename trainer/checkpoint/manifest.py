@@ -200,6 +200,18 @@ def _require_sizes(folder: Path, manifest: Manifest) -> None:
         raise CorruptCheckpoint(f"{folder / others[0]} is not a file of this checkpoint: remove it")
 
 
+def fault_of(folder: Path, share: int = 0, shares: int = 1) -> CorruptCheckpoint | None:
+    """What is wrong with a checkpoint, if anything, as far as its manifest and this share of its files tell."""
+    try:
+        manifest = read_manifest(folder)
+        verify_files(folder, manifest, sorted(manifest.files)[share::shares])
+    except CorruptCheckpoint as error:
+        return error
+    except OSError as error:  # its folder went while its files were listed
+        return CorruptCheckpoint(f"{error.filename or folder} cannot be read: {error.strerror}")
+    return None
+
+
 def verify_files(folder: Path, manifest: Manifest, names: Sequence[str] | None = None) -> None:
     """Check the hashes of the files ``names`` (by default of all).
 

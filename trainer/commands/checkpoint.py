@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
-from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest, verify_files
+from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest, fault_of, read_manifest
 from trainer.checkpoint.seal import require_sealed, require_sealed_text
 from trainer.errors import require
 from trainer.system.text import escaped
@@ -116,7 +116,7 @@ def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[P
     """
     corrupt = 0
     for path in paths:
-        problem = _problem(path)
+        problem = fault_of(path)
         if problem is not None and _is_gone(path):
             print(f"{path}  removed by its run meanwhile")
             continue
@@ -133,17 +133,6 @@ def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[P
         raise CorruptCheckpoint(f"{corrupt} of {len(paths)} checkpoint(s) are corrupt")
     if damaged:
         raise CorruptCheckpoint(f"{damaged} of {len(results)} results of the run are not what it has written")
-
-
-def _problem(path: Path) -> str | None:
-    """What is wrong with the checkpoint, if anything."""
-    try:
-        verify_files(path, read_manifest(path))
-    except CorruptCheckpoint as error:
-        return str(error)
-    except OSError as error:  # its folder went while its files were listed
-        return f"{error.filename or path} cannot be read: {error.strerror}"
-    return None
 
 
 def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool = False) -> None:
@@ -177,7 +166,7 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
 
 def _first_valid(paths: Sequence[Path]) -> Path:
     for path in paths:
-        problem = _problem(path)
+        problem = fault_of(path)
         if problem is None:
             return path
         if not _is_gone(path):

@@ -13,35 +13,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import trainer
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError
 from trainer.system.files import open_own
-from trainer.system.processes import own_code, own_command
+from trainer.system.machine import ask_for_gpus
+from trainer.system.processes import own_command
 from trainer.system.redact import redact, redact_words
+from trainer.system.text import GB
+from trainer.system.watched import Watched, reason_in
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 
-PROBE = """
-import json, torch
-cuda = torch.cuda.is_available()
-properties = torch.cuda.get_device_properties(0) if cuda else None
-print(json.dumps({
-    "accelerator": "cuda" if cuda else "cpu",
-    "devices": torch.cuda.device_count() if cuda else 1,
-    "device": properties.name if cuda else "CPU",
-    "device_memory_gb": round(properties.total_memory / 1e9, 2) if cuda else None,
-}))
-"""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|Cannot allocate memory|can't allocate memory|bad_alloc", re.I
 )
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """For runs on a CPU: glibc keeps freed tensors, and resident memory would show the largest of everything so far."""
-OTHER_RANK = "another rank ended"
 GRACE_SECONDS = 10.0
 """How long an interrupted run may take to write its summary."""
 
@@ -112,10 +104,11 @@ def _anywhere(word: str) -> str:
 
 def probe_machine() -> dict[str, Any]:
     """The accelerator (cpu or cuda), its devices and memory, found out by a process that has ended by then."""
-    done = subprocess.run(own_code(PROBE), capture_output=True, text=True, env=_environment(), check=False)
-    if done.returncode != 0:
-        raise RunError(f"torch does not start: {_reason(done.stderr) or f'exit code {done.returncode}'}")
-    return json.loads(done.stdout.splitlines()[-1])
+    found = ask_for_gpus()
+    if not found:
+        return {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
+    memory = round(found[0]["total_memory"] / GB, 2)
+    return {"accelerator": "cuda", "devices": len(found), "device": found[0]["name"], "device_memory_gb": memory}
 
 
 def run_trial(
@@ -171,33 +164,19 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
 
 
-def _run(command: list[str], output: Any, seconds: float | None, environment: Mapping[str, str]) -> int | None:
+def _run(command: list[str], output: TextIO, seconds: float | None, environment: Mapping[str, str]) -> int | None:
     """The exit code of ``command``, or ``None`` if it took too long. No process of it is left behind."""
-    # A session of its own: so all ranks that it starts can be ended together, whatever state they are in.
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
-    )
+    watched = Watched(command, environment, output, output)
     try:
-        return process.wait(seconds)
+        return watched.process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
     finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Interrupt the process if it still runs, give it time to write its summary, and end whatever is left of it."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(GRACE_SECONDS)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.kill()
-            process.wait()
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # nobody is left (macOS says the latter)
-        return
+        if watched.process.poll() is None:
+            watched.process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # time to write its summary
+                watched.process.wait(GRACE_SECONDS)
+        watched.kill()
 
 
 def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, str | None]:
@@ -205,7 +184,7 @@ def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, s
         return "finished", None
     if code is None:
         return "too slow", f"not finished after {seconds:g} s"
-    said = _reason(text)
+    said = reason_in(text)
     if code == 2:
         return "refused", said
     if OUT_OF_MEMORY.search(text):
@@ -215,17 +194,6 @@ def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, s
         name = signal.Signals(-code).name
         return "killed", f"ended by {name}" + (": did host memory run out?" if name == "SIGKILL" else "")
     return "failed", said or f"exit code {code}"
-
-
-def _reason(text: str) -> str | None:
-    """The line of a log that says why: our own error of one line, or the end of the first traceback."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    own = [line.split("trainer: error: ", 1)[1] for line in lines if "trainer: error: " in line]
-    own.sort(key=lambda line: OTHER_RANK in line)  # the rank that knows why speaks first
-    if own and OTHER_RANK not in own[0]:
-        return own[0]
-    raised = [line for line in lines if re.match(r"^(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)]
-    return next(iter(raised or own or lines[-1:]), None)
 
 
 def _plan(text: str) -> str | None:

@@ -7,9 +7,8 @@ import json
 import os
 import shlex
 import sys
-import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.redact import redact, redact_value
-from trainer.system.text import escaped
+from trainer.system.text import escaped, wrapped
 
 if TYPE_CHECKING:
     from trainer.planner.report import PlanReport
@@ -47,7 +46,7 @@ def plan(argv: list[str]) -> None:
 
 
 def plan_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None]]) -> None:
-    """Plan ``recipe``, print the answer and write it.
+    """Plan ``recipe`` for one number of devices, or make a table of several; print the answer and write it.
 
     Args:
         recipe: with all flags applied.
@@ -63,22 +62,21 @@ def plan_command(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str 
     as_json = ("json", None) in flags
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     require(not launched, "trainer plan needs no ranks: start it without a launcher, and say --devices")
-    if wants_table(own):
-        scale_command(recipe, reference, own, as_json)
-        return
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        report, content = _planned(recipe, reference, own, passed)
+        if wants_table(own):
+            content, missing = _scaled(recipe, reference, own)
+        else:
+            content, missing = _planned(recipe, reference, own, passed)
     if as_json:
         print(json.dumps(content, indent=1))
-    if report.chosen is None:
-        missing = next(line for line in reversed(report.explanations) if line.startswith(("nothing", "no comb")))
+    if missing:
         raise RunError(missing)
 
 
 def _planned(
     recipe: Recipe, reference: str, own: dict[str, str], passed: list[tuple[str, str | None]]
-) -> tuple[PlanReport, dict[str, Any]]:
-    """Search, print for a person, and write the files."""
+) -> tuple[dict[str, Any], str]:
+    """Search, print for a person, and write the files: what ``plan.json`` holds, and what is missing for a plan."""
     devices = count("devices", own["devices"]) if "devices" in own else None
     nodes, lossy = count("nodes", own.get("nodes", "1")), yes_or_no("lossy", own.get("lossy", "false"))
     gpu = own.get("gpu")
@@ -89,16 +87,22 @@ def _planned(
 
     search = search_for(recipe, gpu, devices, nodes)
     out = new_folder("plan", own.get("out"), reference)
-    parameters = _announce(search)
-    report = _with_progress(search, lossy)
-    command = fit_command(reference, passed, recipe, report)
-    content = redact_value(_content(reference, parameters, report, command))
+    total, trained = _announce(search)
+    with _progress(recipe) as progress:
+        # The batch is the same in all of them, and has been said.
+        search.progress = lambda done, total, text: progress(done, total, text.partition(" × ")[2])
+        report = search.run(lossy)
+    command = chosen_command(reference, passed, recipe, report)
+    content = {"parameters": total, "trained_parameters": trained, **report.to_json()}
     print(redact(f"\n{table(report)}\n\n{why(report)}"))
     if command:
         print(f"\nthe chosen plan:\n{pasteable(command)}")
-    _write(out, reference, report, content)
+    content = _write(out / "plan.json", reference, content | {"command": " ".join(command) or None})
+    _draw(out, reference, report)
     print(f"\nfiles: {escaped(out)}: plan.json, plan.png")
-    return report, content
+    if report.chosen is not None:
+        return content, ""
+    return content, next(line for line in reversed(report.explanations) if line.startswith(("nothing", "no comb")))
 
 
 def _announce(search: Search) -> tuple[int, int]:
@@ -118,21 +122,30 @@ def _announce(search: Search) -> tuple[int, int]:
     return total, trained
 
 
-def _with_progress(search: Search, lossy: bool) -> PlanReport:
-    """Run the search, with a bar on a terminal and lines elsewhere."""
+@contextlib.contextmanager
+def _progress(recipe: Recipe) -> Iterator[Callable[[int, int, str], None]]:
+    """What to tell of each prediction: a bar on a terminal, lines elsewhere."""
     from trainer.report.progress import Progress
 
-    progress = Progress(search.recipe.run.progress)
+    progress = Progress(recipe.run.progress)
     progress.start(0)
-    # The batch is the same in all of them, and has been said.
-    search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
     try:
-        return search.run(lossy)
+        yield progress.count
     finally:
         progress.close()
 
 
-def fit_command(
+def _write(path: Path, reference: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Write what was found; what the file then holds."""
+    from trainer.report.summary import versions
+
+    date = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    content: dict[str, Any] = redact_value({"recipe": reference, "date": date, **found, "versions": versions()})
+    write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return content
+
+
+def chosen_command(
     reference: str, passed: Sequence[tuple[str, str | None]], recipe: Recipe, report: PlanReport
 ) -> list[str]:
     """The command that trains the chosen plan, with the flags that were given; what belongs together is one word.
@@ -158,23 +171,7 @@ def fit_command(
     return [start, *(f"--{name} {shlex.quote(redact_value(text, name))}" for name, text in [*kept, *decided])]
 
 
-def _content(reference: str, parameters: tuple[int, int], report: PlanReport, command: Sequence[str]) -> dict[str, Any]:
-    """What ``plan.json`` holds."""
-    from trainer.report.summary import versions
-
-    return {
-        "recipe": reference,
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "parameters": parameters[0],
-        "trained_parameters": parameters[1],
-        **report.to_json(),
-        "command": " ".join(command) or None,
-        "versions": versions(),
-    }
-
-
-def _write(out: Path, reference: str, report: PlanReport, content: dict[str, Any]) -> None:
-    write_atomic(out / "plan.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+def _draw(out: Path, reference: str, report: PlanReport) -> None:
     drawn = report.drawn
     if drawn is None or drawn.prediction is None or drawn.prediction.timeline is None:
         return
@@ -184,11 +181,6 @@ def _write(out: Path, reference: str, report: PlanReport, content: dict[str, Any
     name = Path(reference).stem
     title = f"{name} on {report.devices} × {report.device}, predicted{verdict}\n{drawn.plan}"
     plot_plan(drawn.prediction.timeline, report.budget, title, out / "plan.png")
-
-
-# ``trainer plan --devices 1,2,4,8,64``: memory, communication and time on each, for every strategy, as a table.
-
-WIDTH = 112
 
 
 def wants_table(own: dict[str, str]) -> bool:
@@ -202,29 +194,9 @@ def counts(name: str, text: str) -> list[int]:
     return [count(name, part.strip()) for part in text.split(",")]
 
 
-def scale_command(recipe: Recipe, reference: str, own: dict[str, str], as_json: bool) -> None:
-    """Simulate ``recipe`` on each number of devices, print the table and write it.
-
-    Args:
-        recipe: with all flags applied.
-        reference: what names the recipe to ``trainer fit``.
-        own: the flags of ``trainer plan`` that were given.
-        as_json: print what ``scale.json`` holds, and nothing else, on stdout.
-
-    Raises:
-        RecipeError: for a flag that cannot work, or a recipe that cannot.
-        RunError: when nothing fits; the table is printed and written all the same.
-    """
+def _scaled(recipe: Recipe, reference: str, own: dict[str, str]) -> tuple[dict[str, Any], str]:
+    """Simulate each number of devices, print the table and write it: what ``scale.json`` holds, and what is missing."""
     require("lossy" not in own, "--lossy searches for one number of devices: leave it out, or name one number")
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        content = _scaled(recipe, reference, own)
-    if as_json:
-        print(json.dumps(content, indent=1))
-    if not any(row["fits"] for row in content["rows"]):
-        raise RunError("nothing fits on any of these numbers of devices: shard over more, or plan one of them")
-
-
-def _scaled(recipe: Recipe, reference: str, own: dict[str, str]) -> dict[str, Any]:
     from trainer.planner.network import USUAL, clusters, interconnects
     from trainer.planner.predict import prepared
     from trainer.planner.scale import Scale
@@ -236,31 +208,17 @@ def _scaled(recipe: Recipe, reference: str, own: dict[str, str]) -> dict[str, An
     per_node = count("per-node", own["per-node"]) if "per-node" in own else None
     sizes = clusters(devices, nodes, per_node)
     target = target_for(own.get("gpu"))
-    fabrics = interconnects(own.get("interconnect", USUAL), target.gpu)
-    scale = Scale(prepared(recipe), target, sizes, fabrics)
+    networks = interconnects(own.get("interconnect", USUAL), target.gpu)
+    scale = Scale(prepared(recipe), target, sizes, networks)
     out = new_folder("scale", own.get("out"), reference)
-    report = _scaled_with_progress(scale)
-    from trainer.report.summary import versions
-
-    date = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    content = redact_value({"recipe": reference, "date": date, **to_json(report), "versions": versions()})
+    with _progress(recipe) as scale.progress:
+        report = scale.run()
     _print(report, type(recipe.model).__name__)
-    write_atomic(out / "scale.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    content = _write(out / "scale.json", reference, to_json(report))
     print(f"\nfiles: {escaped(out)}: scale.json")
-    return content
-
-
-def _scaled_with_progress(scale: Any) -> Any:
-    """Run it, with a bar on a terminal and lines elsewhere."""
-    from trainer.report.progress import Progress
-
-    progress = Progress(scale.recipe.run.progress)
-    progress.start(0)
-    scale.progress = progress.count
-    try:
-        return scale.run()
-    finally:
-        progress.close()
+    if any(row["fits"] for row in content["rows"]):
+        return content, ""
+    return content, "nothing fits on any of these numbers of devices: shard over more, or plan one of them"
 
 
 def _print(report: Any, model: str) -> None:
@@ -268,13 +226,9 @@ def _print(report: Any, model: str) -> None:
 
     labels = [("model", model), *heading(report)]
     width = max(len(label) for label, _ in labels)
-    print("\n".join(_wrapped(f"{label:<{width}}  {text}", " " * (width + 2)) for label, text in labels))
+    print("\n".join(wrapped(f"{label:<{width}}  {text}", " " * (width + 2)) for label, text in labels))
     print(f"\n{table(report)}\n")
-    lines = [verdict(report, fabric.name) for fabric in report.fabrics]
+    lines = [verdict(report, network.name) for network in report.networks]
     lines += [f"not simulated: {line}" for line in refused(report)]
     lines += [f"assumed: {line}" for line in ASSUMED] + [f"note: {line}" for line in report.notes]
-    print("\n".join(_wrapped(f"- {redact(line)}", "  ") for line in lines))
-
-
-def _wrapped(line: str, indent: str) -> str:
-    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    print("\n".join(wrapped(f"- {redact(line)}", "  ") for line in lines))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -16,7 +15,7 @@ from trainer.commands import TRUST
 from trainer.errors import NothingNamed, RecipeError, require, text_of
 from trainer.recipe import Recipe
 from trainer.settings import change, did_you_mean, dump_recipe, settings_of
-from trainer.system.files import make_folder
+from trainer.system.files import default_folder, make_folder
 from trainer.system.redact import refuse_redacted
 
 if TYPE_CHECKING:
@@ -274,8 +273,7 @@ def new_folder(command: str, wanted: str | None, reference: str) -> Path:
         wanted: the value of ``--out``, if it was given.
         reference: names the recipe.
     """
-    name = f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    out = Path(wanted or f"runs/{Path(reference).stem}/{name}").absolute()
+    out = Path(wanted or default_folder(reference, f"{command}-")).absolute()
     make_folder("--out", out)
     require(not (out / f"{command}.json").exists(), f"--out={out} already holds a {command}: choose another folder")
     return out

@@ -390,8 +390,6 @@ def _require_room(path: Path) -> None:
     except (BadZipFile, ValueError, OSError):  # told by who reads it
         return
     free = available_bytes()
-    if free is None:
-        return
     text = f"data.root: {path} comes to {size / 1e9:.1f} GB, of {free / 1e9:.1f} GB that this machine has free"
     require(size < free, f"{text}: use a folder of images")
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from trainer.errors import RecipeError, RunError
-from trainer.system.children import Child
 from trainer.system.redact import redact, redact_value
 from trainer.system.reports import cause
 from trainer.system.text import escaped
 
 Status = Literal["ok", "warning", "FAIL", "skipped"]
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -70,21 +68,3 @@ def findings(check: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Find
         yield fail(check, cause(error))
     except (Exception, SystemExit) as error:
         yield fail(check, f"the check ended with {cause(error)}", "if the run starts all the same, report this")
-
-
-def within(seconds: float, job: Callable[[], Any], anew: bool = False) -> Any:
-    """The result of ``job``, which JSON can hold, done in a process of its own: see :class:`Child`.
-
-    Raises:
-        TimeoutError: when it takes longer.
-        RecipeError: as the job did.
-        Failed: when it raised anything else, or its process ended.
-    """
-    child = Child(job, sees_gpu=anew, anew=anew)
-    if not child.wait(seconds):
-        child.kill()
-        raise TimeoutError(f"it took more than {seconds:g} s")
-    result = child.result()
-    if isinstance(result, Exception):
-        raise result
-    return result

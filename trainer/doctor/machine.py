@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ import torch
 from packaging.requirements import Requirement
 
 from trainer.data.workers import SHARED, SMALL_SHARED, decide_workers
-from trainer.doctor.finding import GB, Finding, fail, ok, skipped, warning, within
+from trainer.doctor.finding import Finding, fail, ok, skipped, warning
 from trainer.doctor.subject import Subject
 from trainer.errors import RecipeError
 from trainer.system.files import sync_to_disk
 from trainer.system.lock import NAME, RunLock
-from trainer.system.machine import available_bytes, cores
+from trainer.system.machine import ask_for_gpus, available_bytes, cores
+from trainer.system.text import GB
 
 DISTRIBUTION = "exactbatch-trainer"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -75,43 +76,34 @@ def devices(subject: Subject) -> Iterator[Finding]:
         else:
             yield ok(check, text)
         return
-    yield from of_gpus(within(SECONDS, _gpus, anew=True), world.devices)
+    yield from of_gpus(ask_for_gpus(free=True, seconds=SECONDS), world.devices)
 
 
-def of_gpus(found: Mapping[str, Any], wanted: int) -> Iterator[Finding]:
+def of_gpus(gpus: Sequence[dict[str, Any]], wanted: int) -> Iterator[Finding]:
     """What there is to say of the GPUs of this machine, of which ``wanted`` are to be used.
 
     Args:
-        found: the ``driver``, and of each of the ``gpus`` its name and its free and whole memory in bytes.
+        gpus: as :func:`trainer.system.machine.seen_gpus` gives them, with what is free.
+        wanted: from the first on.
     """
-    check, gpus = "devices", found["gpus"]
+    check, version = "devices", Path("/proc/driver/nvidia/version")
+    known = re.search(r"Module[^\d]+([\d.]+)", version.read_text()) if version.exists() else None
+    driver = known[1] if known else f"for CUDA {torch.version.cuda}"
     if wanted > len(gpus):
         text = f"{wanted} GPUs were asked for and {len(gpus)} are there"
         yield fail(check, text, f"--run.devices {len(gpus)}, or CUDA_VISIBLE_DEVICES")
-    for number, (name, free, total) in enumerate(gpus[:wanted]):
-        text = f"GPU {number}: {name}, {free / GB:.1f} of {total / GB:.1f} GB free, driver {found['driver']}"
+    for number, gpu in enumerate(gpus[:wanted]):
+        free, total = gpu["free"], gpu["total_memory"]
+        text = f"GPU {number}: {gpu['name']}, {free / GB:.1f} of {total / GB:.1f} GB free, driver {driver}"
         if free < (1 - BUSY) * total:
             yield warning(check, text, "end the other processes on it, or choose another by CUDA_VISIBLE_DEVICES")
         else:
             yield ok(check, text)
 
 
-def _gpus() -> dict[str, Any]:
-    found: list[list[Any]] = []
-    for number in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(number)
-        found.append([torch.cuda.get_device_name(number), free, total])
-    driver = Path("/proc/driver/nvidia/version")
-    known = re.search(r"Module[^\d]+([\d.]+)", driver.read_text()) if driver.exists() else None
-    return {"gpus": found, "driver": known[1] if known else f"for CUDA {torch.version.cuda}"}
-
-
 def host_memory(subject: Subject) -> Iterator[Finding]:
     """Whether the weights and their optimizer's state fit the host, where they are to be there, and a copy of them."""
     check, available = "host memory", available_bytes()
-    if available is None:
-        yield skipped(check, "this system does not say how much is available")
-        return
     memory = subject.recipe.memory
     on_host = subject.world.accelerator == "cpu" or memory.cpu_offload != "none"
     needed = 0

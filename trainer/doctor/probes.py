@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint.parts import Part, PartsReader, describe_parts, whole, write_parts
-from trainer.doctor.finding import GB, Finding, fail, ok, skipped, warning, within
+from trainer.doctor.finding import Finding, fail, ok, skipped, warning
 from trainer.doctor.subject import Subject
 from trainer.launching.loopback import ADDRESS, keep_to_loopback, loopback_store
 from trainer.planner.fake_ranks import forget_process_group
@@ -24,8 +24,9 @@ from trainer.planner.predict import Prediction, predict_here
 from trainer.planner.search import MARGIN
 from trainer.planner.target import Target, budget_bytes
 from trainer.run.forecast import this_device
-from trainer.system.children import Child, Failed
+from trainer.system.children import Child, Failed, in_child
 from trainer.system.files import hash_file
+from trainer.system.text import GB
 
 LARGEST = 2e9
 """Bytes of weights up to which a checkpoint is tried."""
@@ -68,7 +69,7 @@ class PeakMemory:
             return
         if isinstance(result, Exception):
             raise result
-        yield self._verdict(Prediction(**result))
+        yield self._verdict(Prediction.answered(result))
 
     def _verdict(self, found: Prediction) -> Finding:
         budget, world = self.subject.recipe.memory.budget, self.subject.world
@@ -94,7 +95,7 @@ def round_trip(subject: Subject) -> Iterator[Finding]:
         return
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=subject.disk) as name:
         try:
-            taken = within(SECONDS, partial(_there_and_back, subject, Path(name)))
+            taken = in_child(partial(_there_and_back, subject, Path(name)), seconds=SECONDS)
         except TimeoutError:
             yield warning(
                 check,

@@ -7,18 +7,16 @@ other. One that this process hosts is given a listener of its own; the store of 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
-import struct
 import time
 from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import psutil
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from trainer.errors import MOST_LISTED, RecipeError, RunError, listed
@@ -29,8 +27,6 @@ from trainer.system.processes import ProcessId, has_told_launcher
 ADDRESS = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 SECONDS_BETWEEN_LOOKS = 0.2
-SIOCGIFADDR = 0x8915
-"""Of netdevice(7): the address of an interface."""
 
 MOST_BYTES = 1 << 16
 """Of what a rank says of itself."""
@@ -191,11 +187,5 @@ def _parsed(content: bytes) -> Any:
 
 def interface_of(address: str) -> str | None:
     """The interface of this machine that has ``address``."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                asked = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFADDR, asked)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
+    known = psutil.net_if_addrs()
+    return next((name for name, found in known.items() if address in (one.address for one in found)), None)

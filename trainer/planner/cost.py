@@ -9,12 +9,10 @@ of what ViT-L/16 does, written by hand, it comes out at 0.98 of the time of a pu
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from trainer.errors import require_positive
 from trainer.planner.events import Trace, Work
 from trainer.planner.gpus import GPU
 
@@ -38,12 +36,6 @@ LAUNCH = 8e-6
 COPY = 10e-6
 """Seconds to start a copy over the bus."""
 
-HOP = 10e-6
-"""Seconds that a collective takes for every doubling of the ranks, however small it is: 30 µs on eight."""
-
-NETWORK = 25e9
-"""Bytes a second that leave a node, over all its adapters: one of 200 Gbit/s."""
-
 HOST_MEMORY = 40e9
 """Bytes a second of host memory, for one rank's optimizer: two channels of DDR5, or a server's share for each GPU."""
 
@@ -51,73 +43,6 @@ HOST_NETWORK = 1e9
 """Bytes a second of a collective in host memory, by gloo: 0.2 s for 188 MB on 2 ranks of one machine were measured."""
 
 ON_TENSOR_CORES = ("float16", "bfloat16", "tfloat32")
-
-
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds of a phase or of a step.
-
-    Args:
-        total_ms: from its begin to its end, what runs at the same time counted once.
-        compute_ms: of kernels, on all streams: they share the GPU.
-        launch_ms: of the CPU, which launches while the GPU computes.
-        transfer_ms: of copies over the bus, overlapped or not.
-        communication_ms: of collectives, overlapped or not.
-        host_ms: of the optimizer on the CPU; nothing overlaps with it.
-        exposed_ms: what copies, collectives and the host add to the time of computing and launching.
-    """
-
-    total_ms: float
-    compute_ms: float
-    launch_ms: float
-    transfer_ms: float
-    communication_ms: float
-    host_ms: float
-    exposed_ms: float
-
-    @property
-    def overlapped_ms(self) -> float:
-        """What copies and collectives do not cost, since they run beside the computation and each other."""
-        return self.transfer_ms + self.communication_ms + self.host_ms - self.exposed_ms
-
-
-@dataclass(frozen=True)
-class StepTime(Times):
-    """Milliseconds of a step, and of each of its phases in the order in which they began."""
-
-    phases: dict[str, Times]
-
-
-def step_time(
-    work: Sequence[Work], gpu: GPU, ranks: int, *, gpus_per_node: int = 8, network: float = NETWORK
-) -> StepTime:
-    """Estimate the time of a step: for ranking plans, not for promises.
-
-    In a phase, what is on stream 0 runs one after the other. What is on another stream runs beside it, and is exposed
-    where it takes longer; so is the CPU's launching. Copies in one direction share the bus, collectives the link,
-    whatever their streams. Stream -1 is the host, which works when the GPU has finished the phase. Phases do not
-    overlap. Every collective is over all ranks.
-
-    Args:
-        work: what one rank does in a step, as a trace lists it. Operations without flops and bytes (views) cost a
-            launch only.
-        gpu: of every rank.
-        ranks: over all nodes.
-        gpus_per_node: beyond so many ranks, collectives go over the network.
-        network: bytes a second that leave a node, over all its adapters.
-
-    Raises:
-        RecipeError: unless ``ranks`` and ``gpus_per_node`` are integers of at least 1.
-    """
-    require_positive("ranks", ranks)
-    require_positive("gpus_per_node", gpus_per_node)
-    link = gpu.link if ranks <= gpus_per_node else min(gpu.link, network)
-    by_phase: dict[str, list[Work]] = defaultdict(list)
-    for item in work:
-        by_phase[item.phase].append(item)
-    phases = {phase: _phase(items, gpu, ranks, link) for phase, items in by_phase.items()}
-    sums = {part.name: sum(getattr(times, part.name) for times in phases.values()) for part in fields(Times)}
-    return StepTime(**sums, phases=phases)
 
 
 def kernel_seconds(item: Work, gpu: GPU) -> float:
@@ -133,61 +58,6 @@ def kernel_seconds(item: Work, gpu: GPU) -> float:
     return KERNEL + max(item.flops / (gpu.flops[dtype] * achieved), item.bytes / (gpu.bandwidth * MEMORY))
 
 
-def collective_seconds(item: Work, ranks: int, link: float) -> float:
-    """Seconds of a collective of ``item.bytes`` (of the whole tensor) as a ring, at ``link`` bytes a second.
-
-    An all-gather and a reduce-scatter send ``(ranks - 1) / ranks`` of the tensor from every rank, an all-reduce is one
-    after the other (Patarasuk and Yuan, 2009). For small tensors NCCL takes trees, hence the logarithm.
-    """
-    if ranks == 1:
-        return 0.0
-    rounds = 2 if item.op == "all_reduce" else 1
-    return HOP * math.log2(ranks) + rounds * (ranks - 1) / ranks * item.bytes / link
-
-
-def _phase(items: Iterable[Work], gpu: GPU, ranks: int, link: float) -> Times:
-    compute = host = transfer = communication = in_line = 0.0
-    launches = 0
-    beside: dict[tuple[str, int | str], float] = defaultdict(float)
-    for item in items:
-        if item.stream < 0:
-            host += _host_seconds(item, ranks)
-            continue
-        launches += 1
-        if item.kind == "compute":
-            compute += kernel_seconds(item, gpu)
-            continue
-        if item.kind == "collective":
-            seconds = collective_seconds(item, ranks, link)
-            communication += seconds
-        else:
-            seconds = COPY + item.bytes / gpu.bus
-            transfer += seconds
-        if item.stream == 0:
-            in_line += seconds
-        else:
-            beside["stream", item.stream] += seconds
-            beside["link", item.kind] += seconds
-    launch = launches * LAUNCH
-    total = max(compute + in_line, launch, *beside.values()) + host
-    seconds_of = (total, compute, launch, transfer, communication, host, total - max(compute, launch))
-    return Times(*(1e3 * seconds for seconds in seconds_of))
-
-
-def _host_seconds(item: Work, ranks: int) -> float:
-    return collective_seconds(item, ranks, HOST_NETWORK) if item.kind == "collective" else item.bytes / HOST_MEMORY
-
-
-# The time of a step on many devices: its operations in their order, each when its inputs and its place are free.
-#
-# One clock for the CPU, which launches; one for the GPU; one for each link and direction of the bus. What the
-# strategies overlap follows from what waits for what:
-#
-# * DDP reduces a bucket when its gradients are there, beside the rest of that backward.
-# * FSDP2 gathers the next block's weights while a block computes, one ahead (``wait_for_unshard`` of torch's
-#   ``_fsdp_param_group.py``), and reduces a block's gradients beside the backward of the blocks before it.
-# * Both wait for all reductions at the end of a backward.
-
 Seconds = Callable[[Work], tuple[str, float]]
 """Which link a collective takes, and for how many seconds."""
 
@@ -200,19 +70,29 @@ class StepCost:
     """Milliseconds of a step.
 
     Args:
-        step_ms: from its begin to its end.
-        compute_ms: without any collective: kernels, launches, copies, the optimizer.
-        communication_ms: of all collectives, one after the other.
+        step_ms: from its begin to its end, what runs at the same time counted once.
+        alone_ms: the same without any collective.
+        update_ms: of ``step_ms``, what comes after the last backward.
+        compute_ms: of all kernels; as all below one after the other, overlapped or not.
+        launch_ms: of the CPU, which launches while the GPU computes.
+        transfer_ms: of copies over the bus.
+        communication_ms: of collectives.
+        host_ms: of the optimizer on the CPU; nothing overlaps with it.
     """
 
     step_ms: float
+    alone_ms: float
+    update_ms: float
     compute_ms: float
+    launch_ms: float
+    transfer_ms: float
     communication_ms: float
+    host_ms: float
 
     @property
     def exposed_ms(self) -> float:
         """What collectives add to the time of the rest, because nothing is left to overlap with."""
-        return self.step_ms - self.compute_ms
+        return self.step_ms - self.alone_ms
 
 
 def step_cost(trace: Trace, gpu: GPU, seconds: Seconds) -> StepCost:
@@ -236,14 +116,26 @@ def one_more(trace: Trace) -> list[Work]:
     return trace.work[:end] + trace.work[begin:end] + trace.work[end:]
 
 
-def _figures(work: Sequence[Work], gpu: GPU, seconds: Seconds) -> tuple[float, float, float]:
-    alone = Timeline(gpu, lambda item: (seconds(item)[0], 0.0)).run(work)
-    together = Timeline(gpu, seconds).run(work)
-    return together, alone, sum(seconds(item)[1] for item in work if item.kind == "collective")
+def _figures(work: Sequence[Work], gpu: GPU, seconds: Seconds) -> list[float]:
+    """In seconds, in the order of :class:`StepCost`."""
+    clocks = Clocks(gpu, seconds)
+    step, busy = clocks.run(work), clocks.busy
+    alone = step
+    if busy["communication"]:
+        alone = Clocks(gpu, lambda item: (seconds(item)[0], 0.0)).run(work)
+    update = step - clocks.began.get("step", step)
+    return [step, alone, update, *(busy[of] for of in ("compute", "launch", "transfer", "communication", "host"))]
 
 
-class Timeline:
-    """The clocks of one rank.
+class Clocks:
+    """The clocks of one rank: of the CPU, which launches; of the GPU; of each link and each direction of the bus.
+
+    Operations come in their order, each when its inputs and its place are free. What the strategies overlap follows:
+
+    * DDP reduces a bucket when its gradients are there, beside the rest of that backward.
+    * FSDP2 gathers the next block's weights while a block computes, one ahead (``wait_for_unshard`` of torch's
+      ``_fsdp_param_group.py``), and reduces a block's gradients beside the backward of the blocks before it.
+    * Both wait for all reductions at the end of a backward. The host updates when all that it needs has arrived.
 
     Args:
         gpu: that computes.
@@ -257,14 +149,19 @@ class Timeline:
         self.gathered: deque[float] = deque()
         self.may_gather = self.took_weights = 0.0
         self.phase = ""
+        self.began: dict[str, float] = {}
+        self.busy: dict[str, float] = defaultdict(float)
 
     def run(self, work: Sequence[Work]) -> float:
         """Seconds until all of ``work`` is done."""
         for item in work:
             if item.phase != self.phase:
+                # A backward waits for its reductions, a forward for the weights that were copied for it.
+                self.computed = max(self.computed, self.free["to_device"])
                 if self.phase == "backward":
                     self.computed = self._all_done()
                 self.phase = item.phase
+                self.began[item.phase] = self._all_done()
             self._do(item)
         return self._all_done()
 
@@ -273,9 +170,12 @@ class Timeline:
 
     def _do(self, item: Work) -> None:
         if item.stream < 0:  # the host, when everything that it needs has arrived
-            done = self._all_done() + (self.seconds(item)[1] if item.kind == "collective" else item.bytes / HOST_MEMORY)
-            self.launched = self.computed = done
+            reduces = item.kind == "collective"
+            seconds = self.seconds(item)[1] if reduces else item.bytes / HOST_MEMORY
+            self.busy["communication" if reduces else "host"] += seconds
+            self.launched = self.computed = self._all_done() + seconds
             return
+        self.busy["launch"] += LAUNCH
         self.launched += LAUNCH
         if item.kind == "compute":
             self._compute(item)
@@ -289,7 +189,9 @@ class Timeline:
         takes = item.op == TAKES_WEIGHTS and bool(self.gathered)
         if takes:
             begin = max(begin, self.gathered.popleft())
-        self.computed = begin + kernel_seconds(item, self.gpu)
+        seconds = kernel_seconds(item, self.gpu)
+        self.busy["compute"] += seconds
+        self.computed = begin + seconds
         if takes:
             # In forward an all-gather waits until the weights before these are taken, in backward for these.
             self.may_gather = self.took_weights if item.phase == "forward" else self.computed
@@ -297,6 +199,7 @@ class Timeline:
 
     def _communicate(self, item: Work) -> None:
         link, seconds = self.seconds(item)
+        self.busy["communication"] += seconds
         begin = max(self.launched, self.free[link])
         if item.op == "all_gather" and item.stream:
             self.free[link] = max(begin, self.may_gather) + seconds
@@ -310,7 +213,9 @@ class Timeline:
             self.computed = end
 
     def _copy(self, item: Work) -> None:
+        seconds = COPY + item.bytes / self.gpu.bus
+        self.busy["transfer"] += seconds
         needs = self.computed if item.kind == "to_host" or not item.stream else 0.0
-        self.free[item.kind] = max(self.launched, self.free[item.kind], needs) + COPY + item.bytes / self.gpu.bus
+        self.free[item.kind] = max(self.launched, self.free[item.kind], needs) + seconds
         if not item.stream:
             self.computed = self.free[item.kind]

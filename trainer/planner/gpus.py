@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -99,20 +100,15 @@ def gpu_named(name: str) -> GPU:
     raise RecipeError(f"--gpu={name} is not in the planner's table{hint} It has: {', '.join(sorted(GPUS))}")
 
 
-def detected_gpu() -> GPU | None:
-    """The GPU that torch sees and uses now, with the memory that it finds; ``None`` where there is none.
+def gpu_of(seen: Mapping[str, Any]) -> GPU:
+    """The GPU that torch sees, with the memory that it finds: see :func:`trainer.system.machine.seen_gpus`.
 
     A card that is not in the table (a laptop's, a MIG slice, a newer one) gets estimates from its clocks and units.
     """
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     for gpu in GPUS.values():
-        if gpu.reported == properties.name and abs(gpu.memory / properties.total_memory - 1) < 0.05:
-            return dataclasses.replace(gpu, memory=properties.total_memory)
-    return _estimate(properties)
+        if gpu.reported == seen["name"] and abs(gpu.memory / seen["total_memory"] - 1) < 0.05:
+            return dataclasses.replace(gpu, memory=seen["total_memory"])
+    return _estimate(seen)
 
 
 def host_as_device() -> GPU:
@@ -123,8 +119,13 @@ def host_as_device() -> GPU:
 
 
 def usable_memory(gpu: GPU, ranks: int) -> int:
-    """Bytes that torch's allocator may reserve: without the CUDA context and NCCL's buffers."""
-    return gpu.memory - gpu.context - nccl_bytes(ranks)
+    """Bytes that torch's allocator may reserve."""
+    return gpu.memory - outside(gpu, ranks)
+
+
+def outside(gpu: GPU, ranks: int) -> int:
+    """Bytes that each device needs besides: CUDA's context and NCCL's buffers."""
+    return gpu.context + nccl_bytes(ranks)
 
 
 def nccl_bytes(ranks: int) -> int:
@@ -152,26 +153,26 @@ FLOPS_PER_CLOCK = {
 differs from servers' cards, so that a card is rather faster than estimated."""
 
 
-def _estimate(properties: Any) -> GPU:
-    capability = (properties.major, properties.minor)
-    fp32, half = (128, 2048) if capability == (8, 0) else FLOPS_PER_CLOCK.get(properties.major, (256, 512))
+def _estimate(seen: Mapping[str, Any]) -> GPU:
+    capability = (seen["major"], seen["minor"])
+    fp32, half = (128, 2048) if capability == (8, 0) else FLOPS_PER_CLOCK.get(seen["major"], (256, 512))
     # Clocks are in kHz. Where torch does not say them, those of a slow card.
-    clock = properties.multi_processor_count * (getattr(properties, "clock_rate", 0) or 1_400_000) * 1e3
-    beats = (getattr(properties, "memory_clock_rate", 0) or 5_000_000) * 2e3  # two a clock
-    width = getattr(properties, "memory_bus_width", 0) or 128
+    clock = seen["multi_processor_count"] * (seen["clock_rate"] or 1_400_000) * 1e3
+    beats = (seen["memory_clock_rate"] or 5_000_000) * 2e3  # two a clock
+    width = seen["memory_bus_width"] or 128
     double = fp32 / 2 if capability in ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0)) else fp32 / 64
     bus = (PCIE_4 if capability >= (8, 0) else PCIE_3) * 1e9 * ACHIEVED
     return GPU(
         "detected",
-        properties.name,
+        seen["name"],
         capability,
-        properties.total_memory,
+        seen["total_memory"],
         beats * width / 8,
         _flops(capability, clock * double, clock * fp32, clock * half / 2, clock * half),
         bus,
         bus,
         estimated=True,
-        note=f"{properties.name} is not in the planner's table: its speed is estimated from its clocks",
+        note=f"{seen['name']} is not in the planner's table: its speed is estimated from its clocks",
     )
 
 

@@ -37,7 +37,7 @@ TREE = 0.9
 
 
 @dataclass(frozen=True)
-class Fabric:
+class Link:
     """What joins GPUs.
 
     Args:
@@ -55,31 +55,31 @@ class Fabric:
 
 
 WITHIN = {
-    fabric.name: fabric
-    for fabric in (
-        Fabric("pcie-4", "PCIe 4.0 x16 (PCI-SIG)", PCIE_4 * 1e9 * ACHIEVED, PCIE_HOP),
-        Fabric("pcie-5", "PCIe 5.0 x16 (PCI-SIG)", PCIE_5 * 1e9 * ACHIEVED, PCIE_HOP),
-        Fabric("nvlink-3", "NVLink 3, 300 GB/s each way (NVIDIA A100)", 300e9 * ACHIEVED, NVLINK_HOP),
-        Fabric("nvlink-4", "NVLink 4, 450 GB/s each way (NVIDIA H100)", 450e9 * ACHIEVED, NVLINK_HOP),
+    link.name: link
+    for link in (
+        Link("pcie-4", "PCIe 4.0 x16 (PCI-SIG)", PCIE_4 * 1e9 * ACHIEVED, PCIE_HOP),
+        Link("pcie-5", "PCIe 5.0 x16 (PCI-SIG)", PCIE_5 * 1e9 * ACHIEVED, PCIE_HOP),
+        Link("nvlink-3", "NVLink 3, 300 GB/s each way (NVIDIA A100)", 300e9 * ACHIEVED, NVLINK_HOP),
+        Link("nvlink-4", "NVLink 4, 450 GB/s each way (NVIDIA H100)", 450e9 * ACHIEVED, NVLINK_HOP),
     )
 }
 """Links within a node."""
 
 BETWEEN = {
-    fabric.name: fabric
-    for fabric in (
-        Fabric("10gbe", "10 Gbit/s Ethernet over TCP (IEEE 802.3ae)", 1.25e9 * TCP, TCP_HOP),
-        Fabric("25gbe", "25 Gbit/s Ethernet over TCP (IEEE 802.3by)", 3.125e9 * TCP, TCP_HOP),
-        Fabric("100gbe", "100 Gbit/s Ethernet over TCP (IEEE 802.3ba)", 12.5e9 * TCP, TCP_HOP),
-        Fabric("roce-100", "100 Gbit/s Ethernet with RDMA (IEEE 802.3ba)", 12.5e9 * ACHIEVED, RDMA_HOP),
-        Fabric("ib-hdr", "InfiniBand HDR, 200 Gbit/s (IBTA)", 25e9 * ACHIEVED, RDMA_HOP),
-        Fabric("ib-ndr", "InfiniBand NDR, 400 Gbit/s (IBTA)", 50e9 * ACHIEVED, RDMA_HOP),
+    link.name: link
+    for link in (
+        Link("10gbe", "10 Gbit/s Ethernet over TCP (IEEE 802.3ae)", 1.25e9 * TCP, TCP_HOP),
+        Link("25gbe", "25 Gbit/s Ethernet over TCP (IEEE 802.3by)", 3.125e9 * TCP, TCP_HOP),
+        Link("100gbe", "100 Gbit/s Ethernet over TCP (IEEE 802.3ba)", 12.5e9 * TCP, TCP_HOP),
+        Link("roce-100", "100 Gbit/s Ethernet with RDMA (IEEE 802.3ba)", 12.5e9 * ACHIEVED, RDMA_HOP),
+        Link("ib-hdr", "InfiniBand HDR, 200 Gbit/s (IBTA)", 25e9 * ACHIEVED, RDMA_HOP),
+        Link("ib-ndr", "InfiniBand NDR, 400 Gbit/s (IBTA)", 50e9 * ACHIEVED, RDMA_HOP),
     )
 }
 """One adapter of a node. A node with several is written ``8x-ib-hdr`` (DGX A100) or ``8x-ib-ndr`` (DGX H100)."""
 
-USUAL = "25gbe,100gbe,8x-ib-hdr"
-"""What is compared when nobody says which."""
+USUAL, ONE = "25gbe,100gbe,8x-ib-hdr", "ib-hdr"
+"""What is compared when nobody says which, and what joins the nodes of a single plan."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Interconnect:
     """
 
     name: str
-    within: Fabric
-    between: Fabric
+    within: Link
+    between: Link
 
     def seconds(self, op: str, size: int, group: Group) -> float:
         """Seconds of a collective of ``size`` bytes (of the whole tensor): of a ring or, if faster, of a tree.
@@ -176,7 +176,7 @@ def _interconnect(name: str, gpu: GPU) -> Interconnect:
         raise _unknown(name, within, list(WITHIN), "within a node", list(WITHIN))
     adapters, one = int(match[1] or 1), BETWEEN[match[2]]
     title = f"{adapters} × {one.title}" if adapters > 1 else one.title
-    whole = Fabric(between, title, adapters * one.bandwidth, one.latency)
+    whole = Link(between, title, adapters * one.bandwidth, one.latency)
     return Interconnect(name, WITHIN[within] if plus else own_link(gpu), whole)
 
 
@@ -189,14 +189,11 @@ def _unknown(name: str, part: str, near: list[str], where: str, known: list[str]
     )
 
 
-def own_link(gpu: GPU) -> Fabric:
+def own_link(gpu: GPU) -> Link:
     """The link between GPUs of its kind in one node, by its data sheet."""
     if gpu.link > gpu.bus:
-        return Fabric("nvlink", f"NVLink of the {gpu.title}", gpu.link, NVLINK_HOP)
-    return Fabric("pcie", f"PCIe of the {gpu.title}", gpu.link, PCIE_HOP)
-
-
-# Devices on nodes, and the strategies that make sense on them. Imports no torch.
+        return Link("nvlink", f"NVLink of the {gpu.title}", gpu.link, NVLINK_HOP)
+    return Link("pcie", f"PCIe of the {gpu.title}", gpu.link, PCIE_HOP)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections import defaultdict
@@ -14,9 +13,9 @@ from typing import Any
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
-from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost, step_time
+from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
 from trainer.planner.events import Trace, Work
-from trainer.planner.network import Cluster, Interconnect, sent
+from trainer.planner.network import ONE, Cluster, Interconnect, interconnects, sent
 from trainer.planner.replay import AllocatorSettings, Replay, replay
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
@@ -32,6 +31,10 @@ CPU_BUFFERS = 40_000_000
 weights, see benchmarks/planner_cpu.py."""
 
 
+GROWING = ("activations", "temporaries", "batch")
+"""Categories of memory that grow with the micro-batch."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What one rank of a run needs, and how long its steps take. Memory is in bytes.
@@ -45,9 +48,9 @@ class Prediction:
         categories: what is in use at the allocated peak, by what it is for.
         largest: the largest of it: ``[category, operation, phase, bytes]``.
         peak_phase: where the allocated peak is.
-        step_ms: milliseconds of an optimizer step, an estimate.
-        times: its parts, as :class:`trainer.planner.cost.Times` names them, and ``step_phase_ms``, of which all but
-            the update is left when it is taken off.
+        costs: estimates of the time of an optimizer step, by the name of what joins the GPUs.
+        traffic: what this rank sends in a step, by collective.
+        leaving: what a whole node sends to others in a step.
         guesses: values that a branch depended on and that were guessed.
         notes: what else a person must know, a line each.
         seconds: that the prediction took.
@@ -63,18 +66,52 @@ class Prediction:
     categories: dict[str, int]
     largest: list[list[Any]]
     peak_phase: str
-    step_ms: float
-    times: dict[str, float]
+    costs: dict[str, StepCost]
+    traffic: dict[str, float]
+    leaving: float
     guesses: int = 0
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     fragmentation: int = 0
     timeline: dict[str, Any] | None = None
 
+    @classmethod
+    def answered(cls, fields: dict[str, Any]) -> Prediction:
+        """What :func:`predict_here` has answered from a child."""
+        return cls(**fields | {"costs": {name: StepCost(**cost) for name, cost in fields["costs"].items()}})
+
+    @property
+    def cost(self) -> StepCost:
+        """Over the first, or only, of what joins the GPUs."""
+        return next(iter(self.costs.values()))
+
+    @property
+    def growing(self) -> int:
+        """Of ``allocated``, what grows with the micro-batch."""
+        return sum(self.categories.get(name, 0) for name in GROWING)
+
+    @property
+    def sent(self) -> float:
+        """What this rank sends in a step."""
+        return sum(self.traffic.values())
+
     def to_json(self) -> dict[str, Any]:
-        """All of it but the timeline, in plain types, with memory in GB (1e9 bytes)."""
-        figures = dataclasses.asdict(self)
-        del figures["timeline"]
+        """What ``plan.json`` says of the chosen plan, in plain types, with memory in GB (1e9 bytes)."""
+        figures = asdict(self)
+        for name in ("timeline", "costs", "traffic", "leaving"):
+            del figures[name]
+        cost = self.cost
+        figures["step_ms"] = cost.step_ms
+        figures["times"] = {
+            "total_ms": cost.step_ms,
+            "compute_ms": cost.compute_ms,
+            "launch_ms": cost.launch_ms,
+            "transfer_ms": cost.transfer_ms,
+            "communication_ms": cost.communication_ms,
+            "host_ms": cost.host_ms,
+            "exposed_ms": cost.exposed_ms,
+            "step_phase_ms": cost.update_ms,
+        }
         for name in ("allocated", "reserved", "host", "fragmentation"):
             figures[f"{name}_gb"] = round(figures.pop(name) / GB, 4)
         figures["phases"] = {
@@ -120,43 +157,55 @@ def predict(recipe: Recipe, plan: Plan, target: Target, nodes: int = 1, timeline
         RecipeError: when the recipe cannot work.
         Failed: when the model does something that cannot be traced; the message says what.
     """
-    return Prediction(**in_child(partial(predict_here, recipe, plan, target, nodes, timeline)))
+    return Prediction.answered(in_child(partial(predict_here, recipe, plan, target, nodes, timeline)))
 
 
-def predict_here(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bool) -> dict[str, Any]:
-    """The fields of a :class:`Prediction`. It changes torch for the rest of the process: for a child."""
+def predict_here(
+    recipe: Recipe,
+    plan: Plan,
+    target: Target,
+    nodes: int = 1,
+    timeline: bool = False,
+    over: Sequence[Interconnect] = (),
+) -> dict[str, Any]:
+    """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
+
+    The first rank of a process group of that size is traced; the others are not there.
+
+    Args:
+        recipe: as for :func:`predict`, like all but the last.
+        plan: the decided knobs.
+        target: the GPU.
+        nodes: machines.
+        timeline: whether it is wanted.
+        over: what may join the GPUs; by default what ``ONE`` names.
+    """
     began = time.perf_counter()
     trace = trace_run(recipe, plan, draw_samples(recipe, plan), target, nodes)
     memory = replay(trace, AllocatorSettings(expandable_segments=target.expandable_segments))
     on_cpu = target.device.type == "cpu"  # where nothing is reserved: tensors take what they ask for
     allocated = memory.peak_requested if on_cpu else memory.peak_allocated
-    times = step_time(_whole_step(trace), target.gpu, plan.world_size, gpus_per_node=max(1, plan.world_size // nodes))
-    parts = {f.name: getattr(times, f.name) for f in dataclasses.fields(times) if f.name != "phases"}
-    parts["step_phase_ms"] = times.phases["step"].total_ms if "step" in times.phases else 0.0
+    cluster = Cluster(plan.world_size, nodes)
+    traffic, leaving = traffic_of(trace, cluster)
     return {
         "allocated": allocated,
         "reserved": allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved,
         "host": trace.host_bytes,
-        "phases": {name: dataclasses.asdict(peak) for name, peak in memory.phases.items()},
+        "phases": {name: asdict(peak) for name, peak in memory.phases.items()},
         "categories": memory.categories,
         "largest": [[*names, size] for names, size in list(memory.alive.items())[:LARGEST]],
         "peak_phase": memory.allocated_phase or "init",
-        "step_ms": times.total_ms,
-        "times": parts,
+        "costs": {
+            one.name: asdict(cost_of(trace, target, cluster, one)) for one in over or interconnects(ONE, target.gpu)
+        },
+        "traffic": traffic,
+        "leaving": leaving,
         "guesses": trace.guesses,
         "notes": trace.notes,
         "seconds": time.perf_counter() - began,
         "fragmentation": 0 if on_cpu else memory.fragmentation,
         "timeline": _timeline(memory, trace) if timeline else None,
     }
-
-
-def _whole_step(trace: Trace) -> list[Work]:
-    """What a real step does: the micro-steps that were not traced are like the last but one of those that were."""
-    if not trace.skipped_micro_steps:
-        return trace.work
-    start, end = trace.micro_steps[-3:-1]
-    return trace.work + trace.work[start:end] * trace.skipped_micro_steps
 
 
 def _timeline(memory: Replay, trace: Trace) -> dict[str, Any]:
@@ -167,81 +216,16 @@ def _timeline(memory: Replay, trace: Trace) -> dict[str, Any]:
     return {"allocated": memory.timeline.allocated, "reserved": memory.timeline.reserved, "marks": marks}
 
 
-# One recipe on one number of devices under one strategy: its memory, what its ranks send, and the time of a step.
-
-GROWING = ("activations", "temporaries", "batch")
-"""Categories of memory that grow with the micro-batch."""
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """What one rank needs and does. Memory and traffic are in bytes.
-
-    Args:
-        allocated: peak of tensors.
-        reserved: peak of what torch's allocator takes.
-        host: peak of tensors in host memory.
-        growing: of ``allocated``, what grows with the micro-batch.
-        traffic: what this rank sends in a step, by collective.
-        leaving: what a whole node sends to others in a step.
-        costs: of a step, by the name of the interconnect.
-        notes: what else a person must know.
-    """
-
-    allocated: int
-    reserved: int
-    host: int
-    growing: int
-    traffic: dict[str, float]
-    leaving: float
-    costs: dict[str, StepCost]
-    notes: list[str]
-
-    @property
-    def sent(self) -> float:
-        """What this rank sends in a step."""
-        return sum(self.traffic.values())
-
-
-def scaled_here(
-    recipe: Recipe, plan: Plan, target: Target, cluster: Cluster, fabrics: Sequence[Interconnect]
-) -> dict[str, Any]:
-    """The fields of a :class:`Scaled`, as JSON holds them. It changes torch for the rest of the process: for a child.
-
-    The first rank of a process group of that size is traced; the others are not there.
-    """
-    trace = trace_run(recipe, plan, draw_samples(recipe, plan), target, cluster.nodes)
-    memory = replay(trace, AllocatorSettings(expandable_segments=target.expandable_segments))
-    on_cpu = target.device.type == "cpu"
-    allocated = memory.peak_requested if on_cpu else memory.peak_allocated
-    traffic, leaving = traffic_of(trace, cluster)
-    return {
-        "allocated": allocated,
-        "reserved": allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved,
-        "host": trace.host_bytes,
-        "growing": sum(memory.categories.get(name, 0) for name in GROWING),  # type: ignore[call-overload]
-        "traffic": traffic,
-        "leaving": leaving,
-        "costs": {one.name: asdict(cost_of(trace, target, cluster, one)) for one in fabrics},
-        "notes": trace.notes,
-    }
-
-
-def from_json(fields: dict[str, Any]) -> Scaled:
-    """What a child has answered."""
-    return Scaled(**fields | {"costs": {name: StepCost(**cost) for name, cost in fields["costs"].items()}})
-
-
-def cost_of(trace: Trace, target: Target, cluster: Cluster, fabric: Interconnect) -> StepCost:
-    """The time of a step over ``fabric``."""
+def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnect) -> StepCost:
+    """The time of a step over ``network``."""
 
     def seconds(item: Work) -> tuple[str, float]:
         group = cluster.group(item)
         link = "between" if group.nodes > 1 else "within"
         if item.stream < 0:  # gloo, in host memory
-            network = min(HOST_NETWORK, fabric.between.bandwidth) if group.nodes > 1 else HOST_NETWORK
-            return link, sent(item.op, item.bytes, group) / network
-        return link, fabric.seconds(item.op, item.bytes, group)
+            rate = min(HOST_NETWORK, network.between.bandwidth) if group.nodes > 1 else HOST_NETWORK
+            return link, sent(item.op, item.bytes, group) / rate
+        return link, network.seconds(item.op, item.bytes, group)
 
     return step_cost(trace, target.gpu, seconds)
 

@@ -25,7 +25,7 @@ class PhasePeak:
 
 
 @dataclass(frozen=True)
-class OutOfMemory:
+class Shortage:
     """The allocation that found no memory, also after the cache was released.
 
     Args:
@@ -102,7 +102,7 @@ class Replay:
     alive: dict[tuple[Category, str, str], int]
     reserved_then: int
     retries: int
-    oom: OutOfMemory | None
+    oom: Shortage | None
     timeline: Timeline
 
     @property
@@ -117,11 +117,6 @@ class Replay:
     def fragmentation(self) -> int:
         """Reserved at the allocated peak and not in use."""
         return self.reserved_then - self.peak_allocated
-
-    @property
-    def fragmentation_fraction(self) -> float:
-        """:attr:`fragmentation` as a part of what was reserved; 0 when nothing was."""
-        return self.fragmentation / self.reserved_then if self.reserved_then else 0.0
 
 
 def replay(run: Trace | Sequence[Event], settings: AllocatorSettings | None = None) -> Replay:
@@ -187,7 +182,7 @@ class _History:
         return peaks
 
 
-def _run(allocator: CachingAllocator, events: Sequence[Event], history: _History) -> OutOfMemory | None:
+def _run(allocator: CachingAllocator, events: Sequence[Event], history: _History) -> Shortage | None:
     blocks: dict[int, Block] = {}
     for index, (key, requested, op, phase, stream) in enumerate(events):
         if requested:
@@ -198,7 +193,7 @@ def _run(allocator: CachingAllocator, events: Sequence[Event], history: _History
                 history.add(0, allocator)
                 allocated, reserved = allocator.allocated, allocator.reserved
                 capacity = allocator.driver.capacity or 0
-                return OutOfMemory(index, op, phase, requested, allocated, reserved, capacity)
+                return Shortage(index, op, phase, requested, allocated, reserved, capacity)
             blocks[key] = block
             history.add(block.size, allocator)
         else:

@@ -15,11 +15,10 @@ from typing import Any
 from trainer.engine.window import cut_at
 from trainer.errors import RecipeError
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.gpus import usable_memory
 from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
 from trainer.planner.network import Cluster, Interconnect, strategies
-from trainer.planner.predict import Scaled, from_json, scaled_here
-from trainer.planner.search import MARGIN, WHOLE
+from trainer.planner.predict import Prediction, predict_here
+from trainer.planner.search import MARGIN, WHOLE, Progress
 from trainer.planner.target import Target, budget_bytes
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
@@ -27,12 +26,9 @@ from trainer.system.children import in_children
 FIRST = 8
 """Samples of the micro-batch with which a row is simulated first, where the recipe leaves it open."""
 
-Progress = Callable[[int, int, str], None]
-"""Called with the simulations that are done, how many there will be, and what the last one was."""
-
 
 @dataclass(frozen=True)
-class Row:
+class ScaleRow:
     """One number of devices under one strategy.
 
     Args:
@@ -51,7 +47,7 @@ class Row:
     settings: Settings = field(default_factory=dict)
     samples: int = 0
     plan: Plan | None = None
-    found: Scaled | None = None
+    found: Prediction | None = None
     budget: int = 0
     reason: str = ""
 
@@ -60,10 +56,10 @@ class Row:
         """Whether its memory stays within the budget, with the margin."""
         return self.found is not None and self.found.reserved * (1 + MARGIN) <= self.budget
 
-    def samples_per_second(self, fabric: str) -> float:
+    def samples_per_second(self, network: str) -> float:
         """Of one device, over the interconnect of that name."""
         assert self.found is not None
-        return 1e3 * self.samples / self.found.costs[fabric].step_ms / self.cluster.devices
+        return 1e3 * self.samples / self.found.costs[network].step_ms / self.cluster.devices
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class ScaleReport:
     Args:
         recipe: that was planned for, prepared.
         target: the GPU of every rank.
-        fabrics: the interconnects that were compared.
+        networks: the interconnects that were compared.
         rows: by the number of devices, then by strategy; the first is one device.
         notes: what a person must know to read the figures.
         seconds: that it took.
@@ -81,17 +77,17 @@ class ScaleReport:
 
     recipe: Recipe
     target: Target
-    fabrics: list[Interconnect]
-    rows: list[Row]
+    networks: list[Interconnect]
+    rows: list[ScaleRow]
     notes: list[str]
     seconds: float
 
-    def efficiency(self, row: Row, fabric: str) -> float | None:
+    def efficiency(self, row: ScaleRow, network: str) -> float | None:
         """Samples a second of each device, as a part of those of one device alone."""
         alone = self.rows[0]
         if alone.found is None or row.found is None:
             return None
-        return row.samples_per_second(fabric) / alone.samples_per_second(fabric)
+        return row.samples_per_second(network) / alone.samples_per_second(network)
 
 
 class Scale:
@@ -101,7 +97,7 @@ class Scale:
         recipe: from :func:`trainer.planner.predict.prepared`.
         target: the GPU.
         sizes: from :func:`clusters`.
-        fabrics: the interconnects to compare.
+        networks: the interconnects to compare.
         progress: told after each simulation.
 
     Raises:
@@ -113,7 +109,7 @@ class Scale:
         recipe: Recipe,
         target: Target,
         sizes: Sequence[Cluster],
-        fabrics: Sequence[Interconnect],
+        networks: Sequence[Interconnect],
         progress: Progress | None = None,
     ) -> None:
         for name in left_open(recipe.memory):
@@ -121,7 +117,7 @@ class Scale:
                 f"memory.{name}=auto is decided for one number of devices: plan that first (trainer plan ... --devices "
                 f"{sizes[-1].devices}) and set what it says"
             )
-        self.recipe, self.target, self.sizes, self.fabrics = recipe, target, sizes, list(fabrics)
+        self.recipe, self.target, self.sizes, self.networks = recipe, target, sizes, list(networks)
         self.progress = progress or (lambda done, total, text: None)
         self.notes: dict[str, None] = {}
 
@@ -129,14 +125,14 @@ class Scale:
         """Simulate all rows, in rounds until each has its micro-batch."""
         began = time.perf_counter()
         rows = self._rows()
-        tried: list[list[Row]] = [[row] if row.reason else [] for row in rows]
+        tried: list[list[ScaleRow]] = [[row] if row.reason else [] for row in rows]
         done = 0
         while waiting := {at: row for at in range(len(rows)) if (row := self._next(rows[at], tried[at], tried[0]))}:
             places, jobs = list(waiting), list(waiting.values())
             for number, result in in_children([self._call(row) for row in jobs]):
                 row = jobs[number]
                 failed = isinstance(result, Exception)
-                answer = {"reason": str(result).splitlines()[0]} if failed else {"found": from_json(result)}
+                answer = {"reason": str(result).splitlines()[0]} if failed else {"found": Prediction.answered(result)}
                 tried[places[number]].append(replace(row, **answer))
                 done += 1
                 total = max(done, sum(not one.reason for one in rows))
@@ -145,16 +141,17 @@ class Scale:
         for row in best:
             self.notes |= dict.fromkeys(row.found.notes if row.found else ())
         seconds = time.perf_counter() - began
-        return ScaleReport(self.recipe, self.target, self.fabrics, best, list(self.notes), seconds)
+        return ScaleReport(self.recipe, self.target, self.networks, best, list(self.notes), seconds)
 
-    def _call(self, row: Row) -> Callable[[], Any]:
+    def _call(self, row: ScaleRow) -> Callable[[], Any]:
         assert row.plan is not None
-        return partial(scaled_here, self._recipe(row), row.plan, self.target, row.cluster, self.fabrics)
+        nodes = row.cluster.nodes
+        return partial(predict_here, self._recipe(row), row.plan, self.target, nodes, False, self.networks)
 
-    def _recipe(self, row: Row) -> Recipe:
+    def _recipe(self, row: ScaleRow) -> Recipe:
         return applied(self.recipe, row.settings)
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[ScaleRow]:
         """All rows, before anything is simulated; those that cannot work have their reason."""
         return [self._row(size, *named) for size in self.sizes for named in self._named(size)]
 
@@ -166,10 +163,10 @@ class Scale:
         """Samples of a batch: no more than there are."""
         return min(cut_at(self.recipe, size.devices, 0).batch_size, len(self.recipe.data.train))
 
-    def _row(self, size: Cluster, name: str, settings: Settings) -> Row:
+    def _row(self, size: Cluster, name: str, settings: Settings) -> ScaleRow:
         samples = self._samples(size)
         budget = budget_bytes(self.recipe.memory.budget or WHOLE, self.target.gpu, size.devices)
-        row = Row(size, name, settings, samples, budget=budget)
+        row = ScaleRow(size, name, settings, samples, budget=budget)
         if name == "any":
             return replace(row, reason=self._idle(size, samples))
         try:
@@ -183,7 +180,7 @@ class Scale:
             return f"the training set has {samples:,} samples: {idle}"
         return f"batch_size={samples}: {idle}; it takes --batch_size {size.devices} or more"
 
-    def _next(self, row: Row, tried: Sequence[Row], alone: Sequence[Row]) -> Row | None:
+    def _next(self, row: ScaleRow, tried: Sequence[ScaleRow], alone: Sequence[ScaleRow]) -> ScaleRow | None:
         """The row with the micro-batch to simulate next; ``None`` when there is nothing to simulate, or not yet.
 
         Args:
@@ -204,13 +201,13 @@ class Scale:
             return None
         return None if wanted is None else self._with(row, wanted)
 
-    def _with(self, row: Row, size: int) -> Row:
+    def _with(self, row: ScaleRow, size: int) -> ScaleRow:
         settings = row.settings | {"memory.micro_batch_size": size}
         plan = decide_plan(applied(self.recipe, settings), row.cluster.devices)
         return replace(row, settings=settings, plan=plan)
 
 
-def guess(tried: Sequence[Row], sizes: Sequence[int]) -> int | None:
+def guess(tried: Sequence[ScaleRow], sizes: Sequence[int]) -> int | None:
     """The micro-batch to simulate next; ``None`` if the largest that fits is found, or what was guessed fits."""
     fitting = [size_of(row) for row in tried if row.fits]
     failing = [size_of(row) for row in tried if not row.fits]
@@ -221,28 +218,23 @@ def guess(tried: Sequence[Row], sizes: Sequence[int]) -> int | None:
     return max(fewer) if fewer else None if fitting else min(left)
 
 
-def expected(row: Row) -> float:
+def expected(row: ScaleRow) -> float:
     """Samples of the largest micro-batch that would fit, if all memory that is not constant grew with it."""
     assert row.found is not None
     room = row.budget / (1 + MARGIN) - (row.found.reserved - row.found.growing)
     return size_of(row) * room / max(1, row.found.growing)
 
 
-def size_of(row: Row) -> int:
+def size_of(row: ScaleRow) -> int:
     """Samples of its micro-batch."""
     assert row.plan is not None
     return row.plan.first_cut.micro_batch_size
 
 
-def best_of(tried: Sequence[Row]) -> Row:
+def best_of(tried: Sequence[ScaleRow]) -> ScaleRow:
     """The row with the largest micro-batch that fits; the smallest if none does."""
     known = [row for row in tried if row.found is not None]
     fitting = [row for row in known if row.fits]
     if fitting:
         return max(fitting, key=size_of)
     return min(known, key=size_of) if known else tried[-1]
-
-
-def outside(target: Target, cluster: Cluster) -> int:
-    """Bytes that each device needs besides: CUDA's context and NCCL's buffers."""
-    return target.gpu.memory - usable_memory(target.gpu, cluster.devices)

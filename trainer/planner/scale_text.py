@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from trainer.planner.gpus import outside
 from trainer.planner.network import Interconnect
 from trainer.planner.report import as_text, gigabytes
-from trainer.planner.scale import Row, ScaleReport, outside
+from trainer.planner.scale import ScaleReport, ScaleRow
 from trainer.planner.search import MARGIN
-from trainer.system.text import GB
+from trainer.system.text import GB, columns
 
 LEFT = ("strategy", "fits")
 EQUAL = 0.01
@@ -32,18 +33,18 @@ def heading(report: ScaleReport) -> list[tuple[str, str]]:
     own = (
         f"{gpu.title} of {gigabytes(gpu.memory)}; {gigabytes(rows[-1].budget)} for torch, {100 * MARGIN:g} % stay free"
     )
-    beside = gigabytes(outside(report.target, rows[-1].cluster))
+    beside = gigabytes(outside(gpu, rows[-1].cluster.devices))
     found = [("batch", f"{rows[0].samples:,} samples a step, {report.recipe.memory.precision}")]
     if len({row.samples for row in rows}) > 1:
         found = [("batch", f"{rows[0].samples:,} samples a step on one device, {report.recipe.memory.precision}")]
     found.append(("devices", f"{own}; {beside} outside on {rows[-1].cluster.devices} devices"))
-    found += [(f"{fabric.name}", described(fabric)) for fabric in report.fabrics]
+    found += [(network.name, described(network)) for network in report.networks]
     return found
 
 
-def described(fabric: Interconnect) -> str:
+def described(network: Interconnect) -> str:
     """An interconnect in words."""
-    within, between = fabric.within, fabric.between
+    within, between = network.within, network.between
     return (
         f"{between.title}, {between.bandwidth / 1e9:.3g} GB/s a node, {1e6 * between.latency:g} µs a hop; within "
         f"{within.title}, {within.bandwidth / 1e9:.3g} GB/s a GPU"
@@ -52,46 +53,32 @@ def described(fabric: Interconnect) -> str:
 
 def table(report: ScaleReport) -> str:
     """One line for each number of devices and strategy, with the times over each interconnect."""
-    lines = [_cells(row, report) for row in report.rows if row.found is not None]
-    names = [name for name, _ in lines[0]] if lines else []
-    widths = [max(len(line[at][1]) for line in [[*zip(names, names, strict=True)], *lines]) for at in range(len(names))]
-    gap = "  " if sum(widths) + 2 * len(widths) <= 120 else " "
-
-    def line(cells: Iterable[str]) -> str:
-        pairs = zip(names, cells, widths, strict=True)
-        return gap.join(
-            f"{cell:<{width}}" if name in LEFT else f"{cell:>{width}}" for name, cell, width in pairs
-        ).rstrip()
-
-    text = [
-        line(names),
-        gap.join("-" * width for width in widths),
-        *(line(text for _, text in cells) for cells in lines),
-    ]
+    names = ["devices", "nodes", "strategy", "micro-batch", "GB", "fits", "GB sent", "a node"]
+    names += [name for network in report.networks for name in (f"ms {network.name}", "eff.")]
+    text = columns(names, [_cells(row, report) for row in report.rows if row.found is not None], LEFT)
     shown = {row.strategy for row in report.rows}
-    return "\n".join(text + [note for name, note in (("fsdp*", KEPT), ("hsdp", HYBRID)) if name in shown])
+    return "\n".join([text, *(note for name, note in (("fsdp*", KEPT), ("hsdp", HYBRID)) if name in shown)])
 
 
-def _cells(row: Row, report: ScaleReport) -> list[tuple[str, str]]:
-    """The columns of a row with their names, of which several are alike."""
+def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
     found, nodes = row.found, row.cluster.nodes
     assert found is not None
     assert row.plan is not None
     cut = row.plan.first_cut
     cells = [
-        ("devices", f"{row.cluster.devices}"),
-        ("nodes", f"{nodes}"),
-        ("strategy", row.strategy),
-        ("micro-batch", f"{cut.accumulate} × {cut.micro_batch_size}"),
-        ("GB", f"{found.reserved / GB:.2f}"),
-        ("fits", "yes" if row.fits else "no"),
-        ("GB sent", _short(found.sent / GB)),
-        ("a node", _short(found.leaving / GB)),
+        f"{row.cluster.devices}",
+        f"{nodes}",
+        row.strategy,
+        f"{cut.accumulate} × {cut.micro_batch_size}",
+        f"{found.reserved / GB:.2f}",
+        "yes" if row.fits else "no",
+        _short(found.sent / GB),
+        _short(found.leaving / GB),
     ]
-    for fabric in report.fabrics:
-        efficiency = report.efficiency(row, fabric.name)
-        cells.append((f"ms {fabric.name}", f"{found.costs[fabric.name].step_ms:,.1f}"))
-        cells.append(("eff.", "" if efficiency is None else f"{100 * efficiency:.0f} %"))
+    for network in report.networks:
+        efficiency = report.efficiency(row, network.name)
+        cells.append(f"{found.costs[network.name].step_ms:,.1f}")
+        cells.append("" if efficiency is None else f"{100 * efficiency:.0f} %")
     return cells
 
 
@@ -100,25 +87,25 @@ def _short(number: float) -> str:
     return "0" if not number else f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
 
-def fastest(rows: Sequence[Row], fabric: str) -> Row | None:
+def fastest(rows: Sequence[ScaleRow], network: str) -> ScaleRow | None:
     """The fastest row that fits; of equal ones the first."""
-    fitting = [(row, row.found.costs[fabric].step_ms) for row in rows if row.found is not None and row.fits]
+    fitting = [(row, row.found.costs[network].step_ms) for row in rows if row.found is not None and row.fits]
     if not fitting:
         return None
     least = min(step for _, step in fitting)
     return next(row for row, step in fitting if step <= least * (1 + EQUAL))
 
 
-def verdict(report: ScaleReport, fabric: str) -> str:
+def verdict(report: ScaleReport, network: str) -> str:
     """From where on which strategy is the fastest over an interconnect, what does not fit, and what more devices do."""
     sizes = list(dict.fromkeys(row.cluster.devices for row in report.rows if row.found is not None))
-    best = {size: fastest([row for row in report.rows if row.cluster.devices == size], fabric) for size in sizes}
+    best = {size: fastest([row for row in report.rows if row.cluster.devices == size], network) for size in sizes}
     parts = [_runs({size: row.strategy if row else "nothing" for size, row in best.items() if size > 1})]
     parts += _not_fitting(report.rows)
     known = [row for row in best.values() if row is not None and row.found is not None]
     if known:
-        parts.append(_best_size(report, known, fabric))
-    return f"over {fabric}: " + "; ".join(part for part in parts if part)
+        parts.append(_best_size(report, known, network))
+    return f"over {network}: " + "; ".join(part for part in parts if part)
 
 
 def _runs(winners: dict[int, str]) -> str:
@@ -139,7 +126,7 @@ def _runs(winners: dict[int, str]) -> str:
     return ", ".join(texts)
 
 
-def _not_fitting(rows: Sequence[Row]) -> list[str]:
+def _not_fitting(rows: Sequence[ScaleRow]) -> list[str]:
     """Such as "ddp does not fit on 2, 4"."""
     found = []
     for name in dict.fromkeys(row.strategy for row in rows if row.found is not None and not row.fits):
@@ -151,12 +138,12 @@ def _not_fitting(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _best_size(report: ScaleReport, best: Sequence[Row], fabric: str) -> str:
+def _best_size(report: ScaleReport, best: Sequence[ScaleRow], network: str) -> str:
     """The fewest devices with the shortest step, among the fastest rows of each size."""
-    times = [(row, row.found.costs[fabric].step_ms) for row in best if row.found is not None]
+    times = [(row, row.found.costs[network].step_ms) for row in best if row.found is not None]
     least = min(step for _, step in times)
     row, step = next((row, step) for row, step in times if step <= least * (1 + EQUAL))
-    efficiency = report.efficiency(row, fabric)
+    efficiency = report.efficiency(row, network)
     worth = "" if efficiency is None else f" at {100 * efficiency:.0f} % efficiency"
     more = "" if row is best[-1] else ", and more devices do not shorten it"
     return f"the shortest step is {row.strategy}'s on {row.cluster.devices}, {step:,.1f} ms{worth}{more}"
@@ -182,25 +169,25 @@ def to_json(report: ScaleReport) -> dict[str, Any]:
         "device": report.target.gpu.title,
         "margin": MARGIN,
         "interconnects": {
-            fabric.name: {
-                "within": fabric.within.title,
-                "within_gb_s": fabric.within.bandwidth / 1e9,
-                "between": fabric.between.title,
-                "between_gb_s": fabric.between.bandwidth / 1e9,
-                "within_hop_us": round(1e6 * fabric.within.latency, 3),
-                "between_hop_us": round(1e6 * fabric.between.latency, 3),
+            network.name: {
+                "within": network.within.title,
+                "within_gb_s": network.within.bandwidth / 1e9,
+                "between": network.between.title,
+                "between_gb_s": network.between.bandwidth / 1e9,
+                "within_hop_us": round(1e6 * network.within.latency, 3),
+                "between_hop_us": round(1e6 * network.between.latency, 3),
             }
-            for fabric in report.fabrics
+            for network in report.networks
         },
         "rows": [_row_to_json(row, report) for row in report.rows],
-        "verdicts": {fabric.name: verdict(report, fabric.name) for fabric in report.fabrics},
+        "verdicts": {network.name: verdict(report, network.name) for network in report.networks},
         "assumed": list(ASSUMED),
         "notes": report.notes,
         "seconds": round(report.seconds, 1),
     }
 
 
-def _row_to_json(row: Row, report: ScaleReport) -> dict[str, Any]:
+def _row_to_json(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
     found = row.found
     fields: dict[str, Any] = {
         "devices": row.cluster.devices,
@@ -225,14 +212,14 @@ def _row_to_json(row: Row, report: ScaleReport) -> dict[str, Any]:
     }
 
 
-def _cost_to_json(row: Row, report: ScaleReport, fabric: str) -> dict[str, float | None]:
+def _cost_to_json(row: ScaleRow, report: ScaleReport, network: str) -> dict[str, float | None]:
     assert row.found is not None
-    cost, efficiency = row.found.costs[fabric], report.efficiency(row, fabric)
+    cost, efficiency = row.found.costs[network], report.efficiency(row, network)
     return {
         "step_ms": round(cost.step_ms, 3),
-        "compute_ms": round(cost.compute_ms, 3),
+        "compute_ms": round(cost.alone_ms, 3),
         "communication_ms": round(cost.communication_ms, 3),
         "exposed_ms": round(cost.exposed_ms, 3),
-        "samples_per_second_and_device": round(row.samples_per_second(fabric), 4),
+        "samples_per_second_and_device": round(row.samples_per_second(network), 4),
         "efficiency": None if efficiency is None else round(efficiency, 4),
     }

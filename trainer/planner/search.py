@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
-from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, usable_memory
+from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, outside
 from trainer.planner.knobs import (
     Settings,
     applied,
@@ -169,7 +169,7 @@ class Search:
             nodes=self.nodes,
             budget=self.budget,
             margin=MARGIN,
-            outside=self.target.gpu.memory - usable_memory(self.target.gpu, self.devices),
+            outside=outside(self.target.gpu, self.devices),
             chosen=candidates[0] if chosen is not None else None,
             candidates=candidates,
             explanations=explanations,
@@ -228,7 +228,7 @@ class Search:
             if isinstance(result, Exception):
                 self._refuse(jobs[number].settings, result, jobs[number].plan.describe())
             else:
-                found.append(self._candidate(jobs[number], Prediction(**result)))
+                found.append(self._candidate(jobs[number], Prediction.answered(result)))
         return found
 
     def _job(self, settings: Settings) -> Job | None:
@@ -253,7 +253,7 @@ class Search:
             found.allocated,
             found.reserved,
             found.host,
-            found.step_ms,
+            found.cost.step_ms,
             self.fits(found.reserved),
             prediction=found,
         )
@@ -274,8 +274,8 @@ class Search:
         reserved = mixed("reserved")
         micro_steps = [self._micro_steps(small), self._micro_steps(large)]
         # Time of a micro-step, and of what comes once a step; the latter is the same for both.
-        once = min(one.times.get("step_phase_ms", 0.0) for one in ends)
-        each = [(one.step_ms - once) / count for one, count in zip(ends, micro_steps, strict=True)]
+        once = min(one.cost.update_ms for one in ends)
+        each = [(one.cost.step_ms - once) / count for one, count in zip(ends, micro_steps, strict=True)]
         step_ms = once + job.plan.first_cut.accumulate * (each[0] + part * (each[1] - each[0]))
         return Candidate(
             settings,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import re
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from trainer.errors import RunError
 from trainer.planner.fake_kernels import AttentionRules
-from trainer.planner.gpus import GPU, detected_gpu, usable_memory
-from trainer.system.children import Failed, in_child
-from trainer.system.processes import own_code
+from trainer.planner.gpus import GPU, gpu_of, usable_memory
+from trainer.system.children import in_child
+from trainer.system.machine import ask_for_gpus, seen_gpus
 from trainer.system.text import parse_budget
 
 Workspaces = Literal["kept, and one a call", "kept", "one a call"]
@@ -94,26 +92,18 @@ def installed_version() -> tuple[int, int]:
 
 # The GPU of this machine, and how much of a GPU a run may take.
 
-ASK = """
-import dataclasses, json
-from trainer.planner.gpus import detected_gpu
-gpu = detected_gpu()
-print(json.dumps(gpu and dataclasses.asdict(gpu)))
-"""
-"""For a new process, which is slower than a forked one."""
-
 
 def gpu_here() -> GPU | None:
     """The GPU of this machine, if it has one; a process of its own asks, so that this one can still fork."""
     if torch.cuda.is_initialized():
-        return detected_gpu()
-    found = None
-    with suppress(Failed):
-        found = in_child(lambda: dataclasses.asdict(gpu) if (gpu := detected_gpu()) else None, sees_gpu=True)
-    if found is None and torch.cuda.is_available():  # this process has begun with CUDA in a way that it does not tell
-        done = subprocess.run(own_code(ASK), capture_output=True, text=True, check=False)
-        found = json.loads(done.stdout) if done.returncode == 0 else None
-    return found and GPU(**found | {"capability": tuple(found["capability"])})
+        return gpu_of(seen_gpus()[torch.cuda.current_device()])
+    found: list[dict[str, Any]] = []
+    with suppress(RunError):
+        found = in_child(seen_gpus, sees_gpu=True)  # faster than a new one
+    if not found and torch.cuda.is_available():  # this process has begun with CUDA in a way that it does not tell
+        with suppress(RunError):
+            found = ask_for_gpus()
+    return gpu_of(found[0]) if found else None
 
 
 def budget_bytes(text: str | None, gpu: GPU, ranks: int) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from trainer.engine.window import cut_at
 from trainer.memory.plan import decide_plan
@@ -11,13 +10,10 @@ from trainer.planner.gpus import GPU, nccl_bytes
 from trainer.planner.knobs import Settings, applied, turned, without_size
 from trainer.planner.report import Candidate, PlanReport, as_text, gigabytes
 from trainer.recipe import Memory, Recipe
-
-WIDTH, WIDEST = 112, 120
-"""Of lines of text and of the table."""
+from trainer.system.text import WIDTH, columns, wrapped
 
 LEFT = ("micro-batch", "strategy", "checkpointing", "offload", "lossy", "why")
-"""Columns of words; figures are on the right."""
-
+"""Columns of words."""
 
 GIGABYTES, ON_HOST, TIME = "GB reserved", "host GB", "ms a step"
 
@@ -61,11 +57,7 @@ def table(report: PlanReport) -> str:
     if not rows:
         return "(no plan could be predicted)"
     names = [name for name in rows[0] if name != "lossy" or any(row["lossy"] for row in rows)]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    gap = "  " if sum(widths.values()) + 2 * len(names) <= WIDEST else " "
-    lines = [gap.join(_cell(name, name, widths) for name in names).rstrip()]
-    lines.append(gap.join("-" * widths[name] for name in names))
-    lines += [gap.join(_cell(row[name], name, widths) for name in names).rstrip() for row in rows]
+    lines = [columns(names, [[row[name] for name in names] for row in rows], LEFT)]
     if any("~" in row[GIGABYTES] for row in rows):
         lines.append("~ lies between the traces of a smaller and a larger micro-batch")
     if any(KEPT in row["strategy"] for row in rows):
@@ -93,7 +85,7 @@ def why(report: PlanReport) -> str:
         example = ones[0].command or "the recipe as it is"
         lines.append(f"refused, {len(ones)} of the plans (such as {example}): {reason}")
     lines += [f"note: {note}" for note in report.notes]
-    return "\n".join(_wrapped(lines))
+    return "\n".join(wrapped(f"- {line}", "  ") for line in lines)
 
 
 def pasteable(words: Sequence[str]) -> str:
@@ -110,17 +102,6 @@ def pasteable(words: Sequence[str]) -> str:
         else:
             lines[-1] += f" {word}"
     return "\n".join(lines)
-
-
-def _wrapped(lines: Iterable[str]) -> Iterable[str]:
-    for line in lines:
-        yield textwrap.fill(
-            line, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-
-
-def _cell(text: str, name: str, widths: dict[str, int]) -> str:
-    return f"{text:<{widths[name]}}" if name in LEFT else f"{text:>{widths[name]}}"
 
 
 def _row(one: Candidate, report: PlanReport) -> dict[str, str]:

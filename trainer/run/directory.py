@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import secrets
 import socket
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.export import save_model
 from trainer.checkpoint.folder import CheckpointFolder
+from trainer.checkpoint.manifest import MOST_BYTES
 from trainer.checkpoint.seal import sealed
 from trainer.engine.events import Counters
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share
-from trainer.errors import RecipeError, RunError, require
+from trainer.errors import RecipeError, RunError, Stopped, require
 from trainer.memory.plan import idle_ranks, plan_warnings
 from trainer.memory.stack import Stack
 from trainer.recipe import Recipe
@@ -35,7 +37,7 @@ from trainer.report.summary import Summary, summary_text, versions
 from trainer.run.listeners import Stopwatch
 from trainer.run.session import Session, from_all, from_first, on_first
 from trainer.settings import dump_recipe
-from trainer.system.files import make_folder, staged_folder, write_atomic
+from trainer.system.files import default_folder, make_folder, read_object, staged_folder, write_atomic
 from trainer.system.redact import redact
 from trainer.system.reports import cause
 from trainer.system.text import escaped
@@ -51,9 +53,7 @@ def with_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
     require(
         resume != "auto" or wanted is not None, "run.resume=auto needs run.dir, the directory of the run to go on with"
     )
-    name = Path(source).stem if source else "recipe"
-    chosen = wanted or f"runs/{name}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = Path(from_first(fabric, str(Path(chosen).absolute())))
+    run_dir = Path(from_first(fabric, str(Path(wanted or default_folder(source)).absolute())))
     on_first(fabric, partial(_make, run_dir, resume))
     require_shared(fabric, run_dir)
     return recipe.replace(run=dataclasses.replace(recipe.run, dir=str(run_dir)))
@@ -91,6 +91,42 @@ def written_to(run_dir: Path) -> Iterator[None]:
 def _is_resumed(run_dir: Path, resume: str) -> bool:
     inside = Path(os.path.realpath(resume)).is_relative_to(os.path.realpath(run_dir))
     return resume == "auto" or (resume != "none" and inside)
+
+
+@contextmanager
+def status_kept(session: Session) -> Iterator[None]:
+    """Keep ``status.json`` for as long as the run lasts, and leave in it how that has ended."""
+    write_status(session, "running", begins=True)
+    try:
+        yield
+    except BaseException as error:
+        known = {Stopped: "stopped", KeyboardInterrupt: "interrupted"}
+        with suppress(OSError):  # the disk may be what the run has died of
+            write_status(session, known.get(type(error), "failed"))
+        raise
+    write_status(session, "finished")
+
+
+def write_status(session: Session, status: str, begins: bool = False) -> None:
+    """Write ``status.json``, on the first rank: what is to be known of a run of which nothing may be left but this.
+
+    Args:
+        session: with the plan as it is now.
+        status: ``running``, or how the run has ended, as in ``summary.json``.
+        begins: whether another attempt begins in this directory.
+    """
+    if not session.is_first:
+        return
+    path = Path(str(session.recipe.run.dir)) / "status.json"
+    before, plan = read_object(path, MOST_BYTES).get("attempt"), session.plan
+    cut = {"batch_size": plan.first_cut.batch_size, "micro_batch_size": plan.first_cut.micro_batch_size}
+    content = {
+        "plan": plan.describe(),
+        "cut": None if isinstance(session.recipe.accumulate, dict) else cut,  # each epoch has one of its own
+        "attempt": (before if type(before) is int else 0) + begins,
+        "status": status,
+    }
+    write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n", sync_folder=False)
 
 
 def write_recipe(session: Session, run_dir: Path, source: str | None) -> None:

@@ -220,7 +220,7 @@ class Forecast:
             if isinstance(result, Exception):
                 self.failure = str(result)
             else:
-                self.prediction = Prediction(**result)
+                self.prediction = Prediction.answered(result)
         return self.prediction is not None
 
     def lines(self) -> list[str]:

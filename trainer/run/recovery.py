@@ -14,6 +14,7 @@ from trainer.errors import RunError
 from trainer.faults.regroup import Regrouping, recovers
 from trainer.memory.oom import is_out_of_memory
 from trainer.memory.stack import Stack
+from trainer.run.directory import write_status
 from trainer.run.session import Session
 from trainer.run.state import Tensors
 
@@ -64,6 +65,7 @@ class Recovery:
         cut = self.windows.halve()
         self.session.recut(cut)
         self.recoveries += 1
+        write_status(self.session, "running")
         self.say(f"{why}: the step is taken again, from here on in micro-batches of at most {cut.micro_batch_size}")
         return True
 

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
-from trainer.checkpoint.manifest import (
-    MOST_BYTES,
-    CorruptCheckpoint,
-    Manifest,
-    UnknownFormat,
-    read_manifest,
-    verify_files,
-)
+from trainer.checkpoint.manifest import MOST_BYTES, CorruptCheckpoint, Manifest, UnknownFormat, fault_of, read_manifest
 from trainer.checkpoint.parts import Part, PartsReader
 from trainer.checkpoint.writer import HISTORY, STATE, sign_of
 from trainer.contract import Model
@@ -31,11 +24,11 @@ from trainer.engine.loop import Engine
 from trainer.engine.rehearsal import rehearse
 from trainer.errors import RecipeError, RunError, require
 from trainer.report.progress import Progress, warn
-from trainer.run.directory import restore_history
+from trainer.run.directory import restore_history, write_status
 from trainer.run.identity import Origin, require_same_run
 from trainer.run.session import Session, from_all, from_first, on_first
 from trainer.run.state import State, Tensors
-from trainer.system.files import read_regular
+from trainer.system.files import read_object, read_regular
 
 FOLDER = "checkpoints"
 
@@ -88,15 +81,8 @@ def _none_valid(problems: list[tuple[Path, str]]) -> str:
 def _problem(session: Session, path: Path) -> str | None:
     """What is wrong with the checkpoint ``path``, if anything: the files are dealt out to the ranks."""
     rank, size = session.fabric.global_rank, session.fabric.world_size
-    problem, is_unknown = None, False
-    try:
-        manifest = read_manifest(path)
-        verify_files(path, manifest, sorted(manifest.files)[rank::size])
-    except CorruptCheckpoint as error:
-        problem, is_unknown = str(error), isinstance(error, UnknownFormat)
-    except OSError as error:
-        problem = f"{error.filename or path} cannot be read: {error.strerror}"
-    found = from_all(session.fabric, (problem, is_unknown))
+    error = fault_of(path, rank, size)
+    found = from_all(session.fabric, (None if error is None else str(error), isinstance(error, UnknownFormat)))
     problem, is_unknown = next((one for one in found if one[0] is not None), (None, False))
     require(not is_unknown, f"{problem}: resume with the version that has written it")
     return problem
@@ -119,12 +105,8 @@ def _set_aside(own: CheckpointFolder, chosen: Path, corrupt: set[str], say: Call
 
 def _refuse_finished(run_dir: Path) -> None:
     """Training all of it again would write over what a finished run has left."""
-    try:
-        status = json.loads(read_regular(run_dir / "summary.json", MOST_BYTES))["status"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return
     require(
-        status != "finished",
+        read_object(run_dir / "summary.json", MOST_BYTES).get("status") != "finished",
         f"run.dir={run_dir} holds a run that has finished, and no checkpoint to go on from: choose another directory",
     )
 
@@ -203,6 +185,7 @@ class Resumption:
                 raise ValueError(f"{engine.counters}, where the manifest has {stated}")
         if windows.halvings:  # evaluations are cut as small
             session.recut(windows.cut(engine.counters.epoch))
+            write_status(session, "running")
         session.monitor.step = engine.counters.step
         if stepper.sync.overlapped and session.fabric.world_size > 2 and engine.counters.step > 1:
             # DDP orders its buckets anew after the first gradients, and sums of three depend on what shares a bucket.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -15,32 +14,29 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.folder import CheckpointFolder
-from trainer.checkpoint.manifest import MOST_BYTES, CorruptCheckpoint, read_manifest
+from trainer.checkpoint.manifest import MOST_BYTES
 from trainer.errors import require
-from trainer.system.files import read_regular, write_atomic
-from trainer.system.processes import SUPERVISOR, ProcessId, end_with_parent
+from trainer.system.files import read_object, write_atomic
+from trainer.system.processes import SUPERVISOR, ProcessId
 from trainer.system.redact import redact, redact_words
 from trainer.system.text import escaped
+from trainer.system.watched import Said, Watched
 
 LAUNCHERS = ("LT_", "TORCHELASTIC_", "MASTER_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 """Variables of a rendezvous: each attempt makes one of its own."""
 
-ERROR = "trainer: error: "
+STATUS = "status.json"
+"""What a run writes of itself for who watches it."""
+
 NOTED = "received: saving a checkpoint"
 """What a run says when a signal has asked it to stop."""
 
-PLAN = re.compile(r"batch (\d+) = .*?micro-batch(?:es)? of (\d+)")
-SMALLER = re.compile(r"in micro-batches of at most (\d+)")
-"""How a plan says how batches are cut, and a recovery that they are cut smaller."""
-
 SECONDS_BETWEEN_LOOKS = 0.05
-SECONDS_TO_VANISH = 5.0
 
 
 CUT = ("batch_size", "accumulate", "memory.micro_batch_size")
@@ -100,14 +96,6 @@ def take(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How batches are cut: the samples of a batch, and of a micro-batch."""
-
-    batch: int
-    micro_batch: int
-
-
-@dataclass(frozen=True)
 class Ending:
     """How an attempt ended.
 
@@ -130,8 +118,8 @@ class Ending:
         return f"{how}: {self.cause}" if self.cause else how
 
 
-class Attempt:
-    """A run in a process group of its own, which ends when this process does; what it says on stderr is passed on.
+class Attempt(Watched):
+    """A run that ends when this process does; what it says on stderr is passed on.
 
     Args:
         command: what to start.
@@ -142,21 +130,13 @@ class Attempt:
             name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANKS
         }
         environment[SUPERVISOR] = json.dumps(ProcessId.own().to_dict())
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=partial(end_with_parent, os.getpid()),
-        )
+        super().__init__(command, environment, None, subprocess.PIPE)
         assert self.process.stderr is not None
         self._pipe = self.process.stderr.fileno()
         self._open = True
         self._line = b""
-        self._first_error = self._last_words = ""
-        self._gone = self.noted = False
-        self.sizes: Sizes | None = None
+        self.said = Said()
+        self.noted = False
 
     def wait(self, seconds: float = SECONDS_BETWEEN_LOOKS) -> Ending | None:
         """Pass on what it says for about so long; how it ended, if it has, and none of its processes is left then."""
@@ -168,26 +148,12 @@ class Attempt:
             pass
         self._pipe_closed()
         code = self.process.returncode
-        words = self._last_words if code > 0 else ""  # of an error that was not the trainer's; a signal comes unsaid
-        return Ending(code, self._first_error or words)
+        return Ending(code, self.said.reason if code > 0 else self.said.own)  # a signal comes unsaid
 
     def signal(self, number: int) -> None:
         """Pass a signal on to the first rank: the ranks agree on what follows, and those that do not know it yet end
         with it."""
         self.process.send_signal(number)
-
-    def kill(self) -> None:
-        """End all its processes, and wait until they are gone."""
-        if self._gone:  # its number may be another group's by now
-            return
-        until = time.monotonic() + SECONDS_TO_VANISH
-        with suppress(ProcessLookupError, PermissionError):  # the latter of what is left of ended ones, on macOS
-            while time.monotonic() < until:  # where nobody waits for orphans, what is left of them stays
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.poll()
-                time.sleep(0.01)
-        self.process.wait()
-        self._gone = True
 
     def _pass_on(self, seconds: float) -> bool:
         """Pass on what there is within ``seconds``; whether there was something."""
@@ -203,24 +169,18 @@ class Attempt:
         tell(content)
         *lines, self._line = (self._line + content).split(b"\n")
         for line in lines:
-            self._note(line.decode(errors="replace").strip())
+            self._note(line.decode(errors="replace"))
         return True
 
     def _pipe_closed(self) -> None:
         self._open = False
         if self.process.stderr is not None:
             self.process.stderr.close()
-        self._note(self._line.decode(errors="replace").strip())
+        self._note(self._line.decode(errors="replace"))
 
     def _note(self, line: str) -> None:
-        """Remember what matters of a line: the first error, the last words, and how batches are cut."""
-        if ERROR in line:
-            self._first_error = self._first_error or line.partition(ERROR)[2]
-        self._last_words = line or self._last_words
+        self.said.note(line)
         self.noted = self.noted or NOTED in line
-        self.sizes = sizes_in(line) or self.sizes
-        if self.sizes is not None and (smaller := SMALLER.search(line)):
-            self.sizes = Sizes(self.sizes.batch, int(smaller[1]))
 
 
 def tell(content: bytes) -> None:
@@ -234,17 +194,9 @@ def say(text: str) -> None:
     tell(f"trainer run: {escaped(redact(text))}\n".encode())
 
 
-def sizes_in(text: str) -> Sizes | None:
-    """What a plan, as it is printed, says of how batches are cut."""
-    found = PLAN.search(text)
-    return Sizes(int(found[1]), int(found[2])) if found else None
-
-
 # Out of memory, as it looks from outside: the run's own words, or the kernel's count of what it had to kill.
 
 VMSTAT, CGROUPS, CGROUP_ROOT = Path("/proc/vmstat"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-NO_SCHEDULE = re.compile(r"^accumulate: (null|\d+)$", re.MULTILINE)
-"""How ``recipe.yaml`` says that all epochs have the same batch."""
 
 
 def kernel_kills() -> int:
@@ -280,32 +232,23 @@ def ran_out_of_memory(ending: Ending, kills: int) -> bool:
     return kills > 0 and (ending.code == -signal.SIGKILL or "was killed" in ending.cause)
 
 
-def known_sizes(run_dir: Path, attempt: Attempt, since: float) -> Sizes | None:
-    """How the batches of ``attempt`` were cut in the end, if that is known and micro-batches can be made smaller.
+def attempts(run_dir: Path) -> int:
+    """How many runs have begun in the directory, as ``status.json`` says."""
+    found = read_object(run_dir / STATUS, MOST_BYTES).get("attempt")
+    return found if type(found) is int else 0
 
-    From its ``summary.json``, if it was written after ``since`` (seconds since the epoch); else from what it said; else
-    from the manifest of the newest checkpoint. ``None`` for a schedule of ``accumulate``, which gives each epoch a
-    batch of its own.
+
+def known_cut(run_dir: Path, before: int) -> tuple[int, int] | None:
+    """How the batches of an attempt were cut in the end: the samples of a batch and of a micro-batch.
+
+    ``None`` where micro-batches cannot be made smaller, for each epoch has a batch of its own, or where the attempt,
+    which would be that after ``before`` ones, has ended before it was decided.
     """
-    if _has_schedule(run_dir):
+    cut = read_object(run_dir / STATUS, MOST_BYTES).get("cut")
+    if attempts(run_dir) == before or not isinstance(cut, dict):
         return None
-    summary = run_dir / "summary.json"
-    with suppress(OSError, ValueError, KeyError):
-        if summary.stat().st_mtime >= since:
-            found = json.loads(read_regular(summary, MOST_BYTES))
-            return Sizes(int(found["batch_size"]), int(found["micro_batch_size"]))
-    if attempt.sizes is not None:
-        return attempt.sizes
-    for path in CheckpointFolder(run_dir / "checkpoints").newest_first():
-        with suppress(CorruptCheckpoint):
-            return sizes_in(read_manifest(path).plan)
-    return None
-
-
-def _has_schedule(run_dir: Path) -> bool:
-    with suppress(OSError):
-        return NO_SCHEDULE.search(read_regular(run_dir / "recipe.yaml", MOST_BYTES).decode(errors="replace")) is None
-    return False
+    batch, micro_batch = cut.get("batch_size"), cut.get("micro_batch_size")
+    return (batch, micro_batch) if type(batch) is int and type(micro_batch) is int else None
 
 
 # ``supervisor.json``: every attempt of a supervised run, as far as it has come.
@@ -357,10 +300,8 @@ def newest_step(run_dir: Path) -> int:
 
 
 def _earlier(path: Path) -> list[dict[str, Any]]:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(read_regular(path, MOST_BYTES))["attempts"]
-        return found if isinstance(found, list) else []
-    return []
+    found = read_object(path, MOST_BYTES).get("attempts")
+    return found if isinstance(found, list) else []
 
 
 def _now() -> str:

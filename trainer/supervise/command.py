@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import require
 from trainer.supervise.attempt import FitCommand, take
-from trainer.system.files import make_folder
+from trainer.system.files import default_folder, make_folder
 
 USAGE = """\
 usage: trainer run [flags] -- RECIPE [flags of trainer fit]
@@ -102,8 +101,7 @@ def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
         require(devices in (None, str(ranks)), f"--nproc {ranks} and --run.devices {devices} contradict each other")
         devices = str(ranks)
     flags += ("--run.devices", devices) if devices is not None else ()
-    chosen = f"runs/{Path(recipe).stem}/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return FitCommand(recipe, flags, str(Path(wanted or chosen).absolute()), _names(allowed))
+    return FitCommand(recipe, flags, str(Path(wanted or default_folder(recipe)).absolute()), _names(allowed))
 
 
 def _names(text: str | None) -> tuple[str, ...]:

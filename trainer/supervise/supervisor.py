@@ -17,8 +17,9 @@ from trainer.supervise.attempt import (
     Ending,
     FitCommand,
     Journal,
+    attempts,
     kernel_kills,
-    known_sizes,
+    known_cut,
     newest_step,
     ran_out_of_memory,
     say,
@@ -80,7 +81,7 @@ class Supervisor:
             return Outcome("stopped", EXIT_REQUEUE)
         words = self.command.words()
         self.journal.begin(newest_step(self.run_dir), words)
-        kills, began = kernel_kills(), time.time()
+        kills, before, began = kernel_kills(), attempts(self.run_dir), time.time()
         attempt = Attempt(own_command(*words))
         try:
             ending = self._watched(attempt)
@@ -90,7 +91,7 @@ class Supervisor:
         self.journal.end(ending.code, ending.cause, step)
         if (outcome := self._final(ending)) is not None:
             return outcome
-        decision = self._decide(ending, attempt, step, kernel_kills() - kills, began)
+        decision = self._decide(ending, step, kernel_kills() - kills, before)
         newest = f"newest checkpoint: step {step}" if step >= 0 else "no checkpoint yet"
         say(f"the run ended after {time.time() - began:.0f} s ({ending.describe()}); {newest}; {decision.why}")
         if isinstance(decision, Stop):
@@ -133,16 +134,16 @@ class Supervisor:
             return Outcome("failed", WRONG_RECIPE)
         return None
 
-    def _decide(self, ending: Ending, attempt: Attempt, step: int, kills: int, began: float) -> Restart | Stop:
+    def _decide(self, ending: Ending, step: int, kills: int, before: int) -> Restart | Stop:
         if ending.code == EXIT_REQUEUE:
             return self.policy.after_preemption(step)
         if not ran_out_of_memory(ending, kills):
             return self.policy.after_crash(step, ending.describe())
-        sizes = known_sizes(self.run_dir, attempt, began)
-        smaller = None if sizes is None else sizes.micro_batch // 2
+        cut = known_cut(self.run_dir, before)
+        smaller = None if cut is None else cut[1] // 2
         decision = self.policy.after_out_of_memory(step, smaller)
-        if isinstance(decision, Restart) and sizes is not None and smaller:
-            self.command = self.command.cut_smaller(sizes.batch, smaller)
+        if isinstance(decision, Restart) and cut is not None and smaller:
+            self.command = self.command.cut_smaller(cut[0], smaller)
         return decision
 
     def _sleep(self, seconds: float) -> None:

@@ -55,9 +55,9 @@ class Child:
     def __init__(self, job: Job, sees_gpu: bool = False, anew: bool = False) -> None:
         context: Any = multiprocessing.get_context("spawn" if anew else "fork")
         self.connection, theirs = context.Pipe(duplex=False)
-        import torch  # this floor loads without it
-
-        gpu_in_use = torch.cuda.is_initialized() and not anew  # asked here: in a fork torch says that it is not
+        torch = sys.modules.get("torch")  # this floor loads without it
+        # Asked here: in a fork torch says that it is not.
+        gpu_in_use = torch is not None and torch.cuda.is_initialized() and not anew
         self.process = context.Process(target=_work, args=(job, theirs, sees_gpu, gpu_in_use), daemon=True)
         self.process.start()
         theirs.close()
@@ -76,25 +76,31 @@ class Child:
         self.process.join()
 
 
-def in_child(job: Job, sees_gpu: bool = False) -> Any:
+def in_child(job: Job, sees_gpu: bool = False, seconds: float | None = None) -> Any:
     """The result of ``job``, done in a process of its own; see :class:`Child`.
 
     Raises:
+        TimeoutError: when it takes longer than ``seconds``.
         RecipeError: as the job did.
         Failed: when it raised anything else, or its process ended.
     """
-    result = Child(job, sees_gpu).result()
+    child = Child(job, sees_gpu)
+    if not child.wait(seconds):
+        child.kill()
+        raise TimeoutError(f"it took more than {seconds:g} s")
+    result = child.result()
     if isinstance(result, Exception):
         raise result
     return result
 
 
-def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tuple[int, Any]]:
+def in_children(jobs: Sequence[Job], at_once: int | None = None, sees_gpu: bool = False) -> Iterator[tuple[int, Any]]:
     """Do ``jobs`` in processes of their own, some at once; yield the number of each and its result, as they end.
 
     Args:
         jobs: in the order in which to begin them.
         at_once: processes at most; by default as many as there are cores, and no more than eight.
+        sees_gpu: as of :class:`Child`.
 
     Yields:
         The result of a job, or the ``RecipeError`` or :class:`Failed` that it ended with.
@@ -106,7 +112,7 @@ def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tup
         while waiting or running:
             while waiting and len(running) < at_once:
                 number, job = waiting.pop(0)
-                child = Child(job)
+                child = Child(job, sees_gpu)
                 running[child.connection] = (number, child)
             for connection in wait(list(running)):
                 number, child = running.pop(connection)
@@ -118,10 +124,7 @@ def in_children(jobs: Sequence[Job], at_once: int | None = None) -> Iterator[tup
 
 def _work(job: Job, connection: Connection, sees_gpu: bool, gpu_in_use: bool) -> None:
     """Do ``job`` in the child, silently: what it prints is about a machine that is not there."""
-    import torch
-
     become_helper()
-    torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
     gc.freeze()  # what was there before is not looked through again and again
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for descriptor in (1, 2):
@@ -129,6 +132,9 @@ def _work(job: Job, connection: Connection, sees_gpu: bool, gpu_in_use: bool) ->
     if not sees_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
+        import torch
+
+        torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
         answer = {"error": HAS_USED_GPU} if gpu_in_use else {"result": job()}
     except RecipeError as error:
         answer = {"recipe_error": str(error)}
@@ -168,5 +174,5 @@ def _result(connection: Connection, process: Any) -> Any:
     if "recipe_error" in answer:
         return RecipeError(answer["recipe_error"])
     if not answer:
-        return Failed(f"the process of a prediction ended with code {process.exitcode}: did memory run out?")
+        return Failed(f"its process ended with code {process.exitcode}: did memory run out?")
     return Failed(answer["error"])

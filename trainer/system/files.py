@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from trainer.errors import RecipeError
 from trainer.system.text import escaped
@@ -63,6 +65,15 @@ def read_regular(path: str | Path, limit: int) -> bytes:
     return content
 
 
+def read_object(path: str | Path, limit: int) -> dict[str, Any]:
+    """The JSON object in a regular file of at most ``limit`` bytes; empty where there is none."""
+    try:
+        found = json.loads(read_regular(path, limit))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def open_own(path: str | Path, flags: int, mode: int = 0o644) -> int:
     """A descriptor of a file that this program writes in place: made, or one that nothing else leads to.
 
@@ -105,6 +116,11 @@ def make_folder(key: str, path: Path) -> None:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(f"{key}={escaped(str(path))} cannot be made ({why}): choose another directory") from error
+
+
+def default_folder(reference: str | None, kind: str = "") -> str:
+    """The folder of a run of the recipe that ``reference`` names, where none is given: another one every time."""
+    return f"runs/{Path(reference or 'recipe').stem}/{kind}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def require_regular(found: os.stat_result, path: str | Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.errors import RecipeError
 from trainer.system.environment import number
 from trainer.system.files import naming, open_own
-from trainer.system.processes import boot_id
+from trainer.system.processes import ProcessId, boot_id
 
 NAME = ".run.lock"
 
@@ -105,9 +105,7 @@ class RunLock:
 
 def _owner() -> dict[str, Any]:
     return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "boot_id": boot_id(),
+        **ProcessId.own().to_dict(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         **_slurm_job(),
         **_rendezvous(),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+from trainer.errors import RunError
+from trainer.system.processes import own_code
+
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
@@ -17,12 +22,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def available_bytes() -> int | None:
-    """Host memory that this process and its children may still take, within its control group; ``None``: not known."""
-    free = _numbers(MEMINFO).get("MemAvailable:")
-    if free is None:
-        return None
-    free *= 1024
+def available_bytes() -> int:
+    """Host memory that this process and its children may still take, within its control group."""
+    import psutil
+
+    free = psutil.virtual_memory().available
     limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         # The group is charged for files that were read, which the kernel gives up when memory is asked for.
@@ -35,6 +39,47 @@ def _numbers(path: Path) -> dict[str, int]:
     """The first number of each line, by the word before it; none where there is no such file."""
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
+
+
+# The GPUs: who asks torch begins with CUDA, which takes some of their memory, and can fork no more.
+
+FACTS = (
+    *("name", "total_memory", "major", "minor", "multi_processor_count"),
+    *("clock_rate", "memory_clock_rate", "memory_bus_width"),
+)
+"""Of torch's properties of a device."""
+
+ASK = "import json; from trainer.system.machine import seen_gpus; print(json.dumps(seen_gpus({})))"
+
+
+def seen_gpus(free: bool = False) -> list[dict[str, Any]]:
+    """What torch says of each GPU: :data:`FACTS`, some of them ``None``, and the bytes that are ``free`` if asked."""
+    import torch
+
+    found = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(number)
+        found.append({name: getattr(properties, name, None) for name in FACTS})
+        if free:
+            found[-1]["free"] = torch.cuda.mem_get_info(number)[0]
+    return found
+
+
+def ask_for_gpus(free: bool = False, seconds: float | None = None) -> list[dict[str, Any]]:
+    """:func:`seen_gpus` of a new process, which has ended by then: it sees them whatever this one has done.
+
+    Raises:
+        RunError: when torch does not start there, or takes longer than ``seconds``.
+    """
+    try:
+        done = subprocess.run(own_code(ASK.format(free)), capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"torch has not said within {seconds:g} s which GPUs there are") from error
+    if done.returncode != 0:
+        said = done.stderr.split("\n")
+        why = next((line.strip() for line in reversed(said) if line.strip()), f"exit code {done.returncode}")
+        raise RunError(f"torch does not start: {why}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 # The host's side of memory: what of this process is resident, and its peak since a moment of our choosing.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import textwrap
+from collections.abc import Container, Sequence
 
 from trainer.errors import require
 
@@ -23,6 +25,29 @@ def escaped(text: object, keep: str = "") -> str:
 
 def _written_out(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+# Lines and tables for a terminal.
+
+WIDTH, WIDEST = 112, 120
+"""Characters of a line of text, and of a table."""
+
+
+def wrapped(line: str, indent: str) -> str:
+    """``line`` on as many as it takes, those after the first behind ``indent``."""
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def columns(names: Sequence[str], rows: Sequence[Sequence[str]], words: Container[str]) -> str:
+    """A table: columns that are named in ``words`` are aligned to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    gap = "  " if sum(widths) + 2 * len(names) <= WIDEST else " "
+
+    def line(cells: Sequence[str]) -> str:
+        placed = zip(names, cells, widths, strict=True)
+        return gap.join(f"{cell:{'<' if name in words else '>'}{width}}" for name, cell, width in placed).rstrip()
+
+    return "\n".join([line(names), gap.join("-" * width for width in widths), *map(line, rows)])
 
 
 # Amounts as people write them: a memory budget, a time.
