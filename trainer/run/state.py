@@ -82,7 +82,8 @@ class Tensors:
                 local(value).copy_(state[name])
         for name, _, trained in self._trained():
             own = self.stepper.optimizer.state.get(trained, {})
-            own |= {key: state[full] for key in own if (full := f"optimizer/{name}/{key}") in state}
+            numbers = {key: f"optimizer/{name}/{key}" for key, value in own.items() if not isinstance(value, Tensor)}
+            own |= {key: state[full] for key, full in numbers.items() if full in state}
         for parameter, master in (self.stack.masters or {}).items():
             local(parameter).copy_(master)
 
