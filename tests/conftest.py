@@ -41,7 +41,7 @@ def pytest_runtest_protocol():
 def no_forecast(request, monkeypatch):
     """Runs within a test's own process do not predict their memory: see tests/test_forecast.py for those that do."""
     if "forecast" not in request.node.name and "forecast" not in request.node.path.name:
-        monkeypatch.setattr("trainer.run.session.forecast", lambda recipe, world: None)
+        monkeypatch.setattr("trainer.run.opening.forecast", lambda *_: None)
 
 
 _POOLS: dict[int, RankPool] = {}

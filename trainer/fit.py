@@ -24,11 +24,11 @@ from trainer.recipe import Recipe
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress, warn
 from trainer.report.summary import Summary
-from trainer.run.directory import choose_run_dir, report_text, status_kept, written_to
+from trainer.run.directory import report_text, status_kept, written_to
 from trainer.run.forecast import first_here
-from trainer.run.guard import guarded
+from trainer.run.opening import evaluation_session, training_session
 from trainer.run.resume import Resumption
-from trainer.run.session import Session, evaluation, open_session
+from trainer.run.session import Session, evaluation, on_first
 from trainer.run.training import Training
 from trainer.system.lock import RunLock
 from trainer.system.text import escaped
@@ -55,16 +55,16 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
         Stopped: when it was asked to stop; everything is saved then.
     """
     require_failpoint()
-    with open_session(recipe) as session, guarded(session), ExitStack() as closing:
+    with training_session(recipe, source) as session, session.guarded(), ExitStack() as closing:
         closing.enter_context(deterministic_algorithms(recipe.run.deterministic))
-        run_dir = choose_run_dir(session, source)
+        run_dir = Path(str(session.recipe.run.dir))
         closing.enter_context(written_to(run_dir))
         if recipe.run.snapshot:
             closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))
         progress = Progress(recipe.run.progress, session.fabric.global_rank)
         lock = RunLock(run_dir)
         closing.callback(lock.release)
-        if notice := session.on_first(lock.acquire):
+        if notice := on_first(session.fabric, lock.acquire):
             progress.notice(notice)
         resumption = Resumption(session, run_dir, progress)
         closing.enter_context(status_kept(session))
@@ -74,7 +74,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
     """Evaluate the model of ``run_dir`` on the test set of ``recipe`` (or validation set), and print the report."""
     folder = _checked(run_dir)
-    with open_session(recipe, saved_in=folder) as session:
+    with evaluation_session(recipe, folder) as session:
         forward = _restore(session, folder)
         run = evaluation(session, forward, "test") or evaluation(session, forward, "val")
         require(run is not None, "the dataset has neither a test nor a validation set to evaluate on")

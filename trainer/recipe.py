@@ -155,7 +155,7 @@ class Memory:
         if self.micro_batch_tokens is not None:
             require_positive("memory.micro_batch_tokens", self.micro_batch_tokens)
         if self.budget is not None:
-            parse_budget(self.budget)
+            parse_budget(self.budget, 0)
         kept = self.activation_checkpointing
         require(
             kept in ("none", "selective", "full", "auto")

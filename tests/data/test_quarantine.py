@@ -92,7 +92,7 @@ def train(world_size, micro_batch_size, split, limit=5, workers=0, epochs=2):
                 found["met"] += [i for micro in window if not micro.is_empty for i in micro.indices]
     except RecipeError as error:
         found["error"] = str(error)
-    return found | {"weights": flat(module), "quarantine": quarantine.to_dict(), "step": len(found["losses"])}
+    return found | {"weights": flat(module), "quarantine": quarantine.state_dict(), "step": len(found["losses"])}
 
 
 @pytest.fixture(scope="module")
@@ -177,14 +177,14 @@ def test_known_bad_samples_are_not_asked_for_again():
 def test_what_is_restored_is_left_out_from_the_start():
     first = Quarantine(5)
     first.share("train", [BadSample(index, f"file {index}", "gone") for index in BAD], list, 0, 1)
-    state = json.loads(json.dumps(first.to_dict()))
+    state = json.loads(json.dumps(first.state_dict()))
     again = Quarantine(5)
-    again.restore(state)
-    assert again.to_dict() == first.to_dict()
+    again.load_state_dict(state)
+    assert again.state_dict() == first.state_dict()
     assert again.kept("train", range(6)) == [1, 2, 5]
     assert list(again.kept("test", range(6))) == [0, 1, 2, 3, 4, 5]
     with pytest.raises(RecipeError, match=r"5 samples cannot be loaded, more than data\.max_bad_samples=4"):
-        Quarantine(4).restore(state)
+        Quarantine(4).load_state_dict(state)
 
 
 def gather(texts):
@@ -232,7 +232,7 @@ def evaluate(world_size, split, limit, micro=2):
     )
     torch.manual_seed(0)
     module = fabric.setup_module(recipe.model.build().double())
-    session = Session(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
+    session = Session.of(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
     run_evaluation = evaluation(session, Forward(fabric, recipe.model, module), "test")
     first = run_evaluation()
     second = run_evaluation()

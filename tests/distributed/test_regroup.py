@@ -17,7 +17,7 @@ from trainer.engine.window import Window
 from trainer.faults import regroup
 from trainer.faults.regroup import Regrouping
 from trainer.models import MLP
-from trainer.run import session
+from trainer.run import opening
 from trainer.values import Loss
 
 
@@ -105,10 +105,10 @@ def test_torch_leaves_errors_of_nccl_to_a_run_that_recovers(tmp_path, monkeypatc
         seen.append(regroup.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "launch", launch)
+    monkeypatch.setattr(opening, "launch", launch)
     memory = Memory(micro_batch_size=1)
     recipe = Recipe(model=MLP([4]), data=Digits(), batch_size=2, memory=memory, run=Run(recover=recover))
-    with pytest.raises(KeyboardInterrupt), session.open_session(recipe):
+    with pytest.raises(KeyboardInterrupt), opening.training_session(recipe):
         pass
     assert seen == [handling]
 

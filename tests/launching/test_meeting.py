@@ -15,7 +15,7 @@ from trainer.errors import RecipeError, RunError
 from trainer.launching.meeting import INTERFACE, interface_of, meet, route_to
 from trainer.report.summary import versions
 from trainer.run import directory as shared_dir
-from trainer.run.session import Agreement, from_all, from_first
+from trainer.run.session import from_all, from_first
 
 
 def port():
@@ -89,23 +89,12 @@ def look(folders, rank_is_alone):
     """As on two machines of one rank each, with a directory each: the refusal of this rank."""
     rank = torch.distributed.get_rank()
 
-    def total(values):
-        sums = torch.tensor(values)
-        torch.distributed.all_reduce(sums)
-        return sums.tolist()
-
-    def on_first(decide):
-        found = [decide() if rank == 0 else None]
-        torch.distributed.broadcast_object_list(found)
-        return found[0]
-
     fabric = SimpleNamespace(
         local_rank=rank if rank_is_alone else 0, world_size=2, global_rank=rank, device=torch.device("cpu")
     )
-    session = SimpleNamespace(fabric=fabric, is_first=rank == 0, agreement=Agreement(total), on_first=on_first)
     patience, shared_dir.SECONDS_TO_SEE = shared_dir.SECONDS_TO_SEE, 0.5
     try:
-        shared_dir.require_shared(session, folders[rank])
+        shared_dir.require_shared(fabric, folders[rank])
     except RecipeError as refusal:
         return str(refusal)
     finally:

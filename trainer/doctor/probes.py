@@ -20,7 +20,6 @@ from trainer.doctor.finding import Finding, fail, ok, skipped, warning
 from trainer.doctor.subject import Subject
 from trainer.launching.loopback import ADDRESS, keep_to_loopback, loopback_store
 from trainer.planner.fake_ranks import forget_process_group
-from trainer.planner.gpus import usable_memory
 from trainer.planner.predict import Prediction, predict_here
 from trainer.planner.search import MARGIN
 from trainer.planner.target import Target, budget_bytes
@@ -74,9 +73,7 @@ class PeakMemory:
 
     def _verdict(self, found: Prediction) -> Finding:
         budget, world = self.subject.recipe.memory.budget, self.subject.world
-        limit = usable_memory(self.device, world.size)
-        if budget is not None:
-            limit = budget_bytes(budget, self.device, world.size)
+        limit = budget_bytes(budget, self.device, world.size)
         sharing = world.devices if self.device.name == "cpu" else 1  # ranks on CPUs have the host's memory in common
         kind = "of host memory" if self.device.name == "cpu" else "reserved"
         text = (

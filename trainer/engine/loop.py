@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -98,6 +99,15 @@ class Engine:
         self.at_boundary = at_boundary or (lambda engine: None)
         self.counters = Counters()
         self.last_result: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is and what its parts have come to, the same on all ranks, as JSON."""
+        return {"counters": asdict(self.counters), **self.stepper.state_dict(), **self.windows.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counters = Counters(**state["counters"])
+        self.stepper.load_state_dict(state)
+        self.windows.load_state_dict(state)
 
     def fit(
         self, epochs: int, max_steps: int | None = None, eval_every: int | None = None, max_skipped: int = 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.errors import RecipeError
@@ -77,12 +77,12 @@ class Quarantine:
         """All bad samples, in the order in which they were found."""
         return [BadSampleAt(split, sample) for (split, _), sample in self.found.items()]
 
-    def to_dict(self) -> dict[str, Any]:
-        """What ``restore`` takes; JSON can hold it."""
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
         return {"samples": [{"split": split, **sample._asdict()} for (split, _), sample in self.found.items()]}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over what ``to_dict`` of an earlier run gave.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what an earlier run had found.
 
         Raises:
             RecipeError: when that is more than the limit.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.recipe import Optim, ScaleLR, Schedule
 
@@ -48,3 +51,31 @@ def lr_factor(
         return scale * decay(optim.schedule, step, total_steps - skipped, optim.warmup_steps)
 
     return factor
+
+
+class LearningRate(LambdaLR):
+    """``LambdaLR`` whose state, as JSON, is where it is and the rates that it has given: its function stays its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        return {"steps": self.last_epoch, "computed": self._computed(self.last_epoch), "rates": rates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the rates that were saved, unless the recipe now asks for others.
+
+        Those may be older than the last skipped step, which the function takes into account at its next.
+        """
+        steps = state_dict["steps"]
+        computed = self._computed(steps)
+        rates = state_dict["rates"] if state_dict["computed"] == computed else computed
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if hasattr(group["lr"], "fill_"):  # torchao's
+                group["lr"].fill_(float(rate))
+            else:
+                group["lr"] = float(rate)
+        at = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": [float(rate) for rate in rates]}
+        super().load_state_dict(at | {"lr_lambdas": [None] * len(self.lr_lambdas)})
+
+    def _computed(self, step: int) -> list[float]:
+        """The rates that the function has for ``step``, with all that was skipped so far."""
+        return [float(base) * factor(step) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric import Fabric
@@ -97,6 +98,29 @@ class Stepper(Forward):
         batchnorm = BatchNormStatistics(self.module, self.correct_batchnorm)
         self.batchnorm = batchnorm if batchnorm.layers else None
 
+    @property
+    def scaler(self) -> Any:
+        """The loss scale of fp16; ``None`` without one."""
+        return getattr(self.precision, "scaler", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on all ranks, as JSON; weights and optimizer are for who holds the module."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "overlapped": self.sync.overlapped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.skipped_steps = state["skipped_steps"]  # which the schedule asks for
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if state["overlapped"]:
+            self.sync.overlap()
+
     def step(self, window: Window) -> StepResult:
         """One exact optimizer step on one batch: ``window`` is this rank's share of it."""
         self.phases.begin_step()
@@ -139,9 +163,8 @@ class Stepper(Forward):
         for parameter in (*self.parameters, *self.module.parameters()):
             parameter.grad = None
         self.sync.abandon()
-        scaler = getattr(self.precision, "scaler", None)
-        if scaler is not None and scaler._scale is not None:  # else there is nothing that it could have unscaled
-            scaler.update(scaler.get_scale())  # the same scale; forgets that gradients were unscaled
+        if self.scaler is not None and self.scaler._scale is not None:  # else there is nothing it could have unscaled
+            self.scaler.update(self.scaler.get_scale())  # the same scale; forgets that gradients were unscaled
         if self.batchnorm:
             self.batchnorm.restore()
         if not self.steps_taken:
@@ -189,8 +212,8 @@ class Stepper(Forward):
 
     def skip(self) -> None:
         """Leave everything as it was before the step, but for the loss scale of fp16, which must adapt."""
-        if scaler := getattr(self.precision, "scaler", None):
-            scaler.update()
+        if self.scaler:
+            self.scaler.update()
         if self.batchnorm:
             self.batchnorm.restore()
 

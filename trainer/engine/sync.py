@@ -24,6 +24,8 @@ class GradientSync:
 
     applied = False
     """Whether the weights have been updated already when ``norm`` is known: such a step cannot be skipped."""
+    overlapped = False
+    """Whether DDP was found to be able to reduce while backward goes on, and does."""
     in_order = False
     """Whether the ranks' gradients and losses are summed, not averaged, in the order of the micro-batches."""
 
@@ -42,6 +44,9 @@ class GradientSync:
 
     def abandon(self) -> None:
         """Forget what a window has left behind so far."""
+
+    def overlap(self) -> None:
+        """Reduce while backward goes on, where that waits for a first step: an earlier start of the run took it."""
 
     def norm(self) -> Tensor:
         """The norm of the gradients of the whole batch: the same on all ranks. A scalar."""
@@ -111,7 +116,10 @@ class OverlappedWhereAllAreReached(GradientSync):
     def after(self) -> None:
         self.sync.after()
         if isinstance(self.sync, SyncAfterwards) and self.sync.all_reached:
-            self.sync = OverlappedSync(self.module, self.parameters)
+            self.overlap()
+
+    def overlap(self) -> None:
+        self.sync, self.overlapped = OverlappedSync(self.module, self.parameters), True
 
 
 class ShardedSync(GradientSync):

@@ -19,6 +19,9 @@ from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Groups, Incomplete, Request
 
+MOST_HALVINGS = 64
+"""Of a micro-batch: none has 2 ** 64 samples."""
+
 Fetch = Callable[[Iterator[Request]], Iterator[Any]]
 """Gives a micro-batch for every request, in order."""
 
@@ -283,6 +286,17 @@ class Windows:
         self.halvings += 1
         self.cut.cache_clear()
         return self.cut(self.current_epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has changed since the start, the same on all ranks, as JSON; where training is, its caller knows."""
+        return {"halvings": self.halvings, "quarantine": self.quarantine.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not 0 <= state["halvings"] < MOST_HALVINGS:
+            raise ValueError(f"halvings is {state['halvings']}")
+        self.halvings = state["halvings"]
+        self.cut.cache_clear()
+        self.quarantine.load_state_dict(state["quarantine"])
 
     def longest(self, epochs: int) -> Window:
         """A window of the largest micro-batch that can occur: twice, if gradients of an earlier one are kept then."""

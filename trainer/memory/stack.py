@@ -49,6 +49,10 @@ class Stack:
     blocks: str = ""
     warning: str | None = None
 
+    def become(self, other: Stack) -> None:
+        """Hold what ``other`` holds from now on, for all who know this one."""
+        self.module, self.wrapped, self.masters = other.module, other.wrapped, other.masters
+
 
 def apply_stack(
     fabric: Fabric,

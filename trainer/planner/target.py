@@ -106,7 +106,7 @@ def gpu_here() -> GPU | None:
     return gpu_of(found[0]) if found else None
 
 
-def budget_bytes(text: str, gpu: GPU, ranks: int) -> int:
-    """Bytes that torch's allocator may take: the budget, but no more than the GPU has left for it."""
-    size, is_fraction = parse_budget(text)
-    return int(min(size * gpu.memory if is_fraction else size, usable_memory(gpu, ranks)))
+def budget_bytes(text: str | None, gpu: GPU, ranks: int) -> int:
+    """Bytes that torch's allocator may take: the budget, if there is one, but no more than the GPU has left for it."""
+    usable = usable_memory(gpu, ranks)
+    return usable if text is None else int(min(parse_budget(text, gpu.memory), usable))

@@ -15,17 +15,13 @@ from trainer.checkpoint.parts import HostCopies, on_host, share_out
 from trainer.checkpoint.writer import Background, Snapshot, Writer
 from trainer.engine.events import Counters
 from trainer.engine.loop import Engine
-from trainer.engine.step import Stepper
-from trainer.engine.window import Windows
 from trainer.errors import RunError, Stopped
-from trainer.memory.stack import Stack
 from trainer.report.metrics import score
 from trainer.report.progress import warn
 from trainer.report.summary import versions
-from trainer.run.listeners import Stopwatch
 from trainer.run.resume import Resumption
 from trainer.run.session import Session
-from trainer.run.state import RandomState, common_state, optimizer_parts, weight_parts
+from trainer.run.state import State
 from trainer.system.text import parse_duration
 
 SECONDS_TO_FINISH = 5.0
@@ -40,28 +36,13 @@ class Checkpointer:
     Args:
         session: launched.
         resumption: where the checkpoints are, and what they say of the run.
-        stack: the model with its techniques.
-        stepper: takes the steps.
-        windows: this rank's share of the batches.
-        stopwatch: of the training so far.
-        generators: of this rank.
+        state: what is saved, besides that of the engine.
         history: the bytes of ``metrics.csv``; called on the first rank only.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        resumption: Resumption,
-        stack: Stack,
-        stepper: Stepper,
-        windows: Windows,
-        stopwatch: Stopwatch,
-        generators: RandomState,
-        history: Callable[[], bytes],
-    ) -> None:
+    def __init__(self, session: Session, resumption: Resumption, state: State, history: Callable[[], bytes]) -> None:
         self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
-        self.stack, self.stepper, self.windows, self.stopwatch = stack, stepper, windows, stopwatch
-        self.generators, self.history = generators, history
+        self.state, self.history = state, history
         recipe, fabric = session.recipe, session.fabric
         self.wishes = recipe.checkpoint
         every = self.wishes.every
@@ -84,7 +65,7 @@ class Checkpointer:
             self._move,
             warn,
         )
-        session.agreement.votes = self._votes
+        session.agreement.ask(self._votes)
 
     def _votes(self) -> tuple[float, float, float]:
         """Whether this rank was asked to stop, whether it is time for a checkpoint, whether one could not be written.
@@ -93,7 +74,7 @@ class Checkpointer:
         """
         is_time = self.session.is_first and time.monotonic() - self.saved_when >= self.every_seconds
         has_failed = self.background.failure is not None
-        return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
+        return float(self.session.guard.asked_to_stop() is not None), float(is_time), float(has_failed)
 
     def __call__(self, engine: Engine) -> None:
         """Before a step: save what is due.
@@ -200,14 +181,12 @@ class Checkpointer:
         self.session.monitor.doing(None)
 
     def _snapshot(self, engine: Engine) -> Snapshot:
-        fabric, counters = self.session.fabric, engine.counters
-        of_optimizer, values = optimizer_parts(self.stack, self.stepper.optimizer)
-        parts = share_out({**weight_parts(self.stack), **of_optimizer}, fabric.global_rank, fabric.world_size)
+        fabric, counters, tensors = self.session.fabric, engine.counters, self.state.tensors
         return Snapshot(
             step=counters.step,
-            parts=self.on_host(parts),
-            own={"random": self.generators.to_json(), "values": values},
-            common=common_state(counters, self.stepper, self.windows, self.stopwatch),
+            parts=self.on_host(share_out(tensors.parts(), fabric.global_rank, fabric.world_size)),
+            own={"random": self.state.generators.state_dict(), "values": tensors.numbers()},
+            common=self.state.common(engine),
             history=self.history() if self.session.is_first else b"",
             manifest=self._manifest(counters, self._figures(engine)),
         )
@@ -248,7 +227,7 @@ class Checkpointer:
             raise no_space(self.folder.path, snapshot.step, int(needed), int(missing))
 
     def _stopped(self, engine: Engine) -> str:
-        signal = self.session.asked_to_stop() or "a signal to another rank"
+        signal = self.session.guard.asked_to_stop() or "a signal to another rank"
         run_dir = self.folder.path.parent
         return (
             f"stopped by {signal} after step {engine.counters.step}; nothing is lost: go on with "

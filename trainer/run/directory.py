@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from trainer.checkpoint.export import save_model
@@ -34,7 +35,7 @@ from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
 from trainer.report.summary import Summary, summary_text, versions
 from trainer.run.listeners import Stopwatch
-from trainer.run.session import Session, from_all, from_first
+from trainer.run.session import Session, from_all, from_first, on_first
 from trainer.settings import dump_recipe
 from trainer.system.files import default_folder, make_folder, read_object, staged_folder, write_atomic
 from trainer.system.redact import redact
@@ -42,17 +43,20 @@ from trainer.system.reports import cause
 from trainer.system.text import escaped
 
 
-def choose_run_dir(session: Session, source: str | None) -> Path:
-    """The directory of this run, the same on every rank; one that holds a run is refused, unless that is resumed."""
-    wanted, resume = session.recipe.run.dir, session.recipe.run.resume
+def with_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
+    """The recipe with the directory of this run, which is there then, the same on every rank. A collective.
+
+    Raises:
+        RecipeError: on all ranks alike, when it holds a run and that is not resumed, or cannot be made or written to.
+    """
+    wanted, resume = recipe.run.dir, recipe.run.resume
     require(
         resume != "auto" or wanted is not None, "run.resume=auto needs run.dir, the directory of the run to go on with"
     )
-    run_dir = Path(from_first(session.fabric, str(Path(wanted or default_folder(source)).absolute())))
-    session.on_first(partial(_make, run_dir, resume))
-    require_shared(session, run_dir)
-    session.recipe = session.recipe.replace(run=dataclasses.replace(session.recipe.run, dir=str(run_dir)))
-    return run_dir
+    run_dir = Path(from_first(fabric, str(Path(wanted or default_folder(source)).absolute())))
+    on_first(fabric, partial(_make, run_dir, resume))
+    require_shared(fabric, run_dir)
+    return recipe.replace(run=dataclasses.replace(recipe.run, dir=str(run_dir)))
 
 
 def _make(run_dir: Path, resume: str) -> None:
@@ -190,6 +194,7 @@ def summarise(
     counters: Counters,
     stopwatch: Stopwatch,
     result: EvaluationResult | None,
+    recoveries: int,
     all_ranks: bool,
 ) -> Summary:
     """What ``summary.json`` will hold; a collective if ``all_ranks`` of the run are known to come here."""
@@ -202,7 +207,7 @@ def summarise(
         status=status,
         steps=counters.step,
         skipped_steps=counters.skipped_steps,
-        recoveries=session.recoveries,
+        recoveries=recoveries,
         world_size=plan.world_size,
         launcher=session.world.launcher,
         nodes=session.world.nodes,
@@ -310,7 +315,7 @@ SECONDS_TO_SEE = 10.0
 SECONDS_BETWEEN_LOOKS = 0.2
 
 
-def require_shared(session: Session, run_dir: Path) -> None:
+def require_shared(fabric: Fabric, run_dir: Path) -> None:
     """Have the first rank leave a file in ``run_dir`` that every other machine looks for and answers. A collective.
 
     One rank of each machine looks; on a single machine there is nothing to find out.
@@ -318,19 +323,18 @@ def require_shared(session: Session, run_dir: Path) -> None:
     Raises:
         RecipeError: on all ranks alike, naming the machines that see another directory, or cannot write to it.
     """
-    fabric = session.fabric
-    on_other_machine = fabric.local_rank == 0 and not session.is_first
-    (others,) = session.agreement.total([float(on_other_machine)])
-    if not others:
+    is_first = fabric.global_rank == 0
+    on_other_machine = fabric.local_rank == 0 and not is_first
+    if not any(from_all(fabric, on_other_machine)):
         return
-    token = session.on_first(partial(_leave, run_dir))
+    token = on_first(fabric, partial(_leave, run_dir))
     problem = _answer(run_dir, token) if on_other_machine else None
     problems = from_all(fabric, problem)
-    if session.is_first:
+    if is_first:
         for path in run_dir.glob(f"{token}*"):
             path.unlink(missing_ok=True)
     found = [problem for problem in problems if problem is not None]
-    here = session.on_first(socket.gethostname)
+    here = on_first(fabric, socket.gethostname)
     require(
         not found,
         f"run.dir={run_dir} is not one directory for all machines: {'; '.join(found)}, where {here} has made it: "

@@ -19,8 +19,8 @@ import torch
 
 from trainer.errors import RecipeError, RunError
 from trainer.launching.world import World
-from trainer.memory.plan import decide_plan
-from trainer.planner.gpus import GPU, host_as_device, usable_memory
+from trainer.memory.plan import Plan
+from trainer.planner.gpus import GPU, host_as_device
 from trainer.planner.knobs import applied, wants_plan
 from trainer.planner.predict import Prediction, predict_here, prepared
 from trainer.planner.search import MARGIN, Search
@@ -246,23 +246,20 @@ class Forecast:
             self.child.kill()
 
 
-def forecast(recipe: Recipe, world: World) -> Forecast | None:
+def forecast(recipe: Recipe, plan: Plan, world: World) -> Forecast | None:
     """Begin to predict what the run will need: in the first process of all, unless ``run.predict`` is false."""
     if not recipe.run.predict or not first_here() or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
         return None
     device = this_device(world.accelerator)
-    limit = usable_memory(device, world.size)
-    if recipe.memory.budget is not None:
-        limit = budget_bytes(recipe.memory.budget, device, world.size)
+    limit = budget_bytes(recipe.memory.budget, device, world.size)
     if torch.distributed.is_initialized():
         return Forecast(None, device, limit, failure=IN_A_GROUP)
     target = Target.here(device)
-    return Forecast(Child(partial(_predict, recipe, world, target)), device, limit)
+    return Forecast(Child(partial(_predict, recipe, plan, world, target)), device, limit)
 
 
-def _predict(recipe: Recipe, world: World, target: Target) -> dict[str, Any]:
-    ready = prepared(recipe)
-    return predict_here(ready, decide_plan(ready, world.size), target, world.nodes, False)
+def _predict(recipe: Recipe, plan: Plan, world: World, target: Target) -> dict[str, Any]:
+    return predict_here(prepared(recipe), plan, target, world.nodes, False)
 
 
 def _kind(device: GPU) -> str:

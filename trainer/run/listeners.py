@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ class Stopwatch(Listener):
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
         self._since = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seconds, self.samples = state["seconds"], state["samples"]
 
     @property
     def samples_per_second(self) -> float:
@@ -119,5 +126,5 @@ def report_bad_samples(quarantine: Quarantine, new: list[BadSampleAt], run_dir: 
     for finding in new:
         warn(f"left out: {finding.describe()}")
     if run_dir is not None:
-        content = {"max_bad_samples": quarantine.limit, **redact_value(quarantine.to_dict())}
+        content = {"max_bad_samples": quarantine.limit, **redact_value(quarantine.state_dict())}
         write_atomic(Path(run_dir) / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import traceback
 from collections.abc import Callable
 
 import torch
-from torch.optim import Optimizer
 
-from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import Windows
 from trainer.errors import RunError
 from trainer.faults.regroup import Regrouping, recovers
 from trainer.memory.oom import is_out_of_memory
-from trainer.memory.optimizer_offload import HostGradients
 from trainer.memory.stack import Stack
-from trainer.memory.state import capture, restore
 from trainer.run.directory import write_status
-from trainer.run.session import Session, host_sum
+from trainer.run.session import Session
+from trainer.run.state import Tensors
 
 GRAPH = ("forward", "backward")
 """The phases that a smaller micro-batch helps, and in which no weight has been updated yet."""
@@ -35,26 +31,22 @@ class Recovery:
 
     Args:
         session: launched.
-        stack: the model with its techniques; what is built anew takes its place in it.
-        stepper: takes the steps.
+        tensors: what is kept meanwhile.
         windows: cut smaller after an error.
-        build: makes stack, optimizer and gradient sync, as at the start.
-        schedule: gives the stepper its learning-rate schedule.
+        build: gives stack and stepper a new model, optimizer, gradient sync and schedule, as at the start.
         say: tells the person.
     """
 
     def __init__(
         self,
         session: Session,
-        stack: Stack,
-        stepper: Stepper,
+        tensors: Tensors,
         windows: Windows,
-        build: Callable[[Session], tuple[Stack, Optimizer, GradientSync]],
-        schedule: Callable[[], None],
+        build: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        self.session, self.stack, self.stepper, self.windows = session, stack, stepper, windows
-        self.build, self.schedule, self.say = build, schedule, say
+        self.session, self.tensors, self.windows, self.build, self.say = session, tensors, windows, build, say
+        self.stepper, self.recoveries = tensors.stepper, 0
         self.wanted = recovers(session.recipe, session.plan)
         several = session.fabric.world_size > 1
         self.regrouping = Regrouping(session.fabric) if several and self.wanted else None
@@ -71,8 +63,8 @@ class Recovery:
         if self.session.plan.strategy != "single":
             self._start_again()
         cut = self.windows.halve()
-        self.session.plan = dataclasses.replace(self.session.plan, first_cut=cut)
-        self.session.recoveries += 1
+        self.session.recut(cut)
+        self.recoveries += 1
         write_status(self.session, "running")
         self.say(f"{why}: the step is taken again, from here on in micro-batches of at most {cut.micro_batch_size}")
         return True
@@ -98,31 +90,24 @@ class Recovery:
 
     def _start_again(self) -> None:
         """Build everything on the ranks anew, with what training has changed."""
-        stack, stepper, session = self.stack, self.stepper, self.session
-        scheduler = stepper.scheduler
-        assert scheduler is not None
-        kept, position = capture(stack.module, stepper.optimizer), scheduler.state_dict()
+        stepper, session = self.stepper, self.session
+        assert stepper.scheduler is not None
+        kept, position = self.tensors.on_host(), stepper.scheduler.state_dict()
         self._let_go()
-        session.agreement.total = list  # keeps a group of the old ranks, and its connections
+        session.agreement.leave()
         if self.regrouping is not None:
             self.regrouping.meet()
-        new, optimizer, sync = self.build(session)
-        stack.module, stack.wrapped, stack.masters = new.module, new.wrapped, new.masters
-        stepper.attach(new.wrapped, optimizer, sync)
-        self.schedule()
-        assert stepper.scheduler is not None
+        self.build()
         stepper.scheduler.load_state_dict(position)
-        restore(kept, stack.module, optimizer)
-        if isinstance(sync, HostGradients):
-            sync.send_back()
+        self.tensors.make_state(kept)
+        self.tensors.load_state_dict(kept)
         stepper.module.train()
-        session.agreement.total = host_sum(session.fabric)
+        session.agreement.meet(session.fabric)
 
     def _let_go(self) -> None:
         """Free the device of the old model before there is a new one."""
         empty = torch.nn.Module()
-        self.stack.module = self.stack.wrapped = self.stepper.module = empty
-        self.stack.masters = None
+        self.tensors.stack.become(Stack(empty, empty))
         self.stepper.scheduler = None
         parameter = torch.nn.Parameter(torch.zeros(()))
         self.session.monitor.fresh = True

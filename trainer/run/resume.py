@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -22,27 +21,13 @@ from trainer.checkpoint.parts import Part, PartsReader
 from trainer.checkpoint.writer import HISTORY, STATE, sign_of
 from trainer.contract import Model
 from trainer.engine.loop import Engine
-from trainer.engine.rehearsal import make_state, rehearse
-from trainer.engine.step import Stepper
+from trainer.engine.rehearsal import rehearse
 from trainer.errors import RecipeError, RunError, require
-from trainer.memory.optimizer_in_backward import OptimizerInBackward
-from trainer.memory.sharding import local
-from trainer.memory.stack import Stack
 from trainer.report.progress import Progress, warn
 from trainer.run.directory import restore_history, write_status
 from trainer.run.identity import Origin, require_same_run
-from trainer.run.listeners import Stopwatch
-from trainer.run.session import Session, from_all, from_first
-from trainer.run.state import (
-    RandomState,
-    common_state,
-    is_overlapped,
-    optimizer_parts,
-    restore_common_state,
-    restore_random_state,
-    trained_parameters,
-    weight_parts,
-)
+from trainer.run.session import Session, from_all, from_first, on_first
+from trainer.run.state import State, Tensors
 from trainer.system.files import read_object, read_regular
 
 FOLDER = "checkpoints"
@@ -141,8 +126,8 @@ class Resumption:
     def __init__(self, session: Session, run_dir: Path, progress: Progress) -> None:
         say = progress.notice
         self.session, self.folder = session, CheckpointFolder(run_dir / FOLDER)
-        session.on_first(self.folder.require_own)
-        for problem in session.on_first(self.folder.clean):
+        on_first(session.fabric, self.folder.require_own)
+        for problem in on_first(session.fabric, self.folder.clean):
             if session.is_first:
                 warn(problem)
         self.found, problems = find_checkpoint(session, self.folder)
@@ -150,13 +135,13 @@ class Resumption:
         if self.found is not None:
             for _, problem in problems if session.is_first else []:
                 progress.warning(f"{problem}; resuming from {self.found.path.name} instead")
-            for line in session.on_first(partial(self._compare, self.found)):
+            for line in on_first(session.fabric, partial(self._compare, self.found)):
                 say(f"changed since the checkpoint: {line}")
             if session.is_first:  # only now is it certain that the run goes on from there
                 _set_aside(self.folder, self.found.path, {path.name for path, _ in problems}, say)
             say(f"resuming from {self.found.path}, after step {self.found.manifest.step:,}")
         elif session.recipe.run.resume == "auto":
-            session.on_first(partial(_refuse_finished, run_dir))
+            on_first(session.fabric, partial(_refuse_finished, run_dir))
             say(f"no checkpoint in {self.folder.path}: starting from step 0")
 
     def _compare(self, found: Found) -> list[str]:
@@ -181,35 +166,34 @@ class Resumption:
         if self.session.is_first:
             restore_history(run_dir, self.found.history() if self.found is not None else b"")
 
-    def restore_tensors(self, stack: Stack, stepper: Stepper) -> None:
+    def restore_tensors(self, tensors: Tensors) -> None:
         """Put model and optimizer back. First, for it may refuse: nothing of an earlier run is changed until then."""
         if self.found is not None:
-            restore_tensors(self.found, stack, stepper)
+            restore_tensors(self.found, tensors)
 
-    def restore(self, engine: Engine, stopwatch: Stopwatch, generators: RandomState) -> None:
+    def restore(self, engine: Engine, state: State) -> None:
         """Put everything else back; the random generators when training starts."""
         if self.found is None:
             return
         session, stepper, windows = self.session, engine.stepper, engine.windows
         with self.found.explained(STATE):
-            state = self.found.json(STATE)
-            require_alike(state, common_state(engine.counters, stepper, windows, stopwatch))
-            restore_common_state(state, engine.counters, stepper, windows, stopwatch)
+            saved = self.found.json(STATE)
+            require_alike(saved, state.common(engine))
+            state.load_common(engine, saved)
             stated = {name: getattr(self.found.manifest, name) for name in ("step", "epoch", "step_in_epoch")}
             if any(getattr(engine.counters, name) != number for name, number in stated.items()):
                 raise ValueError(f"{engine.counters}, where the manifest has {stated}")
         if windows.halvings:  # evaluations are cut as small
-            session.plan = dataclasses.replace(session.plan, first_cut=windows.cut(engine.counters.epoch))
+            session.recut(windows.cut(engine.counters.epoch))
             write_status(session, "running")
         session.monitor.step = engine.counters.step
-        if is_overlapped(stepper) and session.fabric.world_size > 2 and engine.counters.step > 1:
+        if stepper.sync.overlapped and session.fabric.world_size > 2 and engine.counters.step > 1:
             # DDP orders its buckets anew after the first gradients, and sums of three depend on what shares a bucket.
             rehearse(stepper, windows.longest(session.recipe.epochs))
         if self.found.manifest.world_size == session.fabric.world_size:
             sign = sign_of(session.fabric.global_rank)
             with self.found.explained(sign):
-                generators.resumed = self.found.json(sign)["random"]
-                restore_random_state(generators.resumed, session.fabric.device)
+                state.generators.load_state_dict(self.found.json(sign)["random"])
 
 
 # Model and optimizer filled from a checkpoint, each rank with what it holds.
@@ -255,35 +239,25 @@ class Found:
             return content
 
 
-@torch.no_grad()
-def restore_tensors(found: Found, stack: Stack, stepper: Stepper) -> None:
+def restore_tensors(found: Found, tensors: Tensors) -> None:
     """Fill the model and the optimizer from the checkpoint: every rank reads what it holds, wherever that was saved.
 
     Raises:
         RecipeError: naming the tensor that is missing, of another shape, or not needed.
     """
     reader, values = _open(found)
-    optimizer = stepper.optimizer
-    if isinstance(optimizer, OptimizerInBackward):
-        optimizer.make_state()
-    else:
-        make_state(optimizer)
-    _forget_unreached(stack, stepper, {*reader.shapes, *values})
-    wanted = weight_parts(stack)
-    of_optimizer, own_values = optimizer_parts(stack, optimizer)
-    wanted |= of_optimizer
-    _require_all(found, reader, wanted)
-    for name, part in wanted.items():
-        reader.read_into(name, part)
+    tensors.make_state({*reader.shapes, *values})
+    parts, numbers = tensors.parts(), tensors.numbers()
+    _require_all(found, reader, parts)
+    with torch.no_grad():
+        for name, part in parts.items():
+            reader.read_into(name, part)
     with found.explained(sign_of(0)):
-        for name, own in own_values.items():
+        for name, own in numbers.items():
             if isinstance(own, int | float) and not isinstance(values[name], int | float):
                 raise TypeError(f"{name} is {values[name]!r}")
-    for name, _, trained in trained_parameters(stack, optimizer):
-        state = optimizer.state.get(trained, {})
-        state |= {key: values[f"optimizer/{name}/{key}"] for key in state if f"optimizer/{name}/{key}" in own_values}
-    for parameter, master in (stack.masters or {}).items():
-        local(parameter).copy_(master)
+            numbers[name] = values[name]
+    tensors.load_state_dict(numbers)
 
 
 def load_whole_model(found: Found, model: Model) -> nn.Module:
@@ -317,14 +291,6 @@ def _open(found: Found) -> tuple[PartsReader, dict[str, Any]]:
             reader.add(sign["tensors"])
             values.update(sign["values"])
     return reader, values
-
-
-def _forget_unreached(stack: Stack, stepper: Stepper, saved: set[str]) -> None:
-    """A parameter that no gradient had reached had no state."""
-    known = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
-    for name, _, trained in trained_parameters(stack, stepper.optimizer):
-        if name not in known:
-            stepper.optimizer.state.pop(trained, None)
 
 
 def _require_all(found: Found, reader: PartsReader, wanted: Mapping[str, Part]) -> None:

@@ -1,181 +1,76 @@
-"""A launched, checked and loaded recipe: what training and evaluation share."""
+"""A launched, checked and loaded recipe: what training and evaluation share; and what its ranks agree on."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from lightning.fabric import Fabric
 
-from trainer.contract import Data
 from trainer.data.loader import Loader, loader_of
 from trainer.data.workers import decide_workers
-from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, fill_from_data, windows_of
+from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, windows_of
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import BadSampleAt, Quarantine
-from trainer.engine.window import MicroBatch, Windows, cut_batch
+from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch
 from trainer.errors import EvaluationStopped, RecipeError, require
-from trainer.faults.regroup import keep_ranks_alive, recovers
-from trainer.faults.signals import SECONDS_TO_LEAVE, StopSignals, ended_after, have_started, watch_start
-from trainer.faults.watchdog import Watchdog
-from trainer.launching.meeting import meet
-from trainer.launching.start import announced, launch, on_first_rank_first
-from trainer.launching.world import World, find_world
-from trainer.memory.monitor import Monitor, require_recordable
-from trainer.memory.plan import Plan, decide_plan
+from trainer.launching.world import World
+from trainer.memory.monitor import Monitor
+from trainer.memory.plan import Plan
 from trainer.recipe import Recipe
-from trainer.report.loggers import require_loggers
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
-from trainer.report.progress import Progress
-from trainer.run.forecast import Forecast, forecast, forget_plan, planned
+from trainer.run.forecast import Forecast
+from trainer.run.guard import Guard
 from trainer.run.listeners import report_bad_samples
-from trainer.system.reports import placed
-from trainer.system.text import parse_budget
 
 T = TypeVar("T")
 
-SECONDS_TO_START = 60.0
-"""How much later than on the first machine a rank may have started on another, at least."""
 
-
-@dataclass
+@dataclass(frozen=True)
 class Session:
-    """A recipe whose processes are launched and whose data is prepared."""
+    """A recipe whose processes are launched and whose data is prepared. Nothing of it changes but the plan's cut."""
 
     recipe: Recipe
     plan: Plan
     fabric: Fabric
     world: World
-    forecast: Forecast | None = None
-    agreement: Agreement = field(init=False)
-    monitor: Monitor = field(init=False)
-    quarantine: Quarantine = field(init=False)
-    recoveries: int = 0
-    watchdog: Watchdog | None = None
-    signals: StopSignals | None = None
+    forecast: Forecast | None
+    monitor: Monitor
+    agreement: Agreement
+    quarantine: Quarantine
+    guard: Guard
 
-    def __post_init__(self) -> None:
-        # From here on: everything is imported, nothing of the model is there.
-        self.monitor = Monitor(self.fabric.device)
-        self.agreement = Agreement(host_sum(self.fabric))
-        self.quarantine = Quarantine(self.recipe.data.max_bad_samples, self._announce)
+    @classmethod
+    def of(cls, recipe: Recipe, plan: Plan, fabric: Fabric, world: World, forecast: Forecast | None = None) -> Session:
+        """Made when everything is imported, and nothing of the model is there. A collective."""
 
-    def _announce(self, quarantine: Quarantine, new: list[BadSampleAt]) -> None:
-        if self.is_first:
-            report_bad_samples(quarantine, new, self.recipe.run.dir)
+        def announce(quarantine: Quarantine, new: list[BadSampleAt]) -> None:
+            if fabric.global_rank == 0:
+                report_bad_samples(quarantine, new, recipe.run.dir)
 
-    def asked_to_stop(self) -> str | None:
-        """The name of the signal that asked this process to stop, if one has."""
-        return self.signals.received if self.signals is not None else None
+        monitor, agreement = Monitor(fabric.device), Agreement(host_sum(fabric))
+        quarantine = Quarantine(recipe.data.max_bad_samples, announce)
+        guard = Guard(recipe, fabric, monitor)
+        return cls(recipe, plan, fabric, world, forecast, monitor, agreement, quarantine, guard)
+
+    def recut(self, cut: Cut) -> None:
+        """Batches are cut like this from now on."""
+        object.__setattr__(self, "plan", replace(self.plan, first_cut=cut))
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Watch over this rank and the others meanwhile; see :class:`Guard`."""
+        return self.guard.watching(lambda: self.plan)
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that prints and writes."""
         return self.fabric.global_rank == 0
-
-    def on_first(self, decide: Callable[[], T]) -> T:
-        """What ``decide`` returns on the first rank, on all ranks, as JSON has it; what it refuses, all refuse alike.
-
-        Raises:
-            RecipeError: the first rank's.
-        """
-        outcome: tuple[Any, str | None] = (None, None)
-        if self.is_first:
-            try:
-                outcome = decide(), None
-            except RecipeError as error:
-                outcome = None, str(error)
-        value, refusal = from_first(self.fabric, outcome)
-        require(refusal is None, str(refusal))
-        return value
-
-
-@contextmanager
-def open_session(recipe: Recipe, saved_in: Path | None = None) -> Iterator[Session]:
-    """Launch the processes, prepare model and data, and fill in what only the data knows.
-
-    Args:
-        recipe: what to run.
-        saved_in: the folder of a trained model to use instead of a new one.
-    """
-    require_loggers(recipe.run.logger)
-    joined = torch.distributed.is_initialized()
-    session: Session | None = None
-    try:
-        session = _open(recipe, saved_in)
-        yield session
-    finally:
-        if session is not None and session.forecast is not None:
-            session.forecast.close()
-        if not joined and torch.distributed.is_initialized():
-            with ended_after(SECONDS_TO_LEAVE):
-                torch.distributed.destroy_process_group()  # else gloo aborts one process in five at its exit
-
-
-def _open(recipe: Recipe, saved_in: Path | None) -> Session:
-    recipe, world = find_world(recipe)
-    unprepared = recipe.data.train
-    if saved_in is None:
-        require_recordable(recipe, world.accelerator)
-        recipe = planned(recipe, world, partial(print, flush=True))
-    plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
-    outlook = forecast(recipe, world) if saved_in is None else None
-    if saved_in is None and recovers(recipe, plan):
-        keep_ranks_alive()
-    patience = max(SECONDS_TO_START, recipe.run.hang_after)
-    meeting = meet(patience)
-    fabric = launch(plan, world, watch_start, patience)
-    del meeting
-    world = announced(world, plan, Progress(recipe.run.progress, fabric.global_rank).message)
-    keep_to_budget(recipe, fabric.device)
-    if saved_in is not None and recipe.model.own_format:
-        recipe = recipe.replace(model=recipe.model.saved_in(saved_in))
-
-    def prepare() -> None:
-        with placed("preparing model and data"):
-            if saved_in is None:
-                recipe.model.prepare()
-            if recipe.data.train is unprepared:  # else the planner has done it
-                recipe.data.prepare(recipe.model.tokenizer_or_none())
-            _require_samples(recipe.data)
-
-    on_first_rank_first(fabric, prepare)
-    have_started()
-    forget_plan(world)
-    recipe = recipe.replace(model=fill_from_data(recipe.model, recipe.data))
-    return Session(recipe, decide_plan(recipe, world.size), fabric, world, outlook)
-
-
-def _require_samples(data: Data) -> None:
-    """A training set there must be, and none may be empty.
-
-    Raises:
-        RecipeError: naming the dataset.
-    """
-    name = type(data).__name__
-    require(data.train is not None, f"{name}.prepare() has not set train: set it to the samples to train on")
-    for split, words in (("train", "training"), ("val", "validation"), ("test", "test")):
-        samples = getattr(data, split)
-        empty = samples is not None and len(samples) == 0
-        require(
-            not empty, f"the {words} set is empty" + ("" if split == "train" else f": leave {name}.{split} at None")
-        )
-
-
-def keep_to_budget(recipe: Recipe, device: torch.device) -> None:
-    """Let torch's allocator take no more of a GPU than ``memory.budget`` says: a run that errs must not take it all."""
-    if recipe.memory.budget is None or device.type != "cuda":
-        return
-    size, is_fraction = parse_budget(recipe.memory.budget)
-    fraction = size if is_fraction else size / torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
 
 
 def _loader(session: Session, split: Any) -> Loader:
@@ -247,7 +142,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
         )
         for micro in found:
             # An evaluation may take longer than a scheduler waits after its signal.
-            if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
+            if any(session.agreement.total([float(session.guard.asked_to_stop() is not None)])):
                 raise EvaluationStopped(f"the evaluation of {split} was left: a rank was asked to stop")
             session.monitor.batch = micro.batch
             yield micro
@@ -272,18 +167,47 @@ class Agreement:
 
     Args:
         total: sums a list of floats over all ranks.
-        votes: what this rank says at the moment: numbers, as many on every rank.
     """
 
-    def __init__(self, total: Sum, votes: Callable[[], Sequence[float]] = tuple) -> None:
-        self.total, self.votes = total, votes
+    def __init__(self, total: Sum) -> None:
+        self.total = total
+        self.votes: Callable[[], Sequence[float]] = tuple
         self.agreed: list[float] = []
         """The sums of the votes, as of the last call."""
+
+    def ask(self, votes: Callable[[], Sequence[float]]) -> None:
+        """Ask this rank for ``votes``, numbers, as many on every rank, whenever all sum something."""
+        self.votes = votes
+
+    def leave(self) -> None:
+        """Let go of the group of the ranks, whose connections it keeps."""
+        self.total = list
+
+    def meet(self, fabric: Fabric) -> None:
+        """Sum over the group that the ranks are in now. A collective."""
+        self.total = host_sum(fabric)
 
     def __call__(self, values: list[float]) -> list[float]:
         totals = self.total([*values, *self.votes()])
         self.agreed = totals[len(values) :]
         return totals[: len(values)]
+
+
+def on_first(fabric: Fabric, decide: Callable[[], T]) -> T:
+    """What ``decide`` returns on the first rank, on all ranks, as JSON has it; what it refuses, all refuse alike.
+
+    Raises:
+        RecipeError: the first rank's.
+    """
+    outcome: tuple[Any, str | None] = (None, None)
+    if fabric.global_rank == 0:
+        try:
+            outcome = decide(), None
+        except RecipeError as error:
+            outcome = None, str(error)
+    value, refusal = from_first(fabric, outcome)
+    require(refusal is None, str(refusal))
+    return value
 
 
 def from_first(fabric: Fabric, value: Any) -> Any:

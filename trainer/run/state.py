@@ -1,10 +1,10 @@
-"""The state of training, tensor by tensor, by names that do not depend on strategy, offload or number of ranks."""
+"""The state of a run: of each part what it has come to, by names that do not depend on strategy or number of ranks."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,57 +12,106 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from trainer.checkpoint.parts import Part, whole
 from trainer.engine.events import Counters, Listener
+from trainer.engine.loop import Engine
 from trainer.engine.order import derive_seed
+from trainer.engine.rehearsal import make_state
 from trainer.engine.step import Stepper, StepResult
-from trainer.engine.sync import OverlappedSync, OverlappedWhereAllAreReached
-from trainer.engine.window import Windows
+from trainer.memory.optimizer_in_backward import OptimizerInBackward
 from trainer.memory.sharding import local
 from trainer.memory.stack import Stack
 from trainer.run.listeners import Stopwatch
 
-PLAIN = (int, float, bool, str)
 
+class Tensors:
+    """Weights, buffers and optimizer state of this rank: its shards under FSDP, masters where they are on the host.
 
-def weight_parts(stack: Stack) -> dict[str, Part]:
-    """Weights and buffers: of this rank's shards under FSDP, in full precision where masters are on the host."""
-    masters = stack.masters or {}
-    parts = {f"weights/{name}": part_of(masters.get(p, p), p) for name, p in stack.module.named_parameters()}
-    parts |= {f"buffers/{name}": whole(buffer) for name, buffer in stack.module.named_buffers()}
-    return parts
+    Args:
+        stack: the model with its techniques.
+        stepper: has the optimizer.
+    """
 
+    def __init__(self, stack: Stack, stepper: Stepper) -> None:
+        self.stack, self.stepper = stack, stepper
 
-def optimizer_parts(stack: Stack, optimizer: Optimizer) -> tuple[dict[str, Part], dict[str, Any]]:
-    """The optimizer's state: its tensors, and what else there is, by ``optimizer/PARAMETER/KEY``."""
-    parts: dict[str, Part] = {}
-    values: dict[str, Any] = {}
-    for name, parameter, trained in trained_parameters(stack, optimizer):
-        for key, value in optimizer.state.get(trained, {}).items():
-            full = f"optimizer/{name}/{key}"
+    def state_dict(self) -> dict[str, Any]:
+        """``weights/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``: tensors, not copied, and numbers."""
+        return {name: value for name, value, _ in self._named()}
+
+    def parts(self) -> dict[str, Part]:
+        """The tensors as a checkpoint keeps them."""
+        found: dict[str, Part] = {}
+        for name, value, parameter in self._named():
             if isinstance(value, Tensor):
-                parts |= _inner_parts(full, value, parameter, trained)
-            elif value is None or isinstance(value, PLAIN):
-                values[full] = value
-            else:
-                raise TypeError(f"{full} is a {type(value).__name__}: only tensors and numbers can be saved")
-    return parts, values
+                found |= _parts_of(name, value, parameter)
+        return found
+
+    def numbers(self) -> dict[str, Any]:
+        """What is no tensor."""
+        return {name: value for name, value, _ in self._named() if not isinstance(value, Tensor)}
+
+    @torch.no_grad()
+    def on_host(self) -> dict[str, Any]:
+        """Copies in host memory of what training changes. No collective: a rank can make them whose group is broken."""
+        frozen = {f"weights/{name}" for name, p in self.stack.module.named_parameters() if not p.requires_grad}
+        return {
+            name: local(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for name, value in self.state_dict().items()
+            if name not in frozen
+        }
+
+    def make_state(self, saved: Collection[str]) -> None:
+        """Let the optimizer make its state, but none for a parameter of which ``saved``, names, has none."""
+        reached = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
+        optimizer = self.stepper.optimizer
+        if isinstance(optimizer, OptimizerInBackward):
+            optimizer.make_state()
+        elif reached:
+            make_state(optimizer)
+        for name, _, trained in self._trained():
+            if name not in reached:  # by any gradient
+                optimizer.state.pop(trained, None)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state`` has; the optimizer's state is there already."""
+        for name, value, _ in self._named():
+            if isinstance(value, Tensor) and name in state:
+                local(value).copy_(state[name])
+        for name, _, trained in self._trained():
+            own = self.stepper.optimizer.state.get(trained, {})
+            numbers = {key: f"optimizer/{name}/{key}" for key, value in own.items() if not isinstance(value, Tensor)}
+            own |= {key: state[full] for key, full in numbers.items() if full in state}
+        for parameter, master in (self.stack.masters or {}).items():
+            local(parameter).copy_(master)
+
+    def _named(self) -> Iterator[tuple[str, Any, nn.Parameter | None]]:
+        """Every tensor and number, and the parameter that says how it is sharded."""
+        masters = self.stack.masters or {}
+        for name, parameter in self.stack.module.named_parameters():
+            yield f"weights/{name}", masters.get(parameter, parameter), parameter
+        for name, buffer in self.stack.module.named_buffers():
+            yield f"buffers/{name}", buffer, None
+        for name, parameter, trained in self._trained():
+            for key, value in self.stepper.optimizer.state.get(trained, {}).items():
+                if not isinstance(value, Tensor | int | float | bool | str | None):
+                    what = f"optimizer/{name}/{key} is a {type(value).__name__}"
+                    raise TypeError(f"{what}: only tensors and numbers can be saved")
+                yield f"optimizer/{name}/{key}", value, parameter
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Every parameter that the optimizer updates: its name, the module's parameter, and what is updated."""
+        masters = self.stack.masters or {}
+        updated = set(map(id, self.stepper.parameters))
+        for name, parameter in self.stack.module.named_parameters():
+            trained = masters.get(parameter, parameter)
+            if id(trained) in updated:
+                yield name, parameter, trained
 
 
-def trained_parameters(stack: Stack, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Every parameter that the optimizer updates: its name, the module's parameter, and the tensor that is updated."""
-    masters = stack.masters or {}
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in stack.module.named_parameters():
-        trained = masters.get(parameter, parameter)
-        if id(trained) in updated:
-            yield name, parameter, trained
-
-
-def part_of(value: Tensor, parameter: Tensor) -> Part:
+def part_of(value: Tensor, parameter: Tensor | None) -> Part:
     """``value`` as a part of a whole: the shard that the ``parameter`` it belongs to is, or all of it."""
     if not isinstance(parameter, DTensor) or value.shape not in (parameter.shape, parameter.to_local().shape):
         return whole(local(value))
@@ -77,7 +126,7 @@ def part_of(value: Tensor, parameter: Tensor) -> Part:
     return Part(local(value), tuple(offset), tuple(parameter.shape), writer)
 
 
-def _inner_parts(name: str, value: Tensor, parameter: nn.Parameter, trained: Tensor) -> dict[str, Part]:
+def _parts_of(name: str, value: Tensor, parameter: nn.Parameter | None) -> dict[str, Part]:
     """One part, or those of a quantised tensor: codes, scales and code book, which fit only the same shard again."""
     part = part_of(value, parameter)
     inner = part.tensor
@@ -91,87 +140,28 @@ def _inner_parts(name: str, value: Tensor, parameter: nn.Parameter, trained: Ten
     }
 
 
-# What training has to remember besides tensors: where it is, and the small state of its parts. As JSON.
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint keeps of a run, besides its engine: each part gives it, and takes it back.
 
-MOST_HALVINGS = 64
-"""Of a micro-batch: none has 2 ** 64 samples."""
-
-
-def common_state(counters: Counters, stepper: Stepper, windows: Windows, stopwatch: Stopwatch) -> dict[str, Any]:
-    """The state that is the same on all ranks."""
-    scaler = getattr(stepper.precision, "scaler", None)
-    return {
-        "counters": dataclasses.asdict(counters),
-        "skipped_steps": stepper.skipped_steps,
-        "scheduler": _schedule(stepper.scheduler),
-        "scaler": scaler.state_dict() if scaler is not None else None,
-        "overlapped": is_overlapped(stepper),
-        "halvings": windows.halvings,
-        "quarantine": windows.quarantine.to_dict(),
-        "stopwatch": {"seconds": stopwatch.seconds, "samples": stopwatch.samples},
-    }
-
-
-def restore_common_state(
-    state: Mapping[str, Any], counters: Counters, stepper: Stepper, windows: Windows, stopwatch: Stopwatch
-) -> None:
-    """Put ``state`` into parts that were made anew."""
-    for name, value in state["counters"].items():
-        setattr(counters, name, value)
-    stepper.skipped_steps = state["skipped_steps"]
-    _restore_schedule(state["scheduler"], stepper.scheduler)
-    scaler = getattr(stepper.precision, "scaler", None)
-    if scaler is not None and state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
-    sync = stepper.sync
-    if state["overlapped"] and isinstance(sync, OverlappedWhereAllAreReached):
-        sync.sync = OverlappedSync(sync.module, sync.parameters)
-    if not 0 <= state["halvings"] < MOST_HALVINGS:
-        raise ValueError(f"halvings is {state['halvings']}")
-    while windows.halvings < state["halvings"]:
-        windows.halve()
-    windows.quarantine.restore(state["quarantine"])
-    stopwatch.seconds, stopwatch.samples = state["stopwatch"]["seconds"], state["stopwatch"]["samples"]
-
-
-def is_overlapped(stepper: Stepper) -> bool:
-    """Whether DDP reduces while backward goes on, which it does from the second step on where it can."""
-    sync = stepper.sync
-    return isinstance(sync, OverlappedWhereAllAreReached) and isinstance(sync.sync, OverlappedSync)
-
-
-def _schedule(scheduler: LRScheduler | None) -> dict[str, Any]:
-    assert scheduler is not None
-    return {
-        "steps": scheduler.last_epoch,
-        "computed": _computed(scheduler),
-        "rates": [float(group["lr"]) for group in scheduler.optimizer.param_groups],
-    }
-
-
-def _computed(scheduler: LRScheduler) -> list[float]:
-    """The rates that the schedule has for where it is, with all that was skipped so far."""
-    assert isinstance(scheduler, LambdaLR)
-    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-    return [float(base) * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
-
-
-def _restore_schedule(state: Mapping[str, Any], scheduler: LRScheduler | None) -> None:
-    """The rates are those that were saved, unless the recipe now asks for others.
-
-    Those that were saved may be older than the last skipped step, which the schedule takes into account at its next.
+    Args:
+        tensors: of this rank.
+        stopwatch: of the training so far.
+        generators: of this rank.
     """
-    assert scheduler is not None
-    scheduler.last_epoch = state["steps"]
-    scheduler._step_count = state["steps"] + 1
-    computed = _computed(scheduler)
-    rates = state["rates"] if state["computed"] == computed else computed
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        if hasattr(group["lr"], "fill_"):  # torchao's
-            group["lr"].fill_(float(rate))
-        else:
-            group["lr"] = float(rate)
-    scheduler._last_lr = [float(rate) for rate in rates]
+
+    tensors: Tensors
+    stopwatch: Stopwatch
+    generators: RandomState
+
+    def common(self, engine: Engine) -> dict[str, Any]:
+        """What is the same on all ranks, as JSON."""
+        return {**engine.state_dict(), "stopwatch": self.stopwatch.state_dict()}
+
+    def load_common(self, engine: Engine, state: Mapping[str, Any]) -> None:
+        """Take that over."""
+        engine.load_state_dict(state)
+        self.stopwatch.load_state_dict(state["stopwatch"])
 
 
 # The state of the random generators of a process, as JSON.
@@ -205,7 +195,7 @@ class RandomState(Listener):
 
     def on_fit_start(self, counters: Counters, total_steps: int) -> None:
         if self.resumed is not None:
-            restore_random_state(self.resumed, self.device)
+            self.load_state_dict(self.resumed)
         self._note()
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
@@ -214,8 +204,8 @@ class RandomState(Listener):
     def on_evaluation(self, counters: Counters, result: Any) -> None:
         self._note()
 
-    def to_json(self) -> dict[str, Any]:
-        """As :func:`restore_random_state` takes it."""
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON."""
         (version, numbers, gauss), (name, keys, *rest), on_host, on_device = self._state
         state: dict[str, Any] = {
             "python": [version, list(numbers), gauss],
@@ -224,22 +214,22 @@ class RandomState(Listener):
         }
         return state if on_device is None else state | {"cuda": _text(on_device)}
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the generators into ``state``, that of a GPU only where there is one, now and when training starts."""
+        self.resumed = state
+        version, numbers, gauss = state["python"]
+        if not isinstance(gauss, float | None):  # which Python believes
+            raise TypeError(f"the generator's next number is {gauss!r}")
+        random.setstate((version, tuple(numbers), gauss))
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(_bytes(state["torch"]))
+        if self.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(_bytes(state["cuda"]), self.device)
+
     def _note(self) -> None:
         on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         self._state: Any = random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
-
-
-def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put the generators into ``state``; that of a GPU only where there is one."""
-    version, numbers, gauss = state["python"]
-    if not isinstance(gauss, float | None):  # which Python believes
-        raise TypeError(f"the generator's next number is {gauss!r}")
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_bytes(state["torch"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
 
 
 def _text(state: torch.Tensor) -> str:

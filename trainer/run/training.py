@@ -6,11 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.engine.events import Events
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
-from trainer.engine.schedule import lr_factor
+from trainer.engine.schedule import LearningRate, lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
 from trainer.errors import EvaluationStopped, Stopped
@@ -30,12 +29,11 @@ from trainer.run.directory import (
     write_results,
     written_to,
 )
-from trainer.run.guard import guarded
 from trainer.run.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.run.recovery import Recovery
 from trainer.run.resume import Resumption
 from trainer.run.session import Session, evaluation, training_windows
-from trainer.run.state import RandomState, seed_random_state
+from trainer.run.state import RandomState, State, Tensors, seed_random_state
 
 
 class Training:
@@ -71,7 +69,8 @@ class Training:
         session.monitor.enter(None)
         self.windows = training_windows(session)
         self.schedule()
-        resumption.restore_tensors(self.stack, self.stepper)
+        tensors = Tensors(self.stack, self.stepper)
+        resumption.restore_tensors(tensors)
         resumption.restore_history(run_dir)
         self.loggers = open_loggers(session, run_dir, resumption.step)
         if session.is_first:
@@ -82,21 +81,26 @@ class Training:
         self.stopwatch = Stopwatch()
         self.logging = LoggingListener(self.loggers, self.stopwatch, self.split)
         shown = ProgressListener(progress, self.stopwatch, session.monitor, self.split)
-        self.recovery = Recovery(session, self.stack, self.stepper, self.windows, build, self.schedule, progress.notice)
-        generators = RandomState(session.fabric.device)
-        self.checkpointer = Checkpointer(
-            session, resumption, self.stack, self.stepper, self.windows, self.stopwatch, generators, self._history
-        )
+        self.recovery = Recovery(session, tensors, self.windows, self.build_again, progress.notice)
+        state = State(tensors, self.stopwatch, RandomState(session.fabric.device))
+        self.checkpointer = Checkpointer(session, resumption, state, self._history)
         self.engine = Engine(
             self.stepper,
             self.windows,
             evaluation(session, self.stepper, self.split) if recipe.run.evaluate else None,
-            Events([self.stopwatch, shown, self.logging, generators]),
+            Events([self.stopwatch, shown, self.logging, state.generators]),
             self.recovery,
             self.checkpointer,
         )
-        resumption.restore(self.engine, self.stopwatch, generators)
+        resumption.restore(self.engine, state)
         self.checkpointer.begin_at(self.engine.counters.step)
+
+    def build_again(self) -> None:
+        """A new model and all that updates it, for those who hold the stack and the stepper."""
+        stack, optimizer, sync = build(self.session)
+        self.stack.become(stack)
+        self.stepper.attach(stack.wrapped, optimizer, sync)
+        self.schedule()
 
     def schedule(self) -> None:
         """Give the stepper its learning-rate schedule, over all steps of the run."""
@@ -109,7 +113,7 @@ class Training:
             batch_size_at=lambda step: windows.cut_at(epoch_of(step)).batch_size,
             skipped_steps=lambda: stepper.skipped_steps,
         )
-        stepper.scheduler = LambdaLR(stepper.optimizer, factor)
+        stepper.scheduler = LearningRate(stepper.optimizer, factor)
 
     def run(self) -> Summary:
         """Train and evaluate, and write the results however that ends."""
@@ -120,7 +124,7 @@ class Training:
         all_ranks = False  # whether it is certain that every rank ends in this way
         try:
             # What is raised is told to the other ranks before results are written.
-            with guarded(session), written_to(self.run_dir):
+            with session.guarded(), written_to(self.run_dir):
                 try:
                     self._train()
                     result = self._test()
@@ -141,7 +145,9 @@ class Training:
             self.checkpointer.close()
             self.recovery.close()
             self.progress.close()
-            summary = summarise(session, status, engine.counters, self.stopwatch, result, all_ranks)
+            summary = summarise(
+                session, status, engine.counters, self.stopwatch, result, self.recovery.recoveries, all_ranks
+            )
             if session.is_first:
                 write_results(session, self.run_dir, self.stack.module, state, summary, result, self.loggers)
         if session.is_first:

@@ -64,8 +64,8 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600}
 _BUDGET = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B)\s*$", re.IGNORECASE)
 
 
-def parse_budget(text: str) -> tuple[float, bool]:
-    """Read a memory budget: ``(bytes, False)`` for ``2GB`` (1e9) or ``2GiB`` (2^30), ``(fraction, True)`` for ``90%``.
+def parse_budget(text: str, whole: float) -> float:
+    """The bytes in a memory budget: ``2GB`` (1e9), ``2GiB`` (2^30), or ``90%`` of ``whole``.
 
     Raises:
         RecipeError: when it is none of these, or zero, or more than 100 %.
@@ -77,9 +77,9 @@ def parse_budget(text: str) -> tuple[float, bool]:
     require(number > 0, f"memory.budget={text!r} must be greater than 0")
     if unit == "%":
         require(number <= 100, f"memory.budget={text!r} is more than the whole device")
-        return number / 100, True
+        return number / 100 * whole
     exponent = " kmgt".index(unit[0]) if unit[0] != "b" else 0
-    return number * (1024 if "i" in unit else 1000) ** exponent, False
+    return number * (1024 if "i" in unit else 1000) ** exponent
 
 
 def parse_duration(key: str, text: str) -> float:

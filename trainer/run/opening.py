@@ -1,0 +1,132 @@
+"""From a recipe to a session: every value is decided once, in the order in which one needs the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from lightning.fabric import Fabric
+
+from trainer.contract import Data
+from trainer.engine.feed import fill_from_data
+from trainer.errors import require
+from trainer.faults.regroup import keep_ranks_alive, recovers
+from trainer.faults.signals import SECONDS_TO_LEAVE, ended_after, have_started, watch_start
+from trainer.launching.meeting import meet
+from trainer.launching.start import announced, launch, on_first_rank_first
+from trainer.launching.world import World, find_world
+from trainer.memory.monitor import require_recordable
+from trainer.memory.plan import Plan, decide_plan
+from trainer.recipe import Recipe
+from trainer.report.loggers import require_loggers
+from trainer.report.progress import Progress
+from trainer.run.directory import with_run_dir
+from trainer.run.forecast import Forecast, forecast, forget_plan, planned
+from trainer.run.session import Session
+from trainer.system.reports import placed
+from trainer.system.text import parse_budget
+
+SECONDS_TO_START = 60.0
+"""How much later than on the first machine a rank may have started on another, at least."""
+
+
+@contextmanager
+def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Session]:
+    """Decide what the recipe leaves open, launch the processes, prepare model and data, and make the run directory.
+
+    Args:
+        recipe: what to train.
+        source: the packaged name or the path of its file, if it has one.
+    """
+    require_loggers(recipe.run.logger)
+    recipe, world = find_world(recipe)
+    require_recordable(recipe, world.accelerator)
+    unprepared = recipe.data.train
+    recipe = planned(recipe, world, partial(print, flush=True))
+    plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
+    outlook = forecast(recipe, plan, world)
+    if recovers(recipe, plan):
+        keep_ranks_alive()
+    with _launched(recipe, plan, world, outlook) as (fabric, world):
+        still = recipe.data.train is unprepared  # else planned() has prepared it
+        on_first_rank_first(fabric, partial(_prepare, recipe, model=True, data=still))
+        have_started()
+        forget_plan(world)
+        recipe = _filled(recipe)
+        recipe = with_run_dir(recipe, fabric, source)
+        yield Session.of(recipe, plan, fabric, world, outlook)
+
+
+@contextmanager
+def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
+    """The same for the trained model in ``folder``: nothing is left to decide, and nothing will be written."""
+    require_loggers(recipe.run.logger)
+    recipe, world = find_world(recipe)
+    if recipe.model.own_format:
+        recipe = recipe.replace(model=recipe.model.saved_in(folder))
+    plan = decide_plan(recipe, world.size)
+    with _launched(recipe, plan, world) as (fabric, world):
+        on_first_rank_first(fabric, partial(_prepare, recipe, model=False, data=True))
+        have_started()
+        yield Session.of(_filled(recipe), plan, fabric, world)
+
+
+@contextmanager
+def _launched(
+    recipe: Recipe, plan: Plan, world: World, outlook: Forecast | None = None
+) -> Iterator[tuple[Fabric, World]]:
+    """The ranks, met in a group that is left in the end, unless somebody else has made it."""
+    joined = torch.distributed.is_initialized()
+    try:
+        patience = max(SECONDS_TO_START, recipe.run.hang_after)
+        meeting = meet(patience)
+        fabric = launch(plan, world, watch_start, patience)
+        del meeting
+        world = announced(world, plan, Progress(recipe.run.progress, fabric.global_rank).message)
+        keep_to_budget(recipe, fabric.device)
+        yield fabric, world
+    finally:
+        if outlook is not None:
+            outlook.close()
+        if not joined and torch.distributed.is_initialized():
+            with ended_after(SECONDS_TO_LEAVE):
+                torch.distributed.destroy_process_group()  # else gloo aborts one process in five at its exit
+
+
+def keep_to_budget(recipe: Recipe, device: torch.device) -> None:
+    """Let torch's allocator take no more of a GPU than ``memory.budget`` says: a run that errs must not take it all."""
+    if recipe.memory.budget is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, parse_budget(recipe.memory.budget, total) / total), device)
+
+
+def _prepare(recipe: Recipe, model: bool, data: bool) -> None:
+    with placed("preparing model and data"):
+        if model:
+            recipe.model.prepare()
+        if data:
+            recipe.data.prepare(recipe.model.tokenizer_or_none())
+        _require_samples(recipe.data)
+
+
+def _filled(recipe: Recipe) -> Recipe:
+    return recipe.replace(model=fill_from_data(recipe.model, recipe.data))
+
+
+def _require_samples(data: Data) -> None:
+    """A training set there must be, and none may be empty.
+
+    Raises:
+        RecipeError: naming the dataset.
+    """
+    name = type(data).__name__
+    require(data.train is not None, f"{name}.prepare() has not set train: set it to the samples to train on")
+    for split, words in (("train", "training"), ("val", "validation"), ("test", "test")):
+        samples = getattr(data, split)
+        empty = samples is not None and len(samples) == 0
+        require(
+            not empty, f"the {words} set is empty" + ("" if split == "train" else f": leave {name}.{split} at None")
+        )
