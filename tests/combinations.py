@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trainer.contract import Data, Model
 from trainer.errors import RecipeError
+from trainer.memory import knobs as table
 from trainer.memory.optimizer import OPTIMIZERS
 from trainer.memory.plan import Plan, decide_plan
 from trainer.models.common import classification_loss
@@ -29,20 +30,18 @@ from trainer.weights.streaming import stored_in
 
 CLASSES, WIDTH, INNER, PIXELS = 5, 64, 128, 16
 
+
+def values_of(name: str) -> list[Any]:
+    """All that a field of ``Memory`` can be, its default first, and half of the blocks."""
+    values = [value for knob in table.KNOBS if knob.name == name for value in knob.values]
+    return [*values, 0.5] if name == "activation_checkpointing" else values
+
+
+OTHERS = ("precision", "strategy", "micro_batch_size", "micro_batch_tokens")
 KNOBS: dict[str, list[Any]] = {
     "place": [(s, n) for s in ("auto", "single", "ddp", "fsdp") for n in (1, 2)],  # strategy and ranks
-    "replicas": [1, 2],
-    "reshard_after_forward": [True, False],
-    "sync_every_micro_step": [None, True, False],
-    "activation_checkpointing": ["none", "selective", "full", 0.5],
-    "activation_offload": [False, True],
-    "cpu_offload": ["none", "optimizer", "parameters"],
-    "optimizer_state_bits": [32, 8, 4],
-    "stochastic_rounding": [False, True],
-    "optimizer_in_backward": [False, True],
-    "init": ["device", "meta"],
-    "compile": ["none", "blocks", "model"],
-    "precision": ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"],
+    **{name: values_of(name) for name in vars(Memory()) if name not in OTHERS and values_of(name)},
+    "precision": values_of("precision"),
     "optim": ["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion"],
     "clip_norm": [None, 0.5],
     "accumulate": [1, 3],

@@ -115,8 +115,9 @@ def test_a_change_is_allowed_by_its_name_or_its_section(tmp_path):
 
 def test_what_the_planner_decides_may_be_decided_anew(tmp_path):
     before = recipe(tmp_path, memory={"budget": "1GB", "micro_batch_size": 4})
-    after = recipe(tmp_path, memory={"budget": "1GB", "micro_batch_size": 8, "strategy": "ddp"})
-    assert len(compare(before, after)) == 2
+    planned = {"micro_batch_size": 8, "strategy": "fsdp", "reshard_after_forward": False}
+    after = recipe(tmp_path, memory={"budget": "1GB", **planned})
+    assert len(compare(before, after)) == 3
     with pytest.raises(RecipeError, match=r"memory\.budget: \"1GB\" in the checkpoint, null now; memory\.micro_batch"):
         compare(before, recipe(tmp_path, memory={"micro_batch_size": 8}))
 

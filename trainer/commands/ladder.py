@@ -16,6 +16,7 @@ from typing import Any
 from trainer.commands.measured_run import RETURN_FREED_MEMORY, Trial, probe_machine, run_trial
 from trainer.commands.recipes import asked_for, count, new_folder
 from trainer.errors import RecipeError, require
+from trainer.memory.knobs import KNOBS, Knob, Turn
 from trainer.recipe import Memory, Recipe
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean, settings_of
@@ -30,15 +31,15 @@ FLAGS = {
     "out": "folder for ladder.json, ladder.png and the runs (default: runs/RECIPE/ladder-DATE-TIME-PID)",
     "minutes": "minutes after which a rung is ended as too slow (default: 30)",
 }
-KEPT = ("budget", "correct_batchnorm")
-"""What of the recipe's memory settings is no technique, and holds for every rung."""
-VARIED = {f"memory.{name}": value for name, value in vars(Memory()).items() if name not in KEPT}
+NAMES = {knob.name for knob in KNOBS}
+VARIED = {f"memory.{name}": value for name, value in vars(Memory()).items() if name in NAMES}
 STEADY = {"model.dropout": 0.0, "model.attention_dropout": 0.0, "optim.schedule": "constant", "optim.warmup_steps": 0}
 """Set unless asked for otherwise: another cut draws another dropout, and a first step of hardly any learning rate would
 make any technique look lossless."""
 ON_HOST = "nothing to gain: the host is the device"
 """What to say of techniques that move memory from the device to the host, where there is no GPU."""
 OWN = {"run.dir": "--out", "max_steps": "--steps"}
+TURNS = [(knob, turn) for knob in KNOBS for turn in knob.turns if turn.rung]
 
 
 @dataclass(frozen=True)
@@ -136,24 +137,16 @@ def rungs_of(recipe: Recipe, base: Mapping[str, Any], machine: Mapping[str, Any]
     """The rungs that make sense for this recipe on this machine: the baseline, one by one, then stacked."""
     share, ranks, cuda = base["memory.micro_batch_size"], base["run.devices"], machine["accelerator"] == "cuda"
     sizes = [size for power in range(1, 6) if (size := -(-share // 4**power)) < -(-share // 4 ** (power - 1))]
-    adam, on_host = recipe.optim.name in ("adam", "adamw"), "" if cuda else ON_HOST
     found = [Rung("baseline"), *(Rung(f"micro-batch-{size}", {"memory.micro_batch_size": size}) for size in sizes)]
-    found += [_rung("bf16-mixed", precision="bf16-mixed")]
-    found += [_rung("16-mixed", precision="16-mixed")] if cuda else []
     found += [
-        _rung("selective-checkpointing", activation_checkpointing="selective"),
-        _rung("full-checkpointing", activation_checkpointing="full"),
-        _rung("activation-offload", on_host, activation_offload=True),
-        _rung("optimizer-offload", on_host, cpu_offload="optimizer"),
-        _rung("parameter-offload", on_host, cpu_offload="parameters"),
-        _rung("optimizer-in-backward", optimizer_in_backward=True),
+        _rung(knob, turn, cuda)
+        for knob, turn in TURNS
+        if (cuda or not turn.needs_gpu) and (not knob.optimizers or recipe.optim.name in knob.optimizers)
     ]
-    found += [_rung("8-bit-state", note="lossy", optimizer_state_bits=8)] if adam else []
-    if recipe.optim.name != "sgd":
-        found.append(Rung("sgd", {"optim.name": "sgd"}, note="another optimizer"))
-    found.append(_rung("bf16-true", note="lossy", precision="bf16-true"))
+    if recipe.optim.name != "sgd":  # before the last, which is bf16-true
+        found.insert(-1, Rung("sgd", {"optim.name": "sgd"}, note="another optimizer"))
     found += _several_ranks(base, ranks, not cuda or machine["devices"] > 1)
-    return found + _stacked(max(1, share // 16), share, on_host)
+    return found + _stacked(max(1, share // 16), share, cuda)
 
 
 def _several_ranks(base: Mapping[str, Any], ranks: int, possible: bool) -> list[Rung]:
@@ -166,27 +159,22 @@ def _several_ranks(base: Mapping[str, Any], ranks: int, possible: bool) -> list[
     return [Rung(f"{name}-{several}-ranks", {**changes, "memory.strategy": name}) for name in names]
 
 
-def _stacked(micro_batch_size: int, share: int, on_host: str) -> list[Rung]:
+def _stacked(micro_batch_size: int, share: int, cuda: bool) -> list[Rung]:
     """Each technique on top of all before it; streaming parameters takes the place of offloading the optimizer."""
-    steps: list[tuple[str, str, Any]] = [
-        ("+bf16-mixed", "precision", "bf16-mixed"),
-        ("+full-checkpointing", "activation_checkpointing", "full"),
-        ("+activation-offload", "activation_offload", True),
-        ("+optimizer-offload", "cpu_offload", "optimizer"),
-        ("+parameter-offload", "cpu_offload", "parameters"),
-    ]
+    steps = [_rung(knob, turn, cuda) for knob, turn in TURNS if turn.stacked]
     if micro_batch_size < share:
-        steps.insert(0, (f"+micro-batch-{micro_batch_size}", "micro_batch_size", micro_batch_size))
+        steps.insert(0, Rung(f"micro-batch-{micro_batch_size}", {"memory.micro_batch_size": micro_batch_size}))
     changes: dict[str, Any] = {}
     found = []
-    for name, key, value in steps:
-        changes = {**changes, f"memory.{key}": value}
-        found.append(Rung(name, changes, on_host if key.endswith("offload") else ""))
+    for rung in steps:
+        changes = {**changes, **rung.changes}
+        found.append(Rung(f"+{rung.name}", changes, rung.note))
     return found
 
 
-def _rung(name: str, note: str = "", **memory: Any) -> Rung:
-    return Rung(name, {f"memory.{key}": value for key, value in memory.items()}, note)
+def _rung(knob: Knob, turn: Turn, cuda: bool) -> Rung:
+    note = "lossy" if knob.lossy else ON_HOST if knob.to_host and not cuda else ""
+    return Rung(turn.rung, {f"memory.{knob.name}": turn.value}, note)
 
 
 def choose(rungs: Sequence[Rung], wanted: str | None) -> list[Rung]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer.errors import RecipeError, RunError
+from trainer.memory.knobs import FORWARDS, KNOBS
 from trainer.memory.plan import Plan, decide_plan
 from trainer.recipe import Recipe
 from trainer.system.text import GB
@@ -26,12 +27,6 @@ SIGNS = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 """What a RuntimeError says when a device, one of its libraries or the host's allocator gets no memory."""
-
-GRAPH = ("forward", "backward")
-FORWARDS = (*GRAPH, "evaluation")
-OPTIMIZER = (*FORWARDS, "step")
-ALL = ("init", *OPTIMIZER)
-"""The phases whose peak a knob can lower."""
 
 MOST_LENGTHS = 16
 
@@ -91,16 +86,16 @@ def next_knobs(plan: Plan, recipe: Recipe, phase: str | None = None, on_gpu: boo
     be refused together with the rest of ``recipe``.
     """
     lossless, lossy = [], []
-    for knob in _candidates(plan, recipe):
-        if (phase is not None and phase not in knob.phases) or (knob.to_host and not on_gpu):
+    for remedy in _candidates(plan, recipe):
+        if (phase is not None and phase not in remedy.phases) or (remedy.to_host and not on_gpu):
             continue
-        decided = _decided(knob, recipe, plan.world_size)
+        decided = _decided(remedy, recipe, plan.world_size)
         if decided is None or (decided.memory == plan.memory and decided.first_cut == plan.first_cut):
             continue
         if set(decided.lossy) - set(plan.lossy):
-            lossy.append(f"{knob.flags} (lossy)")
+            lossy.append(f"{remedy.flags} (lossy)")
         else:
-            lossless.append(knob.flags)
+            lossless.append(remedy.flags)
     return lossless + lossy
 
 
@@ -119,7 +114,7 @@ def shapes_of(batch: Any) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Knob:
+class Remedy:
     """Something to try: its flags, what they change, whose peak it lowers, and whether it moves memory to the host."""
 
     flags: str
@@ -129,59 +124,45 @@ class Knob:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Knob]:
-    """All knobs that there are, in the order to try them."""
-    memory = recipe.memory
+def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Remedy]:
+    """All that there is to try, in that order."""
     yield from _smaller_micro_batches(plan, recipe)
-    if memory.precision in ("32-true", "64-true"):
-        yield _knob("precision", "bf16-mixed", FORWARDS)
-    if memory.activation_checkpointing not in ("full", 1):
-        yield _knob("activation_checkpointing", "full", GRAPH)
-    yield _knob("activation_offload", True, GRAPH, to_host=True)
-    if plan.world_size > 1:
-        yield _knob("strategy", "fsdp", ALL)
-    if memory.cpu_offload == "none":
-        yield _knob("cpu_offload", "optimizer", OPTIMIZER, to_host=True)
-    yield _knob("cpu_offload", "parameters", ALL, to_host=True)
-    if memory.optimizer_state_bits == 32:
-        yield _knob("optimizer_state_bits", 8, OPTIMIZER)
-    elif memory.optimizer_state_bits == 8:
-        yield _knob("optimizer_state_bits", 4, OPTIMIZER)
-    if memory.precision in ("32-true", "64-true", "bf16-mixed"):
-        yield _knob("precision", "bf16-true", ALL)
-    elif memory.precision == "16-mixed":
-        yield _knob("precision", "16-true", ALL)
+    for knob in KNOBS:
+        now = getattr(recipe.memory, knob.name)
+        for turn in knob.turns if plan.world_size > 1 or not knob.needs_ranks else ():
+            if turn.lowers and now not in (turn.value, *turn.unless):
+                yield _remedy(knob.name, turn.value, turn.lowers, knob.to_host)
 
 
-def _knob(key: str, value: Any, phases: Sequence[str], to_host: bool = False) -> Knob:
+def _remedy(key: str, value: Any, phases: Sequence[str], to_host: bool = False) -> Remedy:
     text = str(value).lower() if isinstance(value, bool) else value
-    return Knob(f"--memory.{key} {text}", {key: value}, phases, to_host)
+    return Remedy(f"--memory.{key} {text}", {key: value}, phases, to_host)
 
 
-def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Iterator[Knob]:
+def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Iterator[Remedy]:
     """The same batches in smaller pieces; a micro-batch of one sample cannot be cut."""
     cut, memory = plan.first_cut, recipe.memory
     if cut.micro_batch_size == 1:
         return
     if memory.micro_batch_tokens is not None:
-        yield _knob("micro_batch_tokens", max(1, memory.micro_batch_tokens // 2), FORWARDS)
+        yield _remedy("micro_batch_tokens", max(1, memory.micro_batch_tokens // 2), FORWARDS)
         return
     parts = next(n for n in range(2, cut.micro_batch_size + 1) if cut.micro_batch_size % n == 0)
     if isinstance(recipe.accumulate, Mapping) and recipe.batch_size is None:  # a batch that changes from epoch to epoch
         size, schedule = cut.micro_batch_size // parts, {epoch: n * parts for epoch, n in recipe.accumulate.items()}
         flags = f"--memory.micro_batch_size {size} --accumulate '{schedule}'"
-        yield Knob(flags, {"micro_batch_size": size}, FORWARDS, recipe={"accumulate": schedule})
+        yield Remedy(flags, {"micro_batch_size": size}, FORWARDS, recipe={"accumulate": schedule})
         return
     size = cut.micro_batch_size // 2
     keeps = f"--batch_size {cut.batch_size} " if recipe.batch_size is None else ""
     changes = {"batch_size": cut.batch_size, "accumulate": None}  # which gives way to the flags
-    yield Knob(f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, FORWARDS, recipe=changes)
+    yield Remedy(f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, FORWARDS, recipe=changes)
 
 
-def _decided(knob: Knob, recipe: Recipe, world_size: int) -> Plan | None:
-    """The plan with ``knob``; ``None`` when it is refused together with the rest."""
+def _decided(remedy: Remedy, recipe: Recipe, world_size: int) -> Plan | None:
+    """The plan with ``remedy``; ``None`` when it is refused together with the rest."""
     try:
-        changed = recipe.replace(memory=dataclasses.replace(recipe.memory, **knob.memory), **knob.recipe)
+        changed = recipe.replace(memory=dataclasses.replace(recipe.memory, **remedy.memory), **remedy.recipe)
         return decide_plan(changed, world_size)
     except RecipeError:
         return None

@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from trainer.engine.window import Cut, cut_at
-from trainer.errors import require
+from trainer.errors import RecipeError
+from trainer.memory.knobs import described, left_open
 from trainer.memory.refusals import require_compatible
 from trainer.recipe import Memory, Recipe, Strategy
 
@@ -57,29 +58,8 @@ class Plan:
             f"{_count(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}{tokens}"
         )
         lossy = f" (lossy: {', '.join(self.lossy)})" if self.lossy else ""
-        return ", ".join([batch, self.strategy, self.memory.precision, *self._techniques()]) + lossy
-
-    def _techniques(self) -> list[str]:
-        """The knobs that are not at their default, in words."""
-        memory, default = self.memory, Memory()
-        kept = memory.activation_checkpointing
-        words = {
-            "replicas": f"{memory.replicas} replicas",
-            "reshard_after_forward": "whole weights kept until backward",
-            "sync_every_micro_step": "sync every micro-step",
-            "activation_checkpointing": f"{kept if isinstance(kept, str) else f'{100 * kept:g} %'} checkpointing",
-            "activation_offload": "activations offloaded",
-            "cpu_offload": f"{memory.cpu_offload} offloaded",
-            "optimizer_state_bits": f"{memory.optimizer_state_bits}-bit optimizer state",
-            "stochastic_rounding": "stochastic rounding",
-            "optimizer_in_backward": "optimizer in backward",
-            "init": f"{memory.init} init",
-            "compile": f"compiled {memory.compile}",
-        }
-        changed = {key: getattr(memory, key) not in (getattr(default, key), False, 0, None) for key in words}
-        changed["reshard_after_forward"] = not memory.reshard_after_forward
         deterministic = ["the same bits on any number of ranks"] if self.deterministic else []
-        return [text for key, text in words.items() if changed[key]] + deterministic
+        return ", ".join([batch, self.strategy, self.memory.precision, *described(self.memory), *deterministic]) + lossy
 
 
 def _count(number: int, noun: str, plural: str) -> str:
@@ -92,10 +72,9 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     Raises:
         RecipeError: when the wishes contradict each other or cannot work together.
     """
-    for name in ("activation_checkpointing", "activation_offload", "cpu_offload"):
-        require(
-            getattr(recipe.memory, name) != "auto",
-            f"memory.{name}=auto is for the planner, which has not been asked: use trainer fit or trainer plan",
+    for name in left_open(recipe.memory):
+        raise RecipeError(
+            f"memory.{name}=auto is for the planner, which has not been asked: use trainer fit or trainer plan"
         )
     epochs = sorted(recipe.accumulate) if isinstance(recipe.accumulate, dict) else [0]
     cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # a later one must not contradict itself either

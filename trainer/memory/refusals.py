@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.engine.window import Cut
 from trainer.errors import require
+from trainer.memory.knobs import ADAM
 from trainer.recipe import Optim, Recipe
 from trainer.weights.files import PICKLED
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from trainer.memory.plan import Plan
 
-ADAM = ("adam", "adamw")
 DIVIDE_BY_SQUARES = (*ADAM, "adagrad", "rmsprop")
 """Optimizers that divide by the root of squared gradients, plus an epsilon of at most 1e-8."""
 

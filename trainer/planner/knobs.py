@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
+from trainer.memory.knobs import LOSSY, SEARCHED, left_open
 from trainer.recipe import Memory, Recipe
 
 Settings = dict[str, Any]
 """Values of the recipe by their keys, such as ``{"memory.cpu_offload": "optimizer"}``."""
 
-OPEN = {
-    "strategy": "auto",
-    "activation_checkpointing": "none",
-    "activation_offload": False,
-    "cpu_offload": "none",
-    "reshard_after_forward": True,
-}
-"""The knobs that lose nothing, and what each is when a recipe does not mention it."""
+OPEN = {knob.name: getattr(Memory(), knob.name) for knob in SEARCHED}
+"""What each knob that a search may turn is when a recipe does not mention it."""
 
 
 def wants_plan(recipe: Recipe) -> bool:
     """Whether the recipe leaves something to the planner: it has a budget, or a knob at ``auto``."""
     return recipe.memory.budget is not None or bool(left_open(recipe.memory))
-
-
-def left_open(memory: Memory) -> list[str]:
-    """The knobs that are at ``auto`` and that nobody but the planner decides."""
-    return [name for name in OPEN if name != "strategy" and getattr(memory, name) == "auto"]
 
 
 def free_knobs(memory: Memory) -> list[str]:
@@ -45,14 +35,8 @@ def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True) -> list[Settin
     Sharding and offloading change nothing on one CPU, where the host is the device.
     """
     free = free_knobs(recipe.memory)
-    values: dict[str, tuple[Any, ...]] = {}
-    if "strategy" in free and ranks > 1:
-        values["strategy"] = ("ddp", "fsdp")
-    values["cpu_offload"] = ("none", "optimizer", "parameters") if on_gpu else ("none",)
-    values["activation_checkpointing"] = ("none", "selective", "full")
-    values["activation_offload"] = (False, True) if on_gpu else (False,)
-    values["reshard_after_forward"] = (True, False)
-    values = {name: options for name, options in values.items() if name in free}
+    knobs = [knob for knob in SEARCHED if knob.name in free and (ranks > 1 or not knob.needs_ranks)]
+    values = {knob.name: knob.values if on_gpu or not knob.to_host else knob.values[:1] for knob in knobs}
     every = [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
     sensible = [one for one in every if is_sensible(dataclasses.replace(recipe.memory, **one), ranks)]
     if not sensible:  # for what the recipe itself sets is not: then all that go with it are asked about
@@ -76,11 +60,7 @@ def is_sensible(memory: Memory, ranks: int) -> bool:
     return True
 
 
-ORDER: dict[str, tuple[Any, ...]] = {
-    "memory.cpu_offload": ("none", "optimizer", "parameters"),
-    "memory.activation_checkpointing": ("none", "selective", "full"),
-    "memory.activation_offload": (False, True),
-}
+ORDER = {f"memory.{knob.name}": knob.values for knob in SEARCHED if knob.graded}
 """The values of each knob, the fastest first: none computes or moves less than the one before it."""
 
 
@@ -112,20 +92,15 @@ def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
     return list(dict.fromkeys(sizes))
 
 
-def lossy_steps(recipe: Recipe) -> Iterator[Settings]:
+def lossy_steps(recipe: Recipe) -> list[Settings]:
     """What would save more, at a loss that the recipe has not allowed: each by itself, then together."""
-    memory, optim = recipe.memory, recipe.optim
-    halves: Settings = {"memory.precision": "bf16-true"}
-    bits: Settings = {"memory.optimizer_state_bits": 8}
     options: list[Settings] = []
-    lean = optim.name in ("adam", "adamw")
-    if memory.precision not in ("bf16-true", "16-true"):
-        options.append(halves | ({"memory.stochastic_rounding": True} if lean else {}))
-    if lean and memory.optimizer_state_bits == 32:
-        options.append(bits)
-    yield from options
-    if len(options) > 1:
-        yield {key: value for option in options for key, value in option.items()}
+    for knob in LOSSY:
+        if getattr(recipe.memory, knob.name) not in [turn.value for turn in knob.turns]:
+            turns = {knob.name: knob.turns[0].value, **knob.turns[0].along}
+            options.append({f"memory.{name}": value for name, value in turns.items()})
+    together = {key: value for option in options for key, value in option.items()}
+    return [*options, together] if len(options) > 1 else options
 
 
 def applied(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from trainer.errors import RecipeError, require
+from trainer.memory.knobs import FOLLOWERS
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
 from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, outside
 from trainer.planner.knobs import (
@@ -149,7 +150,7 @@ class Search:
         began = time.perf_counter()
         settings = combinations(self.recipe, self.devices, on_gpu=self.target.device.type == "cuda")
         if lossy:
-            steps = list(lossy_steps(self.recipe))
+            steps = lossy_steps(self.recipe)
             settings += [found for step in steps for one in settings if (found := self._at_a_loss(one, step))]
         sizes = micro_batch_sizes(self.recipe, self.devices)
         candidates = self._quick(settings[0], sizes) if quick else []
@@ -337,8 +338,8 @@ class Search:
         return self._predicted(wanted)
 
     def _at_a_loss(self, settings: Settings, step: Settings) -> Settings | None:
-        """The settings with ``step``, without the stochastic rounding where that is refused; ``None`` if all is."""
-        for extra in (step, {key: value for key, value in step.items() if key != "memory.stochastic_rounding"}):
+        """The settings with ``step``, without what only comes along where that is refused; ``None`` if all is."""
+        for extra in (step, {key: value for key, value in step.items() if key not in FOLLOWERS}):
             try:
                 decide_plan(applied(self.recipe, settings | extra), self.devices)
             except RecipeError:

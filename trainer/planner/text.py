@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.engine.window import cut_at
+from trainer.memory.knobs import FOLLOWERS, LOSSY, SEARCHED, TOGETHER
 from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import GPU, nccl_bytes
 from trainer.planner.knobs import Settings, applied, turned, without_size
@@ -12,8 +13,10 @@ from trainer.planner.report import Candidate, PlanReport
 from trainer.recipe import Memory, Recipe
 from trainer.system.text import WIDTH, as_text, columns, gigabytes, wrapped
 
-LEFT = ("micro-batch", "strategy", "checkpointing", "offload", "lossy", "why")
-"""Columns of words."""
+OWN = {knob.column: knob.name for knob in SEARCHED if knob.column}
+LEFT = ("micro-batch", "strategy", *OWN, "offload", "lossy", "why")
+"""Columns of words; figures are on the right."""
+
 
 GIGABYTES, ON_HOST, TIME = "GB reserved", "host GB", "ms a step"
 
@@ -112,7 +115,7 @@ def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
     return {
         "micro-batch": f"{plan.first_cut.accumulate} × {plan.first_cut.micro_batch_size}",
         "strategy": plan.strategy if memory.reshard_after_forward else KEPT,
-        "checkpointing": as_text(memory.activation_checkpointing),
+        **{column: as_text(getattr(memory, name)) for column, name in OWN.items()},
         "offload": _offload(memory),
         "lossy": _lossy(one),
         GIGABYTES: f"{about}{one.reserved / 1e9:.{digits}f}",
@@ -131,8 +134,8 @@ def _offload(memory: Memory) -> str:
 
 def _lossy(one: Candidate) -> str:
     """What a search with lossy plans has changed."""
-    precision, bits = (one.flags.get(f"memory.{name}") for name in ("precision", "optimizer_state_bits"))
-    return ", ".join([str(precision).removesuffix("-true")] * bool(precision) + [f"{bits}-bit"] * bool(bits))
+    values = {knob.column: one.flags.get(f"memory.{knob.name}") for knob in LOSSY}
+    return ", ".join(column.format(str(now).removesuffix("-true")) for column, now in values.items() if now is not None)
 
 
 def _reason(one: Candidate, report: PlanReport) -> str:
@@ -149,9 +152,6 @@ def _reason(one: Candidate, report: PlanReport) -> str:
 
 SIZE, STRATEGY = "memory.micro_batch_size", "memory.strategy"
 
-TOGETHER = {"memory.precision": ("memory.stochastic_rounding",)}
-"""Knobs that are only there because of another one."""
-
 
 def explain(candidates: Sequence[Candidate]) -> list[str]:
     """What was tried, and what each knob of the chosen plan bought and cost against the same plan without it.
@@ -161,9 +161,8 @@ def explain(candidates: Sequence[Candidate]) -> list[str]:
     """
     chosen, *others = candidates
     knobs = without_size(turned(chosen.flags))
-    followers = {name for names in TOGETHER.values() for name in names}
     lines = [_tried(candidates), *_size(chosen, others)]
-    lines += [line for key in knobs if key not in followers for line in _knob(key, chosen, others)]
+    lines += [line for key in knobs if key not in FOLLOWERS for line in _knob(key, chosen, others)]
     if not knobs:
         lines.append("no technique needs to be added: no plan that fits is faster")
     return lines

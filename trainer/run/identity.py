@@ -13,6 +13,7 @@ from typing import Any
 from trainer.checkpoint.manifest import Manifest
 from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
 from trainer.errors import RecipeError, listed, require
+from trainer.memory.knobs import KNOBS
 from trainer.recipe import Recipe
 from trainer.run.directory import with_absolute_paths
 from trainer.run.session import Session, from_first
@@ -86,10 +87,7 @@ BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate")
 LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples", "data.cache_dir")
 """Settings of the section data that do not change what is in a sample."""
 
-PLANNED = tuple(
-    f"memory.{name}"
-    for name in ("strategy", "micro_batch_size", "activation_checkpointing", "activation_offload", "cpu_offload")
-)
+PLANNED = tuple(f"memory.{knob.name}" for knob in KNOBS if knob.planned)
 """What the planner decides where there is a budget: for another machine it may decide otherwise, and changes nothing
 but rounding."""
 
