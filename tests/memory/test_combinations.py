@@ -41,6 +41,8 @@ PACKAGES = {
 }
 
 DECISIVE = ("place", "activation_checkpointing", "cpu_offload", "optimizer_in_backward", "init", "accumulate")
+"""Where weights, gradients and activations are."""
+
 SEEN_BY_THE_COMPILER = ("compile", "activation_checkpointing", "activation_offload")
 
 SECONDS = {False: 60, True: 200}
@@ -122,9 +124,12 @@ def test_many_combinations_have_a_plan_or_a_reason():
     assert 0 < plans < 20 * ASKED
 
 
-@pytest.mark.parametrize("values", covering(accepted(20_000, False), 2), ids=name_of)
+ACCEPTED = accepted(4_000, False)
+
+
+@pytest.mark.parametrize("values", covering(ACCEPTED, 2, DECISIVE) + covering(ACCEPTED, 1), ids=name_of)
 def test_it_trains_three_steps(values, ranks):
-    """Any two values that any plan has together."""
+    """Any value that any plan has, and any two of the knobs that decide most; ``-m slow`` has any two of all."""
     check_trains(values, ranks)
 
 
@@ -136,8 +141,13 @@ def test_it_trains_three_steps_compiled(values, ranks):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_any_values_of_three_knobs_train_together(ranks):
-    """Of those that decide where weights, gradients and activations are."""
+def test_any_values_of_two_knobs_train_together(ranks):
+    check_all(covering(accepted(20_000, False), 2), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_any_values_of_three_knobs_that_decide_most_train_together(ranks):
     check_all(covering(accepted(20_000, False), 3, DECISIVE), ranks)
 
 
