@@ -49,15 +49,28 @@ _POOLS: dict[int, RankPool] = {}
 
 @pytest.fixture
 def ranks():
-    """A function from a world size to its :class:`RankPool`; pools are shared by all tests."""
+    """A function from a world size to its :class:`RankPool`; pools are shared by the tests of a file."""
 
     def pool(world_size: int) -> RankPool:
-        broken = world_size in _POOLS and not all(process.is_alive() for process in _POOLS[world_size].processes)
-        if world_size not in _POOLS or broken:
+        if world_size not in _POOLS or _POOLS[world_size].is_spent():
+            _end_pools(world_size)
             _POOLS[world_size] = RankPool(world_size)
         return _POOLS[world_size]
 
     return pool
+
+
+def _end_pools(*world_sizes: int) -> None:
+    for world_size in world_sizes or tuple(_POOLS):
+        if world_size in _POOLS:
+            _POOLS.pop(world_size).close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_idle_pools():
+    """Every group of ranks that a test has made keeps a thread awake, a hundred times a second."""
+    yield
+    _end_pools()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
@@ -66,11 +79,6 @@ def pytest_terminal_summary(terminalreporter) -> None:
         for name, text in report.user_properties:
             if name == "table" and report.when == "call":
                 terminalreporter.write_line(f"\n{text}")
-
-
-def pytest_sessionfinish() -> None:
-    for pool in _POOLS.values():
-        pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,10 @@
-"""Runs a function on n gloo ranks: a pool of processes that lives as long as the test session.
+"""Runs a function on n gloo ranks: a pool of processes that lives as long as the tests of a file.
 
-Starting a rank costs seconds (importing torch and Lightning), so the ranks are kept; calling a function on them costs
-milliseconds, and hypothesis can draw as many cases as it likes.
+Calling a function on them costs milliseconds, and hypothesis can draw as many cases as it likes.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -14,25 +12,29 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from warm import forks
+
 SECONDS_PER_CALL = 240
+MOST_CALLS = 60
+"""Of a pool: with every mesh that a call makes there are more threads of gloo, which never end."""
 
 
 class RankPool:
     """``world_size`` processes in one gloo group."""
 
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         port = free_port()
-        self.connections, self.processes = [], []
+        self.connections, self.processes, self.calls = [], [], 0
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            ours, theirs = forks.Pipe()
+            process = forks.Process(target=_serve, args=(theirs, rank, world_size, port, dict(os.environ)), daemon=True)
             process.start()
             self.connections.append(ours)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS_PER_CALL) -> list[Any]:
         """Call the module-level ``function`` on every rank; return its results by rank, or raise the first error."""
+        self.calls += 1
         for connection in self.connections:
             connection.send((function, args))
         replies = []
@@ -46,13 +48,19 @@ class RankPool:
                 raise AssertionError(f"rank {rank}:\n{value}")
         return [value for _, value in replies]
 
+    def is_spent(self) -> bool:
+        """Whether a new pool should take its place."""
+        return self.calls >= MOST_CALLS or not all(process.is_alive() for process in self.processes)
+
     def close(self) -> None:
         """End the processes."""
         for process in self.processes:
             process.kill()
 
 
-def _serve(connection: Any, rank: int, world_size: int, port: int) -> None:
+def _serve(connection: Any, rank: int, world_size: int, port: int, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     # What torchrun would set: Fabric then starts no processes of its own.
     os.environ.update(
         RANK=str(rank),

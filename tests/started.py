@@ -6,11 +6,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from warm import WarmProcess
+
 FOREIGN = ("LT_", "TORCHELASTIC", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "NODE_RANK")
+
+MOST_WINDOWS, LEAST_SHARE = 8, 0.05
+"""How often as many seconds are waited again for a run that has used more of a core in them: what is hung uses less."""
 
 LISTENING = "0A"
 """State of a socket in /proc/net/tcp."""
@@ -22,13 +27,18 @@ class StartedRun:
     Args:
         folder: for what it prints.
         command: with its arguments.
+        warm: whether it is Python, and its first process may be a fork of one that has imported everything.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str]) -> None:
+    def __init__(self, folder: Path, command: Sequence[str], warm: bool = False) -> None:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
         self.mark = f"{type(self).__name__}-{folder.name}-{os.getpid()}"  # in the environment of every process of it
         clean |= {"OMP_NUM_THREADS": "1", "TRAINER_TEST_MARK": self.mark}
         self.output = folder / "output"
+        self.process: WarmProcess | subprocess.Popen
+        if warm:
+            self.process = WarmProcess(command[1:], self.output, self.output, env=clean)
+            return
         with open(self.output, "wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=clean, start_new_session=True)
 
@@ -38,11 +48,28 @@ class StartedRun:
         return self.output.read_text()
 
     def wait(self, seconds: float) -> int:
-        """Its exit code."""
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end in {seconds} s:\n{self.text}") from None
+        """Its exit code; see :meth:`until`."""
+        assert self.until(lambda: self.process.poll() is not None, seconds), f"no end in {seconds} s:\n{self.text}"
+        return self.process.wait()
+
+    def until(self, condition: Callable[[], object], seconds: float) -> bool:
+        """Whether ``condition`` comes true within ``seconds``, or later while the run gets on: on a busy machine."""
+        for _ in range(MOST_WINDOWS):
+            pids, used = self._progress()
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                if condition():
+                    return True
+                time.sleep(0.05)
+            others, more = self._progress()
+            if pids == others and more - used < LEAST_SHARE * seconds:
+                break
+        return bool(condition())
+
+    def _progress(self) -> tuple[list[int], float]:
+        """Its processes, and the CPU seconds that they have used."""
+        pids = self.pids()
+        return pids, sum(map(_cpu_seconds, pids))
 
     def pids(self) -> list[int]:
         """Its processes that are alive."""
@@ -50,16 +77,16 @@ class StartedRun:
 
     def _has(self, folder: Path) -> bool:
         try:
-            return self.mark.encode() in (folder / "environ").read_bytes()
+            session = int(
+                (folder / "stat").read_text().rsplit(")", 1)[1].split()[3]
+            )  # a fork has no environ of its own
+            return session == self.process.pid or self.mark.encode() in (folder / "environ").read_bytes()
         except OSError:  # it has ended
             return False
 
     def assert_nothing_left(self, seconds: float = 10.0) -> None:
         """All its processes end within ``seconds``."""
-        until = time.monotonic() + seconds
-        while self.pids():
-            assert time.monotonic() < until, f"left behind: {self.pids()}\n{self.text}"
-            time.sleep(0.1)
+        assert self.until(lambda: not self.pids(), seconds), f"left behind: {self.pids()}\n{self.text}"
 
     def end(self) -> None:
         """Kill whatever is left."""
@@ -73,6 +100,14 @@ def listening_addresses(pids: Sequence[int]) -> list[str]:
     sockets = {link for pid in pids for link in _links(Path(f"/proc/{pid}/fd"))}
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     return [fields[1] for fields in lines if fields[3] == LISTENING and f"socket:[{fields[9]}]" in sockets]
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:  # it has ended
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _links(folder: Path) -> list[str]:

@@ -6,8 +6,6 @@ import dataclasses
 import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
+from warm import python
 
 from trainer.commands.recipes import load_recipe
 from trainer.data import ImageFolder, StreamedText, TextFiles
@@ -35,8 +34,7 @@ def test_the_recipe_in_the_readme_is_the_packaged_one():
 
 def test_a_model_of_ones_own_runs_as_written(tmp_path):
     (tmp_path / "spirals.py").write_text(python_blocks("docs/your-own-model.md")[0])
-    command = [sys.executable, "spirals.py", "--run.dir", "out", "--model.width", "32", "--data.size", "450"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = python("spirals.py", "--run.dir", "out", "--model.width", "32", "--data.size", "450", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "status" in done.stdout
     accuracy = float(re.search(r"test accuracy +([\d.]+)", done.stdout)[1])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm import python
 
 from trainer import Memory, Recipe, RecipeError, Run
 from trainer.commands.recipes import load_recipe
@@ -44,10 +45,8 @@ def digits(**changes) -> Recipe:
 
 def in_fresh_process(arguments: list[str], tmp_path: Path, **environment: str) -> tuple[int, str, dict]:
     """Exit code, output and summary of ``trainer fit``: a process that has trained cannot predict any more."""
-    command = [sys.executable, "-m", "trainer", "fit", "vit_digits", *arguments, f"--run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=240
-    )
+    words = ["-m", "trainer", "fit", "vit_digits", *arguments, f"--run.dir={tmp_path / 'run'}"]
+    done = python(*words, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
     summary = tmp_path / "run" / "summary.json"
     return done.returncode, done.stdout + done.stderr, json.loads(summary.read_text()) if summary.is_file() else {}
 

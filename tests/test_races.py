@@ -6,7 +6,6 @@ process imports everything and forks another for each run.
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from packaging.version import Version
 from races.configurations import OTHERS, USUAL, Watched, watch
 from races.faults import UNORDERED, WAITING
 from races.programs import PROGRAMS, verdicts
+from warm import forks
 
 from trainer.system.children import in_child
 
@@ -67,7 +67,7 @@ Seen = Callable[[str], Watched]
 @pytest.fixture(scope="module")
 def process() -> Iterator[ProcessPoolExecutor]:
     """One that has imported everything, and never trained: it can fork (see trainer/system/children.py)."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, forks) as pool:
         yield pool
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import load_file, save_file
+from warm import python
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -46,9 +47,13 @@ BARE = (
 
 def benchmark(*arguments: object, path: Path | None = None, timeout: float = 280) -> subprocess.CompletedProcess:
     folders = os.pathsep.join(map(str, filter(None, [path, ROOT])))
+    environment = {**os.environ, "PYTHONPATH": folders, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    program = str(ROOT / "benchmarks" / "gpu.py")
+    if path is None:
+        return python(program, *arguments, env=environment, timeout=timeout)
     return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": folders, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        [sys.executable, program, *map(str, arguments)],
+        env=environment,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -84,6 +89,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_rows_are_measured_without_the_packages_that_a_bare_machine_lacks(tmp_path, bare_machine):
     only = "exact: optimizer"
     done = benchmark(

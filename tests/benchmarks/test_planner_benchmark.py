@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from plain_allocator import PlainAllocator
+from warm import python
 
 from trainer.memory.plan import decide_plan
 
@@ -27,14 +28,8 @@ from recorded_run import read_recording, write_recording  # noqa: E402
 
 
 def benchmark(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "planner", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return python(ROOT / "benchmarks" / "gpu.py", "planner", *arguments, env=environment, timeout=280)
 
 
 def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):

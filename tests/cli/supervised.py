@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 from started import StartedRun
@@ -103,13 +102,10 @@ class Supervised(StartedRun):
         """The exit codes of the attempts."""
         return [attempt["exit_code"] for attempt in self.journal["attempts"]]
 
-    def wait(self, seconds: float = 150.0) -> int:
+    def wait(self, seconds: float = 60.0) -> int:
         return super().wait(seconds)
 
-    def wait_for_step(self, step: int, seconds: float = 120.0) -> None:
+    def wait_for_step(self, step: int, seconds: float = 60.0) -> None:
         """Until there is a checkpoint of ``step`` or a later one."""
-        until = time.monotonic() + seconds
-        while newest_step(self.run_dir) < step:
-            assert time.monotonic() < until, f"no checkpoint of step {step} in:\n{self.text}"
-            assert self.process.poll() is None, f"ended before step {step}:\n{self.text}"
-            time.sleep(0.05)
+        self.until(lambda: newest_step(self.run_dir) >= step or self.process.poll() is not None, seconds)
+        assert newest_step(self.run_dir) >= step, f"no checkpoint of step {step} in:\n{self.text}"

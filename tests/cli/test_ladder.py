@@ -14,6 +14,7 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
+from warm import python
 
 import trainer
 from trainer.cli import run
@@ -68,24 +69,33 @@ def recipe_file(tmp_path_factory) -> Path:
 def climbed(recipe_file, tmp_path_factory):
     """A ladder with rungs that work, one that is refused, one that runs out of memory and one that is killed."""
     out = tmp_path_factory.mktemp("out") / "ladder"
-    names = "bf16-mixed,micro-batch-8,micro-batch-2,optimizer-in-backward,ddp-2-ranks"
-    flags = ["--steps", "3", "--rungs", names, "--out", str(out), "--model.killed_at", "2", "--run.accelerator=cpu"]
-    process = subprocess.run(
-        [sys.executable, "-m", "trainer", "ladder", str(recipe_file), *flags],
-        env={**os.environ, "PYTHONPATH": str(Path(trainer.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
+    return out, climb_as_a_command(
+        recipe_file, out, "bf16-mixed,micro-batch-8,micro-batch-2,optimizer-in-backward,ddp-2-ranks"
     )
+
+
+def climb_as_a_command(recipe_file, out, rungs):
+    flags = ["--steps", "3", "--rungs", rungs, "--out", str(out), "--model.killed_at", "2", "--run.accelerator=cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(trainer.__file__).parents[1])}
+    process = python("-m", "trainer", "ladder", recipe_file, *flags, env=environment, timeout=800)
     assert process.returncode == 0, process.stderr
-    return out, process
+    return process
 
 
 def rows_of(out):
     return {row["name"]: row for row in json.loads((out / "ladder.json").read_text())["rungs"]}
 
 
+def test_a_short_ladder(recipe_file, tmp_path):
+    process = climb_as_a_command(recipe_file, tmp_path / "ladder", "micro-batch-2")
+    base, killed = rows_of(tmp_path / "ladder").values()
+    assert (base["status"], base["steps"], len(base["losses"])) == ("finished", 3, 3)
+    assert base["memory"]["host_peak_gb"] > 0.1
+    assert (killed["status"], killed["reason"]) == ("killed", "ended by SIGKILL: did host memory run out?")
+    assert len([line for line in process.stdout.splitlines() if line.startswith("|")]) == 2 + 2
+
+
+@pytest.mark.slow
 def test_a_rung_that_cannot_be_taken_is_a_row_in_its_own_words(climbed):
     rows = rows_of(climbed[0])
     assert [*rows] == [
@@ -107,6 +117,7 @@ def test_a_rung_that_cannot_be_taken_is_a_row_in_its_own_words(climbed):
     assert {name for name, text in status.items() if text == "finished"} == {"baseline", "bf16-mixed", "ddp-2-ranks"}
 
 
+@pytest.mark.slow
 def test_rungs_that_finish_are_measured_and_compared(climbed):
     rows = rows_of(climbed[0])
     base = rows["baseline"]
@@ -123,6 +134,7 @@ def test_rungs_that_finish_are_measured_and_compared(climbed):
     assert 0 < rows["bf16-mixed"]["loss_difference"] < 0.05
 
 
+@pytest.mark.slow
 def test_the_files_say_what_was_measured_where_and_how(climbed):
     out, process = climbed
     content = json.loads((out / "ladder.json").read_text())

@@ -253,9 +253,8 @@ def test_a_setting_that_cannot_work_is_not_tried_again(supervise):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_killed_rank_is_replaced_with_all_others(supervise, rank):
-    run = supervise("--model.what", "kill", "--model.rank", rank, "--model.at", "7", own=("--nproc", "2"))
+def test_a_killed_rank_is_replaced_with_all_others(supervise):
+    run = supervise("--model.what", "kill", "--model.rank", "1", "--model.at", "7", own=("--nproc", "2"))
     assert run.wait() == 0, run.text
     assert run.codes[-1] == 0
     assert len(run.codes) == 2

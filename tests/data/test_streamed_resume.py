@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,14 +13,14 @@ if not sys.platform.startswith("linux"):
     pytest.skip("forks, and reads /proc", allow_module_level=True)
 
 from streamed_kills import KILLED_BEFORE, SAMPLES, STEPS
+from warm import python
 
 PROGRAM = Path(__file__).parents[1] / "streamed_kills.py"
 
 
 def kill_and_resume(tmp_path, sample_data, ranks, workers):
     tokenizer = sample_data / "tokenizers" / "bert-base-uncased"
-    command = [sys.executable, str(PROGRAM), str(tmp_path), str(tokenizer), ranks, str(workers)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python(PROGRAM, tmp_path, tokenizer, ranks, workers)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     calm, killed = found["calm"], found["killed"]
@@ -47,7 +46,7 @@ def test_killed_twice_an_epoch_on_one_rank_and_two(tmp_path, sample_data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "workers"), [("1,1,1,1,1", 0), ("2,2,2,2,2", 0), ("2,2,2,2,2", 2), ("1,1,1,1,1", 2)])
+@pytest.mark.parametrize(("ranks", "workers"), [("1,1,1,1,1", 2), ("2,2,2,2,2", 0)])
 def test_on_the_same_ranks_bit_for_bit(tmp_path, sample_data, ranks, workers):
     calm, killed = kill_and_resume(tmp_path, sample_data, ranks, workers)
     assert killed["steps"] == calm["steps"]
@@ -56,8 +55,7 @@ def test_on_the_same_ranks_bit_for_bit(tmp_path, sample_data, ranks, workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["2,1,2,1,1", "2,4,1,2,4"])
-def test_on_changing_ranks_with_workers(tmp_path, sample_data, ranks):
-    calm, killed = kill_and_resume(tmp_path, sample_data, ranks, workers=2)
+def test_on_changing_ranks_with_workers(tmp_path, sample_data):
+    calm, killed = kill_and_resume(tmp_path, sample_data, "2,4,1,2,4", workers=2)
     assert list(map(sorted, killed["steps"])) == list(map(sorted, calm["steps"]))
     assert killed["losses"] == pytest.approx(calm["losses"], rel=1e-5)

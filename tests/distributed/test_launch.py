@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 from safetensors.torch import load_file
+from warm import python
 
 RECIPE = """
 from trainer import Memory, Optim, Recipe, main
@@ -76,7 +77,7 @@ def curve(run_dir):
 @pytest.fixture(scope="module")
 def alone(recipe_file, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "alone"
-    done = start([sys.executable, recipe_file, "--run.dir", str(run_dir), *ON_CPU])
+    done = python(recipe_file, "--run.dir", run_dir, *ON_CPU)
     assert done.returncode == 0, done.stderr
     assert lines(done.stderr) == ["python: 1 rank on 1 node, cpu, no process group, single"]
     return run_dir
@@ -112,6 +113,7 @@ def test_two_ranks_give_the_weights_of_one(launcher, recipe_file, alone, tmp_pat
     assert done.stderr.count("plan: ") == 1  # one rank speaks
 
 
+@pytest.mark.slow
 def test_a_world_that_contradicts_the_launcher_is_refused(recipe_file, tmp_path):
     done = start(
         [*TORCHRUN, "-m", "trainer", "fit", recipe_file, "--run.devices", "3", "--run.dir", str(tmp_path / "r")]
@@ -123,11 +125,12 @@ def test_a_world_that_contradicts_the_launcher_is_refused(recipe_file, tmp_path)
 
 def test_single_on_two_ranks_is_refused(recipe_file, tmp_path):
     flags = ["--run.devices", "2", "--memory.strategy", "single", "--run.dir", str(tmp_path / "r")]
-    done = start([sys.executable, "-m", "trainer", "fit", recipe_file, *flags])
+    done = python("-m", "trainer", "fit", recipe_file, *flags)
     assert done.returncode == 2
     assert "memory.strategy=single cannot use 2 ranks" in done.stderr
 
 
+@pytest.mark.slow
 def test_data_that_fails_on_the_first_rank_ends_all(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(RECIPE.replace("data=Digits()", 'data=ImageFolder("nowhere")').replace("Digits", "ImageFolder"))

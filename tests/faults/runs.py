@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 from started import StartedRun
@@ -127,16 +126,13 @@ class DisturbedRun(StartedRun):
             "torchrun": [sys.executable, *torchrun, *fit],
             "torchrun.sh": ["env", f"PATH={BIN}{os.pathsep}{os.environ['PATH']}", str(SCRIPT), str(ranks), *fit[3:]],
         }
-        super().__init__(folder, commands[launcher])
+        super().__init__(folder, commands[launcher], warm=launcher == "plain")
 
     def errors(self) -> list[str]:
         """The lines of its errors, in order."""
         return [line for line in self.text.splitlines() if "trainer: error: " in line]
 
-    def wait_for(self, text: str, seconds: float = 240.0) -> None:
+    def wait_for(self, text: str, seconds: float = 60.0) -> None:
         """Until it prints ``text``."""
-        until = time.monotonic() + seconds
-        while text not in self.text:
-            assert time.monotonic() < until, f"{text!r} is not in:\n{self.text}"
-            assert self.process.poll() is None, f"ended before {text!r}:\n{self.text}"
-            time.sleep(0.1)
+        ended = self.until(lambda: text in self.text or self.process.poll() is not None, seconds)
+        assert text in self.text, f"{text!r} is not in, {'at its end' if ended else 'in time'}:\n{self.text}"

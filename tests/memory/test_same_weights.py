@@ -214,7 +214,7 @@ def test_one_seed_gives_the_same_weights_by_every_technique(ranks, tmp_path, kin
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("count", "kind"), of_ranks((4,), FEW) + of_ranks((2, 4), ("vit, new head", "vit, adapters", "text", "bigbird"))
+    ("count", "kind"), of_ranks((4,), FEW) + of_ranks((2,), ("vit, new head", "vit, adapters", "text", "bigbird"))
 )
 def test_one_seed_gives_the_same_weights_by_every_technique_on_more_ranks(ranks, tmp_path, kind, count):
     check_same(ranks, MODELS[kind](tmp_path), count)

@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from combinations import KNOBS, Combination, ask, covering, likely, name_of
+from combinations import Combination, ask, covering, likely, name_of
 from tiny import MODELS, prediction_of, recipe_of, target_of
 
 from trainer.errors import RecipeError
@@ -20,8 +20,6 @@ from trainer.system.children import in_children
 
 PACKAGES = ("torchao", "timm", "peft")
 OTHERS = ("place", "optim", "clip_norm", "accumulate", "model")
-DECISIVE = ("model", "place", "cpu_offload", "init")
-"""What decides which code is traced, more than the others do."""
 
 ON_EIGHT_RANKS = [
     Memory(strategy="fsdp"),
@@ -78,15 +76,15 @@ def fault_of(result: Any) -> str:
     return "" if plausible else f"{result['allocated']} bytes of {result['reserved']}, {cost['step_ms']} ms"
 
 
-@pytest.mark.timeout(600)
-def test_what_decides_most_is_predicted():
-    check(covering(accepted(12_000), 2, DECISIVE) + covering(accepted(12_000), 1))
+def test_every_value_of_every_knob_is_predicted():
+    check(covering(accepted(3_000), 1))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1800)
 def test_any_two_knobs_are_predicted_together():
-    check(covering(accepted(20_000), 2, (*KNOBS, "model")))
+    """Of those that decide most which code is traced."""
+    check(covering(accepted(12_000), 2, ("model", "place", "cpu_offload", "init")))
 
 
 @pytest.mark.parametrize("memory", ON_EIGHT_RANKS, ids=lambda memory: memory.precision)

@@ -8,6 +8,7 @@ import sklearn.metrics
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import warm  # noqa: F401 - what forkserver forks
 
 from trainer.report.metrics import ClassificationMetrics, classification_report, score
 from trainer.values import Loss
@@ -134,7 +135,7 @@ def test_two_ranks_with_uneven_updates_equal_one_process(tmp_path):
     everything = list(range(11))
     # The second evaluation adds to the first: on rank 0 alone, so rank 1 must not answer from a cache.
     cuts = [([0, 1], []), ([2, 3, 4, 5, 6, 7, 8], []), ([9], [10])]
-    mp.spawn(rank_main, args=(str(tmp_path), cuts), nprocs=2)
+    mp.start_processes(rank_main, args=(str(tmp_path), cuts), nprocs=2, start_method="forkserver")
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     assert ranks[0] == ranks[1]
     single = ClassificationMetrics(CLASSES, "cpu")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from tqdm import tqdm
+from warm import forks
 
 from trainer import cli
 from trainer.system.streams import Stream, keep_streams, lost_output
@@ -123,14 +124,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def clean():
-    """Forks of a process that has imported everything and done nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.fit", "trainer.commands.flags"])
-    return context
-
-
 def as_started(argv: list[str], ways: dict[int, str], workers: str, as_script: bool) -> None:
     """Be ``trainer`` with the arguments ``argv``: from what Python does at its start to what it does at its end."""
     multiprocessing.set_start_method(workers, force=True)
@@ -165,11 +158,11 @@ def as_started(argv: list[str], ways: dict[int, str], workers: str, as_script: b
     os._exit(code)
 
 
-def started(clean, folder, ways, *flags, workers="fork", as_script=False):
+def started(folder, ways, *flags, workers="fork", as_script=False):
     """A training that has begun; wait for its end by ``join``."""
     (folder / "own.py").write_text(RECIPE)
     argv = ["fit", str(folder / "own.py"), "--run.dir", str(folder / "run"), *flags]
-    process = clean.Process(target=as_started, args=(argv, ways, workers, as_script))
+    process = forks.Process(target=as_started, args=(argv, ways, workers, as_script))
     process.start()
     return process
 
@@ -188,20 +181,20 @@ MORE = [{1: "no reader"}, {2: "closed"}, {1: "closed"}, {1: "full", 2: "no reade
 
 
 @pytest.mark.parametrize("ways", [*USUAL, *(pytest.param(ways, marks=pytest.mark.slow) for ways in MORE)])
-def test_training_goes_on_whatever_becomes_of_its_streams(clean, tmp_path, ways):
-    assert_finished(started(clean, tmp_path, ways, "--data.workers", "1"), tmp_path)
+def test_training_goes_on_whatever_becomes_of_its_streams(tmp_path, ways):
+    assert_finished(started(tmp_path, ways, "--data.workers", "1"), tmp_path)
 
 
 @pytest.mark.parametrize("way", ["no reader", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS[:2])])
-def test_a_recipe_that_is_run_as_a_script_goes_on_as_well(clean, tmp_path, way):
-    assert_finished(started(clean, tmp_path, {1: way, 2: way}, as_script=True), tmp_path)
+def test_a_recipe_that_is_run_as_a_script_goes_on_as_well(tmp_path, way):
+    assert_finished(started(tmp_path, {1: way, 2: way}, as_script=True), tmp_path)
 
 
 @pytest.mark.parametrize("lines", [30, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_reader_that_leaves_in_the_middle_is_not_missed(clean, tmp_path, lines):
+def test_a_reader_that_leaves_in_the_middle_is_not_missed(tmp_path, lines):
     pipe = str(tmp_path / "pipe")
     os.mkfifo(pipe)
-    process = started(clean, tmp_path, {1: pipe, 2: pipe})
+    process = started(tmp_path, {1: pipe, 2: pipe})
     with open(pipe, "rb") as reader:
         for _ in range(lines):
             assert reader.readline()
@@ -210,9 +203,9 @@ def test_a_reader_that_leaves_in_the_middle_is_not_missed(clean, tmp_path, lines
 
 # Python 3.14 starts workers by a server of forks.
 @pytest.mark.parametrize("workers", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_no_print_of_anybody_steers_a_terminal(clean, tmp_path, workers):
+def test_no_print_of_anybody_steers_a_terminal(tmp_path, workers):
     out = str(tmp_path / "printed")
-    assert_finished(started(clean, tmp_path, {1: out, 2: out}, "--data.workers", "1", workers=workers), tmp_path)
+    assert_finished(started(tmp_path, {1: out, 2: out}, "--data.workers", "1", workers=workers), tmp_path)
     printed = Path(out).read_bytes()
     text = printed.decode()
     assert printed.count(rb"\x1b[2J\x9b2J\udcff") > 16
@@ -221,6 +214,7 @@ def test_no_print_of_anybody_steers_a_terminal(clean, tmp_path, workers):
     assert [character for character in text if not character.isprintable() and character not in "\n\r\t"] == []
 
 
+@pytest.mark.slow
 def test_a_supervised_run_whose_reader_leaves_is_finished_and_not_started_again(tmp_path):
     reader, writer = os.pipe()
     (tmp_path / "own.py").write_text(RECIPE)
