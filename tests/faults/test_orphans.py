@@ -145,11 +145,11 @@ def test_a_rank_that_ends_before_the_run_has_a_watch_ends_the_first_one(number, 
 def test_a_rank_that_another_launcher_started_is_missed_before_training_too():
     code = """
 import json, subprocess, sys, time
-from trainer.faults import launched
+from trainer.faults import signals
 from trainer.system.processes import ProcessId
-launched.SECONDS_TO_FAIL = 0.5
+signals.SECONDS_TO_FAIL = 0.5
 other = json.loads(subprocess.run([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE).stdout)
-launched.watch_start([], {1: ProcessId.from_dict(other)})
+signals.watch_start([], {1: ProcessId.from_dict(other)})
 time.sleep(60)
 """
     other = "import json; from trainer.system.processes import ProcessId; print(json.dumps(ProcessId.own().to_dict()))"
