@@ -11,8 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the network
 
 import pytest
+from helpers.ranks import RankPool
 from hypothesis import HealthCheck, settings
-from ranks import RankPool
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs that are started would inherit that it is ignored
 
@@ -39,8 +39,8 @@ def pytest_runtest_protocol():
 
 @pytest.fixture(autouse=True)
 def no_forecast(request, monkeypatch):
-    """Runs within a test's own process do not predict their memory: see tests/test_forecast.py for those that do."""
-    if "forecast" not in request.node.name and "forecast" not in request.node.path.name:
+    """Runs within a test's own process do not predict their memory, but for tests with the marker ``forecast``."""
+    if request.node.get_closest_marker("forecast") is None:
         monkeypatch.setattr("trainer.run.opening.forecast", lambda *_: None)
 
 

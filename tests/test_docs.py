@@ -11,9 +11,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.warm import python
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
-from warm import python
 
 from trainer.commands.recipes import load_recipe
 from trainer.data import ImageFolder, StreamedText, TextFiles

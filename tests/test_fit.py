@@ -275,7 +275,7 @@ def test_grouping_by_length_is_reported(sample_texts):
 @pytest.fixture
 def sample_texts(tmp_path):
     """A thousand rows with as many words as they say."""
-    from problems import tokenizer_folder
+    from helpers.problems import tokenizer_folder
     from transformers import AutoTokenizer
 
     from trainer.data import TextFiles

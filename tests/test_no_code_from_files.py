@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from payloads import code
+from helpers.payloads import code
 
 from trainer.cli import COMMANDS, run
 from trainer.commands.measured_run import probe_machine, run_trial

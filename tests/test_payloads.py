@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from payloads import (
+from helpers.payloads import (
     DEEP_JSON,
     LYING,
     PICKLES,
@@ -27,8 +27,8 @@ from payloads import (
     yaml_tags,
     zip_with_dots,
 )
+from helpers.problems import make_model
 from PIL import Image
-from problems import make_model
 from safetensors.torch import save_file
 
 from trainer.cli import run

@@ -8,7 +8,7 @@ import pickle
 import shutil
 
 import pytest
-from payloads import DEEP_JSON, LYING, Trap
+from helpers.payloads import DEEP_JSON, LYING, Trap
 
 from trainer.checkpoint.manifest import Manifest
 from trainer.cli import run

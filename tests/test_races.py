@@ -14,11 +14,11 @@ from functools import lru_cache
 
 import pytest
 import torch
+from helpers.warm import forks
 from packaging.version import Version
 from races.configurations import OTHERS, USUAL, Watched, watch
 from races.faults import UNORDERED, WAITING
 from races.programs import PROGRAMS, verdicts
-from warm import forks
 
 from trainer.system.children import in_child
 

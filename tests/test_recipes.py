@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from shards import write_shards
+from helpers.shards import write_shards
 
 from trainer.cli import run
 from trainer.commands.recipes import load_recipe, packaged_recipes

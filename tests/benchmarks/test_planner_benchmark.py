@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from plain_allocator import PlainAllocator
-from warm import python
+from helpers.plain_allocator import PlainAllocator
+from helpers.warm import python
 
 from trainer.memory.plan import decide_plan
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from matrix import Case, set_up
+from helpers.matrix import Case, set_up
 
 from trainer import Memory
 from trainer.contract import Model

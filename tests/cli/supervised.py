@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from started import StartedRun
+from helpers.started import StartedRun
 
 from trainer.supervise.attempt import newest_step
 

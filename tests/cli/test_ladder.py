@@ -14,7 +14,7 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from warm import python
+from helpers.warm import python
 
 import trainer
 from trainer.cli import run

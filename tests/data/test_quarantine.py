@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 import torch
-from problems import Problem as Samples
-from problems import collate, flat, host_sum, make_fabric, make_model, make_samples
+from helpers.problems import Problem as Samples
+from helpers.problems import collate, flat, host_sum, make_fabric, make_model, make_samples
 
 from trainer import Memory, Recipe, Run
 from trainer.cli import run

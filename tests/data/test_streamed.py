@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from shards import CLASSES, text_of, write_shards
+from helpers.shards import CLASSES, text_of, write_shards
 
 from trainer.data import StreamedText, TextFiles
 from trainer.data.fingerprint import data_files, fingerprint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,15 +13,17 @@ import pytest
 if not sys.platform.startswith("linux"):
     pytest.skip("forks, and reads /proc", allow_module_level=True)
 
-from streamed_kills import KILLED_BEFORE, SAMPLES, STEPS
-from warm import python
+from helpers.streamed_kills import KILLED_BEFORE, SAMPLES, STEPS
+from helpers.warm import python
 
-PROGRAM = Path(__file__).parents[1] / "streamed_kills.py"
+TESTS = Path(__file__).parents[1]
+PROGRAM = TESTS / "helpers" / "streamed_kills.py"
 
 
 def kill_and_resume(tmp_path, sample_data, ranks, workers):
     tokenizer = sample_data / "tokenizers" / "bert-base-uncased"
-    done = python(PROGRAM, tmp_path, tokenizer, ranks, workers)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))}
+    done = python(PROGRAM, tmp_path, tokenizer, ranks, workers, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     calm, killed = found["calm"], found["killed"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from problems import Problem, collate, make_fabric, make_model, make_samples
+from helpers.problems import Problem, collate, make_fabric, make_model, make_samples
 
 from trainer.contract import Data
 from trainer.engine.forward import Forward

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import free_port
+from helpers.ranks import free_port
+from helpers.warm import python
 from safetensors.torch import load_file
-from warm import python
 
 RECIPE = """
 from trainer import Memory, Optim, Recipe, main

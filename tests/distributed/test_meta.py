@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers.live_bytes import LiveBytes
+from helpers.problems import Problem, collate, make_samples, tokenizer_folder
 from lightning.fabric import Fabric
-from live_bytes import LiveBytes
-from problems import Problem, collate, make_samples, tokenizer_folder
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import ADAMW, Case, set_up
-from matrix import plain_run as plain_steps
-from problems import Branch, BranchOnly, TwoLosses, make_model, make_samples
-from problems import Problem as Samples
+from helpers.matrix import ADAMW, Case, set_up
+from helpers.matrix import plain_run as plain_steps
+from helpers.problems import Branch, BranchOnly, TwoLosses, make_model, make_samples
+from helpers.problems import Problem as Samples
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.problems import Problem, engine_run, errors, plain_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from problems import Problem, engine_run, errors, plain_run
 
 # Relative tolerances of weights, their change over three steps, losses and gradient norms.
 TOLERANCE = {

@@ -11,10 +11,10 @@ from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
-import problems
 import pytest
 import torch
-from problems import Problem, engine_run
+from helpers import problems
+from helpers.problems import Problem, engine_run
 from torch import nn
 
 from trainer.cli import run

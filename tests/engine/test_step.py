@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from problems import Problem, TwoLosses, engine_run, errors, make_fabric, make_model, plain_run
+from helpers.problems import Problem, TwoLosses, engine_run, errors, make_fabric, make_model, plain_run
 from torch import nn
 
 from trainer.contract import Model
@@ -100,7 +100,7 @@ def test_training_goes_on_after_a_bad_batch_and_stops_after_too_many_in_a_row():
 
 
 def _bad_on_one_rank():
-    from problems import host_sum
+    from helpers.problems import host_sum
 
     recorder = Recorder()
     # Two samples a step, one on each rank: only one of them has the bad one.

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from started import StartedRun
+from helpers.started import StartedRun
 
 RECIPE = """
 import os, signal, time

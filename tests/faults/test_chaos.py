@@ -12,7 +12,7 @@ import pytest
 if not sys.platform.startswith("linux"):
     pytest.skip("forks, and reads /proc", allow_module_level=True)
 
-from warm import python
+from helpers.warm import python
 
 from benchmarks.chaos.command import parser, scores
 from benchmarks.chaos.compare import Samples

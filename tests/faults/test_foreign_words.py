@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from started import listening_addresses
+from helpers.started import listening_addresses
 from torch.distributed import distributed_c10d
 
 from trainer.faults import peers, watchdog

@@ -9,7 +9,7 @@ import signal
 from typing import Any
 
 import pytest
-from resumed import losses, recipe, saved
+from helpers.resumed import losses, recipe, saved
 
 from trainer.data import Digits
 from trainer.engine.check import COMPARED

@@ -9,7 +9,7 @@ import sys
 import threading
 
 import pytest
-from started import listening_addresses
+from helpers.started import listening_addresses
 from torch.distributed import PrefixStore, TCPStore
 
 from trainer.errors import RecipeError, RunError

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import matrix
 import pytest
 import torch
-from combinations import CLASSES, PIXELS, Trained
+from helpers import matrix
+from helpers.combinations import CLASSES, PIXELS, Trained
 from torch import Tensor, nn
 
 from trainer.contract import Model

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
-from combinations import (
+from helpers.combinations import (
     KNOBS,
     ask,
     case_of,
@@ -21,8 +21,8 @@ from combinations import (
     tower_file,
     train,
 )
-from matrix import Case, difference, stacked_run
-from problems import TwoLosses
+from helpers.matrix import Case, difference, stacked_run
+from helpers.problems import TwoLosses
 from torch import nn
 
 from trainer.contract import Model

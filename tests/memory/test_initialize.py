@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.live_bytes import LiveBytes, weight_bytes
+from helpers.problems import make_model, make_samples, tokenizer_folder
 from lightning.fabric import Fabric
-from live_bytes import LiveBytes, weight_bytes
-from problems import make_model, make_samples, tokenizer_folder
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -238,7 +238,7 @@ def test_bigbird_streams_with_its_buffers_its_fused_attention_and_its_frozen_poo
 
 
 def test_a_streamed_model_computes_what_the_built_one_does(tmp_path):
-    from problems import Problem, collate
+    from helpers.problems import Problem, collate
 
     model = text(weights=saved_text(tmp_path))
     batch = collate(make_samples(Problem("distilbert", 3, 3, 3)))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from problems import make_fabric
+from helpers.problems import make_fabric
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

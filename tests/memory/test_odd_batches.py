@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import matrix
 import pytest
 import torch
-from combinations import Trained, plain_losses, tower_file, train
+from helpers import matrix
+from helpers.combinations import Trained, plain_losses, tower_file, train
 from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import Case, set_up
+from helpers.matrix import Case, set_up
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode

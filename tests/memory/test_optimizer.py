@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from problems import make_fabric
+from helpers.problems import make_fabric
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from problems import LR, Problem, engine_run, errors, flat, make_fabric, plain_run
+from helpers.problems import LR, Problem, engine_run, errors, flat, make_fabric, plain_run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import Case, set_up, stacked_run
+from helpers.matrix import Case, set_up, stacked_run
 
 from trainer.memory.plan import decide_plan
 from trainer.recipe import Memory

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.matrix import launched
+from helpers.problems import make_model, tokenizer_folder
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import SingleDeviceStrategy
-from matrix import launched
-from problems import make_model, tokenizer_folder
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 import torch
-from combinations import covering
-from matrix import Case, difference, plain_run, stacked_run
+from helpers.combinations import covering
+from helpers.matrix import Case, difference, plain_run, stacked_run
 
 from trainer.recipe import Memory, Optim
 

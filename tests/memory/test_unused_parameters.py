@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import Case, set_up, steps_of
+from helpers.matrix import Case, set_up, steps_of
 from torch import Tensor, nn
 
 from trainer.memory.plan import decide_plan

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from problems import (
+from helpers.problems import (
     LR,
     Problem,
     collate,

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torchvision
-from problems import flat, make_model, tokenizer_folder
+from helpers.problems import flat, make_model, tokenizer_folder
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import RecipeError

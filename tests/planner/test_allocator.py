@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from helpers.plain_allocator import PlainAllocator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_allocator import PlainAllocator
 
 from trainer.errors import RecipeError
 from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator

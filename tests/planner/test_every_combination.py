@@ -9,7 +9,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from combinations import Combination, ask, covering, likely, name_of
+from helpers.combinations import Combination, ask, covering, likely, name_of
 from tiny import MODELS, prediction_of, recipe_of, target_of
 
 from trainer.errors import RecipeError

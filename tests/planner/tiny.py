@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from combinations import Trained, tower_file
-from problems import CLASSES, OneHead, Problem, collate, make_model, make_samples
+from helpers.combinations import Trained, tower_file
+from helpers.problems import CLASSES, OneHead, Problem, collate, make_model, make_samples
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

@@ -8,7 +8,7 @@ import sklearn.metrics
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import warm  # noqa: F401 - what forkserver forks
+from helpers import warm  # noqa: F401 - what forkserver forks
 
 from trainer.report.metrics import ClassificationMetrics, classification_report, score
 from trainer.values import Loss

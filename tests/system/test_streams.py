@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.warm import forks
 from tqdm import tqdm
-from warm import forks
 
 from trainer import cli
 from trainer.system.streams import Stream, keep_streams, lost_output

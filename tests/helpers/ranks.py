@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from warm import forks
+from helpers.warm import forks
 
 SECONDS_PER_CALL = 240
 MOST_CALLS = 60

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from memory_hog import Hungry
-from ranks import RankPool
+from helpers.memory_hog import Hungry
+from helpers.ranks import RankPool
 from safetensors.torch import load_file
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run

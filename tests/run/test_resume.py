@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resumed import OPTIM, losses, recipe, resume, saved
+from helpers.resumed import OPTIM, losses, recipe, resume, saved
 from torch import nn
 
 from trainer import Checkpoint, Optim, RecipeError

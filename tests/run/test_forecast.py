@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from warm import python
+from helpers.warm import python
 
 from trainer import Memory, Recipe, RecipeError, Run
 from trainer.commands.recipes import load_recipe
@@ -21,6 +21,8 @@ from trainer.planner.gpus import host_as_device
 from trainer.planner.knobs import applied, combinations, free_knobs, micro_batch_sizes, wants_plan
 from trainer.run.forecast import Forecast, _awaited, _leave, _meeting_place, _through_file, forecast, planned
 from trainer.system.children import Child
+
+pytestmark = pytest.mark.forecast
 
 ALONE = World("python", "cpu", 1)
 ONLY_MICRO_BATCHES = [

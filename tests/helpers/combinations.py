@@ -12,12 +12,12 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import matrix
 import torch
-from matrix import Case
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from helpers import matrix
+from helpers.matrix import Case
 from trainer.contract import Data, Model
 from trainer.errors import RecipeError
 from trainer.memory import knobs as table

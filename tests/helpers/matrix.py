@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from problems import Problem as Samples
-from problems import collate, host_sum, make_model, make_samples
 from torch import Tensor, nn
 
+from helpers.problems import Problem as Samples
+from helpers.problems import collate, host_sum, make_model, make_samples
 from trainer.contract import Data, Model
 from trainer.engine.order import batch_indices, derive_seed
 from trainer.engine.step import Stepper

@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
-from shards import text_of, write_shards
 
 from benchmarks.chaos.run import ForkedRun, Shape
+from helpers.shards import text_of, write_shards
 
 RECIPE = """
 from trainer import Checkpoint, Memory, Optim, Recipe, Run, main

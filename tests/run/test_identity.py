@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed import TINY, recipe
+from helpers.resumed import TINY, recipe
 from torch import nn
 
 from trainer import Checkpoint, RecipeError

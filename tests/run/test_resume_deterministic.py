@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from resumed import losses, recipe, resume
+from helpers.resumed import losses, recipe, resume
 
 from trainer.fit import fit
 

@@ -6,9 +6,9 @@ import json
 import random
 
 import pytest
+from helpers.plain_allocator import PlainAllocator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_allocator import PlainAllocator
 
 from benchmarks.recorded import Difference, compare, recorded_events, recorded_settings
 from trainer.errors import RecipeError
