@@ -14,10 +14,9 @@ from typing import Any
 
 from trainer.engine.window import cut_at
 from trainer.errors import RecipeError
-from trainer.memory.knobs import left_open
 from trainer.memory.plan import Plan, decide_plan
 from trainer.planner.gpus import usable_memory
-from trainer.planner.knobs import Settings, applied, micro_batch_sizes
+from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
 from trainer.planner.network import Cluster, Interconnect, strategies
 from trainer.planner.predict import Scaled, from_json, scaled_here
 from trainer.planner.search import MARGIN, WHOLE
