@@ -14,9 +14,8 @@ from typing import Any
 
 from trainer.engine.window import cut_at
 from trainer.errors import RecipeError
-from trainer.memory.knobs import left_open
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.knobs import Settings, applied, micro_batch_sizes
+from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
 from trainer.planner.network import Cluster, Interconnect, strategies
 from trainer.planner.predict import Prediction, predict_here
 from trainer.planner.search import MARGIN, WHOLE, Progress
