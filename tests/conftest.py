@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the networ
 
 import pytest
 from hypothesis import HealthCheck, settings
-from ranks import RankPool
+from ranks import PICTURES, RankPool
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs that are started would inherit that it is ignored
 
@@ -42,6 +42,13 @@ def no_forecast(request, monkeypatch):
     """Runs within a test's own process do not predict their memory: see tests/test_forecast.py for those that do."""
     if "forecast" not in request.node.name and "forecast" not in request.node.path.name:
         monkeypatch.setattr("trainer.session.forecast", lambda recipe, world: None)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Runs draw nothing: two pictures take longer than the few steps of a test."""
+    for name in PICTURES:
+        monkeypatch.setattr(name, lambda *_: None)
 
 
 _POOLS: dict[int, RankPool] = {}

@@ -21,6 +21,8 @@ from trainer.recipe import Recipe
 from trainer.same_run import IGNORED, require_same_run
 from trainer.settings import _replace, settings_of
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 def manifest(settings: dict[str, Any], dataset: str = "d", tokenizer: str | None = "t") -> Manifest:
     return Manifest(

@@ -27,6 +27,8 @@ from trainer.memory.plan import decide_plan
 from trainer.models import MLP
 from trainer.session import Session, evaluation
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 SIZE, BATCH = 21, 6
 BAD = (0, 3, 4, 11, 20)
 

@@ -18,6 +18,8 @@ from trainer.errors import RecipeError
 from trainer.memory.checkpointing import checkpoint_blocks
 from trainer.models.common import head_parameters
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
 REFUSED = {
     ("scale", "fsdp"): "memory.strategy=fsdp cannot train scale, which has no dimension: give it the shape (1,)",
