@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the network
 
 import pytest
-from helpers.ranks import RankPool
+from helpers.ranks import PICTURES, RankPool
 from hypothesis import HealthCheck, settings
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs that are started would inherit that it is ignored
@@ -42,6 +42,13 @@ def no_forecast(request, monkeypatch):
     """Runs within a test's own process do not predict their memory, but for tests with the marker ``forecast``."""
     if request.node.get_closest_marker("forecast") is None:
         monkeypatch.setattr("trainer.run.opening.forecast", lambda *_: None)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Runs draw nothing: two pictures take longer than the few steps of a test."""
+    for name in PICTURES:
+        monkeypatch.setattr(name, lambda *_: None)
 
 
 _POOLS: dict[int, RankPool] = {}

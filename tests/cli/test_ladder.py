@@ -258,6 +258,7 @@ print(HostMemory().read().resident)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the variables are glibc's")
 def test_freed_memory_is_given_back_in_a_trial():
     without = {key: text for key, text in os.environ.items() if key not in RETURN_FREED_MEMORY}

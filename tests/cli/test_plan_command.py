@@ -28,6 +28,8 @@ FEW = ("--memory.activation_checkpointing", "full", "--memory.cpu_offload", "opt
 """Two combinations are left: with and without offloaded activations."""
 
 ONE = (*FEW, "--memory.activation_offload", "true")
+SMALL = ("--batch_size", "4", "--memory.micro_batch_size", "4")
+"""One micro-step to trace."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,7 +94,7 @@ def test_the_pasted_command_is_that_plan(planned, capsys):
 
 
 def test_json_is_all_that_is_on_stdout_and_what_is_in_the_file(tmp_path, capfd):
-    argv = ["plan", "vit_digits", *A100, "--memory.budget", "1MB", *ONE, "--json", "--out", str(tmp_path)]
+    argv = ["plan", "vit_digits", *A100, "--memory.budget", "1MB", *ONE, *SMALL, "--json", "--out", str(tmp_path)]
     assert run(argv) == 1
     out, err = capfd.readouterr()
     content = json.loads(out)
@@ -160,7 +162,7 @@ def test_a_folder_with_a_configuration_is_enough_for_a_text_model(tmp_path, samp
     folder.mkdir()
     config = {"model_type": "distilbert", "n_layers": 1, "dim": 16, "hidden_dim": 32, "n_heads": 2}
     (folder / "config.json").write_text(json.dumps(config))
-    argv = ["plan", "distilbert_imdb", *A100, "--out", str(tmp_path / "out"), *ONE, "--memory.budget", "1GB"]
+    argv = ["plan", "distilbert_imdb", *A100, "--out", str(tmp_path / "out"), *ONE, *SMALL, "--memory.budget", "1GB"]
     argv += ["--model.name", str(folder), "--model.weights", "null"]
     argv += ["--data.root", str(sample_data / "imdb_folder"), "--data.cache_dir", str(tmp_path / "cache")]
     assert run(argv) == 2
@@ -233,7 +235,7 @@ def test_the_picture_of_a_long_plan_keeps_its_title_on_it(tmp_path, monkeypatch)
 def test_from_python_a_budget_may_be_an_argument():
     recipe = load_recipe("vit_digits")[0]
     fixed = {"activation_checkpointing": "full", "cpu_offload": "optimizer", "activation_offload": True}
-    recipe = recipe.replace(memory=dataclasses.replace(recipe.memory, **fixed))
+    recipe = recipe.replace(memory=dataclasses.replace(recipe.memory, **fixed), batch_size=4)
     told: list[tuple[int, int]] = []
     report = plan(recipe, gpu="rtx-4090", budget="50%", progress=lambda done, total, text: told.append((done, total)))
     assert isinstance(report, PlanReport)

@@ -28,6 +28,8 @@ from trainer.models import MLP
 from trainer.run.session import Session, evaluation
 from trainer.values import IGNORED_LABEL, BadSample, Incomplete, Request
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 SIZE, BATCH = 21, 6
 BAD = (0, 3, 4, 11, 20)
 

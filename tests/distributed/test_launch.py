@@ -83,8 +83,8 @@ def alone(recipe_file, tmp_path_factory):
     return run_dir
 
 
-SLOW = ("devices", "accelerate")
-"""--run.devices is what most tests of faults start, and accelerate launch starts torchrun."""
+SLOW = ("devices", "accelerate", "fabric")
+"""--run.devices is what most tests of faults start, accelerate launch starts torchrun, and fabric run does, too."""
 
 
 @pytest.mark.parametrize("launcher", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LINES])

@@ -20,6 +20,8 @@ from torch import nn
 from trainer.cli import run
 from trainer.engine.check import LossCheck, halves, taken, untouched
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 RECIPE = """
 from dataclasses import dataclass
 

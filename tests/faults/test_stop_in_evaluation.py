@@ -17,6 +17,8 @@ from trainer.errors import Stopped
 from trainer.fit import fit
 from trainer.models import MLP
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 EVALUATED_AT_ONCE = 8  # twice the micro-batch of training
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from helpers.warm import forks
 
 SECONDS_PER_CALL = 240
+PICTURES = ("trainer.run.directory.plot_curves", "trainer.run.directory.plot_memory")
 MOST_CALLS = 60
 """Of a pool: with every mesh that a call makes there are more threads of gloo, which never end."""
 
@@ -78,6 +79,9 @@ def _serve(connection: Any, rank: int, world_size: int, port: int, environment: 
     # As in a run: what torch imports when there is a group may refer to it for ever (see trainer.faults.regroup).
     import trainer.fit  # noqa: F401
 
+    for name in PICTURES:
+        module, function = name.rsplit(".", 1)
+        setattr(sys.modules[module], function, lambda *_: None)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     while True:

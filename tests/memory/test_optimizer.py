@@ -23,6 +23,8 @@ from trainer.memory import lean_adam
 from trainer.memory.optimizer import build_optimizer
 from trainer.models import MLP
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 CPU = torch.device("cpu")
 
 

@@ -24,6 +24,8 @@ from trainer.memory.optimizer import build_optimizer
 from trainer.memory.optimizer_in_backward import AppliedInBackward, OptimizerInBackward
 from trainer.models import MLP
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 CPU = torch.device("cpu")
 STEPS = 6
 OPTIMS = {

@@ -18,6 +18,8 @@ from trainer.memory.activation_checkpointing import checkpoint_blocks
 from trainer.models.common import head_parameters
 from trainer.weights.blocks import as_it_came, describe_blocks, find_blocks, switch_cache_off
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 RANKS = {"single": 1, "ddp": 2, "fsdp": 2}
 REFUSED = {
     ("scale", "fsdp"): "memory.strategy=fsdp cannot train scale, which has no dimension: give it the shape (1,)",

@@ -20,6 +20,8 @@ from trainer.recipe import Recipe
 from trainer.run.identity import IGNORED, flat_settings, require_same_run
 from trainer.settings import _replace, settings_of
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 def manifest(settings: dict[str, Any], dataset: str = "d", tokenizer: str | None = "t") -> Manifest:
     return Manifest(

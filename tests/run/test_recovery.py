@@ -19,6 +19,8 @@ from trainer.data import Digits
 from trainer.fit import fit
 from trainer.memory.oom import OutOfMemory
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 SHAPE = {"patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32}
 OPTIM = Optim("adamw", lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=2, clip_norm=1.0)
 

@@ -25,6 +25,8 @@ from trainer.fit import fit
 from trainer.models import MLP
 from trainer.values import Loss
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 class Normed(MLP):
     """With a layer whose running statistics are part of the state."""
