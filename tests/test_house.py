@@ -16,8 +16,34 @@ FILES = {
 }
 
 # Lines that each floor may have. Who raises one says why in the message of that commit.
-BUDGETS = {}
-TOTAL = 0
+BUDGETS = {
+    "__init__.py": 70,
+    "__main__.py": 20,
+    "cli.py": 240,
+    "commands": 1860,
+    "supervise": 690,
+    "doctor": 800,
+    "fit.py": 150,
+    "run": 2560,
+    "planner": 5180,
+    "faults": 1080,
+    "launching": 970,
+    "memory": 2790,
+    "engine": 2920,
+    "data": 3060,
+    "models": 1130,
+    "checkpoint": 1230,
+    "report": 1040,
+    "settings.py": 170,
+    "recipe.py": 340,
+    "contract.py": 180,
+    "weights": 550,
+    "values.py": 130,
+    "system": 1590,
+    "errors.py": 130,
+}
+TOTAL = 28800
+"""Of all floors; the aim is 24,000."""
 
 
 def floor(path: Path) -> str:
