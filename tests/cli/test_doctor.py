@@ -329,7 +329,7 @@ def test_a_tokenizer_of_more_words_than_the_model_has(texts):
 
 def test_a_run_that_does_not_fit_the_device(monkeypatch):
     assert the_one(trial.PeakMemory(subject_of()).look())[0] == "ok"
-    monkeypatch.setattr(trial, "usable_memory", lambda device, size: 1000)
+    monkeypatch.setattr("trainer.planner.target.usable_memory", lambda device, size: 1000)
     status, text = the_one(trial.PeakMemory(subject_of()).look())
     assert (status, "--memory.budget" in text) == ("FAIL", True)
     assert the_one(trial.PeakMemory(subject_of(memory=Memory(budget="2GB"))).look())[0] == "skipped"

@@ -17,6 +17,7 @@ from trainer.commands.recipes import load_recipe
 from trainer.errors import RunError
 from trainer.fit import fit
 from trainer.launching.world import World
+from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import host_as_device
 from trainer.planner.knobs import applied, combinations, free_knobs, micro_batch_sizes, wants_plan
 from trainer.run.forecast import Forecast, _awaited, _leave, _meeting_place, _through_file, forecast, planned
@@ -207,13 +208,17 @@ def test_a_recipe_without_knobs_to_decide_is_left_alone() -> None:
     assert planned(recipe, ALONE, pytest.fail) is recipe
 
 
+def forecast_of(recipe, world=ALONE):
+    return forecast(recipe, decide_plan(recipe, world.size), world)
+
+
 def test_only_the_first_rank_predicts(monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert forecast(digits(), World("torchrun", "cpu", 2)) is None
+    assert forecast_of(digits(), World("torchrun", "cpu", 2)) is None
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("LOCAL_RANK")
-    assert forecast(digits(run=Run(predict=False)), ALONE) is None
+    assert forecast_of(digits(run=Run(predict=False))) is None
 
 
 def failing(message: str) -> Forecast:
@@ -233,14 +238,14 @@ def test_a_prediction_that_fails_stops_nobody() -> None:
 
 def test_a_process_that_has_trained_on_its_cpu_can_predict(tmp_path) -> None:
     fit(digits(max_steps=1, run=Run(dir=str(tmp_path / "first"), progress=False, evaluate=False, predict=False)))
-    outlook = forecast(digits(), ALONE)
+    outlook = forecast_of(digits())
     assert outlook is not None
     assert outlook.lines()[0].startswith("predicted peak: 0.0")
 
 
 def test_a_process_that_uses_its_gpu_says_why_it_cannot_predict(monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    outlook = forecast(digits(), ALONE)
+    outlook = forecast_of(digits())
     assert outlook is not None
     (line,) = outlook.lines()
     assert "has used its GPU already" in line
@@ -287,7 +292,7 @@ def test_a_process_in_a_group_of_ranks_says_why_it_does_not_predict() -> None:
     if not joined:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        outlook = forecast(digits(), ALONE)
+        outlook = forecast_of(digits())
         assert outlook is not None
         (line,) = outlook.lines()
         assert "has joined its group of ranks already" in line
