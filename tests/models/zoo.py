@@ -460,7 +460,8 @@ def plain_run(name: str, optim: Optim, dtype: torch.dtype) -> tuple[dict[str, Te
         batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
         torch.stack([total / weight for _, total, weight in parts(name, module, batch)]).sum().backward()
         if optim.clip_norm:
-            nn.utils.clip_grad_norm_(trained, optim.clip_norm)
+            dense = [p.grad.to_dense() for p in trained if p.grad is not None]  # torch 2.11 clips no sparse ones
+            nn.utils.clip_grads_with_norm_(trained, optim.clip_norm, nn.utils.get_total_norm(dense))
         optimizer.step()
         optimizer.zero_grad()
     return start, {name: module.state_dict()[name] for name in names}

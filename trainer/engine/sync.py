@@ -180,6 +180,8 @@ def norm_over_ranks(local: Tensor, replicas: int = 1, group: torch.distributed.P
 
 def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:
     """The norm of all gradients together: ``get_total_norm``, at half its cost where all are of one device and type."""
+    # torch 2.11 knows no norm of a sparse tensor; that of its values is the same, once each stands there once.
+    gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not alike or not gradients:
         return nn.utils.get_total_norm(gradients, error_if_nonfinite=False)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
