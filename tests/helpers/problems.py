@@ -298,11 +298,15 @@ def make_fabric(precision: str, world_size: int) -> Fabric:
 
 
 def engine_run(
-    problem: Problem, world_size: int = 1, prepare: Callable[[Stepper, Windows], Any] | None = None
+    problem: Problem,
+    world_size: int = 1,
+    prepare: Callable[[Stepper, Windows], Any] | None = None,
+    of: tuple[Model, nn.Module] | None = None,
 ) -> dict[str, Any]:
-    """Our engine's answer. ``prepare`` may observe or damage the parts before training."""
+    """Our engine's answer. ``prepare`` may observe or damage the parts before training; ``of`` is another model."""
     fabric = make_fabric(problem.precision, world_size)
-    model, module, samples = make_model(problem.name), initial_module(problem), make_samples(problem)
+    model, module = of or (make_model(problem.name), initial_module(problem))
+    samples = make_samples(problem)
     before = flat(module)
     wrapped = fabric.setup_module(module)
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR)

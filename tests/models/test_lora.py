@@ -11,14 +11,13 @@ from helpers.problems import (
     LR,
     Problem,
     collate,
+    engine_run,
     errors,
     flat,
-    host_sum,
     make_fabric,
     make_model,
     make_samples,
     plain_indices,
-    take_steps,
     textbook_loss,
     tokenizer_folder,
 )
@@ -27,8 +26,6 @@ from torch.distributed.fsdp import fully_shard
 
 from trainer import RecipeError
 from trainer.checkpoint.export import load_model, save_model
-from trainer.engine.step import Stepper
-from trainer.engine.window import Windows, decide_cut
 from trainer.models import LoRA, TextClassifier
 from trainer.models.lora import merged_state
 from trainer.weights.blocks import find_blocks
@@ -97,31 +94,8 @@ def test_the_class_stays_and_the_outputs_are_those_of_before_training(name):
 
 def engine_answer(problem, world_size):
     """Three SGD steps of our engine on an adapted model, cut in micro-batches."""
-    fabric = make_fabric(problem.precision, world_size)
-    model, samples = adapted(problem.name), make_samples(problem)
-    module = built(model).train()
-    before = flat(module)
-    wrapped = fabric.setup_module(module)
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR)
-    stepper = Stepper(fabric, model, wrapped, optimizer)
-    cut = decide_cut(problem.batch_size, problem.micro_batch_size, None, world_size)
-    windows = Windows(
-        size=problem.size,
-        cut_at=lambda epoch: cut,
-        fetch=lambda requests: (collate([samples[index] for index in request.indices]) for request in requests),
-        weigh=model.weigh,
-        seed=problem.seed,
-        rank=fabric.global_rank,
-        world_size=world_size,
-        reduce=list if world_size == 1 else host_sum,
-    )
-    results = take_steps(stepper, windows, problem.steps)
-    return {
-        "before": before,
-        "after": flat(module),
-        "losses": [result.loss for result in results],
-        "norms": [result.grad_norm for result in results],
-    }
+    model = adapted(problem.name)
+    return engine_run(problem, world_size, of=(model, built(model).train()))
 
 
 def plain_answer(problem):

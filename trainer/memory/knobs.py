@@ -1,7 +1,8 @@
 """The one table of memory knobs: what each can be turned to, and what that is called and good for. Imports no torch.
 
 The plan, the planner, the advice after an out of memory, the ladder and the tests read it. A new knob is a row here and
-a field of ``recipe.Memory``; what it does is a file beside this one, and what it cannot go with is in ``refusals.py``.
+a field of ``recipe.Memory``; what it does is a file beside this one, called in ``stack.py``; what it cannot go with is
+in ``refusals.py``.
 """
 
 from __future__ import annotations
