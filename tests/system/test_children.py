@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import target_of
+from helpers.tiny import target_of
 from traced import Own, own_recipe
 
 from trainer.errors import RecipeError
