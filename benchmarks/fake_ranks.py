@@ -44,15 +44,15 @@ def take_steps(recipe: Recipe, ranks: int) -> dict[str, Any]:
     require(plan.strategy == "fsdp", f"memory.strategy={plan.strategy} cannot be measured with fake ranks: use fsdp")
     print(f"plan: {plan.describe()}", flush=True)
     samples = draw_samples(recipe, plan)
-    with fake_ranks(ranks, nodes=ranks):
-        _answer_reductions()
-        monitor, stepper, stack = _build(recipe, plan, ranks)
-        if recipe.memory.micro_batch_size == "auto" and not stepper.sync.applied:
-            rehearse(stepper, samples.longest)
-        for window in (samples.first, samples.longest, samples.first):
-            stepper.step(window)
-        whole_state(stack)
-        memory = monitor.report(all_ranks=False)
+    fake_ranks(ranks, nodes=ranks)
+    _answer_reductions()
+    monitor, stepper, stack = _build(recipe, plan, ranks)
+    if recipe.memory.micro_batch_size == "auto" and not stepper.sync.applied:
+        rehearse(stepper, samples.longest)
+    for window in (samples.first, samples.longest, samples.first):
+        stepper.step(window)
+    whole_state(stack)
+    memory = monitor.report(all_ranks=False)
     return {"steps": 3, "skipped_steps": stepper.skipped_steps, "memory": memory}
 
 

@@ -1,7 +1,7 @@
 """One GPU: how little memory exact training takes, whether its gradients are right, and how fast it is.
 
     python benchmarks/gpu.py first               the headline rows, gradients against fp32, speed, caps: 8 minutes
-    python benchmarks/gpu.py planner             predicted against measured memory: 8 minutes, see planner.py
+    python benchmarks/gpu.py planner             predicted against measured memory: 8 minutes, see planner_gpu.py
     python benchmarks/gpu.py faults              resume, recovery, out of memory, tests/gpu: 8 minutes
     python benchmarks/gpu.py ladder caps text    the published ladder and more of each, 10 minutes
 
@@ -197,9 +197,9 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["planner"]:
-        import planner
+        import planner_gpu
 
-        sys.exit(planner.main(sys.argv[2:]))
+        sys.exit(planner_gpu.main(sys.argv[2:]))
     if sys.argv[1:2] == ["faults"]:
         import gpu_faults
 

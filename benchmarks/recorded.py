@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import RecipeError, require
-from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator
-from trainer.planner.blocks import MOST_SMALL, Driver
+from trainer.planner.allocator import MOST_SMALL, AllocatorSettings, Block, CachingAllocator, Driver
 from trainer.planner.events import Event
 
 COMES = ("segment_alloc", "segment_map")
@@ -127,9 +126,7 @@ def compare(snapshot: Mapping[str, Any], settings: AllocatorSettings | None = No
                 allocator.release_cached()
         elif action == "alloc":
             layout.allocate(address, size)
-            block = allocator.malloc(size, entry["stream"])
-            assert block is not None  # there is memory without end
-            live[address] = block
+            block = live[address] = allocator.malloc(size, entry["stream"])
             driver.upcoming.clear()
             allocations += 1
             if misplaced is None and block.address != address:
@@ -283,7 +280,7 @@ class Layout:
                 f"made with, and {ADVICE}"
             )
         self._remove(address)
-        if self.settings.splits(size <= MOST_SMALL, size, end - address - size):
+        if self.settings.splits(size <= MOST_SMALL, end - address - size):
             self._insert(address + size, end)
         else:
             size = end - address

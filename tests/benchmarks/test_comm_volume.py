@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from helpers.benchmark import imported
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from comm_volume import CASES, RANKS, can_measure, compare  # noqa: E402
+(comm_volume,) = imported("comm_volume")
 
 
 @pytest.mark.slow
 def test_ranks_send_what_is_predicted():
-    if not can_measure():
+    if not comm_volume.can_measure():
         pytest.skip("a network of our own takes unshare, ip, and the right to use them")
-    found = compare()
+    found = comm_volume.compare()
     for one in found["collectives"]:
         if one["collective"] != "reduce_scatter":  # gloo's is an all-reduce
             assert one["measured"] == pytest.approx(one["ring"], rel=0.01), one
-    assert len(found["steps"]) == len(CASES) * len(RANKS)
+    assert len(found["steps"]) == len(comm_volume.CASES) * len(comm_volume.RANKS)
     for one in found["steps"]:
         assert one["measured"] == pytest.approx(one["predicted_for_gloo"], rel=0.02), one
         if one["case"] == "ddp":

@@ -12,53 +12,31 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.benchmark import FOLDER, imported
 from helpers.warm import python
 from safetensors.numpy import load_file, save_file
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from trainer.commands.measured_run import Trial
+from trainer.commands.recipes import load_recipe
+from trainer.fit import fit
+from trainer.memory.plan import decide_plan
+from trainer.settings import change
 
-import gpu  # noqa: E402
-from common import Record  # noqa: E402
-from gpu_faults import Faults, rows  # noqa: E402
-from gpu_faults import measure as measure_faults  # noqa: E402
-from gpu_judge import Measured, judge, read_found  # noqa: E402
-from gpu_rows import PARTS, TINY, Row  # noqa: E402
+gpu, gpu_faults, gpu_judge, gpu_rows = imported("gpu", "gpu_faults", "gpu_judge", "gpu_rows")
+common, measured_run = imported("common", "measured_run")
+Record, Measured, judge, read_found = common.Record, gpu_judge.Measured, gpu_judge.judge, gpu_judge.read_found
+PARTS, TINY, Row = gpu_rows.PARTS, gpu_rows.TINY, gpu_rows.Row
 
-from trainer.commands.measured_run import Trial  # noqa: E402
-from trainer.commands.recipes import load_recipe  # noqa: E402
-from trainer.fit import fit  # noqa: E402
-from trainer.settings import change  # noqa: E402
-
-VIT = ROOT / "benchmarks" / "recipes" / "vit_l_16.py"
-BARE = (
-    "jsonargparse",
-    "docstring_parser",
-    "typeshed_client",
-    "datasets",
-    "dill",
-    "multiprocess",
-    "torchao",
-    "wandb",
-    "ray",
-)
+ROOT, VIT = FOLDER.parent, FOLDER / "recipes" / "vit_l_16.py"
+BARE = ["jsonargparse", "docstring_parser", "typeshed_client", "datasets", "dill", "multiprocess", "torchao", "wandb"]
+BARE += ["ray"]
 """Packages that a machine with torch and transformers may lack."""
 
 
-def benchmark(*arguments: object, path: Path | None = None, timeout: float = 280) -> subprocess.CompletedProcess:
-    folders = os.pathsep.join(map(str, filter(None, [path, ROOT])))
-    environment = {**os.environ, "PYTHONPATH": folders, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    program = str(ROOT / "benchmarks" / "gpu.py")
-    if path is None:
-        return python(program, *arguments, env=environment, timeout=timeout)
-    return subprocess.run(
-        [sys.executable, program, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def benchmark(*arguments: object, path: object = ROOT) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(FOLDER / "gpu.py"), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
 
 
 WITHOUT = f"""
@@ -69,34 +47,26 @@ PathFinder.find_spec = staticmethod(without)
 """
 
 
-@pytest.fixture
-def bare_machine(tmp_path):
-    """A folder that Python starts with when it is on the path, in which no such package is found any more."""
-    folder = tmp_path / "bare"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(WITHOUT)
-    return folder
-
-
 def finished(*losses: float) -> Trial:
     return Trial("finished", None, [], 1.0, "a plan", len(losses), list(losses))
 
 
-def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):
-    done = benchmark("--results", tmp_path)
+@pytest.mark.parametrize("words", [["--results", "OUT"], ["planner", "--out", "OUT/planner.json"]], ids=len)
+def test_without_a_gpu_there_is_nothing_to_measure(words, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    arguments = [word.replace("OUT", str(tmp_path)) for word in words]
+    done = python(FOLDER / "gpu.py", *arguments, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "no CUDA device" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_rows_are_measured_without_the_packages_that_a_bare_machine_lacks(tmp_path, bare_machine):
-    only = "exact: optimizer"
-    done = benchmark(
-        *("first", "--device", "cpu", "--tiny", "--time", 10, "--only", only),
-        *("--results", tmp_path / "results", "--work", tmp_path / "work"),
-        path=bare_machine,
-    )
+def test_rows_are_measured_without_the_packages_that_a_bare_machine_lacks(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)  # Python starts with it
+    asked = ("--device", "cpu", "--tiny", "--time", 10, "--only", "exact: optimizer")
+    folders = ("--results", tmp_path / "results", "--work", tmp_path / "work")
+    done = benchmark("first", *asked, *folders, path=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr  # the targets of a GPU's memory are not met here
     content = json.loads((tmp_path / "results" / "gpu_first.json").read_text())
     assert content["complete"] is True
@@ -116,18 +86,13 @@ def test_rows_are_measured_without_the_packages_that_a_bare_machine_lacks(tmp_pa
     assert weights == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_every_row_of_the_first_call_runs(tmp_path, bare_machine):
-    arguments = ("first", "--device", "cpu", "--tiny", "--time", 10, "--results", tmp_path / "results")
-    done = benchmark(*arguments, path=bare_machine, timeout=1700)
-    found = json.loads((tmp_path / "results" / "gpu_first.json").read_text())["parts"]["first"]
-    assert [row["name"] for row in found] == [row.name for row in PARTS["first"]]
-    for row in found:
-        assert row["status"] == ("not run" if row["cap_gb"] else "finished"), row["reason"]
-        assert row["difference"] is None or row["difference"]["wrong"] == []
-    assert all(row["flops_per_sample"] > 0 for row in found if row["name"].startswith("speed"))
-    assert "| fp32: parameters streamed, of 8" in done.stdout
+@pytest.mark.parametrize("tiny", [True, False])
+def test_every_row_is_a_recipe_that_can_work(tiny, tmp_path):
+    here = gpu.Benchmark("cpu", tiny, tmp_path, tmp_path)
+    for row in [row for rows in PARTS.values() for row in rows]:
+        recipe = common.resolve(here._arguments(row, row.steps))
+        assert decide_plan(recipe, 1).world_size == 1, row.name
+        assert recipe.max_steps == row.steps, row.name
 
 
 @pytest.mark.slow
@@ -188,7 +153,7 @@ def test_a_part_ends_in_its_time_and_the_rest_are_rows_that_say_so(tmp_path, mon
 def test_what_was_measured_is_on_disk_when_the_benchmark_is_killed(tmp_path):
     script = f"""
 import os, signal, sys
-sys.path[:0] = [{str(ROOT / "benchmarks")!r}, {str(ROOT)!r}]
+sys.path[:0] = [{str(FOLDER)!r}, {str(ROOT)!r}]
 import gpu
 from pathlib import Path
 def measure(row, seconds):
@@ -225,11 +190,9 @@ def test_a_late_row_keeps_what_it_measured():
 
 
 def test_a_row_that_would_be_late_ends_with_what_it_has(tmp_path):
-    from measured_run import main
-
     out, settings = tmp_path / "out.json", {**TINY["vit_l_16"], "run.dir": tmp_path / "run", "run.accelerator": "cpu"}
     flags = [f"--{key}={value}" for key, value in {**settings, "batch_size": 8, "memory.micro_batch_size": 8}.items()]
-    assert main([f"--out={out}", "--until=1000", "fit", str(VIT), "--run.evaluate=false", *flags]) == 0
+    assert measured_run.main([f"--out={out}", "--until=1000", "fit", str(VIT), "--run.evaluate=false", *flags]) == 0
     found, summary = read_found(out), json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (found["cut_at"], summary["status"], len(found["grad_norms"]) > 20) == (1, "interrupted", True)
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -250,10 +213,10 @@ def test_speed_is_the_median_of_the_last_twenty_steps_without_the_one_under_the_
 
 
 def test_a_fault_that_breaks_is_a_row(tmp_path):
-    faults = Faults("cpu", True, tmp_path, end=float("inf"))
-    needs_gpu = rows(faults)["out of memory, said so"]
+    faults = gpu_faults.Faults("cpu", True, tmp_path, end=float("inf"))
+    needs_gpu = gpu_faults.rows(faults)["out of memory, said so"]
     broken = {"broken": (False, lambda: 1 / 0), "needs one": needs_gpu}
-    found = measure_faults(faults, broken, Record("gpu_faults", {}, tmp_path))
+    found = gpu_faults.measure(faults, broken, Record("gpu_faults", {}, tmp_path))
     assert [(row["status"], row["met"]) for row in found] == [("failed", False), ("not run", None)]
     assert json.loads((tmp_path / "gpu_faults.json").read_text())["rows"][0]["reason"].startswith("ZeroDivisionError")
 
@@ -263,8 +226,6 @@ def test_a_fault_that_breaks_is_a_row(tmp_path):
 
 def trained(folder: Path, name: str, model: type | None = None, **settings: object) -> Measured:
     """Two steps of a tiny ViT in this process, as a row would measure them."""
-    from measured_run import Meter, gradients_beside
-
     recipe, source = load_recipe(str(VIT))
     small = {"batch_size": 16, "max_steps": 2, "run.dir": str(folder / name), "run.accelerator": "cpu"}
     quiet = dict.fromkeys(("run.evaluate", "run.predict", "run.progress"), False)
@@ -274,14 +235,16 @@ def trained(folder: Path, name: str, model: type | None = None, **settings: obje
         fields = {field.name: getattr(recipe.model, field.name) for field in dataclasses.fields(recipe.model)}
         recipe = recipe.replace(model=model(**fields))
     out = folder / f"{name}.json"
-    with Meter(out) as meter:
+    with measured_run.Meter(out) as meter:
         meter.write(batch_size=recipe.batch_size, precision=recipe.memory.precision)
         summary = fit(recipe, source)
     with open(folder / name / "metrics.csv") as file:
         header, *lines = file.read().split()
     losses = [float(line.split(",")[header.split(",").index("loss")]) for line in lines]
     trial = Trial(summary.status, None, [], 1.0, losses=losses)
-    return Measured(Row(name, "vit_l_16", reference="plain"), trial, read_found(out), gradients_beside(out))
+    return Measured(
+        Row(name, "vit_l_16", reference="plain"), trial, read_found(out), measured_run.gradients_beside(out)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -289,32 +252,20 @@ def plain(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("plain"), "plain", micro_batch_size=16)
 
 
-def too_long() -> type:
-    """The benchmark's model with the right losses, whose gradients are 1 % too long."""
+def faulty(fault: str) -> type:
+    """The benchmark's model with the right losses, whose gradients are 1 % too long, or lack one micro-batch."""
     recipe, _ = load_recipe(str(VIT))
 
-    class TooLong(type(recipe.model)):
-        def losses(self, module, batch):
-            for loss in super().losses(module, batch):
-                yield dataclasses.replace(loss, total=loss.total + 0.01 * (loss.total - loss.total.detach()))
-
-    return TooLong
-
-
-def one_left_out() -> type:
-    """The benchmark's model with the right losses, of which one micro-batch gives no gradient."""
-    recipe, _ = load_recipe(str(VIT))
-
-    class OneLeftOut(type(recipe.model)):
+    class Faulty(type(recipe.model)):
         seen = 0
 
         def losses(self, module, batch):
             for loss in super().losses(module, batch):
                 type(self).seen += batch["labels"].numel() == 1 and loss.total.requires_grad
-                share = 0 if type(self).seen == 5 else 1
+                share = 1.01 if fault == "too long" else 0 if type(self).seen == 5 else 1
                 yield dataclasses.replace(loss, total=share * loss.total + (1 - share) * loss.total.detach())
 
-    return OneLeftOut
+    return Faulty
 
 
 @pytest.mark.parametrize(
@@ -332,10 +283,11 @@ def test_a_right_gradient_passes(settings, plain, tmp_path):
     assert set(row["difference"]["tensors"]) >= {"heads.head.weight", "class_token"}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("fault", [too_long, one_left_out])
+@pytest.mark.parametrize(
+    ("fault", "precision"), [("too long", "bf16-mixed"), ("one left out", "32-true"), ("one left out", "bf16-mixed")]
+)
 def test_a_wrong_gradient_fails_the_row_though_the_losses_are_right(fault, precision, plain, tmp_path):
-    row = judge(trained(tmp_path, "row", fault(), micro_batch_size=1, precision=precision), [plain], {})
+    row = judge(trained(tmp_path, "row", faulty(fault), micro_batch_size=1, precision=precision), [plain], {})
     assert row["difference"]["loss"] < 1e-2
     assert row["met"] is False
     assert any("the gradient's norm" in said for said in row["failures"])
@@ -364,35 +316,34 @@ def test_a_row_without_gradients_is_not_taken_for_right(plain):
 
 
 def test_copies_over_the_bus_are_counted_in_the_trace():
-    from measured_run import copied
-
-    def copy(name: str, size: int) -> dict:
-        return {"ph": "X", "cat": "gpu_memcpy", "name": f"Memcpy {name}", "args": {"bytes": size}}
-
+    copies = {"HtoD (Pinned -> Device)": 100, "HtoD (Pageable -> Device)": 5, "DtoH (Device -> Pinned)": 30}
+    copies["DtoD (Device -> Device)"] = 1000
     events = [
-        copy("HtoD (Pinned -> Device)", 100),
-        copy("HtoD (Pageable -> Device)", 5),
-        copy("DtoH (Device -> Pinned)", 30),
-        copy("DtoD (Device -> Device)", 1000),
-        {"ph": "X", "cat": "kernel", "name": "gemm", "args": {}},
+        {"ph": "X", "cat": "gpu_memcpy", "name": f"Memcpy {name}", "args": {"bytes": size}}
+        for name, size in copies.items()
     ]
-    assert copied({"traceEvents": events}) == {"to_device": 105, "to_host": 30}
-    assert copied({"traceEvents": [{"cat": "cpu_op", "name": "aten::add"}]}) is None
+    events.append({"ph": "X", "cat": "kernel", "name": "gemm", "args": {}})
+    assert measured_run.copied({"traceEvents": events}) == {"to_device": 105, "to_host": 30}
+    assert measured_run.copied({"traceEvents": [{"cat": "cpu_op", "name": "aten::add"}]}) is None
 
 
-def test_memory_of_this_process_is_told_from_that_of_others():
-    from measured_run import of_process
-
-    assert of_process("123, 1000\n77, 5\n", 77) == 5 * 2**20
-    assert of_process("123, 1000\n", 77) == 1000 * 2**20  # a container that numbers its processes otherwise
-    assert of_process("123, 1000\n124, 5\n", 77) is None
-    assert of_process("77, [N/A]\n", 77) is None
-    assert of_process("", 77) is None
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        ("123, 1000\n77, 5\n", 5),
+        ("123, 1000\n", 1000),  # a container that numbers its processes otherwise
+        ("123, 1000\n124, 5\n", None),
+        ("77, [N/A]\n", None),
+        ("", None),
+    ],
+)
+def test_memory_of_this_process_is_told_from_that_of_others(said, size):
+    assert measured_run.of_process(said, 77) == (size and size * 2**20)
 
 
 def test_operations_of_a_sample_are_those_of_the_published_model():
-    from measured_run import flops_per_sample
-
     recipe, _ = load_recipe(str(VIT))
     recipe.data.prepare()
-    assert flops_per_sample(recipe) == pytest.approx(3 * 2 * 61.6e9, rel=0.01)  # a product and a sum are two
+    assert measured_run.flops_per_sample(recipe) == pytest.approx(
+        3 * 2 * 61.6e9, rel=0.01
+    )  # a product and a sum are two

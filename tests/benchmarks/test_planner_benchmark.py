@@ -7,42 +7,26 @@ import json
 import os
 import random
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from helpers.benchmark import FOLDER, imported
 from helpers.plain_allocator import PlainAllocator
 from helpers.warm import python
 
 from trainer.memory.plan import decide_plan
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from common import resolve  # noqa: E402
-from planner_configs import CASES, TINY  # noqa: E402
-from planner_report import compared, report, summed_up  # noqa: E402
-from planner_runs import Runs, compare_recording, file_name, other_requests  # noqa: E402
-from recorded_run import read_recording, write_recording  # noqa: E402
-
-
-def benchmark(*arguments: object) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return python(ROOT / "benchmarks" / "gpu.py", "planner", *arguments, env=environment, timeout=280)
-
-
-def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):
-    done = benchmark("--out", tmp_path / "planner.json")
-    assert done.returncode == 0, done.stderr
-    assert "no CUDA device" in done.stdout
-    assert list(tmp_path.iterdir()) == []
+common, planner_gpu, planner_runs, recorded_run = imported("common", "planner_gpu", "planner_runs", "recorded_run")
+planner_configs, planner_report = imported("planner_configs", "planner_report")
+CASES, TINY, Runs, file_name = planner_configs.CASES, planner_configs.TINY, planner_runs.Runs, planner_runs.file_name
 
 
 @pytest.mark.slow
 def test_small_models_are_predicted_run_and_compared(tmp_path):
     out = tmp_path / "results" / "found.json"
-    done = benchmark("--accelerator", "cpu", "--tiny", "--out", out, "--work", tmp_path / "work")
+    arguments = ("planner", "--accelerator", "cpu", "--tiny", "--out", out, "--work", tmp_path / "work")
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = python(FOLDER / "gpu.py", *arguments, env=environment, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(out.read_text())
     assert (content["benchmark"], content["complete"], content["gpu"]["gpu"]["name"]) == ("planner", True, "h200")
@@ -71,20 +55,34 @@ def test_small_models_are_predicted_run_and_compared(tmp_path):
         (["--out", "results.txt"], "a file that ends in .json"),
     ],
 )
-def test_a_wrong_command_line_is_refused(arguments, message):
-    done = benchmark(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_a_wrong_command_line_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        planner_gpu.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_late_predictions_leave_those_that_were_made(tmp_path, monkeypatch):
-    script = "import pathlib, sys, time\npathlib.Path(sys.argv[2]).write_text('{\"one\": {}}')\ntime.sleep(300)\n"
+    made = tmp_path / "predicted.json"
+
+    class Late(subprocess.Popen):
+        """The time is up as soon as there is a prediction."""
+
+        def wait(self, timeout=None):
+            while timeout is not None and self.poll() is None:
+                if made.is_file() and made.read_text():
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.02)
+            return super().wait()
+
+    script = "import pathlib, sys, time\npathlib.Path(sys.argv[2]).write_text('{\"one\": {}}')\ntime.sleep(3000)\n"
     (tmp_path / "predict_cases.py").write_text(script)
-    monkeypatch.setattr("planner_runs.HERE", tmp_path)
-    assert Runs("cpu", tmp_path, tmp_path, time.monotonic() + 16).predict([], {}) == {"one": {}}
+    monkeypatch.setattr(planner_runs, "HERE", tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", Late)
+    assert Runs("cpu", tmp_path, tmp_path, time.monotonic()).predict([], {}) == {"one": {}}
+    made.unlink()
     (tmp_path / "predict_cases.py").write_text("raise SystemExit(3)")
     with pytest.raises(subprocess.CalledProcessError):
-        Runs("cpu", tmp_path, tmp_path, time.monotonic() + 100).predict([], {})
+        Runs("cpu", tmp_path, tmp_path, time.monotonic()).predict([], {})
 
 
 # --------------------------------------------------------------------------------------------------- configurations
@@ -98,13 +96,12 @@ def test_there_are_forty_configurations_with_names_of_their_own():
     assert not any("," in case.name for case in CASES)  # --only has them between words
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: file_name(case.name))
-def test_a_configuration_is_a_recipe_that_can_work(case, tmp_path):
-    recipe = resolve(Runs("cuda", tmp_path, tmp_path, 0).arguments(case))
-    plan = decide_plan(recipe, case.ranks)
-    assert plan.world_size == case.ranks
-    assert case.ranks == 1 or plan.strategy == "fsdp"
-    assert recipe.max_steps in (3, 8)
+def test_a_configuration_is_a_recipe_that_can_work(tmp_path):
+    for case in CASES:
+        recipe = common.resolve(Runs("cuda", tmp_path, tmp_path, 0).arguments(case))
+        plan = decide_plan(recipe, case.ranks)
+        assert (plan.world_size, case.ranks == 1 or plan.strategy == "fsdp") == (case.ranks, True), case.name
+        assert recipe.max_steps in (3, 8), case.name
 
 
 def test_the_configurations_are_over_all_knobs():
@@ -142,33 +139,28 @@ def test_errors_are_relative_to_what_was_measured():
         "d": {"prediction": {"reserved": 100, "allocated": 100}},
     }
     measured = {"a": outcome(100, 100), "b": outcome(200, 200), "c": outcome(100, 100)}
-    rows = compared("abcd", predictions, measured)
+    rows = planner_report.compared("abcd", predictions, measured)
     assert [row["reserved"]["error"] for row in rows] == [pytest.approx(0.02), pytest.approx(-0.035), None, None]
     assert [row["status"] for row in rows] == ["finished", "finished", "not predicted: cannot be traced", "not run"]
-    found = summed_up(rows, measured)
+    found = planner_report.summed_up(rows, measured)
     reserved = found["reserved"]
     assert (reserved["median"], reserved["worst"]) == (pytest.approx(0.0275), pytest.approx(0.035))
     assert (reserved["worst_name"], reserved["under_predicted"]) == ("b", ["b"])
     assert reserved["met"] == {"median": True, "worst": True, "under": False}
     assert found["allocated"]["met"] == {"median": True, "worst": True, "under": True}
-    text = report(rows, found, measured)
+    text = planner_report.report(rows, found, measured)
     assert "| -3.5 % |" in " ".join(text.split())
     assert "1 of 2 more than 3% too low (goal 0: missed)" in text
 
 
 def test_a_recording_with_any_difference_does_not_count():
-    same = {
-        "allocations": 9,
-        "allocated_error": 0,
-        "reserved_error": 0,
-        "first_difference": None,
-        "first_misplaced": None,
-    }
+    same = {"allocations": 9, **dict.fromkeys(("allocated_error", "reserved_error"), 0)}
+    same |= dict.fromkeys(("first_difference", "first_misplaced"))
     recordings = [same, {**same, "first_misplaced": 4}, {"error": "it did not begin with an empty allocator"}]
     measured = {str(number): outcome(1, 1, recording) for number, recording in enumerate(recordings)}
-    found = summed_up([], measured)
+    found = planner_report.summed_up([], measured)
     assert found["recordings"] == {"compared": 3, "without_difference": 1}
-    text = report([], found, measured)
+    text = planner_report.report([], found, measured)
     assert "recording of 2: not replayed: it did not begin with an empty allocator" in text
 
 
@@ -185,23 +177,23 @@ def test_a_recording_is_the_same_after_it_was_written(tmp_path):
     snapshot = plain.snapshot()
     for entry in snapshot["device_traces"][0]:
         entry["frames"] = [{"name": "forward", "filename": "/somewhere/of/mine.py", "line": 3}]
-    write_recording(snapshot, tmp_path / "a.json.gz")
-    write_recording(snapshot, tmp_path / "b.json.gz")
+    recorded_run.write_recording(snapshot, tmp_path / "a.json.gz")
+    recorded_run.write_recording(snapshot, tmp_path / "b.json.gz")
     assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
-    recording = read_recording(tmp_path / "a.json.gz")
+    recording = recorded_run.read_recording(tmp_path / "a.json.gz")
     assert "mine.py" not in json.dumps(recording)
-    found = compare_recording(recording)
+    found = planner_runs.compare_recording(recording)
     assert found["peak_reserved"] == plain.peak_reserved
-    assert found == compare_recording(snapshot)
+    assert found == planner_runs.compare_recording(snapshot)
     errors = (found["allocated_error"], found["reserved_error"], found["first_difference"], found["first_misplaced"])
     assert errors == (0, 0, None, None)
 
 
 def test_requests_that_were_not_predicted_are_named_with_the_largest_first():
-    found = other_requests({"512": 5, "4096": 3, "8192": 1}, {"512": 5, "4096": 1, "100000": 2})
+    found = planner_runs.other_requests({"512": 5, "4096": 3, "8192": 1}, {"512": 5, "4096": 1, "100000": 2})
     assert found == [
         {"bytes": 100_000, "recorded": 0, "predicted": 2},
         {"bytes": 4096, "recorded": 3, "predicted": 1},
         {"bytes": 8192, "recorded": 1, "predicted": 0},
     ]
-    assert len(other_requests({"512": 5, "4096": 3}, {}, most=1)) == 1
+    assert len(planner_runs.other_requests({"512": 5, "4096": 3}, {}, most=1)) == 1

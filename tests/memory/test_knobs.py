@@ -13,7 +13,7 @@ from trainer.errors import RecipeError
 from trainer.memory.knobs import KNOBS, SEARCHED, Knob, described
 from trainer.memory.plan import Plan, decide_plan
 from trainer.models import MLP
-from trainer.planner.text import OWN
+from trainer.planner.report import OWN
 
 NO_TECHNIQUE = {"budget", "correct_batchnorm"}
 SAID_ANYWAY = {"micro_batch_size", "micro_batch_tokens", "precision", "strategy"}

@@ -14,13 +14,11 @@ GB = 10**9
 
 
 def test_groups_are_found_from_their_distance() -> None:
-    assert group_of(64, 1, 64, 8) == Group(64, 8)
-    assert group_of(8, 1, 64, 8) == Group(8, 1)  # the shards of a node
-    assert group_of(8, 8, 64, 8) == Group(8, 8, beside=8)  # their replicas
-    assert group_of(32, 1, 64, 8) == Group(32, 4)  # two replicas of four nodes each
-    assert group_of(2, 32, 64, 8) == Group(2, 2, beside=8)
-    assert group_of(16, 4, 64, 8) == Group(16, 8, beside=4)  # two shards of a node, each with 16 replicas
-    assert group_of(4, 1, 4, 4) == Group(4, 4)
+    assert [group_of(64, 1, 64, 8), group_of(4, 1, 4, 4)] == [Group(64, 8), Group(4, 4)]
+    # The shards of a node and their replicas; two replicas of four nodes each; two shards of a node, 16 times.
+    assert [group_of(8, 1, 64, 8), group_of(8, 8, 64, 8)] == [Group(8, 1), Group(8, 8, beside=8)]
+    assert [group_of(32, 1, 64, 8), group_of(2, 32, 64, 8)] == [Group(32, 4), Group(2, 2, beside=8)]
+    assert group_of(16, 4, 64, 8) == Group(16, 8, beside=4)
 
 
 def milliseconds(op: str, size: int, group: Group) -> float:
@@ -64,9 +62,8 @@ def test_more_to_send_or_more_ranks_never_take_less(op: str) -> None:
 
 
 def test_what_is_sent_is_what_a_ring_sends() -> None:
-    assert sent("all_gather", 100, Group(4, 1)) == 75
-    assert sent("all_reduce", 100, Group(4, 1)) == 150
-    assert sent("reduce_scatter", 100, Group(1, 1)) == 0
+    groups = [("all_gather", 4), ("all_reduce", 4), ("reduce_scatter", 1)]
+    assert [sent(op, 100, Group(ranks, 1)) for op, ranks in groups] == [75, 150, 0]
 
 
 def test_names_of_interconnects() -> None:

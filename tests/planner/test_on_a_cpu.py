@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,56 +16,26 @@ from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import host_as_device
 from trainer.planner.predict import CPU_BUFFERS, predict, prepared
 from trainer.planner.target import Target
+from trainer.settings import change
+from trainer.system.text import as_text
 
-RECIPE = '''
-"""A Vision Transformer of 10.9 million weights on 256 patches, three steps of four images."""
-
-from dataclasses import dataclass
-
-import torch
-
-from trainer import Data, Memory, Optim, Recipe, Run
-from trainer.models import VisionTransformer
-
-
-@dataclass
-class Blank(Data):
-    """The same image again and again."""
-
-    num_classes = 10
-    image_size = 128
-
-    def prepare(self, tokenizer=None):
-        self.train = [{"pixel_values": torch.zeros(3, 128, 128), "labels": torch.tensor(0)}] * 12
-
-
-recipe = Recipe(
-    model=VisionTransformer("custom", patch_size=8, layers=6, heads=6, width=384, mlp_width=1536),
-    data=Blank(),
-    optim=Optim("adamw"),
-    batch_size=4,
-    memory=Memory(micro_batch_size=4),
-    run=Run(accelerator="cpu", predict=False, evaluate=False, progress=False),
-)
-'''
-
-
-def measured(file: Path, folder: Path) -> dict[str, Any]:
-    """Of a run in a process of its own, with an allocator that gives back what is freed: what it says of memory."""
-    environment = {**os.environ, **RETURN_FREED_MEMORY, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "trainer", "fit", str(file), f"--run.dir={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "summary.json").read_text())["memory"]  # type: ignore[no-any-return]
+LARGE = {"data.image_size": 16, "model.layers": 3, "model.heads": 6, "model.width": 768, "model.mlp_width": 3072}
+SETTINGS = {**LARGE, "optim.name": "adamw", "batch_size": 16, "memory.micro_batch_size": 16, "max_steps": 2}
+SETTINGS |= {"run.accelerator": "cpu", "run.predict": False, "run.evaluate": False, "run.progress": False}
+"""A Vision Transformer of 21 million weights."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="allocators of other systems keep what is freed")
 def test_predicted_resident_memory_is_that_of_a_run(tmp_path: Path) -> None:
-    file = tmp_path / "blank_images.py"
-    file.write_text(RECIPE)
-    recipe = prepared(load_recipe(str(file))[0])
+    """Of one in a process of its own, with an allocator that gives back what is freed."""
+    recipe = prepared(change(load_recipe("vit_digits")[0], SETTINGS))
     prediction = predict(recipe, decide_plan(recipe, 1), Target(host_as_device()))
-    memory = measured(file, tmp_path / "run")
+    flags = [f"--{key}={as_text(value)}" for key, value in SETTINGS.items()]
+    command = [sys.executable, "-m", "trainer", "fit", "vit_digits", f"--run.dir={tmp_path / 'run'}", *flags]
+    environment = {**os.environ, **RETURN_FREED_MEMORY, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=480, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    memory = json.loads((tmp_path / "run" / "summary.json").read_text())["memory"]
     over_idle = 1e9 * (memory["host_peak_gb"] - memory["host_idle_gb"])
     assert prediction.reserved == prediction.allocated + CPU_BUFFERS
     assert prediction.allocated == pytest.approx(over_idle, rel=0.12)

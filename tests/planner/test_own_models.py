@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from helpers.tiny import prediction_of
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from traced import BATCH, CLASSES, WIDTH, Own, own_recipe
 
 from trainer.planner.predict import Prediction
 from trainer.planner.search import plan
+from trainer.recipe import Memory, Run
+from trainer.system.children import Failed
 
 
 def layers() -> nn.Sequential:
@@ -65,13 +69,14 @@ class Made(Own):
         return self.make()
 
 
-def predicted(make: Callable[[], nn.Module]) -> Prediction:
-    return prediction_of(own_recipe(model=Made(make=make)))
+def predicted(make: Callable[[], nn.Module], **knobs: Any) -> Prediction:
+    return prediction_of(own_recipe(Memory(**knobs), model=Made(make=make), run=Run(evaluate=False)))
 
 
-def test_what_a_model_compiles_itself_is_traced_as_it_is() -> None:
-    compiled, plain = predicted(lambda: Around(True)), predicted(lambda: Around(False))
+def test_what_is_compiled_by_the_model_or_by_a_knob_is_traced_as_it_is() -> None:
+    compiled, plain = predicted(lambda: Around(True), compile="model"), predicted(lambda: Around(False))
     assert (compiled.allocated, compiled.reserved) == (plain.allocated, plain.reserved)
+    assert "memory.compile=model" in " ".join(compiled.notes)
 
 
 def test_a_recurrent_model_is_predicted_and_its_note_says_how() -> None:
@@ -89,12 +94,14 @@ def test_a_recipe_that_cannot_be_traced_says_why() -> None:
     def broken() -> nn.Module:
         raise ValueError("the width must be even")
 
-    report = plan(own_recipe(model=Made(make=broken)), gpu="a100-80gb", quick=True)
+    turned = Memory(activation_checkpointing="full", activation_offload=True, cpu_offload="optimizer")
+    report = plan(own_recipe(turned, model=Made(make=broken)), gpu="a100-80gb", quick=True)
     assert report.chosen is None
     assert "the width must be even" in report.explanations[0]
     assert "test_own_models.py" in report.explanations[0]
 
 
 def test_an_error_inside_of_torch_names_the_line_that_called_it() -> None:
-    report = plan(own_recipe(model=Made(make=lambda: nn.Linear(3, BATCH))), gpu="a100-80gb", quick=True)
-    assert "site-packages" not in report.explanations[0]
+    with pytest.raises(Failed) as caught:
+        predicted(lambda: nn.Linear(3, BATCH))
+    assert "site-packages" not in str(caught.value)

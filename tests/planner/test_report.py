@@ -15,10 +15,9 @@ from trainer.memory.plan import Plan
 from trainer.planner import search as searching
 from trainer.planner.cost import StepCost
 from trainer.planner.predict import Prediction
-from trainer.planner.report import Candidate, PlanReport
-from trainer.planner.search import plan
+from trainer.planner.report import Candidate, PlanReport, best_of_each, pasteable, table, why
+from trainer.planner.search import plan, search_for
 from trainer.planner.target import Target
-from trainer.planner.text import best_of_each, heading, pasteable, table, why
 from trainer.recipe import Recipe
 from trainer.settings import change
 from trainer.system.text import WIDTH
@@ -35,25 +34,16 @@ def made_up(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bo
     weights = weights // plan.world_size if memory.strategy == "fsdp" else weights
     kept = {"none": 10, "selective": 6, "full": 2}[str(memory.activation_checkpointing)]
     kept = 1 if memory.activation_offload else kept
-    slower = {10: 1.0, 6: 1.1, 2: 1.3, 1: 1.6}[kept] * {"none": 1, "optimizer": 1.2, "parameters": 2}[
-        memory.cpu_offload
-    ]
+    slower = {10: 1.0, 6: 1.1, 2: 1.3, 1: 1.6}[kept]
+    slower *= {"none": 1, "optimizer": 1.2, "parameters": 2}[memory.cpu_offload]
     slower *= 1.05 if memory.strategy == "fsdp" else 1
     reserved = weights + size * kept * GB // 100
     step_ms = plan.first_cut.accumulate * (10 + size) * slower + 5
-    return {
-        "allocated": reserved - GB // 10,
-        "reserved": reserved,
-        "host": 8 * GB - weights,
-        "phases": {"forward": {"allocated": reserved, "reserved": reserved}},
-        "categories": {"params": weights},
-        "largest": [["params", "empty", "init", weights]],
-        "peak_phase": "forward",
-        "costs": {"ib-hdr": asdict(StepCost(step_ms, step_ms, 5, 0, 0, 0, 0, 0))},
-        "traffic": {},
-        "leaving": 0.0,
-        "timeline": {"allocated": {"params": [0, weights]}, "reserved": [0, reserved], "marks": [[0, "init"]]},
-    }
+    costs = {"ib-hdr": StepCost(step_ms, step_ms, 5, 0, 0, 0, 0, 0)}
+    line = {"allocated": {"params": [0, weights]}, "reserved": [0, reserved], "marks": [[0, "init"]]}
+    phases, largest = {"forward": {"allocated": reserved, "reserved": reserved}}, [["params", "empty", "init", weights]]
+    figures = (reserved - GB // 10, reserved, 8 * GB - weights, phases, {"params": weights}, largest, "forward", costs)
+    return asdict(Prediction(*figures, {}, 0.0, timeline=line))
 
 
 @pytest.fixture
@@ -75,7 +65,7 @@ def chosen_in(report: PlanReport) -> Candidate:
     return report.chosen
 
 
-def test_the_fastest_that_fits_is_chosen_and_first(searched):
+def test_the_fastest_that_fits_is_chosen_and_first_and_each_knob_says_what_it_bought_and_cost(searched):
     report = searched("8.9GB")
     # 8 GB of weights and 8 samples of 0.06 GB, for 16 would take 8.96 GB; offloading the optimizer costs 20 %, but the
     # larger micro-batches that it allows gain more.
@@ -91,25 +81,25 @@ def test_the_fastest_that_fits_is_chosen_and_first(searched):
     assert all(one.reserved * 1.03 <= 8.9e9 for one in fitting)
     assert all(one.reserved * 1.03 > 8.9e9 for one in others)
 
-
-def test_each_knob_is_one_line_that_says_what_it_bought_and_cost(searched):
-    first, *lines = searched("8.9GB").explanations
+    first, size, offload = report.explanations
     assert re.match(r"tried: 12 combinations of knobs .* 1 to 64: \d+ plans, .*; \d+ fit", first)
-    size, offload = lines
     assert "micro_batch_size 64: there is no larger one" in size
     for words in ("cpu_offload optimizer: 6.00 GB less", "19 % slower", "6.00 GB more on the host", "14.40 GB", "5.50"):
         assert words in offload
 
 
-def test_a_larger_micro_batch_is_refused_with_a_figure(searched):
+def test_a_larger_micro_batch_is_refused_with_a_figure_and_interpolated_rows_are_marked(searched):
     changes = {"memory.activation_checkpointing": "full", "memory.cpu_offload": "optimizer"}
     report = searched("2.2GB", **changes)
     chosen = chosen_in(report)
     assert dict(chosen.flags) == {"memory.activation_offload": True, "memory.micro_batch_size": 8}
-    assert chosen.traced
+    assert (chosen.traced, report.candidates[1].traced) == (True, False)
     size, offload = report.explanations[1:]
     assert re.search(r"micro_batch_size 8: with 16 .*~2\.16 GB.*margin of 3 %", size)
     assert re.search(r"activation_offload true: 0\.080 GB less, 23 % slower; without it: ~2\.16 GB.*margin", offload)
+    row = table(report).splitlines()[3]
+    assert re.search(r"~2\.\d\d +~\d\.\d\d +~[\d,.]+ +yes", row), row
+    assert "~ lies between the traces" in table(report)
 
 
 def test_without_need_there_is_no_technique(searched):
@@ -150,17 +140,9 @@ def test_the_table_has_a_row_a_combination_and_fits_the_screen(searched):
         assert max(map(len, lines)) <= 120, lines[0]
         assert lines[0].startswith("micro-batch")
         rows = [line for line in lines[2:] if " × " in line]
-        assert len(rows) == len(best_of_each(report))
+        assert len(rows) == len(best_of_each(report.candidates))
         assert (rows[0].split()[-2:] == ["yes", "chosen"]) == (report.chosen is not None)
         assert max(map(len, why(report).splitlines())) <= WIDTH
-
-
-def test_interpolated_rows_are_marked(searched):
-    report = searched("2.2GB", **{"memory.activation_checkpointing": "full", "memory.cpu_offload": "optimizer"})
-    assert not report.candidates[1].traced
-    row = table(report).splitlines()[3]
-    assert re.search(r"~2\.\d\d +~\d\.\d\d +~[\d,.]+ +yes", row), row
-    assert "~ lies between the traces" in table(report)
 
 
 def test_refused_plans_are_kept_with_their_reason(searched):
@@ -185,10 +167,9 @@ def test_json_has_the_promised_keys_in_gb(searched):
     assert re.search("fastest.* 0.500 GB", first["reason"])
 
 
-def test_the_heading_says_what_lies_outside_of_the_budget(searched):
-    report = searched("8.9GB", devices=2)
-    gpu = searching.gpu_named("a100-80gb")
-    text = heading(report.recipe, gpu, 2, 1, report.budget, report.margin, (1000, 10))
+def test_the_heading_says_what_lies_outside_of_the_budget():
+    recipe = load_recipe("vit_digits")[0]
+    text = search_for(recipe, "a100-80gb", 2, 1, "8.9GB").heading(1000, 10)
     assert "VisionTransformer: 1,000 parameters (10 trained)" in text
     assert "64 samples a step" in text
     assert "2 × A100 80 GB (SXM) of 84.98 GB" in text

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from helpers.tiny import recipe_of, target_of
+from helpers.tiny import target_of
 from traced import BLOCKS, CLASSES, INNER, WIDTH, own_recipe, traced
 
 from trainer.errors import RecipeError
@@ -16,14 +16,23 @@ from trainer.planner.cost import StepCost
 from trainer.planner.events import Trace
 from trainer.planner.network import Cluster, clusters, interconnects, strategies
 from trainer.planner.predict import Prediction, cost_of, predict, traffic_of
-from trainer.planner.scale import Scale, ScaleReport, ScaleRow, best_of, guess, size_of
-from trainer.planner.scale_text import fastest, refused, table, to_json, verdict
-from trainer.recipe import Memory
+from trainer.planner.scale import (
+    Scale,
+    ScaleReport,
+    ScaleRow,
+    best_of,
+    fastest,
+    guess,
+    refused,
+    size_of,
+    table,
+    to_json,
+    verdict,
+)
+from trainer.recipe import Memory, Run
 
 FLOAT = 4
-NORM = 100
-"""Bytes at most that the norm of the gradients and the losses add."""
-
+NORM = 100  # bytes at most that the norm of the gradients and the losses add
 TARGET = target_of()
 SLOW, FAST = interconnects("10gbe,8x-ib-ndr", TARGET.gpu)
 
@@ -39,30 +48,34 @@ WEIGHTS = padded_bytes(1)
 FSDP: dict[str, Any] = {"strategy": "fsdp", "micro_batch_size": 2}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "ddp": ({"strategy": "ddp", "micro_batch_size": 4}, 4),
+    "ddp, offloaded": ({"strategy": "ddp", "cpu_offload": "optimizer"}, 4),
     "fsdp": (FSDP, 4),
     "fsdp, kept": (FSDP | {"reshard_after_forward": False}, 4),
     "fsdp, synced": (FSDP | {"sync_every_micro_step": True}, 4),
     "fsdp 16": ({"strategy": "fsdp"}, 16),
     "hsdp 16": ({"strategy": "fsdp", "replicas": 2}, 16),
-    "ddp, offloaded": ({"strategy": "ddp", "cpu_offload": "optimizer"}, 4),
 }
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Trace]:
-    return traced({name: (own_recipe(Memory(**memory)), ranks) for name, (memory, ranks) in CASES.items()})
+    quick = Run(evaluate=False)
+    return traced({name: (own_recipe(Memory(**memory), run=quick), ranks) for name, (memory, ranks) in CASES.items()})
 
 
 def traffic(runs: dict[str, Trace], name: str, nodes: int = 1) -> tuple[dict[str, float], float]:
     return traffic_of(runs[name], Cluster(CASES[name][1], nodes))
 
 
-def test_ddp_reduces_each_gradient_once_a_step(runs: dict[str, Trace]) -> None:
+def test_ddp_reduces_each_gradient_once_a_step_in_whole_buckets(runs: dict[str, Trace]) -> None:
     """And not in each of its 4 micro-steps."""
     by_op, leaving = traffic(runs, "ddp")
     assert set(by_op) == {"all_reduce"}
     assert 2 * 3 / 4 * WEIGHTS <= by_op["all_reduce"] <= 2 * 3 / 4 * (WEIGHTS + NORM)
     assert leaving == 0
+    reduced = [item.bytes for item in runs["ddp"].work if item.op == "all_reduce" and item.phase == "backward"]
+    assert len(reduced) == 2  # the first is closed after 1 MiB, the other holds the rest of 2.1 MB
+    assert sum(reduced) == WEIGHTS
 
 
 def test_gradients_in_host_memory_are_reduced_by_the_host(runs: dict[str, Trace]) -> None:
@@ -72,23 +85,10 @@ def test_gradients_in_host_memory_are_reduced_by_the_host(runs: dict[str, Trace]
     assert {item.stream for item in large} == {-1}
 
 
-def test_ddp_reduces_whole_buckets(runs: dict[str, Trace]) -> None:
-    reduced = [item.bytes for item in runs["ddp"].work if item.op == "all_reduce" and item.phase == "backward"]
-    assert len(reduced) == 2  # the first is closed after 1 MiB, the other holds the rest of 2.1 MB
-    assert sum(reduced) == WEIGHTS
-
-
 @pytest.mark.parametrize(
-    ("name", "gathers", "scatters"),
-    [
-        ("fsdp", 2 * 8, 1),
-        ("fsdp, kept", 8, 1),
-        ("fsdp, synced", 2 * 8, 8),
-    ],
+    ("name", "gathers", "scatters"), [("fsdp", 2 * 8, 1), ("fsdp, kept", 8, 1), ("fsdp, synced", 2 * 8, 8)]
 )
-def test_fsdp_gathers_in_every_pass_and_scatters_when_it_synchronises(
-    runs: dict[str, Trace], name: str, gathers: int, scatters: int
-) -> None:
+def test_fsdp_gathers_in_every_pass_and_scatters_when_it_synchronises(runs, name, gathers, scatters) -> None:
     """Of 64 samples each of 4 ranks has 16, in 8 micro-batches of 2."""
     by_op, _ = traffic(runs, name)
     share = 3 / 4 * padded_bytes(4)
@@ -129,7 +129,7 @@ def test_replicas_win_over_a_slow_network_alone(runs: dict[str, Trace]) -> None:
 
 @pytest.fixture(scope="module")
 def report() -> ScaleReport:
-    recipe = own_recipe(Memory(micro_batch_size=8, strategy="fsdp"))
+    recipe = own_recipe(Memory(micro_batch_size=8, strategy="fsdp"), run=Run(evaluate=False))
     return Scale(recipe, TARGET, clusters([16, 128], None, None), [SLOW, FAST]).run()
 
 
@@ -138,31 +138,22 @@ def test_sharding_divides_the_memory_that_does_not_grow_with_samples(report: Sca
     assert set(found) == {("single", 1), ("fsdp", 16), ("fsdp*", 16), ("hsdp", 16)}
     constant = {key: one.allocated - one.growing for key, one in found.items()}
     assert constant["fsdp", 16] < constant["hsdp", 16] < 0.5 * constant["single", 1]  # hsdp divides by 8 only
-
-
-def test_a_single_plan_and_the_table_say_the_same_of_the_same_step(report: ScaleReport) -> None:
-    alone = report.rows[0]
-    assert alone.plan is not None
-    assert alone.found is not None
-    single = predict(own_recipe(Memory(micro_batch_size=8)), alone.plan, TARGET)
-    assert [single.cost, single.cost] == list(alone.found.costs.values())
-    assert (single.allocated, single.reserved, single.traffic) == (alone.found.allocated, alone.found.reserved, {})
-
-
-def test_devices_without_samples_are_refused_with_the_batch_that_it_takes(report: ScaleReport) -> None:
     assert refused(report) == [
         "128 devices: batch_size=64: 64 of 128 devices would have no samples; it takes --batch_size 128 or more"
     ]
 
 
+def test_a_single_plan_and_the_table_say_the_same_of_the_same_step(report: ScaleReport) -> None:
+    alone = report.rows[0]
+    single = predict(report.recipe, alone.plan, TARGET)
+    assert [single.cost, single.cost] == list(alone.found.costs.values())
+    assert (single.allocated, single.reserved, single.traffic) == (alone.found.allocated, alone.found.reserved, {})
+
+
 def test_the_table_has_a_line_for_each_row_and_json_all_of_it(report: ScaleReport) -> None:
     lines = table(report).splitlines()
-    assert [line.split()[:3] for line in lines[2:6]] == [
-        ["1", "1", "single"],
-        ["16", "2", "fsdp"],
-        ["16", "2", "fsdp*"],
-        ["16", "2", "hsdp"],
-    ]
+    shown = ["1 1 single", "16 2 fsdp", "16 2 fsdp*", "16 2 hsdp"]
+    assert [" ".join(line.split()[:3]) for line in lines[2:6]] == shown
     assert max(map(len, lines)) <= 120
     content = to_json(report)
     rows = content["rows"]
@@ -187,20 +178,13 @@ def row_of(devices: int, strategy: str, gigabytes: float, slow: float, fast: flo
 
 
 def report_of(*rows: ScaleRow) -> ScaleReport:
-    return ScaleReport(recipe_of("vit"), TARGET, [SLOW, FAST], list(rows), [], 0.0)
+    return ScaleReport(own_recipe(), TARGET, [SLOW, FAST], list(rows), [], 0.0)
 
 
 def test_the_verdict_says_from_where_on_what_wins_and_what_does_not_fit() -> None:
-    rows = [
-        row_of(1, "single", 30, 100, 100),
-        row_of(8, "ddp", 30, 13, 13),
-        row_of(8, "fsdp", 6, 14, 14),
-        row_of(16, "ddp", 31, 20, 7),
-        row_of(16, "fsdp", 4, 60, 8, 2),
-        row_of(16, "hsdp", 6, 25, 8.5, 2),
-        row_of(64, "fsdp", 2, 90, 5, 8),
-        row_of(64, "hsdp", 6, 26, 3, 8),
-    ]
+    rows = [row_of(1, "single", 30, 100, 100), row_of(8, "ddp", 30, 13, 13), row_of(8, "fsdp", 6, 14, 14)]
+    rows += [row_of(16, "ddp", 31, 20, 7), row_of(16, "fsdp", 4, 60, 8, 2), row_of(16, "hsdp", 6, 25, 8.5, 2)]
+    rows += [row_of(64, "fsdp", 2, 90, 5, 8), row_of(64, "hsdp", 6, 26, 3, 8)]
     assert verdict(report_of(*rows), "10gbe") == (
         "over 10gbe: fsdp is fastest on 8, hsdp from 16 devices on; single does not fit on 1 (it takes at least "
         "30.00 GB); ddp does not fit (it takes at least 30.00 GB); the shortest step is fsdp's on 8, 14.0 ms at 89 % "
@@ -208,17 +192,13 @@ def test_the_verdict_says_from_where_on_what_wins_and_what_does_not_fit() -> Non
     )
     assert "fsdp is fastest on 8 to 16, hsdp on 64" in verdict(report_of(*rows), "8x-ib-ndr")
     assert fastest(rows[1:2], "10gbe") is None
-
-
-def test_of_equal_strategies_the_first_is_taken() -> None:
-    rows = [row_of(8, "ddp", 1, 10.05, 1), row_of(8, "fsdp", 1, 10, 1)]
-    assert fastest(rows, "10gbe") is rows[0]
+    equal = [row_of(8, "ddp", 1, 10.05, 1), row_of(8, "fsdp", 1, 10, 1)]
+    assert fastest(equal, "10gbe") is equal[0]
 
 
 def sized(size: int, gigabytes: float, growing: float) -> ScaleRow:
     row = row_of(1, "single", gigabytes, 1, 1)
-    assert row.found is not None
-    plan = decide_plan(recipe_of("vit", Memory(micro_batch_size=size), batch_size=64), 1)
+    plan = decide_plan(own_recipe(Memory(micro_batch_size=size)), 1)
     found = dataclasses.replace(row.found, categories={"activations": int(growing * 1e9)})
     return dataclasses.replace(row, plan=plan, found=found)
 
@@ -237,16 +217,19 @@ def test_a_micro_batch_is_guessed_from_what_grows() -> None:
 
 
 def test_strategies_that_a_recipe_has_ruled_out_are_not_compared() -> None:
-    two_nodes = Cluster(16, 2)
-    assert list(strategies(Memory(), Cluster(1, 1))) == ["single"]
-    assert list(strategies(Memory(), Cluster(8, 1))) == ["ddp", "fsdp", "fsdp*"]
-    assert list(strategies(Memory(), two_nodes)) == ["ddp", "fsdp", "fsdp*", "hsdp"]
-    assert strategies(Memory(), two_nodes)["hsdp"] == {"memory.strategy": "fsdp", "memory.replicas": 2}
-    assert list(strategies(Memory(strategy="ddp"), two_nodes)) == ["ddp"]
-    assert list(strategies(Memory(cpu_offload="parameters"), two_nodes)) == ["fsdp", "fsdp*", "hsdp"]
-    assert list(strategies(Memory(strategy="fsdp", reshard_after_forward=False), two_nodes)) == ["fsdp*", "hsdp"]
-    assert list(strategies(Memory(strategy="fsdp", replicas=4), two_nodes)) == ["hsdp"]
-    assert "hsdp" not in strategies(Memory(), Cluster(4, 4))  # a shard of one device is none
+    cases = [
+        (Memory(), Cluster(1, 1), "single"),
+        (Memory(), Cluster(8, 1), "ddp fsdp fsdp*"),
+        (Memory(), Cluster(4, 4), "ddp fsdp fsdp*"),  # a shard of one device is none
+        (Memory(), Cluster(16, 2), "ddp fsdp fsdp* hsdp"),
+        (Memory(strategy="ddp"), Cluster(16, 2), "ddp"),
+        (Memory(cpu_offload="parameters"), Cluster(16, 2), "fsdp fsdp* hsdp"),
+        (Memory(strategy="fsdp", reshard_after_forward=False), Cluster(16, 2), "fsdp* hsdp"),
+        (Memory(strategy="fsdp", replicas=4), Cluster(16, 2), "hsdp"),
+    ]
+    for memory, cluster, names in cases:
+        assert " ".join(strategies(memory, cluster)) == names
+    assert strategies(Memory(), Cluster(16, 2))["hsdp"] == {"memory.strategy": "fsdp", "memory.replicas": 2}
 
 
 def test_clusters_are_cut_in_nodes() -> None:
@@ -257,6 +240,6 @@ def test_clusters_are_cut_in_nodes() -> None:
 
 
 def test_a_knob_at_auto_is_for_a_plan_of_one_number() -> None:
-    recipe = recipe_of("vit", Memory(activation_checkpointing="auto"))
+    recipe = own_recipe(Memory(activation_checkpointing="auto"))
     with pytest.raises(RecipeError, match=r"memory.activation_checkpointing=auto .* --devices 8"):
         Scale(recipe, TARGET, clusters([8], None, None), [SLOW])

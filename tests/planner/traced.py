@@ -52,15 +52,10 @@ class Mixed(nn.Module):
 
 @dataclass
 class Own(Model):
-    """A model that the trainer has never seen.
+    """A model that the trainer has never seen."""
 
-    Args:
-        asks: whether it asks for the sign of what it computes, which nobody knows without computing it.
-        fails: whether it fails as it computes its loss.
-    """
-
-    asks: bool = False
-    fails: bool = False
+    asks: bool = False  # for the sign of what it computes, which nobody knows without computing it
+    fails: bool = False  # as it computes its loss
     blocks = (Block,)
 
     def build(self) -> nn.Module:
@@ -74,32 +69,24 @@ class Own(Model):
 
 
 WEIGHTS = sum(parameter.numel() for parameter in Mixed().parameters())
-MATRIX = WIDTH * INNER
-"""Elements of each of a block's two matrices."""
+MATRIX = WIDTH * INNER  # elements of each of a block's two matrices
 
 
 def own_recipe(memory: Memory | None = None, model: Model | None = None, **settings: Any) -> Recipe:
     """A prepared recipe that trains ``Own`` with AdamW, as one micro-batch unless told otherwise."""
     samples = [{"pixel_values": torch.zeros(TOKENS, WIDTH), "labels": torch.tensor(0)} for _ in range(2 * BATCH)]
-    recipe = Recipe(
-        model=model or Own(),
-        data=InMemory(samples=samples),
-        optim=Optim("adamw"),
-        memory=memory or Memory(),
-        **{"batch_size": BATCH, "epochs": 2, **settings},
-    )
-    return prepared(recipe)
+    parts: dict[str, Any] = {"model": model or Own(), "memory": memory or Memory(), "optim": Optim("adamw")}
+    return prepared(Recipe(data=InMemory(samples=samples), **parts, **{"batch_size": BATCH, "epochs": 2, **settings}))
 
 
 def traces(jobs: Mapping[str, Callable[[], Trace]]) -> dict[str, Trace]:
     """What each job returns, done in a process of its own."""
-    found: dict[str, Trace] = {}
-    names = list(jobs)
+    names, found = list(jobs), {}
     for number, result in in_children([partial(_in_plain_types, job) for job in jobs.values()], 2):
         if isinstance(result, Exception):
             raise result
         found[names[number]] = _from_plain_types(result)
-    return {name: found[name] for name in names}
+    return found
 
 
 def traced(recipes: Mapping[str, tuple[Recipe, int]]) -> dict[str, Trace]:

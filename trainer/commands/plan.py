@@ -82,8 +82,8 @@ def _planned(
     gpu = own.get("gpu")
     if gpu not in (None, "cpu"):
         gpu_named(gpu)  # before anything takes time
+    from trainer.planner.report import pasteable, table, why
     from trainer.planner.search import search_for
-    from trainer.planner.text import pasteable, table, why
 
     search = search_for(recipe, gpu, devices, nodes)
     out = new_folder("plan", own.get("out"), reference)
@@ -107,8 +107,6 @@ def _planned(
 
 def _announce(search: Search) -> tuple[int, int]:
     """Say what is planned; the number of parameters, and of those that are trained."""
-    from trainer.planner.search import MARGIN
-    from trainer.planner.text import heading
     from trainer.system.children import in_child
     from trainer.weights.streaming import on_meta
 
@@ -117,8 +115,7 @@ def _announce(search: Search) -> tuple[int, int]:
         return [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
 
     total, trained = in_child(sizes)
-    gpu = search.target.gpu
-    print(heading(search.recipe, gpu, search.devices, search.nodes, search.budget, MARGIN, (total, trained)))
+    print(search.heading(total, trained))
     return total, trained
 
 
@@ -197,8 +194,7 @@ def _scaled(recipe: Recipe, reference: str, own: dict[str, str]) -> tuple[dict[s
     require("lossy" not in own, "--lossy searches for one number of devices: leave it out, or name one number")
     from trainer.planner.network import USUAL, clusters, interconnects
     from trainer.planner.predict import prepared
-    from trainer.planner.scale import Scale
-    from trainer.planner.scale_text import to_json
+    from trainer.planner.scale import Scale, to_json
     from trainer.planner.search import devices_of, target_for
 
     devices = counts("devices", own["devices"]) if "devices" in own else [devices_of(recipe)]
@@ -220,7 +216,7 @@ def _scaled(recipe: Recipe, reference: str, own: dict[str, str]) -> tuple[dict[s
 
 
 def _print(report: Any, model: str) -> None:
-    from trainer.planner.scale_text import ASSUMED, heading, refused, table, verdict
+    from trainer.planner.scale import ASSUMED, heading, refused, table, verdict
 
     labels = [("model", model), *heading(report)]
     width = max(len(label) for label, _ in labels)

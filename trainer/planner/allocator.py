@@ -1,42 +1,173 @@
 """Torch's caching allocator for CUDA (its native backend), without a GPU: how much it reserves for what is allocated.
 
-Source: torch's c10/cuda/CUDACachingAllocator.cpp, ``DeviceCachingAllocator``.
+Source: torch's c10/cuda/CUDACachingAllocator.cpp, ``DeviceCachingAllocator``, and c10/core/AllocatorConfig.h (read at
+2.10, constants at 2.15). Memory is without end here: a plan that needs more than there is does not fit. Left out are
+also private pools (CUDA graphs) and all of ``PYTORCH_CUDA_ALLOC_CONF`` but ``expandable_segments``.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from dataclasses import dataclass
 
-from trainer.planner.blocks import MOST_SMALL, AllocatorSettings, Block, Driver, ExpandableSegments, Pool, extent
+MiB = 2**20
+LEAST_BLOCK = 512  # bytes that every block is a multiple of (kMinBlockSize)
+MOST_SMALL = MiB  # of the largest block in the pool of small ones (kSmallSize); what a large one may waste unsplit
+SMALL_SEGMENT = 2 * MiB  # what the driver is asked for at once for small blocks (kSmallBuffer); an expandable page
+LARGE_SEGMENT = 20 * MiB  # for blocks between 1 and 10 MiB (large_segment_size_mb), and a large expandable page
+LEAST_OWN_SEGMENT = 10 * MiB  # from here on a block that is not cached gets a segment of its own size (kMinLargeAlloc)
+SEGMENT_STEP = 2 * MiB  # that such a segment is a multiple of (kRoundLarge)
+ADDRESSES = 2**50  # bytes of addresses of an expandable segment
 
-__all__ = ["AllocatorSettings", "Block", "CachingAllocator"]
+
+def round_up(number: int, step: int) -> int:
+    """The first multiple of ``step`` that is not less than ``number``."""
+    return -(-number // step) * step
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """What ``PYTORCH_CUDA_ALLOC_CONF`` says: whether a stream has one segment that grows, not one a large block."""
+
+    expandable_segments: bool = False
+
+    def rounded(self, requested: int) -> int:
+        """Bytes of the block that a request of ``requested`` bytes looks for (round_size)."""
+        return max(LEAST_BLOCK, round_up(requested, LEAST_BLOCK))
+
+    def segment_bytes(self, size: int) -> int:
+        """Bytes that the driver is asked for when no free block has ``size`` bytes (get_allocation_size)."""
+        if size <= MOST_SMALL:
+            return SMALL_SEGMENT
+        return LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else round_up(size, SEGMENT_STEP)
+
+    def splits(self, small: bool, remaining: int) -> bool:
+        """Whether a block with ``remaining`` bytes more than were asked for is cut in two (should_split)."""
+        return remaining >= LEAST_BLOCK if small or self.expandable_segments else remaining > MOST_SMALL
+
+
+class Block:
+    """``size`` bytes from ``address`` on, in a segment of ``pool``: in use, free, or without memory behind them.
+
+    The last is so in an expandable segment only, which begins at the address ``segment``.
+    """
+
+    __slots__ = ("address", "allocated", "mapped", "next", "pool", "previous", "requested", "segment", "size")
+
+    def __init__(self, address: int, size: int, pool: Pool, segment: int | None = None) -> None:
+        self.address, self.size, self.pool, self.segment = address, size, pool, segment
+        self.requested, self.allocated, self.mapped = 0, False, True
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+    def split(self, size: int) -> Block:
+        """Keep the first ``size`` bytes; returns the block of the others, which is in no list yet."""
+        rest = Block(self.address + size, self.size - size, self.pool, self.segment)
+        rest.mapped = self.mapped
+        rest.previous, rest.next = self, self.next
+        if self.next is not None:
+            self.next.previous = rest
+        self.next, self.size = rest, size
+        return rest
+
+    def merge(self) -> None:
+        """Take in the blocks before and after that are free like this one, or without memory like this one."""
+        before, after = self.previous, self.next
+        if before is not None and not before.allocated and before.mapped == self.mapped:
+            before.pool.remove(before)
+            self.address, self.size, self.previous = before.address, self.size + before.size, before.previous
+            if self.previous is not None:
+                self.previous.next = self
+        if after is not None and not after.allocated and after.mapped == self.mapped:
+            after.pool.remove(after)
+            self.size, self.next = self.size + after.size, after.next
+            if self.next is not None:
+                self.next.previous = self
+
+    @property
+    def extent(self) -> int:
+        """Bytes that it has, or would have if it grew into the addresses behind it that have no memory."""
+        return self.size if self.next is None or self.next.mapped else self.size + self.next.size
+
+    def has_room(self, size: int) -> bool:
+        """Whether the blocks from this one on that are not in use have ``size`` bytes of addresses."""
+        found, block = 0, self
+        while not block.allocated:
+            found += block.size
+            if found >= size or block.next is None:
+                break
+            block = block.next
+        return found >= size
+
+
+class Pool:
+    """The free blocks of one stream, small or large; no other stream is given one.
+
+    Attributes:
+        page: bytes of memory that an expandable segment gets at once.
+        free: ``(size, address, block)``, in this order: the first that is large enough is the best fit.
+        unmapped: ``(address, block)`` of expandable segments, where no memory is, by address.
+    """
+
+    __slots__ = ("free", "page", "small", "stream", "unmapped")
+
+    def __init__(self, stream: int, small: bool) -> None:
+        self.stream, self.small = stream, small
+        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def insert(self, block: Block) -> None:
+        if block.mapped:
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def remove(self, block: Block) -> None:
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address, block))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address, block))]
+
+
+class Driver:
+    """What the CUDA driver does for the allocator: it counts memory, and gives addresses in rising order."""
+
+    def __init__(self) -> None:
+        self.reserved = self.peak_reserved = 0
+        self._next_address = 2**40
+
+    def reserve(self, size: int) -> None:
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def release(self, size: int) -> None:
+        self.reserved -= size
+
+    def address(self, size: int) -> int:
+        """Where a segment of ``size`` bytes begins."""
+        address = self._next_address
+        self._next_address += size
+        return address
 
 
 class CachingAllocator:
     """One device's allocator: best fit among the free blocks of a stream, else memory from the driver.
 
     A free block is split when enough is left over, and merged with its free neighbours when it is freed. Segments go
-    back to the driver only when it has no memory left, or by :meth:`release_cached`.
-
-    Args:
-        settings: of the allocator.
-        driver: where memory comes from; by default one with the capacity of ``settings``.
+    back to the driver only by :meth:`release_cached`. In an expandable segment memory is mapped a page at a time, at
+    the lowest address where the request fits; gaps that released pages have left are the first to be filled.
 
     Attributes:
         allocated: bytes of the blocks in use, as ``torch.cuda.memory_allocated`` counts: with what rounding adds and
             with what was left over but not split off.
         requested: bytes that were asked for.
-        retries: how often the driver had no memory until the cache was released (num_alloc_retries).
     """
 
     def __init__(self, settings: AllocatorSettings | None = None, driver: Driver | None = None) -> None:
-        self.settings = settings or AllocatorSettings()
-        self.driver = driver or Driver(self.settings.capacity)
+        self.settings, self.driver = settings or AllocatorSettings(), driver or Driver()
         self.pools: dict[tuple[int, bool], Pool] = {}
-        self.expandable = ExpandableSegments(self.settings, self.driver)
-        self.allocated = self.peak_allocated = 0
-        self.requested = self.peak_requested = 0
-        self.retries = 0
+        self.allocated = self.peak_allocated = self.requested = self.peak_requested = 0
 
     @property
     def reserved(self) -> int:
@@ -48,8 +179,8 @@ class CachingAllocator:
         """The most bytes that the driver had given at once."""
         return self.driver.peak_reserved
 
-    def malloc(self, requested: int, stream: int = 0) -> Block | None:
-        """A block for ``requested`` bytes on ``stream``; ``None`` when even a released cache leaves too little memory.
+    def malloc(self, requested: int, stream: int = 0) -> Block:
+        """A block for ``requested`` bytes on ``stream``.
 
         Raises:
             ValueError: for no bytes at all; torch does not come here for an empty tensor.
@@ -57,13 +188,10 @@ class CachingAllocator:
         if requested <= 0:
             raise ValueError(f"a block of {requested} bytes cannot be allocated")
         size = self.settings.rounded(requested)
-        pool = self._pool(stream, size)
-        block = self._cached(pool, size)
-        if block is None:
-            block = self._new(pool, size)
-            if block is None:
-                return None
-        if self.settings.splits(pool.small, size, block.size - size):
+        small = size <= MOST_SMALL
+        pool = self.pools.setdefault((stream, small), Pool(stream, small))
+        block = self._cached(pool, size) or self._from_driver(pool, size)
+        if self.settings.splits(small, block.size - size):
             pool.insert(block.split(size))
         block.allocated, block.requested = True, requested
         self.allocated += block.size
@@ -91,16 +219,10 @@ class CachingAllocator:
         for pool in self.pools.values():
             for _, _, block in list(pool.free):
                 if block.segment is not None:
-                    self.expandable.unmap(block)
+                    self._unmap(block, block.segment)
                 elif block.previous is None and block.next is None:
-                    self._release(block)
-
-    def _pool(self, stream: int, size: int) -> Pool:
-        small = size <= MOST_SMALL
-        pool = self.pools.get((stream, small))
-        if pool is None:
-            pool = self.pools[stream, small] = Pool(stream, small)
-        return pool
+                    pool.remove(block)
+                    self.driver.release(block.size)
 
     def _cached(self, pool: Pool, size: int) -> Block | None:
         """The free block that fits best, taken off its list (get_free_block)."""
@@ -110,60 +232,71 @@ class CachingAllocator:
             return None
         if self.settings.expandable_segments:
             # A block that can grow counts as large as it could get: rather a larger one that cannot.
-            while index + 1 < len(free) and extent(free[index + 1][2]) < extent(free[index][2]):
+            while index + 1 < len(free) and free[index + 1][2].extent < free[index][2].extent:
                 index += 1
-        if self._oversize(free[index][0], size):
-            return None
         return free.pop(index)[2]
 
-    def _oversize(self, found: int, size: int) -> bool:
-        """Whether a block of ``found`` bytes must not be split, and is too large for ``size`` bytes as it is."""
-        limit = self.settings.max_split_bytes
-        if limit is None:
-            return False
-        if size < limit:
-            return found >= limit
-        return found >= size + self.settings.large_segment_bytes
-
-    def _new(self, pool: Pool, size: int) -> Block | None:
-        """A block with memory from the driver, if need be after giving it back what is cached."""
-        block = self._from_driver(pool, size)
-        if block is None and self._release_oversize(pool, size):
-            block = self._from_driver(pool, size)
-        if block is None:
-            self.release_cached()
-            self.retries += 1
-            block = self._from_driver(pool, size)
+    def _from_driver(self, pool: Pool, size: int) -> Block:
+        """A block of at least ``size`` bytes with new memory, on no list."""
+        if not self.settings.expandable_segments:
+            segment = self.settings.segment_bytes(size)
+            self.driver.reserve(segment)
+            return Block(self.driver.address(segment), segment, pool)
+        block = self._lowest(pool, size)
+        if not block.mapped:
+            self._map(block, min(block.size, size))
+        while block.size < size:
+            gap = block.next
+            assert gap is not None
+            self._map(gap, min(gap.size, size - block.size))
+            block = gap  # mapping has merged the two
+        pool.remove(block)
         return block
 
-    def _from_driver(self, pool: Pool, size: int) -> Block | None:
-        if self.settings.expandable_segments:
-            return self.expandable.allocate(pool, size)
-        segment = self.settings.segment_bytes(size)
-        if not self.driver.reserve(segment):
-            return None
-        return Block(self.driver.address(segment), segment, pool)
+    # Source: find_expandable_block, map_block, try_allocate_expandable_block and unmap_block.
 
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back free blocks too large to be split, until ``size`` bytes are free; whether there were enough.
+    def _lowest(self, pool: Pool, size: int) -> Block:
+        """The first block, free or unmapped, from which on ``size`` bytes of addresses can be had."""
+        for _, gap in pool.unmapped:
+            before = gap.previous
+            first = before if before is not None and not before.allocated else gap
+            if first.has_room(size):
+                return first
+        addresses = round_up(max(ADDRESSES, size), pool.page)
+        address = self.driver.address(addresses)
+        block = Block(address, addresses, pool, segment=address)
+        block.mapped = False
+        pool.insert(block)
+        return block
 
-        One that is large enough by itself, if there is one; else the largest first
-        (release_available_cached_blocks).
-        """
-        limit = self.settings.max_split_bytes
-        if limit is None or self.settings.expandable_segments:
-            return False
-        index = bisect_left(pool.free, (size, 0))
-        if index < len(pool.free):
-            self._release(pool.free[index][2])
-            return True
-        released = 0
-        while released < size and pool.free and pool.free[-1][0] >= limit:
-            released += pool.free[-1][0]
-            self._release(pool.free[-1][2])
-        return released >= size
+    def _map(self, block: Block, size: int) -> None:
+        """Put memory behind the pages of the first ``size`` bytes of ``block``, and merge it with free neighbours."""
+        pool, mapped = block.pool, round_up(size, block.pool.page)
+        self.driver.reserve(mapped)
+        pool.remove(block)
+        if mapped < block.size:
+            pool.insert(block.split(mapped))
+        block.mapped = True
+        block.merge()
+        pool.insert(block)
 
-    def _release(self, block: Block) -> None:
-        """Give the driver a free block that is a whole segment."""
-        block.pool.remove(block)
-        self.driver.release(block.size)
+    def _unmap(self, block: Block, segment: int) -> None:
+        """Give back the memory of those pages that lie wholly in a free ``block``."""
+        pool = block.pool
+        begin = segment + round_up(block.address - segment, pool.page)
+        end = block.address + block.size
+        end -= (end - segment) % pool.page
+        if begin >= end:
+            return
+        pool.remove(block)
+        middle = block
+        if begin > block.address:
+            middle = block.split(begin - block.address)
+            pool.insert(block)
+        if middle.size > end - begin:
+            pool.insert(middle.split(end - begin))
+        middle.mapped = False
+        middle.merge()
+        self.driver.release(end - begin)
+        if middle.previous is not None or middle.next is not None:  # else nothing of the segment is left
+            pool.insert(middle)

@@ -2,9 +2,9 @@
 
 Each operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams, Waterman and
 Patterson, 2009), copies and collectives what their link allows. The figures are rates of data sheets times what is
-typically achieved: take the estimate for the order of plans, not for a promise. From a list
-of what ViT-L/16 does, written by hand, it comes out at 0.98 of the time of a published run on an A100 in fp32, and at
-0.7 in bf16 (the published times include loading data).
+typically achieved: take the estimate for the order of plans, not for a promise. From a list of what ViT-L/16 does,
+written by hand, it comes out at 0.98 of the time of a published run on an A100 in fp32, and at 0.7 in bf16 (the
+published times include loading data).
 """
 
 from __future__ import annotations
@@ -16,33 +16,23 @@ from dataclasses import dataclass
 from trainer.planner.events import Trace, Work
 from trainer.planner.gpus import GPU
 
-TENSOR_CORES = 0.55
-"""Of peak, in products on tensor cores: large square ones in isolation reach 0.65-0.7, the narrow ones of a transformer
-and of weight gradients less, and all of them less under a power limit."""
-
-OTHER_CORES = 0.85
-"""Of peak, in large products in fp32 and fp64 without tensor cores: their operands arrive faster than they compute."""
-
-MEMORY = 0.8
-"""Of the bandwidth of the data sheet, in elementwise kernels: DRAM refreshes, and turns between reading and writing."""
-
+# Of peak, in products on tensor cores: large square ones in isolation reach 0.65-0.7, the narrow ones of a transformer
+# and of weight gradients less, and all of them less under a power limit.
+TENSOR_CORES, ON_TENSOR_CORES = 0.55, ("float16", "bfloat16", "tfloat32")
+OTHER_CORES = 0.85  # of peak, in large products in fp32 and fp64: their operands arrive faster than they compute
+MEMORY = 0.8  # of the data sheet's bandwidth, in elementwise kernels: DRAM refreshes, and turns from reading to writing
+# Seconds that a kernel takes at least, and more than the roofline: it starts, fills the GPU and drains. This makes
+# small products inefficient: one of 0.7 GFLOP in bf16 reaches half of what a large one does on an A100.
 KERNEL = 4e-6
-"""Seconds that a kernel takes at least, and more than the roofline: it starts, fills the GPU and drains. This makes
-small products inefficient: one of 0.7 GFLOP in bf16 reaches half of what a large one does on an A100."""
+LAUNCH = 8e-6  # seconds of the CPU for one operation in eager mode, autograd and Python included
+COPY = 10e-6  # seconds to start a copy over the bus
+HOST_MEMORY = 40e9  # bytes a second for one rank's optimizer: two channels of DDR5, or a server's share for each GPU
+HOST_NETWORK = 1e9  # bytes a second of gloo in host memory: 0.2 s for 188 MB on 2 ranks of one machine were measured
+TAKES_WEIGHTS = "split_with_sizes_copy"
+"""The operation with which FSDP2 takes gathered weights over: it waits for their all-gather."""
 
-LAUNCH = 8e-6
-"""Seconds of the CPU for one operation in eager mode, autograd and Python included."""
-
-COPY = 10e-6
-"""Seconds to start a copy over the bus."""
-
-HOST_MEMORY = 40e9
-"""Bytes a second of host memory, for one rank's optimizer: two channels of DDR5, or a server's share for each GPU."""
-
-HOST_NETWORK = 1e9
-"""Bytes a second of a collective in host memory, by gloo: 0.2 s for 188 MB on 2 ranks of one machine were measured."""
-
-ON_TENSOR_CORES = ("float16", "bfloat16", "tfloat32")
+Seconds = Callable[[Work], tuple[str, float]]
+"""Which link a collective takes, and for how many seconds."""
 
 
 def kernel_seconds(item: Work, gpu: GPU) -> float:
@@ -58,36 +48,18 @@ def kernel_seconds(item: Work, gpu: GPU) -> float:
     return KERNEL + max(item.flops / (gpu.flops[dtype] * achieved), item.bytes / (gpu.bandwidth * MEMORY))
 
 
-Seconds = Callable[[Work], tuple[str, float]]
-"""Which link a collective takes, and for how many seconds."""
-
-TAKES_WEIGHTS = "split_with_sizes_copy"
-"""The operation with which FSDP2 takes gathered weights over: it waits for their all-gather."""
-
-
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds of a step.
+    """Milliseconds of a step; what a kind of work takes is one after the other, overlapped or not."""
 
-    Args:
-        step_ms: from its begin to its end, what runs at the same time counted once.
-        alone_ms: the same without any collective.
-        update_ms: of ``step_ms``, what comes after the last backward.
-        compute_ms: of all kernels; as all below one after the other, overlapped or not.
-        launch_ms: of the CPU, which launches while the GPU computes.
-        transfer_ms: of copies over the bus.
-        communication_ms: of collectives.
-        host_ms: of the optimizer on the CPU; nothing overlaps with it.
-    """
-
-    step_ms: float
-    alone_ms: float
-    update_ms: float
-    compute_ms: float
-    launch_ms: float
-    transfer_ms: float
-    communication_ms: float
-    host_ms: float
+    step_ms: float  # from its begin to its end, what runs at the same time counted once
+    alone_ms: float  # the same without any collective
+    update_ms: float  # of ``step_ms``, what comes after the last backward
+    compute_ms: float  # of all kernels
+    launch_ms: float  # of the CPU, which launches while the GPU computes
+    transfer_ms: float  # of copies over the bus
+    communication_ms: float  # of collectives
+    host_ms: float  # of the optimizer on the CPU; nothing overlaps with it
 
     @property
     def exposed_ms(self) -> float:
@@ -96,18 +68,11 @@ class StepCost:
 
 
 def step_cost(trace: Trace, gpu: GPU, seconds: Seconds) -> StepCost:
-    """The time of the last step of ``trace`` on ``gpu``; micro-steps that were not traced are like one in the middle.
-
-    Args:
-        trace: with the work of a step.
-        gpu: of every rank.
-        seconds: of a collective.
-    """
-    figures = [_figures(trace.work, gpu, seconds)]
-    if trace.skipped_micro_steps:
-        figures.append(_figures(one_more(trace), gpu, seconds))
-    first, last = figures[0], figures[-1]
-    return StepCost(*(1e3 * (a + trace.skipped_micro_steps * (b - a)) for a, b in zip(first, last, strict=True)))
+    """The time of the last step of ``trace``; micro-steps that were not traced are like the one in the middle."""
+    figures = _figures(trace.work, gpu, seconds)
+    if more := trace.skipped_micro_steps:
+        figures = [a + more * (b - a) for a, b in zip(figures, _figures(one_more(trace), gpu, seconds), strict=True)]
+    return StepCost(*(1e3 * figure for figure in figures))
 
 
 def one_more(trace: Trace) -> list[Work]:
@@ -119,12 +84,11 @@ def one_more(trace: Trace) -> list[Work]:
 def _figures(work: Sequence[Work], gpu: GPU, seconds: Seconds) -> list[float]:
     """In seconds, in the order of :class:`StepCost`."""
     clocks = Clocks(gpu, seconds)
-    step, busy = clocks.run(work), clocks.busy
-    alone = step
-    if busy["communication"]:
+    step = alone = clocks.run(work)
+    if clocks.busy["communication"]:
         alone = Clocks(gpu, lambda item: (seconds(item)[0], 0.0)).run(work)
-    update = step - clocks.began.get("step", step)
-    return [step, alone, update, *(busy[of] for of in ("compute", "launch", "transfer", "communication", "host"))]
+    kinds = ("compute", "launch", "transfer", "communication", "host")
+    return [step, alone, step - clocks.began.get("step", step), *(clocks.busy[kind] for kind in kinds)]
 
 
 class Clocks:
@@ -136,21 +100,16 @@ class Clocks:
     * FSDP2 gathers the next block's weights while a block computes, one ahead (``wait_for_unshard`` of torch's
       ``_fsdp_param_group.py``), and reduces a block's gradients beside the backward of the blocks before it.
     * Both wait for all reductions at the end of a backward. The host updates when all that it needs has arrived.
-
-    Args:
-        gpu: that computes.
-        seconds: of a collective.
     """
 
     def __init__(self, gpu: GPU, seconds: Seconds) -> None:
         self.gpu, self.seconds = gpu, seconds
-        self.launched = self.computed = self.reduced = 0.0
+        self.launched = self.computed = self.reduced = self.may_gather = self.took_weights = 0.0
         self.free: dict[str, float] = defaultdict(float)
+        self.busy: dict[str, float] = defaultdict(float)
         self.gathered: deque[float] = deque()
-        self.may_gather = self.took_weights = 0.0
         self.phase = ""
         self.began: dict[str, float] = {}
-        self.busy: dict[str, float] = defaultdict(float)
 
     def run(self, work: Sequence[Work]) -> float:
         """Seconds until all of ``work`` is done."""
@@ -205,8 +164,7 @@ class Clocks:
             self.free[link] = max(begin, self.may_gather) + seconds
             self.gathered.append(self.free[link])
             return
-        end = max(begin, self.computed, self.reduced) + seconds
-        self.free[link] = end
+        self.free[link] = end = max(begin, self.computed, self.reduced) + seconds
         if item.phase == "backward":
             self.reduced = end
         else:  # such as the norm of the gradients: the next operation needs it

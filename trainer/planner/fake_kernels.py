@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.backends import cuda
 from torch.nn import functional
 
+from trainer.planner.allocator import round_up
 from trainer.planner.fake_mode import GPU_DEVICE
 
 aten = torch.ops.aten
@@ -59,17 +60,9 @@ def to_dtype_layout(
     return aten._to_copy(tensor, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format)
 
 
-def to_device(
-    tensor: Tensor,
-    device: Any,
-    dtype: torch.dtype,
-    non_blocking: bool = False,
-    copy: bool = False,
-    memory_format: torch.memory_format | None = None,
-) -> Tensor:
-    return to_dtype_layout(
-        tensor, dtype=dtype, device=device, non_blocking=non_blocking, copy=copy, memory_format=memory_format
-    )
+def to_device(tensor: Tensor, device: Any, dtype: torch.dtype, *options: Any) -> Tensor:
+    named = dict(zip(("non_blocking", "copy", "memory_format"), options, strict=False))
+    return to_dtype_layout(tensor, dtype=dtype, device=device, **named)
 
 
 # Attention as the target GPU would compute it: which kernel is chosen, and what it needs inside.
@@ -83,84 +76,49 @@ Kernel = Literal["flash", "efficient", "cudnn", "math"]
 
 @dataclass(frozen=True)
 class AttentionRules:
-    """What a GPU and a version of torch allow.
+    """What a GPU and a version of torch allow."""
 
-    Args:
-        capability: CUDA compute capability.
-        flash: 1 for the first flash attention (torch before 2.2), 2 since.
-        prefers_cudnn: whether cuDNN's attention comes before flash (torch 2.10 and later, on compute capability 9.0 and
-            10.0).
-    """
-
-    capability: tuple[int, int]
-    flash: int = 2
-    prefers_cudnn: bool = False
+    capability: tuple[int, int]  # CUDA compute capability
+    flash: int = 2  # 1 for the first flash attention (torch before 2.2), 2 since
+    prefers_cudnn: bool = False  # whether cuDNN's comes before flash (torch 2.10 and later, on 9.0 and 10.0)
 
     def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> Kernel:
         """The kernel for these tensors, of shape ``(batch, heads, tokens, size)``, of those that are enabled."""
-        if query.dim() != 4 or 0 in query.shape[:3]:
-            return "math"
-        if cuda.cudnn_sdp_enabled() and self._cudnn(query, key, value, mask):
+        if query.dim() != 4 or 0 in query.shape[:3] or any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+            return "math"  # the others want rows in one piece
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        same_heads = query.size(1) == key.size(1) == value.size(1)
+        sizes = query.size(-1), key.size(-1), value.size(-1)
+        if cuda.cudnn_sdp_enabled() and half and self._cudnn(sizes[0], sizes[2], mask):
             return "cudnn"
-        if cuda.flash_sdp_enabled() and self._flash(query, key, value, mask, grouped):
-            return "flash"
-        return "efficient" if cuda.mem_efficient_sdp_enabled() and self._efficient(query, key, value) else "math"
-
-    def _cudnn(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-        size, value_size = query.size(-1), value.size(-1)
-        return (
-            self.prefers_cudnn
-            and self.capability in ((9, 0), (10, 0))
-            and _is_half(query)
-            and not (mask is not None and mask.requires_grad)
-            and size % 8 == 0
-            and value_size % 8 == 0
-            and max(size, value_size) <= 128
-            and _rows_are_dense(query, key, value)
-        )
-
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:
-        size = query.size(-1)
-        fits = size == key.size(-1) == value.size(-1) and size <= 256
-        if self.flash == 1:
-            fits = fits and size % 8 == 0 and size <= 128 and not grouped
-        return (
-            _is_half(query)
-            and self.capability >= (8, 0)
+        if (
+            cuda.flash_sdp_enabled()
+            and half
             and mask is None
-            and fits
-            and _rows_are_dense(query, key, value)
-            and (_same_heads(query, key, value) or grouped)
-        )
+            and (same_heads or grouped)
+            and self._flash(sizes, grouped)
+        ):
+            return "flash"
+        efficient = cuda.mem_efficient_sdp_enabled() and same_heads and self._efficient(query.dtype, half, sizes)
+        return "efficient" if efficient else "math"
 
-    def _efficient(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        if self.capability >= (8, 0):
-            align = 8 if _is_half(query) else 4
-        else:
-            align = 8 if _is_half(query) and self.capability >= (7, 0) else 1
-        bfloat = query.dtype == torch.bfloat16 and self.capability < (8, 0)
-        return (
-            query.dtype in (torch.float32, torch.float16, torch.bfloat16)
-            and not bfloat
-            and query.size(-1) == key.size(-1)
-            and query.size(-1) % align == 0
-            and value.size(-1) % align == 0
-            and _rows_are_dense(query, key, value)
-            and _same_heads(query, key, value)
-            and self.capability >= (5, 0)
-        )
+    def _cudnn(self, size: int, value_size: int, mask: Tensor | None) -> bool:
+        fits = size % 8 == value_size % 8 == 0 and max(size, value_size) <= 128
+        learned = mask is not None and mask.requires_grad
+        return self.prefers_cudnn and self.capability in ((9, 0), (10, 0)) and fits and not learned
 
+    def _flash(self, sizes: tuple[int, ...], grouped: bool) -> bool:
+        size = sizes[0]
+        fits = len(set(sizes)) == 1 and size <= 256 and self.capability >= (8, 0)
+        return fits and (self.flash > 1 or (size % 8 == 0 and size <= 128 and not grouped))
 
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def _rows_are_dense(*tensors: Tensor) -> bool:
-    return all(tensor.stride(-1) == 1 for tensor in tensors)
-
-
-def _same_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return query.size(1) == key.size(1) == value.size(1)
+    def _efficient(self, dtype: torch.dtype, half: bool, sizes: tuple[int, ...]) -> bool:
+        if self.capability < (5, 0) or not (half or dtype == torch.float32):
+            return False
+        if dtype == torch.bfloat16 and self.capability < (8, 0):
+            return False
+        align = 8 if half and self.capability >= (7, 0) else 4 if self.capability >= (8, 0) else 1
+        return sizes[0] == sizes[1] and sizes[0] % align == sizes[2] % align == 0
 
 
 def attend(rules: AttentionRules) -> Any:
@@ -180,19 +138,16 @@ def attend(rules: AttentionRules) -> Any:
         kernel = rules.choose(query, key, value, attn_mask, enable_gqa)
         if kernel == "flash":
             return _flash(rules, query, key, value, dropout_p, is_causal, scale)
+        how: tuple[Any, ...] = (dropout_p, is_causal)
         if kernel == "math":
-            return aten._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-            )[0]
+            math_kernel = aten._scaled_dot_product_attention_math
+            return math_kernel(query, key, value, attn_mask, *how, None, scale=scale, enable_gqa=enable_gqa)[0]
         mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
         if kernel == "cudnn":
-            return aten._scaled_dot_product_cudnn_attention(
-                query, key, value, mask, trains, dropout_p, is_causal, False, scale=scale
-            )[0]
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, trains, dropout_p, is_causal, scale=scale
-        )[0]
+            cudnn = aten._scaled_dot_product_cudnn_attention
+            return cudnn(query, key, value, mask, trains, *how, False, scale=scale)[0]
+        return aten._scaled_dot_product_efficient_attention(query, key, value, mask, trains, *how, scale=scale)[0]
 
     return attention
 
@@ -201,20 +156,14 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A mask as the kernels take it: added to the scores, rows padded to 16 and cut again, one for every head."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
-    if tokens := mask.size(-1) % 16:
-        length = mask.size(-1)
-        mask = functional.pad(mask, (0, 16 - tokens))[..., :length]
+    length = mask.size(-1)
+    if length % 16:
+        mask = functional.pad(mask, (0, 16 - length % 16))[..., :length]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
 
 
 def _flash(
-    rules: AttentionRules,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
+    rules: AttentionRules, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
 ) -> Tensor:
     size = query.size(-1)
     scale = scale if scale is not None else size**-0.5
@@ -227,13 +176,7 @@ def _flash(
 
 
 def inner_bytes(rules: AttentionRules, name: str, args: tuple) -> tuple[int, ...]:
-    """Sizes of what an attention kernel allocates for itself and frees before it returns.
-
-    Args:
-        rules: of the GPU.
-        name: of the operation, without namespace and overload.
-        args: of the call.
-    """
+    """Sizes of what an attention kernel allocates for itself and frees before it returns; ``args`` of a call."""
     if name == "_scaled_dot_product_flash_attention":
         return (3 * args[0].numel() * args[0].element_size(),) if rules.flash == 1 else ()
     if not name.endswith("attention_backward"):
@@ -242,12 +185,12 @@ def inner_bytes(rules: AttentionRules, name: str, args: tuple) -> tuple[int, ...
     batch, heads, tokens, size = query.shape
     rows = batch * heads
     if name == "_scaled_dot_product_efficient_attention_backward":
-        scratch = 0 if query.dtype == torch.float32 else rows * _up(tokens, 64) * _up(size, 32) * 4
-        return rows * _up(tokens, 32) * 4, scratch
+        scratch = 0 if query.dtype == torch.float32 else rows * round_up(tokens, 64) * round_up(size, 32) * 4
+        return rows * round_up(tokens, 32) * 4, scratch
     if name == "_scaled_dot_product_flash_attention_backward" and rules.flash == 1:
-        return 3 * query.numel() * query.element_size(), rows * _up(tokens, 128) * size * 4
+        return 3 * query.numel() * query.element_size(), rows * round_up(tokens, 128) * size * 4
     if name in ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"):
-        return rows * _up(tokens, 128) * _up(size, 32) * 4, rows * _up(tokens, 128) * 4
+        return rows * round_up(tokens, 128) * round_up(size, 32) * 4, rows * round_up(tokens, 128) * 4
     return ()
 
 
@@ -262,7 +205,3 @@ def counted_args(name: str, args: tuple) -> tuple:
     query, key, value = (tuple(tensor.shape) for tensor in args[first : first + 3])
     key, value = ((*shape[:1], query[1], *shape[2:]) for shape in (key, value))
     return (*args[:first], query, key, value, *args[first + 3 :])
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

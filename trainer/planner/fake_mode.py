@@ -16,24 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 
 GPU_DEVICE = torch.device("cuda", 0)
-LARGEST_KNOWN = 2**22
-"""Elements up to which the values of whole numbers and truth values are computed for real."""
-
-UNINITIALISED = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_permuted.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
+LARGEST_KNOWN = 2**22  # elements up to which the values of whole numbers and truth values are computed for real
+UNINITIALISED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_permuted.default}
+UNINITIALISED |= {aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default}
 """Operations that return whatever was in memory before: nobody knows it."""
-
 COMPARED = {aten.eq.Tensor: True, aten.ne.Tensor: False, aten.eq.Scalar: False, aten.ne.Scalar: True}
 """What comparisons of finite numbers come to, with themselves or with infinity: what isfinite is made of."""
-
-SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default}
-"""Operations that a boolean index becomes."""
+SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default}  # what a boolean index becomes
 
 
 class FakeGPUMode(FakeTensorMode):
@@ -87,15 +76,22 @@ class FakeGPUMode(FakeTensorMode):
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
             return None  # a fused optimizer: works in place, and not all have a kernel for fake tensors
         if func is torch.ops.c10d.allreduce_.default:
-            self._sum_over_ranks(args[0])
+            for tensor in args[0]:
+                if (value := self.value(tensor)) is not None:
+                    self._know(tensor, value * self.ranks)
         if func in SIZED_BY_VALUES:
             return self._sized(func, args[0], args[-1])
         if func._schema.is_mutable:
-            self._forget_written(func, args)
+            for argument, written in zip(func._schema.arguments, args, strict=False):
+                for tensor in tree_leaves(written) if argument.is_write else ():
+                    self.known.pop(id(tensor), None)
         try:
             out = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
-            return self._guess(func)
+            if func not in (aten.equal.default, aten.allclose.default):
+                raise
+            self.guesses += 1
+            return True  # a question whether two tensors are equal: they are
         finally:
             torch._C._set_only_lift_cpu_tensors(True)  # a nested mode's exit drops it, and torch.tensor needs it
         if pinned:
@@ -112,18 +108,6 @@ class FakeGPUMode(FakeTensorMode):
         self.guesses += 1
         return False if tensor.dtype == torch.bool else 0
 
-    def _sum_over_ranks(self, tensors: list[Any]) -> None:
-        for tensor in tensors:
-            value = self.value(tensor)
-            if value is not None:
-                self._know(tensor, value * self.ranks)
-
-    def _forget_written(self, func: Any, args: Any) -> None:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.is_write:
-                for tensor in tree_leaves(value):
-                    self.known.pop(id(tensor), None)
-
     def _sized(self, func: Any, tensor: Any, mask: Any) -> Any:
         """The result of an operation whose shape depends on a mask; of one that is not known all elements are taken."""
         value = self.value(mask)
@@ -134,16 +118,9 @@ class FakeGPUMode(FakeTensorMode):
         whole = math.prod(torch.broadcast_shapes(tensor.shape, mask.shape))
         return tensor.new_empty(taken * whole // max(mask.numel(), 1))
 
-    def _guess(self, func: Any) -> Any:
-        """An answer to a question about values, such as whether two tensors are equal: they are."""
-        if func in (aten.equal.default, aten.allclose.default):
-            self.guesses += 1
-            return True
-        raise DataDependentOutputException(func)
-
     def _learn(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Keep the values of what an operation returned, if they can be known."""
-        leaves = [out] if isinstance(out, FakeTensor) else tree_leaves(out)
+        leaves = [out] if isinstance(out, FakeTensor) else tree_leaves(out)  # which costs as much as all the rest
         outs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         for tensor in outs:
             if tensor.constant is not None:  # torch's own knowledge, which it would compute with on a real GPU
@@ -151,7 +128,8 @@ class FakeGPUMode(FakeTensorMode):
                 tensor.constant = None
         finite = _about_finite(func, args)
         if finite is not None and outs[0].numel() <= LARGEST_KNOWN:
-            self._know(outs[0], _full(outs[0].shape, finite))
+            with no_dispatch():
+                self._know(outs[0], torch.tensor(finite).expand(outs[0].shape))  # in the memory of one element
         unknown = [t for t in outs if not t.is_floating_point() and t.numel() <= LARGEST_KNOWN]
         if unknown and id(unknown[0]) not in self.known and func not in UNINITIALISED:
             self._compute(func, args, kwargs, outs)
@@ -160,9 +138,18 @@ class FakeGPUMode(FakeTensorMode):
         """Compute the values of ``outs`` for real, if those of all inputs are known."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return
-        values = _Values(self.value)
-        real_args, real_kwargs = tree_map(values, (tuple(args), dict(kwargs)))
-        if values.unknown:
+        is_known = True
+
+        def real(item: Any) -> Any:
+            nonlocal is_known
+            if isinstance(item, FakeTensor):
+                value = self.value(item)
+                is_known = is_known and value is not None
+                return value
+            return torch.device("cpu") if isinstance(item, torch.device) else item
+
+        real_args, real_kwargs = tree_map(real, (tuple(args), dict(kwargs)))
+        if not is_known:
             return
         with no_dispatch():
             try:
@@ -184,26 +171,6 @@ def _about_finite(func: Any, args: Any) -> bool | None:
     return COMPARED[func] if alike else None
 
 
-def _full(shape: Any, value: bool) -> Tensor:
-    """``value`` everywhere, in the memory of one element."""
-    with no_dispatch():
-        return torch.tensor(value).expand(shape)
-
-
-class _Values:
-    """Replaces tensors by their values, and devices by the CPU; remembers whether one was not known."""
-
-    def __init__(self, value: Callable[[Any], Tensor | None]) -> None:
-        self.value, self.unknown = value, False
-
-    def __call__(self, item: Any) -> Any:
-        if isinstance(item, FakeTensor):
-            known = self.value(item)
-            self.unknown = self.unknown or known is None
-            return item if known is None else known
-        return torch.device("cpu") if isinstance(item, torch.device) else item
-
-
 def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the result is in page-locked memory: if asked for, or copied from the GPU without waiting."""
     if func is aten._to_copy.default and kwargs.get("non_blocking"):
@@ -215,54 +182,48 @@ def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 def _on_a_device(kwargs: dict[str, Any]) -> dict[str, Any]:
     """C++ that asks for "where the input is" says meta, and means the GPU; pinned memory needs one that is there."""
     device = kwargs.get("device")
-    changes: dict[str, Any] = {}
     if device is not None and torch.device(device).type == "meta":
-        changes["device"] = GPU_DEVICE
-    if kwargs.get("pin_memory"):
-        changes["pin_memory"] = False
-    return {**kwargs, **changes} if changes else kwargs
+        kwargs = {**kwargs, "device": GPU_DEVICE}
+    return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
 
-# Autocast as CUDA does it, for tensors that C++ does not believe to be on CUDA.
-#
-# The casts themselves are C++ kernels that look at the device of a tensor, which is ``meta`` to them here. These
-# stand in for them: the same lists of operations, and the same cache of cast weights, which lives as long as the
-# autocast context.
+# Autocast as CUDA does it, for tensors that C++ does not believe to be on CUDA: its own casts look at the device of a
+# tensor, which is ``meta`` to them here. These stand in for them: the same lists of operations, and the same cache of
+# cast weights, which lives as long as the autocast context.
 #
 # Source of the lists: aten/src/ATen/autocast_mode.h; the dispatcher is asked whether they are complete.
 
-LOWER = """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm
-chain_matmul linalg_multi_dot scaled_dot_product_attention _scaled_dot_product_flash_attention""".split()  # noqa: SIM905
-FLOAT32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
-nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
-kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
-triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
-linalg_matrix_sqrth upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
-_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
-upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""".split()  # noqa: SIM905
-FLOAT32_RESULT = """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-linalg_matrix_norm.str_ord sum sum.dim_IntList""".split()  # noqa: SIM905
-WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add""".split()  # noqa: SIM905
+CASTS = {
+    "lower": """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+        conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv
+        linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot scaled_dot_product_attention
+        _scaled_dot_product_flash_attention""",
+    "float32": """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+        nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+        hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+        multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+        dist pdist cdist renorm logsumexp linalg_matrix_sqrth upsample_nearest1d upsample_nearest2d upsample_nearest3d
+        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d
+        upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa""",
+    "result": """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+        linalg_matrix_norm.str_ord sum sum.dim_IntList""",
+    "widest": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+}
+"""What is cast to the lower type, to fp32, what gives a result in fp32, what takes the widest type of its inputs."""
 LEFT_ALONE = """norm.Scalar norm.ScalarOpt_dim binary_cross_entropy _cudnn_rnn rnn_relu_cell rnn_tanh_cell lstm_cell
-gru_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose""".split()  # noqa: SIM905
+    gru_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose"""
 """Refused by autocast, recurrent, or reached only through another of the lists."""
 
 _cast_weights: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], bool]) -> list[str]:
-    """Replace the kernels; return what this version of torch casts, too, and is in none of the lists.
-
-    Args:
-        library: where they are registered: for aten.
-        is_on_gpu: says of a tensor whether it is to be taken for one on the GPU.
-    """
-    kernels = {"lower": LOWER, "float32": FLOAT32, "result": FLOAT32_RESULT, "widest": WIDEST}
-    for policy, names in kernels.items():
-        for name in filter(_exists, names):
-            library.impl(name, _kernel(name, policy, is_on_gpu), "AutocastCUDA", allow_override=True)
+    """Register the kernels in ``library``; return what this torch casts, too, and is in none of the lists."""
+    for policy, names in CASTS.items():
+        for name in names.split():
+            if (op := _overload(name)) is not None:
+                library.impl(name, _kernel(op, policy, is_on_gpu), "AutocastCUDA", allow_override=True)
     clear = torch.clear_autocast_cache
 
     def clear_all() -> None:
@@ -270,29 +231,25 @@ def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], 
         clear()
 
     torch.clear_autocast_cache = clear_all
-    known = {f"aten::{name}" for name in (*LOWER, *FLOAT32, *FLOAT32_RESULT, *WIDEST, *LEFT_ALONE)}
+    known = {f"aten::{name}" for names in (*CASTS.values(), LEFT_ALONE) for name in names.split()}
     cast = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     return sorted(name for name in cast if name.startswith("aten::") and name not in known)
 
 
-def _exists(name: str) -> bool:
+def _overload(name: str) -> Any:
+    """The operation of that name; ``None`` if this version of torch has none."""
     packet, _, overload = name.partition(".")
-    return hasattr(getattr(aten, packet, None), overload or "default")
+    return getattr(getattr(aten, packet, None), overload or "default", None)
 
 
-def _kernel(name: str, policy: str, is_on_gpu: Callable[[Any], bool]) -> Callable[..., Any]:
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(aten, packet), overload or "default")
+def _kernel(op: Any, policy: str, is_on_gpu: Callable[[Any], bool]) -> Callable[..., Any]:
     arguments = [argument.name for argument in op._schema.arguments]
 
     def cast(value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(cast(item, dtype) for item in value)
-        if not isinstance(value, Tensor) or not is_on_gpu(value):
-            return value
-        if not value.is_floating_point() or value.dtype in (dtype, torch.float64):
-            return value
-        return _cast(value, dtype)
+        wanted = isinstance(value, Tensor) and is_on_gpu(value) and value.is_floating_point()
+        return _cast(value, dtype) if wanted and value.dtype not in (dtype, torch.float64) else value
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype("cuda")
@@ -310,14 +267,9 @@ def _kernel(name: str, policy: str, is_on_gpu: Callable[[Any], bool]) -> Callabl
 
 def _with_float32_result(args: tuple, kwargs: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """``kwargs`` with ``dtype=float32``, unless the caller has said which, or the input is no float."""
-    given = kwargs.get("dtype")
-    if "dtype" in names and len(args) > names.index("dtype"):
-        given = args[names.index("dtype")]
-    if given is not None or "dtype" not in names or not args[0].is_floating_point():
+    if "dtype" not in names or len(args) > names.index("dtype") or not args[0].is_floating_point():
         return kwargs
-    if len(args) > names.index("dtype"):  # given as None, by position
-        return kwargs
-    return {**kwargs, "dtype": torch.float32}
+    return kwargs if kwargs.get("dtype") is not None else {**kwargs, "dtype": torch.float32}
 
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from types import TracebackType
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -36,9 +37,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainer.memory import sharding
 from trainer.planner.fake_kernels import install_kernels
 from trainer.planner.fake_mode import GPU_DEVICE, install_autocast
-from trainer.planner.gpus import GPU
 from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
 
+# Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200.
+L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
 _paused = 0
 _library: torch.library.Library | None = None
 
@@ -61,37 +63,27 @@ def _replace(owner: Any, **answers: Any) -> None:
 
 
 def install(target: Target, ranks: int = 1) -> list[str]:
-    """Give this process ``target`` as its device, once and for all; return warnings for a person.
+    """Give this process ``target``, a card or the CPU, as its device, of which this machine says that it has ``ranks``.
 
-    Args:
-        target: the card, or the CPU, and the version of torch.
-        ranks: how many such cards this machine says that it has.
+    It is given once and for all; returns warnings for a person.
     """
     global _library
     if _library is not None:
         raise RuntimeError("a process can have one fake device only: use another process")
     _library = torch.library.Library("aten", "IMPL")
     patch_modules()
-    patch_data()
     patch_ranks()
     if target.device.type == "cpu":  # there is one: nothing but memory is pretended
         return []
     patch_tensors()
     patch_cuda(target, ranks)
-    patch_compile()
-    patch_amp()
-    patch_optimizers()
+    patch_updates()
     patch_fsdp()
     with warnings.catch_warnings():  # that kernels are replaced is the purpose
         warnings.simplefilter("ignore")
         uncast = install_autocast(_library, is_on_gpu)
         install_kernels(_library, target.attention)
-    return _version_warnings(uncast)
-
-
-def _version_warnings(uncast: list[str]) -> list[str]:
-    version = installed_version()
-    if OLDEST <= version <= NEWEST:
+    if OLDEST <= installed_version() <= NEWEST:
         return []
     what = f"; autocast also casts {', '.join(uncast)}, which are left alone here" if uncast else ""
     return [
@@ -101,17 +93,11 @@ def _version_warnings(uncast: list[str]) -> list[str]:
     ]
 
 
-def patch_modules() -> None:
-    """Modules move their parameters, and compile nothing; recurrent ones leave theirs where they are."""
-    _replace(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
-    _replace(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
-
-
 def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """``Module._apply``, which would exchange the insides of tensors; fake ones do not allow that.
 
-    As there, the children come first, parameters stay the same objects unless they leave meta, and each old tensor is
-    freed before the next is moved.
+    Children come first, parameters stay the same objects unless they leave meta, and each old tensor is freed before
+    the next is moved.
     """
     for child in module.children() if recurse else ():
         child._apply(change)
@@ -130,10 +116,11 @@ def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool 
     return module
 
 
-def patch_data() -> None:
-    """A tensor whose data is replaced is on the device of the new data, also for Python.
+def patch_modules() -> None:
+    """Modules move their parameters, and compile nothing; recurrent ones leave theirs where they are.
 
-    And memory that is not there has an address all the same: code asks whether two tensors look at the same one.
+    A tensor whose data is replaced is on the device of the new data, also for Python. Memory that is not there has an
+    address all the same: code asks whether two tensors look at the same one.
     """
     data: Any = torch._C.TensorBase.data
     address: Any = torch.UntypedStorage.data_ptr
@@ -151,6 +138,8 @@ def patch_data() -> None:
     def written(tensor: Tensor, spec: str) -> str:  # f"{loss:.3f}", which torch allows no subclass
         return format(tensor.item(), spec) if spec and not tensor.dim() else str(tensor)
 
+    _replace(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
+    _replace(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
     _replace(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor, __format__=written)
     _replace(torch.UntypedStorage, data_ptr=of_storage)
 
@@ -169,11 +158,8 @@ def patch_tensors() -> None:
 
     _replace(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
     _replace(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
-    _replace(
-        DTensor,
-        device=property(lambda tensor: tensor._local_tensor.device),
-        is_cuda=property(lambda tensor: tensor._local_tensor.is_cuda),
-    )
+    for name in ("device", "is_cuda"):
+        _replace(DTensor, **{name: property(lambda tensor, name=name: getattr(tensor._local_tensor, name))})
     _replace(
         torch.Tensor,
         _make_subclass=staticmethod(make_subclass),
@@ -205,26 +191,27 @@ def _to(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def patch_cuda(target: Target, ranks: int) -> None:
     """``torch.cuda`` answers for the target, of which this machine has ``ranks``."""
-    capability = target.gpu.capability
+    gpu, major = target.gpu, target.gpu.capability[0]
+    properties = SimpleNamespace(  # the few that libraries ask for before they choose
+        L2_cache_size=L2_CACHE.get(gpu.capability, 0),  # at 0 timm's lion takes all weights at once: the most
+        name=gpu.title,
+        total_memory=gpu.memory,
+        major=major,
+        minor=gpu.capability[1],
+    )
+    nothing = ("set_device", "init", "_lazy_init", "synchronize", "empty_cache", "set_rng_state", "manual_seed")
+    _replace(torch.cuda, **dict.fromkeys((*nothing, "manual_seed_all"), lambda *args, **options: None))
     _replace(
         torch.cuda,
         is_available=lambda: True,
         is_initialized=lambda: True,
-        is_bf16_supported=lambda *args, **options: capability >= (8, 0),
+        is_bf16_supported=lambda *args, **options: major >= 8,
         device_count=lambda: ranks,
         current_device=lambda: 0,
-        get_device_capability=lambda device=None: capability,
-        get_device_properties=lambda device=None: _Properties(target.gpu),
-        get_device_name=lambda device=None: target.gpu.title,
-        set_device=lambda device: None,
-        init=lambda: None,
-        _lazy_init=lambda: None,
-        synchronize=lambda device=None: None,
-        empty_cache=lambda: None,
+        get_device_capability=lambda device=None: gpu.capability,
+        get_device_properties=lambda device=None: properties,
+        get_device_name=lambda device=None: gpu.title,
         get_rng_state=lambda device=None: torch.empty(16, dtype=torch.uint8),
-        set_rng_state=lambda state, device=None: None,
-        manual_seed=lambda seed: None,
-        manual_seed_all=lambda seed: None,
         Stream=FakeStream,
         Event=FakeEvent,
         stream=OnStream,
@@ -234,54 +221,35 @@ def patch_cuda(target: Target, ranks: int) -> None:
     )
 
 
-L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
-"""Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200."""
+def patch_updates() -> None:
+    """Gradients are scaled and never overflow; optimizers take the fused paths that they have for CUDA.
 
-
-class _Properties:
-    """The few of a card's properties that libraries ask for before they choose."""
-
-    def __init__(self, gpu: GPU) -> None:
-        self.L2_cache_size = L2_CACHE.get(gpu.capability, 0)  # at 0 timm's lion takes all weights at once: the most
-        self.name, self.total_memory = gpu.title, gpu.memory
-        self.major, self.minor = gpu.capability
-
-
-def patch_compile() -> None:
-    """Compiled updates of optimizers work in place, without intermediate tensors; models are traced as they are."""
+    Updates that they compile work in place, without intermediate tensors; models are traced as they are.
+    """
 
     def compiled(function: Any = None, **options: Any) -> Any:
         if function is None:  # as a decorator with options
             return compiled
         return (lambda *args: None) if getattr(function, "__module__", "").startswith("torchao.") else function
 
-    _replace(torch, compile=compiled)
-    _replace(torch.utils._triton, has_triton=lambda: True)
-
-
-def patch_amp() -> None:
-    """Gradients are scaled, and never overflow."""
-
     def step(scaler: Any, optimizer: Any, found: Any, *args: Any, **options: Any) -> Any:
         return optimizer.step(*args, **options)  # the flag that it would read has no value
 
+    by_device = _foreach_utils._group_tensors_by_device_and_dtype
+
+    def group(*args: Any, **options: Any) -> Any:  # by a device that C++ names
+        found = by_device(*args, **options)
+        return {(GPU_DEVICE if device.type == "meta" else device, dtype): v for (device, dtype), v in found.items()}
+
+    _replace(torch, compile=compiled)
+    _replace(torch.utils._triton, has_triton=lambda: True)
     for module in (cuda_amp, grad_scaler):
         _replace(module, amp_definitely_not_available=lambda: False)
     _replace(torch.amp.GradScaler, _maybe_opt_step=step)
-
-
-def patch_optimizers() -> None:
-    """Optimizers take their ``foreach`` and fused paths on CUDA tensors only, grouped by a device that C++ names."""
     modules: tuple[Any, ...] = (optimizers, _foreach_utils)
     for module in modules:
         known = module._foreach_supported_types
         known += [kind for kind in (FakeTensor, DTensor) if kind not in known]
-    by_device = _foreach_utils._group_tensors_by_device_and_dtype
-
-    def group(*args: Any, **options: Any) -> Any:
-        found = by_device(*args, **options)
-        return {(GPU_DEVICE if device.type == "meta" else device, dtype): v for (device, dtype), v in found.items()}
-
     for module in (*modules, clip_grad):
         _replace(module, _group_tensors_by_device_and_dtype=group)
     checks = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
@@ -310,46 +278,51 @@ def patch_fsdp() -> None:
 
 def patch_ranks() -> None:
     """Which ranks belong together is computed for real; the shapes that DTensor tries out take no memory."""
-    _replace(sharding, init_device_mesh=_for_real(sharding.init_device_mesh))
-    for name in (
-        "_propagate_tensor_meta_non_cached",
-        "propagate_op_sharding_non_cached",
-        "_propagate_tensor_meta",
-        "propagate_tensor_meta",
-        "propagate",
-    ):
+    _replace(sharding, init_device_mesh=_within(_disable_current_modes, sharding.init_device_mesh))
+    names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached", "_propagate_tensor_meta")
+    for name in (*names, "propagate_tensor_meta", "propagate"):
         if hasattr(ShardingPropagator, name):
-            setattr(ShardingPropagator, name, _about_shapes(getattr(ShardingPropagator, name)))
+            setattr(ShardingPropagator, name, _within(_only_shapes, getattr(ShardingPropagator, name)))
 
 
-def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` on real tensors: it computes which ranks belong together."""
-
+def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
-    def real(*args: Any, **options: Any) -> Any:
-        with _disable_current_modes():
+    def wrapped(*args: Any, **options: Any) -> Any:
+        with context():
             return function(*args, **options)
 
-    return real
+    return wrapped
 
 
-def _about_shapes(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def paused(*args: Any, **options: Any) -> Any:
-        global _paused
-        _paused += 1
-        try:
-            return function(*args, **options)
-        finally:
-            _paused -= 1
-
-    return paused
+@contextmanager
+def _only_shapes() -> Iterator[None]:
+    global _paused
+    _paused += 1
+    try:
+        yield
+    finally:
+        _paused -= 1
 
 
 # Streams and events of a GPU that is not there: they keep the order in which memory is asked for, and no time.
 
 
-class FakeStream:
+class OnStream:
+    """Stands in for ``torch.cuda.stream(stream)``."""
+
+    def __init__(self, stream: FakeStream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> FakeStream | None:
+        self._before = FakeStream.current
+        FakeStream.current = self.stream or self._before
+        return self.stream
+
+    def __exit__(self, *error: object) -> None:
+        FakeStream.current = self._before
+
+
+class FakeStream(OnStream):
     """Stands in for ``torch.cuda.Stream``. The allocator keeps free memory apart for each stream; 0 computes."""
 
     made: ClassVar[int] = 0
@@ -357,6 +330,7 @@ class FakeStream:
     default: ClassVar[FakeStream]
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(self)
         self.number = FakeStream.made
         FakeStream.made += 1
         self.device = torch.device("cuda", 0)
@@ -373,22 +347,8 @@ class FakeStream:
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         return event or FakeEvent()
 
-    def __enter__(self) -> FakeStream:
-        self._before = FakeStream.current
-        FakeStream.current = self
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        FakeStream.current = self._before
-
-    @classmethod
-    def restart(cls) -> None:
-        """Forget all streams but the default one."""
-        cls.made = 0
-        cls.default = cls.current = cls()
-
-
-FakeStream.restart()
+FakeStream.default = FakeStream.current = FakeStream()
 
 
 class FakeEvent:
@@ -404,19 +364,3 @@ class FakeEvent:
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return 0.0
-
-
-class OnStream:
-    """Stands in for ``torch.cuda.stream(stream)``."""
-
-    def __init__(self, stream: FakeStream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        self._before = FakeStream.current
-        FakeStream.current = self.stream or self._before
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        FakeStream.current = self._before

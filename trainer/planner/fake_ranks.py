@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,32 +15,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer.memory import sharding
 
 MIB = 2**20
-FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
-"""Bytes after which DDP closes its first bucket of gradients, and every other (its defaults)."""
-BROADCAST_BUFFER = 250 * MIB
-"""Bytes of weights that DDP packs together when it gives every rank those of the first."""
+FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # after which DDP closes its first bucket of gradients, and every other
+BROADCAST_BUFFER = 250 * MIB  # of weights that DDP packs together when it gives every rank those of the first
 
 
-@contextmanager
-def fake_ranks(ranks: int, nodes: int = 1) -> Iterator[None]:
+def fake_ranks(ranks: int, nodes: int = 1) -> None:
     """Make this process the first of ``ranks``, as torchrun would have started them on ``nodes``; the others are mute.
 
     Every rank is taken to do what this one does: sums over the ranks are of equal parts.
     """
-    environment = {
-        "TORCHELASTIC_RUN_ID": "planner",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks // nodes),
-        "GROUP_WORLD_SIZE": str(nodes),
-        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-    }
-    os.environ.update(environment)
+    sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // nodes, "GROUP_WORLD_SIZE": nodes}
+    own = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), 0)
+    os.environ.update({name: str(number) for name, number in (sizes | own).items()})
+    os.environ.update(TORCHELASTIC_RUN_ID="planner", MASTER_ADDR="localhost")
     forget_process_group()
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     sharding.DistributedDataParallel = TracedDDP  # type: ignore[misc]
-    yield
 
 
 _FORGOTTEN: list[Any] = []
@@ -72,34 +61,29 @@ class TracedDDP(DistributedDataParallel):
     def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
         nn.Module.__init__(self)
         self.module = module
-        self.require_backward_grad_sync = True
+        self.require_backward_grad_sync, self.rebuilt = True, False
         self.buckets: list[Tensor] = []
-        self.places: dict[nn.Parameter, Tensor] = {}
-        self.bucket_of: dict[nn.Parameter, int] = {}
-        self.waiting: list[set[nn.Parameter]] = []
-        self.arrived: list[nn.Parameter] = []
-        self.rebuilt = False
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.waiting: list[set[Tensor]] = []
+        self.arrived: list[Tensor] = []
+        self.places: dict[Tensor, Tensor] = {}
+        self.bucket_of: dict[Tensor, int] = {}
+        trained: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._broadcast([*module.parameters(), *module.buffers()])
         self._make_buckets(list(reversed(trained)))
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._reduce)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.require_backward_grad_sync and torch.is_grad_enabled():
-            self._rebuild()
-        return self.module(*inputs, **kwargs)
-
-    def _check_reducer_finalized(self) -> None:
-        """Nothing: every parameter that arrives is reduced at once."""
-
-    def _rebuild(self) -> None:
-        if self.arrived and not self.rebuilt:
+        if self.require_backward_grad_sync and torch.is_grad_enabled() and self.arrived and not self.rebuilt:
             self.rebuilt = True
             self.places.clear()
             self.buckets.clear()  # before the new ones are made, as in C++
             self.waiting.clear()
             self._make_buckets(self.arrived)
+        return self.module(*inputs, **kwargs)
+
+    def _check_reducer_finalized(self) -> None:
+        """Nothing: every parameter that arrives is reduced at once."""
 
     @torch.no_grad()
     def _broadcast(self, tensors: list[Tensor]) -> None:
@@ -110,7 +94,7 @@ class TracedDDP(DistributedDataParallel):
             torch.distributed.broadcast(in_flight[-1], 0)
             in_flight = in_flight[-2:]
 
-    def _make_buckets(self, parameters: list[nn.Parameter]) -> None:
+    def _make_buckets(self, parameters: list[Tensor]) -> None:
         for group in _grouped(parameters, FIRST_BUCKET, BUCKET):
             sizes = [parameter.numel() for parameter in group]
             bucket = torch.empty(sum(sizes), dtype=group[0].dtype, device=group[0].device)
@@ -125,12 +109,12 @@ class TracedDDP(DistributedDataParallel):
         if not self.require_backward_grad_sync:
             return
         if not self.rebuilt:
-            self.arrived.append(parameter)  # type: ignore[arg-type]
-        place = self.places[parameter]  # type: ignore[index]
+            self.arrived.append(parameter)
+        place = self.places[parameter]
         if parameter.grad is not None and parameter.grad.untyped_storage()._cdata != place.untyped_storage()._cdata:
             place.copy_(parameter.grad)
             parameter.grad = place
-        number = self.bucket_of[parameter]  # type: ignore[index]
+        number = self.bucket_of[parameter]
         self.waiting[number].discard(parameter)
         if not self.waiting[number]:
             torch.distributed.all_reduce(self.buckets[number], async_op=True)

@@ -14,51 +14,31 @@ from typing import Any
 from trainer.errors import RecipeError
 from trainer.system.machine import cores
 
+# What a large transfer reaches of a link's nominal rate: 25 of 31.5 GB/s on PCIe 4.0 with pinned memory, 230-240 of 300
+# GB/s in NCCL's all-reduce over the NVLink of eight A100. The rest is packet headers and flow control.
 ACHIEVED = 0.8
-"""What a large transfer reaches of a link's nominal rate: 25 of 31.5 GB/s on PCIe 4.0 with pinned memory, 230-240
-of 300 GB/s in NCCL's all-reduce over the NVLink of eight A100. The rest is packet headers and flow control."""
-
-PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0
-"""Nominal GB/s of 16 lanes in one direction, after line coding."""
-
-AMD_MI300 = (9, 4)
-"""What torch gives as the capability of gfx942. There is no such CUDA capability."""
-
-MIB = 2**20
-GIB = 2**30
+PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0  # nominal GB/s of 16 lanes in one direction, after line coding
+AMD_MI300 = (9, 4)  # what torch gives as the capability of gfx942; there is no such CUDA capability
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A graphics card, from its maker's data sheet.
+    """A graphics card, from its maker's data sheet."""
 
-    Args:
-        name: as a flag, such as a100-80gb.
-        title: as a person says it, such as A100 80 GB (SXM).
-        capability: CUDA compute capability, such as (8, 0).
-        memory: bytes that a process finds, as ``torch.cuda.get_device_properties`` gives them.
-        bandwidth: of its memory, bytes a second.
-        flops: dense floating-point operations a second by torch's dtype, without sparsity and with sums in fp32; also
-            ``tfloat32`` where it has it. A dtype that is not there has no units of its own.
-        bus: PCIe, bytes a second in one direction, as a large copy from pinned memory reaches them (``ACHIEVED``).
-        link: to another GPU of the same machine, bytes a second in one direction, as a large collective reaches them;
-            that of the bus where it has none.
-        reported: what the driver calls it; empty where the card was not looked up by name.
-        estimated: the figures are not from a data sheet, but derived from what torch says of the card.
-        note: what a person must know before trusting a prediction for it.
-    """
-
-    name: str
-    title: str
-    capability: tuple[int, int]
-    memory: int
-    bandwidth: float
+    name: str  # as a flag, such as a100-80gb
+    title: str  # as a person says it, such as A100 80 GB (SXM)
+    capability: tuple[int, int]  # CUDA compute capability, such as (8, 0)
+    memory: int  # bytes that a process finds, as torch.cuda.get_device_properties gives them
+    bandwidth: float  # of its memory, bytes a second
+    # Dense floating-point operations a second by torch's dtype, without sparsity and with sums in fp32; also tfloat32
+    # where it has it. A dtype that is not there has no units of its own.
     flops: dict[str, float]
-    bus: float
-    link: float
-    reported: str = ""
-    estimated: bool = False
-    note: str = ""
+    bus: float  # PCIe, bytes a second in one direction, as a large copy from pinned memory reaches them (ACHIEVED)
+    link: float  # the same to another GPU of its machine, as a large collective reaches them; of the bus if it has none
+    reported: str = ""  # what the driver calls it; empty where the card was not looked up by name
+    estimated: bool = False  # the figures are not from a data sheet, but derived from what torch says of the card
+    note: str = ""  # what a person must know before trusting a prediction for it
 
     @property
     def cublas_workspace(self) -> int:
@@ -118,18 +98,18 @@ def host_as_device() -> GPU:
     return GPU("cpu", "CPU", (0, 0), memory, 20e9, flops, bus=20e9, link=1e9, estimated=True)
 
 
+def outside(gpu: GPU, ranks: int) -> int:
+    """Bytes that each device needs beside torch's allocator: CUDA's context and NCCL's buffers."""
+    return gpu.context + nccl_bytes(ranks)
+
+
 def usable_memory(gpu: GPU, ranks: int) -> int:
     """Bytes that torch's allocator may reserve."""
     return gpu.memory - outside(gpu, ranks)
 
 
-def outside(gpu: GPU, ranks: int) -> int:
-    """Bytes that each device needs besides: CUDA's context and NCCL's buffers."""
-    return gpu.context + nccl_bytes(ranks)
-
-
 def nccl_bytes(ranks: int) -> int:
-    """Bytes of NCCL's buffers, beside torch's allocator; 0 for one rank. A margin that was not measured.
+    """Bytes of NCCL's buffers; 0 for one rank. A margin that was not measured.
 
     Each channel to each neighbour has about 10 MB of buffers. A ring has two neighbours on up to 32 channels, a tree
     more with every doubling of the ranks.
@@ -141,39 +121,24 @@ def _squash(name: str) -> str:
     return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", name.lower())
 
 
-FLOPS_PER_CLOCK = {
-    6: (256, 256),
-    7: (128, 512),
-    8: (256, 512),
-    9: (256, 4096),
-    10: (256, 8192),
-    12: (256, 512),
-}
-"""Of one multiprocessor, by major capability: in fp32, and in half precision with sums in fp32. Of GeForce where it
-differs from servers' cards, so that a card is rather faster than estimated."""
+# Of one multiprocessor, by major capability: in fp32, and in half precision with sums in fp32. Of GeForce where it
+# differs from servers' cards, so that a card is rather faster than estimated.
+FLOPS_PER_CLOCK = {6: (256, 256), 7: (128, 512), 8: (256, 512), 9: (256, 4096), 10: (256, 8192), 12: (256, 512)}
 
 
 def _estimate(seen: Mapping[str, Any]) -> GPU:
-    capability = (seen["major"], seen["minor"])
+    capability, name = (seen["major"], seen["minor"]), seen["name"]
     fp32, half = (128, 2048) if capability == (8, 0) else FLOPS_PER_CLOCK.get(seen["major"], (256, 512))
     # Clocks are in kHz. Where torch does not say them, those of a slow card.
     clock = seen["multi_processor_count"] * (seen["clock_rate"] or 1_400_000) * 1e3
     beats = (seen["memory_clock_rate"] or 5_000_000) * 2e3  # two a clock
-    width = seen["memory_bus_width"] or 128
+    bandwidth = beats * (seen["memory_bus_width"] or 128) / 8
     double = fp32 / 2 if capability in ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0)) else fp32 / 64
+    flops = _flops(capability, clock * double, clock * fp32, clock * half / 2, clock * half)
     bus = (PCIE_4 if capability >= (8, 0) else PCIE_3) * 1e9 * ACHIEVED
-    return GPU(
-        "detected",
-        seen["name"],
-        capability,
-        seen["total_memory"],
-        beats * width / 8,
-        _flops(capability, clock * double, clock * fp32, clock * half / 2, clock * half),
-        bus,
-        bus,
-        estimated=True,
-        note=f"{seen['name']} is not in the planner's table: its speed is estimated from its clocks",
-    )
+    note = f"{name} is not in the planner's table: its speed is estimated from its clocks"
+    memory = seen["total_memory"]
+    return GPU("detected", name, capability, memory, bandwidth, flops, bus, bus, estimated=True, note=note)
 
 
 def _flops(capability: tuple[int, int], fp64: float, fp32: float, tf32: float, half: float) -> dict[str, float]:
@@ -194,18 +159,10 @@ def _card(
     note: str = "",
 ) -> GPU:
     """From the units of data sheets: GiB, GB/s, TFLOP/s in fp64, fp32, tf32 and half, nominal GB/s."""
-    return GPU(
-        name,
-        title,
-        capability,
-        int(memory * GIB),
-        bandwidth * 1e9,
-        _flops(capability, *(figure * 1e12 for figure in tflops)),
-        bus * 1e9 * ACHIEVED,
-        (bus if link is None else link) * 1e9 * ACHIEVED,
-        reported,
-        note=note,
-    )
+    flops = _flops(capability, *(figure * 1e12 for figure in tflops))
+    within = (bus if link is None else link) * 1e9 * ACHIEVED
+    size, moves, reached = int(memory * GIB), bandwidth * 1e9, bus * 1e9 * ACHIEVED
+    return GPU(name, title, capability, size, moves, flops, reached, within, reported, note=note)
 
 
 def _geforce(
@@ -213,9 +170,8 @@ def _geforce(
 ) -> GPU:
     """Since Ampere tensor cores of GeForce do twice the fp32 rate in half precision with sums in fp32, which is half of
     what is advertised (sums in fp16), and once in tf32."""
-    rates = (tflops / 64, tflops, tflops, 2 * tflops)
-    reported = "NVIDIA GeForce " + re.sub(r" \d+GB$", "", title)
-    return _card(title.lower().replace(" ", "-"), title, reported, capability, memory, bandwidth, rates, bus)
+    name, reported = title.lower().replace(" ", "-"), "NVIDIA GeForce " + re.sub(r" \d+GB$", "", title)
+    return _card(name, title, reported, capability, memory, bandwidth, (tflops / 64, tflops, tflops, 2 * tflops), bus)
 
 
 # Memory is what torch reports on Linux: the least that was found in published out-of-memory messages. It differs by
@@ -226,6 +182,8 @@ _AMPERE, _ADA, _BLACKWELL = (8, 6), (8, 9), (12, 0)
 _V100 = (7.8, 15.7, 0, 125)
 _A100 = (19.5, 19.5, 156, 312)
 _HOPPER = (66.9, 66.9, 494.7, 989.4)
+_MI300X = (163.4, 163.4, 653.7, 1307.4)
+_ROCM = "the replay assumes the workspaces of CUDA's kernels, and was never compared with a run on ROCm"
 _SERVERS = [
     _card("t4", "T4", "Tesla T4", (7, 5), 14.56, 320, (0.25, 8.1, 0, 65), PCIE_3),
     _card("v100-16gb", "V100 16 GB (SXM)", "Tesla V100-SXM2-16GB", (7, 0), 15.77, 900, _V100, PCIE_3, 150),
@@ -246,18 +204,7 @@ _SERVERS = [
     # NVLink-C2C joins its host memory: 450 GB/s each way.
     _card("gh200", "GH200 (96 GB)", "NVIDIA GH200 480GB", (9, 0), 94.5, 4000, _HOPPER, 450, 450),
     _card("b200", "B200", "NVIDIA B200", (10, 0), 178.35, 7700, (37, 75, 1125, 2250), PCIE_5, 900),
-    _card(
-        "mi300x",
-        "MI300X",
-        "AMD Instinct MI300X",
-        AMD_MI300,
-        191.69,
-        5300,
-        (163.4, 163.4, 653.7, 1307.4),
-        PCIE_5,
-        448,
-        note="the replay assumes the workspaces of CUDA's kernels, and was never compared with a run on ROCm",
-    ),
+    _card("mi300x", "MI300X", "AMD Instinct MI300X", AMD_MI300, 191.69, 5300, _MI300X, PCIE_5, 448, _ROCM),
 ]
 _GEFORCE = [
     _geforce("RTX 3060", _AMPERE, 11.63, 360, 12.7, PCIE_4),
@@ -291,13 +238,6 @@ _GEFORCE = [
 GPUS = {gpu.name: gpu for gpu in [*_SERVERS, *_GEFORCE]}
 """All GPUs of the table by name."""
 
-ALIASES = {
-    "a100": "a100-80gb",
-    "a100sxm": "a100-80gb",
-    "a100pcie": "a100-80gb-pcie",
-    "306012gb": "rtx-3060",
-    "308010gb": "rtx-3080",
-    "h100": "h100-sxm",
-    "v100": "v100-16gb",
-}
-"""Shorter names, squashed as ``gpu_named`` does it."""
+# Shorter names, squashed as ``gpu_named`` does it.
+ALIASES = {"a100": "a100-80gb", "a100sxm": "a100-80gb", "a100pcie": "a100-80gb-pcie", "h100": "h100-sxm"}
+ALIASES |= {"v100": "v100-16gb", "306012gb": "rtx-3060", "308010gb": "rtx-3080"}

@@ -46,18 +46,15 @@ def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True) -> list[Settin
 
 def is_sensible(memory: Memory, ranks: int) -> bool:
     """Whether a combination can be better than the others: some only cost time for memory that another saves."""
-    sharded = memory.strategy == "fsdp" or memory.cpu_offload == "parameters"
-    if memory.strategy == "ddp" and memory.cpu_offload == "parameters":
+    checkpointing, offload = memory.activation_checkpointing, memory.cpu_offload
+    if memory.strategy == "ddp" and offload == "parameters":
         return False  # streaming is FSDP's
     if not memory.reshard_after_forward:
-        plain = memory.activation_checkpointing == "none" and not memory.activation_offload
-        return sharded and ranks > 1 and plain and memory.cpu_offload == "none"
-    if memory.activation_offload:
-        # Instead of checkpointing, or as the last resort when all else has been moved off the device already.
-        if memory.activation_checkpointing == "none":
-            return memory.cpu_offload == "none"
-        return memory.activation_checkpointing == "full" and memory.cpu_offload != "none"
-    return True
+        plain = checkpointing == "none" and not memory.activation_offload
+        return memory.strategy == "fsdp" and ranks > 1 and plain and offload == "none"
+    # Instead of checkpointing, or as the last resort when all else has been moved off the device already.
+    moved = (checkpointing, offload == "none") in (("none", True), ("full", False))
+    return moved or not memory.activation_offload
 
 
 ORDER = {f"memory.{knob.name}": knob.values for knob in SEARCHED if knob.graded}
@@ -79,17 +76,12 @@ def does_more(settings: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
     """Samples of a micro-batch to consider, the most first; ``[None]`` where the recipe decides."""
-    if recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None or recipe.batch_size is None:
-        return [None]
-    if recipe.run.deterministic:  # for which it must not depend on the ranks
+    given = recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None
+    if given or recipe.batch_size is None or recipe.run.deterministic:  # for which it must not depend on the ranks
         return [None]
     share = -(-recipe.batch_size // ranks)
-    sizes: list[int | None] = []
-    parts = 1
-    while sizes[-1:] != [1]:
-        sizes.append(-(-share // parts))
-        parts *= 2
-    return list(dict.fromkeys(sizes))
+    halvings = range((share - 1).bit_length() + 1)
+    return list(dict.fromkeys(-(-share // 2**times) for times in halvings))
 
 
 def lossy_steps(recipe: Recipe) -> list[Settings]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -18,98 +18,62 @@ from trainer.planner.gpus import ACHIEVED, GPU, PCIE_4, PCIE_5
 from trainer.planner.knobs import Settings
 from trainer.recipe import Memory
 
-BASE = 14e-6
-"""Seconds of any collective: ``baseLat`` of NCCL's LL128 protocol."""
-
+BASE = 14e-6  # seconds of any collective: ``baseLat`` of NCCL's LL128 protocol
+# Seconds of one hop of a ring: ``hwLat`` of the same protocol, for NVLink, PCIe and the network.
 NVLINK_HOP, PCIE_HOP, RDMA_HOP = 1.9e-6, 2.5e-6, 4e-6
-"""Seconds of one hop of a ring: ``hwLat`` of the same protocol, for NVLink, PCIe and the network."""
-
+# Over TCP: 8 bytes took 38 to 46 µs between two nodes (github.com/NVIDIA/nccl-tests/issues/82), with ``BASE``.
 TCP_HOP = 20e-6
-"""Seconds of a hop over TCP: 8 bytes took 38 to 46 µs between two nodes (github.com/NVIDIA/nccl-tests/issues/82), of
-which ``BASE`` is a part."""
-
+# What NCCL reaches of Ethernet over TCP: "no more than 60 % of wire speed" at 32 Gbit/s, 4 to 6 of 12.5 GB/s at 100
+# (github.com/NVIDIA/nccl/issues/209 and /450). RDMA reaches ``ACHIEVED``: 600 of 800 Gbit/s over RoCE (issue 495).
 TCP = 0.6
-"""What NCCL reaches of Ethernet over TCP: "no more than 60 % of wire speed" at 32 Gbit/s, 4 to 6 of 12.5 GB/s at 100
-(github.com/NVIDIA/nccl/issues/209 and /450). RDMA reaches ``ACHIEVED``: 600 of 800 Gbit/s over RoCE (issue 495)."""
-
-TREE = 0.9
-"""What a tree reaches of the bandwidth of a ring."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """What joins GPUs.
-
-    Args:
-        name: as a flag.
-        title: as a person says it, with the source of its bandwidth.
-        bandwidth: bytes a second in one direction, as large collectives reach them: of one GPU in a node; of one
-            adapter between nodes.
-        latency: seconds of a hop.
-    """
-
-    name: str
-    title: str
-    bandwidth: float
-    latency: float
-
-
-WITHIN = {
-    link.name: link
-    for link in (
-        Link("pcie-4", "PCIe 4.0 x16 (PCI-SIG)", PCIE_4 * 1e9 * ACHIEVED, PCIE_HOP),
-        Link("pcie-5", "PCIe 5.0 x16 (PCI-SIG)", PCIE_5 * 1e9 * ACHIEVED, PCIE_HOP),
-        Link("nvlink-3", "NVLink 3, 300 GB/s each way (NVIDIA A100)", 300e9 * ACHIEVED, NVLINK_HOP),
-        Link("nvlink-4", "NVLink 4, 450 GB/s each way (NVIDIA H100)", 450e9 * ACHIEVED, NVLINK_HOP),
-    )
-}
-"""Links within a node."""
-
-BETWEEN = {
-    link.name: link
-    for link in (
-        Link("10gbe", "10 Gbit/s Ethernet over TCP (IEEE 802.3ae)", 1.25e9 * TCP, TCP_HOP),
-        Link("25gbe", "25 Gbit/s Ethernet over TCP (IEEE 802.3by)", 3.125e9 * TCP, TCP_HOP),
-        Link("100gbe", "100 Gbit/s Ethernet over TCP (IEEE 802.3ba)", 12.5e9 * TCP, TCP_HOP),
-        Link("roce-100", "100 Gbit/s Ethernet with RDMA (IEEE 802.3ba)", 12.5e9 * ACHIEVED, RDMA_HOP),
-        Link("ib-hdr", "InfiniBand HDR, 200 Gbit/s (IBTA)", 25e9 * ACHIEVED, RDMA_HOP),
-        Link("ib-ndr", "InfiniBand NDR, 400 Gbit/s (IBTA)", 50e9 * ACHIEVED, RDMA_HOP),
-    )
-}
-"""One adapter of a node. A node with several is written ``8x-ib-hdr`` (DGX A100) or ``8x-ib-ndr`` (DGX H100)."""
-
+TREE = 0.9  # what a tree reaches of the bandwidth of a ring
 USUAL, ONE = "25gbe,100gbe,8x-ib-hdr", "ib-hdr"
 """What is compared when nobody says which, and what joins the nodes of a single plan."""
 
 
 @dataclass(frozen=True)
+class Link:
+    """What joins GPUs."""
+
+    name: str  # as a flag
+    title: str  # as a person says it, with the source of its bandwidth
+    bandwidth: float  # bytes a second in one direction, of large collectives: of a GPU in a node, an adapter between
+    latency: float  # seconds of a hop
+
+
+_WITHIN = (
+    Link("pcie-4", "PCIe 4.0 x16 (PCI-SIG)", PCIE_4 * 1e9 * ACHIEVED, PCIE_HOP),
+    Link("pcie-5", "PCIe 5.0 x16 (PCI-SIG)", PCIE_5 * 1e9 * ACHIEVED, PCIE_HOP),
+    Link("nvlink-3", "NVLink 3, 300 GB/s each way (NVIDIA A100)", 300e9 * ACHIEVED, NVLINK_HOP),
+    Link("nvlink-4", "NVLink 4, 450 GB/s each way (NVIDIA H100)", 450e9 * ACHIEVED, NVLINK_HOP),
+)
+_BETWEEN = (  # one adapter; a node with several is written ``8x-ib-hdr`` (DGX A100) or ``8x-ib-ndr`` (DGX H100)
+    Link("10gbe", "10 Gbit/s Ethernet over TCP (IEEE 802.3ae)", 1.25e9 * TCP, TCP_HOP),
+    Link("25gbe", "25 Gbit/s Ethernet over TCP (IEEE 802.3by)", 3.125e9 * TCP, TCP_HOP),
+    Link("100gbe", "100 Gbit/s Ethernet over TCP (IEEE 802.3ba)", 12.5e9 * TCP, TCP_HOP),
+    Link("roce-100", "100 Gbit/s Ethernet with RDMA (IEEE 802.3ba)", 12.5e9 * ACHIEVED, RDMA_HOP),
+    Link("ib-hdr", "InfiniBand HDR, 200 Gbit/s (IBTA)", 25e9 * ACHIEVED, RDMA_HOP),
+    Link("ib-ndr", "InfiniBand NDR, 400 Gbit/s (IBTA)", 50e9 * ACHIEVED, RDMA_HOP),
+)
+WITHIN, BETWEEN = ({link.name: link for link in links} for links in (_WITHIN, _BETWEEN))
+
+
+@dataclass(frozen=True)
 class Group:
-    """The ranks of one collective.
+    """The ranks of one collective."""
 
-    Args:
-        ranks: that take part.
-        nodes: that they are on, evenly.
-        beside: groups that do the same at the same time and share the network of the nodes with this one.
-    """
-
-    ranks: int
-    nodes: int
-    beside: int = 1
+    ranks: int  # that take part
+    nodes: int  # that they are on, evenly
+    beside: int = 1  # groups that do the same at the same time and share the network of the nodes with this one
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """What joins the GPUs of a cluster.
+    """What joins the GPUs of a cluster."""
 
-    Args:
-        name: as a flag: ``100gbe``, ``8x-ib-hdr``, ``pcie-4+25gbe``.
-        within: the link of each GPU to the others of its node.
-        between: what leaves a node, over all its adapters.
-    """
-
-    name: str
-    within: Link
-    between: Link
+    name: str  # as a flag: ``100gbe``, ``8x-ib-hdr``, ``pcie-4+25gbe``
+    within: Link  # of each GPU to the others of its node
+    between: Link  # what leaves a node, over all its adapters
 
     def seconds(self, op: str, size: int, group: Group) -> float:
         """Seconds of a collective of ``size`` bytes (of the whole tensor): of a ring or, if faster, of a tree.
@@ -162,8 +126,7 @@ def interconnects(text: str, gpu: GPU) -> list[Interconnect]:
         RecipeError: for a name that is not known, or that is there twice.
     """
     names = [name.strip().lower() for name in text.split(",")]
-    if len(set(names)) < len(names):
-        raise RecipeError(f"--interconnect={text} names one of them twice")
+    require(len(set(names)) == len(names), f"--interconnect={text} names one of them twice")
     return [_interconnect(name, gpu) for name in names]
 
 
@@ -171,16 +134,16 @@ def _interconnect(name: str, gpu: GPU) -> Interconnect:
     within, plus, between = name.rpartition("+")
     match = re.fullmatch(r"(?:(\d+)x-?)?(.+)", between)
     if match is None or match[2] not in BETWEEN or match[1] == "0":
-        raise _unknown(name, between, [*BETWEEN, *(f"8x-{known}" for known in BETWEEN)], "between nodes", list(BETWEEN))
+        raise _unknown(name, between, [*BETWEEN, *(f"8x-{known}" for known in BETWEEN)], "between nodes", BETWEEN)
     if plus and within not in WITHIN:
-        raise _unknown(name, within, list(WITHIN), "within a node", list(WITHIN))
+        raise _unknown(name, within, [*WITHIN], "within a node", WITHIN)
     adapters, one = int(match[1] or 1), BETWEEN[match[2]]
     title = f"{adapters} × {one.title}" if adapters > 1 else one.title
     whole = Link(between, title, adapters * one.bandwidth, one.latency)
     return Interconnect(name, WITHIN[within] if plus else own_link(gpu), whole)
 
 
-def _unknown(name: str, part: str, near: list[str], where: str, known: list[str]) -> RecipeError:
+def _unknown(name: str, part: str, near: list[str], where: str, known: Iterable[str]) -> RecipeError:
     close = get_close_matches(part, near, 1)
     hint = f"; did you mean {close[0]}?" if close else "."
     return RecipeError(
@@ -191,9 +154,8 @@ def _unknown(name: str, part: str, near: list[str], where: str, known: list[str]
 
 def own_link(gpu: GPU) -> Link:
     """The link between GPUs of its kind in one node, by its data sheet."""
-    if gpu.link > gpu.bus:
-        return Link("nvlink", f"NVLink of the {gpu.title}", gpu.link, NVLINK_HOP)
-    return Link("pcie", f"PCIe of the {gpu.title}", gpu.link, PCIE_HOP)
+    name, title, hop = ("nvlink", "NVLink", NVLINK_HOP) if gpu.link > gpu.bus else ("pcie", "PCIe", PCIE_HOP)
+    return Link(name, f"{title} of the {gpu.title}", gpu.link, hop)
 
 
 @dataclass(frozen=True)
@@ -211,35 +173,28 @@ class Cluster:
 def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int | None) -> list[Cluster]:
     """The devices with their nodes, one device first: the others are compared with it.
 
-    Args:
-        devices: ranks, over all nodes.
-        nodes: machines, one number for all or as many as there are of ``devices``.
-        per_node: devices of each machine; 8 if neither is given.
+    There are as many ``nodes`` as ``devices``, or one number for all; else machines of ``per_node`` devices, or of 8.
 
     Raises:
         RecipeError: for numbers that do not divide each other.
     """
-    shown = ",".join(map(str, devices))
+    shown, here = ",".join(map(str, devices)), per_node or 8
     require(len(set(devices)) == len(devices), f"--devices={shown} names a number twice")
     require(nodes is None or per_node is None, "--nodes and --per-node say the same: give one of them")
-    if nodes is not None:
+    if nodes is not None and len(nodes) not in (1, len(devices)):
         text = ",".join(map(str, nodes))
-        require(
-            len(nodes) in (1, len(devices)),
-            f"--nodes={text} must be one number, or as many as --devices={shown}: {len(devices)}",
-        )
-        each = [*nodes] if len(nodes) == len(devices) else [*nodes] * len(devices)
-        for count, machines in zip(devices, each, strict=True):
+        raise RecipeError(f"--nodes={text} must be one number, or as many as --devices={shown}: {len(devices)}")
+    found = []
+    for number, count in enumerate(devices):
+        if nodes is not None:
+            machines = nodes[number % len(nodes)]
             require(count % machines == 0, f"--devices={count} must be a multiple of --nodes={machines}")
-    else:
-        here = per_node or 8
-        for count in devices:
-            require(
-                count <= here or count % here == 0,
-                f"--devices={count} must be a multiple of --per-node={here}, or no more than that",
-            )
-        each = [max(1, count // here) for count in devices]
-    found = sorted((Cluster(*pair) for pair in zip(devices, each, strict=True)), key=lambda one: one.devices)
+        else:
+            machines = max(1, count // here)
+            fits = count <= here or count % here == 0
+            require(fits, f"--devices={count} must be a multiple of --per-node={here}, or no more than that")
+        found.append(Cluster(count, machines))
+    found.sort(key=lambda one: one.devices)
     return found if found[0].devices == 1 else [Cluster(1, 1), *found]
 
 
@@ -251,18 +206,15 @@ def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:
     sharded: Settings = {"memory.strategy": "fsdp"}
     if memory.replicas > 1:
         return {"hsdp": sharded}
-    options: dict[str, Settings] = {
-        "ddp": {"memory.strategy": "ddp"},
-        "fsdp": sharded,
-        "fsdp*": sharded | {"memory.reshard_after_forward": False},
-        "hsdp": sharded | {"memory.replicas": cluster.nodes},
-    }
+    reshards, streams = memory.reshard_after_forward, memory.cpu_offload == "parameters"
+    options: dict[str, Settings] = {}
+    if memory.strategy != "fsdp" and not streams and reshards:
+        options["ddp"] = {"memory.strategy": "ddp"}
     if memory.strategy == "ddp":
-        del options["fsdp"], options["fsdp*"], options["hsdp"]
-    if memory.strategy == "fsdp" or memory.cpu_offload == "parameters" or not memory.reshard_after_forward:
-        options.pop("ddp", None)
-    if not memory.reshard_after_forward:
-        options.pop("fsdp", None)
-    if cluster.nodes == 1 or cluster.nodes == cluster.devices:
-        options.pop("hsdp", None)
+        return options
+    if reshards:
+        options["fsdp"] = sharded
+    options["fsdp*"] = sharded | {"memory.reshard_after_forward": False}
+    if 1 < cluster.nodes < cluster.devices:
+        options["hsdp"] = sharded | {"memory.replicas": cluster.nodes}
     return options

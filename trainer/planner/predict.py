@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,56 +24,34 @@ from trainer.recipe import Recipe
 from trainer.system.children import in_child
 from trainer.system.text import GB
 
-LARGEST = 12
-"""How many of the largest blocks at the peak a prediction names."""
-
+LARGEST = 12  # of the largest blocks at the peak, so many are named
 CPU_BUFFERS = 40_000_000
 """Bytes of buffers and threads of CPU kernels that no tensor shows: 30 to 55 MB in 20 plans of a ViT of 25 million
 weights, see benchmarks/planner_cpu.py."""
-
-
-GROWING = ("activations", "temporaries", "batch")
-"""Categories of memory that grow with the micro-batch."""
+GROWING = ("activations", "temporaries", "batch")  # categories of memory that grow with the micro-batch
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank of a run needs, and how long its steps take. Memory is in bytes.
+    """What one rank of a run needs, and how long its steps take. Memory is in bytes."""
 
-    Args:
-        allocated: the most that tensors take at once, as ``torch.cuda.max_memory_allocated``.
-        reserved: the most that torch's allocator takes from the GPU, as ``torch.cuda.max_memory_reserved``; on a CPU
-            resident memory, over that of the idle process: ``allocated`` and ``CPU_BUFFERS``.
-        host: the most that tensors take in host memory, pinned or not, besides Python and its libraries.
-        phases: ``{phase: {"allocated", "reserved"}}``, the peaks within each.
-        categories: what is in use at the allocated peak, by what it is for.
-        largest: the largest of it: ``[category, operation, phase, bytes]``.
-        peak_phase: where the allocated peak is.
-        costs: estimates of the time of an optimizer step, by the name of what joins the GPUs.
-        traffic: what this rank sends in a step, by collective.
-        leaving: what a whole node sends to others in a step.
-        guesses: values that a branch depended on and that were guessed.
-        notes: what else a person must know, a line each.
-        seconds: that the prediction took.
-        fragmentation: what is reserved at the allocated peak and not in use.
-        timeline: memory over the run, for a plot: ``{"allocated": {category: [...]}, "reserved": [...], "marks":
-            [[point, phase], ...]}``; ``None`` unless asked for.
-    """
-
-    allocated: int
+    allocated: int  # the most that tensors take at once, as torch.cuda.max_memory_allocated
+    # The most that torch's allocator takes from the GPU, as torch.cuda.max_memory_reserved; on a CPU resident memory
+    # over that of the idle process: ``allocated`` and ``CPU_BUFFERS``.
     reserved: int
-    host: int
-    phases: dict[str, dict[str, int]]
-    categories: dict[str, int]
-    largest: list[list[Any]]
-    peak_phase: str
-    costs: dict[str, StepCost]
-    traffic: dict[str, float]
-    leaving: float
-    guesses: int = 0
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    fragmentation: int = 0
+    host: int  # the most that tensors take in host memory, pinned or not, besides Python and its libraries
+    phases: dict[str, dict[str, int]]  # {phase: {"allocated", "reserved"}}, the peaks within each
+    categories: dict[str, int]  # what is in use at the allocated peak, by what it is for
+    largest: list[list[Any]]  # the largest of it: [category, operation, phase, bytes]
+    peak_phase: str  # where the allocated peak is
+    costs: dict[str, StepCost]  # of an optimizer step, estimated, by the name of what joins the GPUs
+    traffic: dict[str, float]  # what this rank sends in a step, by collective
+    leaving: float  # what a whole node sends to others in a step
+    guesses: int = 0  # values that a branch depended on and that were guessed
+    notes: list[str] = field(default_factory=list)  # what else a person must know, a line each
+    seconds: float = 0.0  # that the prediction took
+    fragmentation: int = 0  # what is reserved at the allocated peak and not in use
+    # Memory, for a plot, if wanted: {"allocated": {category: [...]}, "reserved": [...], "marks": [[at, phase]]}
     timeline: dict[str, Any] | None = None
 
     @classmethod
@@ -97,30 +76,27 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         """What ``plan.json`` says of the chosen plan, in plain types, with memory in GB (1e9 bytes)."""
-        figures = asdict(self)
-        for name in ("timeline", "costs", "traffic", "leaving"):
-            del figures[name]
+
+        def gb(size: int) -> float:
+            return round(size / GB, 4)
+
         cost = self.cost
-        figures["step_ms"] = cost.step_ms
-        figures["times"] = {
-            "total_ms": cost.step_ms,
-            "compute_ms": cost.compute_ms,
-            "launch_ms": cost.launch_ms,
-            "transfer_ms": cost.transfer_ms,
-            "communication_ms": cost.communication_ms,
-            "host_ms": cost.host_ms,
-            "exposed_ms": cost.exposed_ms,
-            "step_phase_ms": cost.update_ms,
+        times = {name: getattr(cost, name) for name in (*vars(cost), "exposed_ms") if name != "alone_ms"}
+        times["total_ms"], times["step_phase_ms"] = times.pop("step_ms"), times.pop("update_ms")
+        return {
+            "peak_phase": self.peak_phase,
+            "guesses": self.guesses,
+            "notes": self.notes,
+            "seconds": self.seconds,
+            "step_ms": cost.step_ms,
+            "times": times,
+            **{f"{name}_gb": gb(getattr(self, name)) for name in ("allocated", "reserved", "host", "fragmentation")},
+            "phases": {
+                phase: {f"{kind}_gb": gb(size) for kind, size in peaks.items()} for phase, peaks in self.phases.items()
+            },
+            "categories": {name: gb(size) for name, size in self.categories.items()},
+            "largest": [[*names, gb(size)] for *names, size in self.largest],
         }
-        for name in ("allocated", "reserved", "host", "fragmentation"):
-            figures[f"{name}_gb"] = round(figures.pop(name) / GB, 4)
-        figures["phases"] = {
-            phase: {f"{kind}_gb": round(value / GB, 4) for kind, value in peaks.items()}
-            for phase, peaks in self.phases.items()
-        }
-        figures["categories"] = {name: round(value / GB, 4) for name, value in self.categories.items()}
-        figures["largest"] = [[*names, round(value / GB, 4)] for *names, value in self.largest]
-        return figures
 
 
 def prepared(recipe: Recipe) -> Recipe:
@@ -144,14 +120,7 @@ def prepared(recipe: Recipe) -> Recipe:
 
 
 def predict(recipe: Recipe, plan: Plan, target: Target, nodes: int = 1, timeline: bool = False) -> Prediction:
-    """Predict what ``plan`` needs on ``target``.
-
-    Args:
-        recipe: from :func:`prepared`.
-        plan: the decided knobs and the number of ranks.
-        target: the GPU of every rank.
-        nodes: machines that the ranks are spread over.
-        timeline: whether to return the memory over time, too.
+    """Predict what ``plan`` of a :func:`prepared` recipe needs on ``target``, for ranks that are spread over ``nodes``.
 
     Raises:
         RecipeError: when the recipe cannot work.
@@ -170,34 +139,26 @@ def predict_here(
 ) -> dict[str, Any]:
     """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
 
-    The first rank of a process group of that size is traced; the others are not there.
-
-    Args:
-        recipe: as for :func:`predict`, like all but the last.
-        plan: the decided knobs.
-        target: the GPU.
-        nodes: machines.
-        timeline: whether it is wanted.
-        over: what may join the GPUs; by default what ``ONE`` names.
+    The first rank of a process group of that size is traced; the others are not there. ``over`` are networks that may
+    join the GPUs, by default what ``ONE`` names.
     """
     began = time.perf_counter()
     trace = trace_run(recipe, plan, draw_samples(recipe, plan), target, nodes)
-    memory = replay(trace, AllocatorSettings(expandable_segments=target.expandable_segments))
+    memory = replay(trace, AllocatorSettings(target.expandable_segments))
     on_cpu = target.device.type == "cpu"  # where nothing is reserved: tensors take what they ask for
     allocated = memory.peak_requested if on_cpu else memory.peak_allocated
     cluster = Cluster(plan.world_size, nodes)
     traffic, leaving = traffic_of(trace, cluster)
+    networks = over or interconnects(ONE, target.gpu)
     return {
         "allocated": allocated,
         "reserved": allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved,
         "host": trace.host_bytes,
-        "phases": {name: asdict(peak) for name, peak in memory.phases.items()},
+        "phases": {name: peak._asdict() for name, peak in memory.phases.items()},
         "categories": memory.categories,
         "largest": [[*names, size] for names, size in list(memory.alive.items())[:LARGEST]],
         "peak_phase": memory.allocated_phase or "init",
-        "costs": {
-            one.name: asdict(cost_of(trace, target, cluster, one)) for one in over or interconnects(ONE, target.gpu)
-        },
+        "costs": {one.name: asdict(cost_of(trace, target, cluster, one)) for one in networks},
         "traffic": traffic,
         "leaving": leaving,
         "guesses": trace.guesses,
@@ -210,9 +171,7 @@ def predict_here(
 
 def _timeline(memory: Replay, trace: Trace) -> dict[str, Any]:
     points = memory.timeline.events
-    marks = []
-    for event, phase in trace.marks:
-        marks.append([next((at for at, index in enumerate(points) if index >= event), len(points) - 1), phase])
+    marks = [[min(bisect_left(points, event), len(points) - 1), phase] for event, phase in trace.marks]
     return {"allocated": memory.timeline.allocated, "reserved": memory.timeline.reserved, "marks": marks}
 
 
@@ -233,10 +192,10 @@ def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnec
 def traffic_of(trace: Trace, cluster: Cluster) -> tuple[dict[str, float], float]:
     """What a rank sends in a step, by collective, and what its node sends to others."""
     once, leaving = _traffic(trace.work, cluster)
-    if not trace.skipped_micro_steps:
+    times = trace.skipped_micro_steps
+    if not times:
         return once, leaving
     more, leaving_more = _traffic(one_more(trace), cluster)
-    times = trace.skipped_micro_steps
     whole = {op: once.get(op, 0.0) + times * (size - once.get(op, 0.0)) for op, size in more.items()}
     return whole, leaving + times * (leaving_more - leaving)
 
@@ -245,10 +204,9 @@ def _traffic(work: Sequence[Work], cluster: Cluster) -> tuple[dict[str, float], 
     by_op: dict[str, float] = defaultdict(float)
     leaving = 0.0
     for item in work:
-        if item.kind != "collective":
-            continue
-        group = cluster.group(item)
-        size = sent(item.op, item.bytes, group)
-        by_op[item.op] += size
-        leaving += size * group.beside if group.nodes > 1 else 0.0
+        if item.kind == "collective":
+            group = cluster.group(item)
+            size = sent(item.op, item.bytes, group)
+            by_op[item.op] += size
+            leaving += size * group.beside if group.nodes > 1 else 0.0
     return dict(by_op), leaving

@@ -1,54 +1,50 @@
-"""What a search found: the chosen plan, all others, and why."""
+"""What a search found: the chosen plan, all others, and why; as a person reads it, and as JSON."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.memory.knobs import FOLLOWERS, LOSSY, SEARCHED, TOGETHER
+from trainer.memory.plan import decide_plan
+from trainer.planner.knobs import Settings, applied, turned, without_size
 from trainer.planner.predict import Prediction
-from trainer.recipe import Recipe
-from trainer.system.text import GB, as_text
+from trainer.recipe import Memory, Recipe
+from trainer.system.text import GB, WIDTH, as_text, columns, gigabytes, wrapped
+
+OWN = {knob.column: knob.name for knob in SEARCHED if knob.column}
+LEFT = ("micro-batch", "strategy", *OWN, "offload", "lossy", "why")  # columns of words; figures are on the right
+GIGABYTES, ON_HOST, TIME = "GB reserved", "host GB", "ms a step"
+KEPT = "fsdp*"
+SIZE, STRATEGY = "memory.micro_batch_size", "memory.strategy"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan, and what is predicted for it.
+    """One plan, and what is predicted for it; ``None`` for a plan that was refused. Memory is in bytes."""
 
-    Args:
-        flags: what to set, by the key of the recipe: ``{"memory.micro_batch_size": 8, ...}``. In a report, what the
-            recipe says already is left out.
-        plan: the plan in one line, for a person.
-        allocated: predicted peak of tensors in bytes; ``None`` for a plan that was refused.
-        reserved: predicted peak of what torch's allocator takes, in bytes.
-        host: predicted peak of tensors in host memory, in bytes.
-        step_ms: estimated milliseconds of an optimizer step.
-        fits: whether it stays within the budget, with the margin.
-        reason: why it was chosen, or why not.
-        traced: whether the figures are of a trace; else they lie between those of two traces with other micro-batches.
-        prediction: the whole prediction of a traced plan.
-    """
-
-    flags: Mapping[str, Any]
-    plan: str
-    allocated: int | None
-    reserved: int | None
-    host: int | None
-    step_ms: float | None
-    fits: bool
-    reason: str = ""
-    traced: bool = True
-    prediction: Prediction | None = None
+    flags: Mapping[str, Any]  # what to set, by the key of the recipe; in a report without what that says already
+    plan: str  # in one line, for a person
+    allocated: int | None = None  # peak of tensors
+    reserved: int | None = None  # peak of what torch's allocator takes
+    host: int | None = None  # peak of tensors in host memory
+    step_ms: float | None = None  # milliseconds of an optimizer step, estimated
+    fits: bool = False  # whether it stays within the budget, with the margin
+    reason: str = ""  # why it was chosen, or why not
+    traced: bool = True  # else the figures lie between those of two traces with other micro-batches
+    prediction: Prediction | None = None  # the whole of it, of a traced plan
 
     @property
     def command(self) -> str:
         """The flags as they are typed."""
         return " ".join(f"--{key} {shlex.quote(as_text(value))}" for key, value in self.flags.items())
 
-    def because(self, reason: str) -> Candidate:
-        """The same candidate with its reason."""
-        return replace(self, reason=reason)
+    @property
+    def knobs(self) -> Settings:
+        """The knobs that it turns, but for the micro-batch."""
+        return without_size(turned(self.flags))
 
     def to_json(self) -> dict[str, Any]:
         """In plain types, memory in GB (1e9 bytes)."""
@@ -68,36 +64,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The answer of a search.
+    """The answer of a search."""
 
-    Args:
-        recipe: that was planned for, prepared, with its budget.
-        device: the GPU, or CPU, as a person calls it.
-        devices: ranks.
-        nodes: machines.
-        budget: bytes that torch's allocator may take on each device.
-        margin: part of the budget that is kept free, because predictions err.
-        outside: bytes that the device needs besides: CUDA's context and NCCL's buffers.
-        chosen: the fastest plan that fits; ``None`` if none does.
-        candidates: all that were considered: those that fit, the fastest first; the others, the smallest first; then
-            those that were refused.
-        explanations: what each knob of the chosen plan bought and cost, or what is missing: a line each.
-        notes: what a person must know to read the figures.
-        seconds: that the search took.
-    """
-
-    recipe: Recipe
-    device: str
-    devices: int
-    nodes: int
-    budget: int
-    margin: float
-    outside: int
-    chosen: Candidate | None
-    candidates: list[Candidate]
-    explanations: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    recipe: Recipe  # that was planned for, prepared, with its budget
+    device: str  # the GPU, or CPU, as a person calls it
+    devices: int  # ranks
+    nodes: int  # machines
+    budget: int  # bytes that torch's allocator may take on each device
+    margin: float  # part of the budget that is kept free, because predictions err
+    outside: int  # bytes that the device needs besides: CUDA's context and NCCL's buffers
+    chosen: Candidate | None  # the fastest plan that fits; ``None`` if none does
+    candidates: list[Candidate]  # those that fit, the fastest first; the others, the smallest first; then the refused
+    explanations: list[str] = field(default_factory=list)  # what each knob bought and cost, or what is missing: lines
+    notes: list[str] = field(default_factory=list)  # what a person must know to read the figures
+    seconds: float = 0.0  # that the search took
 
     @property
     def smallest(self) -> Candidate | None:
@@ -112,6 +92,8 @@ class PlanReport:
 
     def to_json(self) -> dict[str, Any]:
         """What ``plan.json`` holds, memory in GB (1e9 bytes)."""
+        chosen = self.chosen
+        whole = {} if chosen is None or chosen.prediction is None else {"prediction": chosen.prediction.to_json()}
         return {
             "device": self.device,
             "devices": self.devices,
@@ -119,16 +101,205 @@ class PlanReport:
             "budget_gb": _gb(self.budget),
             "margin": self.margin,
             "outside_gb": _gb(self.outside),
-            "chosen": self.chosen and self.chosen.to_json() | self._details(self.chosen),
+            "chosen": chosen and chosen.to_json() | whole,
             "candidates": [one.to_json() for one in self.candidates],
             "explanations": self.explanations,
             "notes": self.notes,
             "seconds": round(self.seconds, 1),
         }
 
-    def _details(self, chosen: Candidate) -> dict[str, Any]:
-        return {} if chosen.prediction is None else {"prediction": chosen.prediction.to_json()}
-
 
 def _gb(size: int | None) -> float | None:
     return None if size is None else round(size / GB, 3)
+
+
+def table(report: PlanReport) -> str:
+    """The chosen plan, then the best of each combination of knobs: the fastest that fits, or else the smallest."""
+    rows = [_row(one, report) for one in best_of_each(report.candidates)]
+    if not rows:
+        return "(no plan could be predicted)"
+    names = [name for name in rows[0] if name != "lossy" or any(row["lossy"] for row in rows)]
+    lines = [columns(names, [[row[name] for name in names] for row in rows], LEFT)]
+    if any("~" in row[GIGABYTES] for row in rows):
+        lines.append("~ lies between the traces of a smaller and a larger micro-batch")
+    if any(KEPT in row["strategy"] for row in rows):
+        lines.append(f"{KEPT} keeps whole weights until backward: memory.reshard_after_forward false")
+    return "\n".join(lines)
+
+
+def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first candidate for each combination of knobs; those that were refused are left out."""
+    found: dict[object, Candidate] = {}
+    for one in candidates:
+        if one.reserved is not None:
+            found.setdefault(tuple(sorted(one.knobs.items())), one)
+    return list(found.values())
+
+
+def why(report: PlanReport) -> str:
+    """The explanations, what was refused, and notes."""
+    refused: dict[str, list[Candidate]] = {}
+    for one in report.candidates:
+        if one.reserved is None:
+            refused.setdefault(one.reason, []).append(one)
+    lines = [*report.explanations]
+    for reason, ones in refused.items():
+        example = ones[0].command or "the recipe as it is"
+        lines.append(f"refused, {len(ones)} of the plans (such as {example}): {reason}")
+    lines += [f"note: {note}" for note in report.notes]
+    return "\n".join(wrapped(f"- {line}", "  ") for line in lines)
+
+
+def pasteable(words: Sequence[str]) -> str:
+    """A command on as few lines as fit, to paste; each of ``words`` stays together, such as a flag with its value."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) + 3 > WIDTH:
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}"
+    return "\n".join(lines)
+
+
+def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
+    assert one.reserved is not None
+    plan = decide_plan(applied(report.recipe, one.flags), report.devices)
+    memory, about = plan.memory, "" if one.traced else "~"
+    digits = 2 if report.budget >= 1e9 else 3
+    return {
+        "micro-batch": f"{plan.first_cut.accumulate} × {plan.first_cut.micro_batch_size}",
+        "strategy": plan.strategy if memory.reshard_after_forward else KEPT,
+        **{column: as_text(getattr(memory, name)) for column, name in OWN.items()},
+        "offload": _offload(memory),
+        "lossy": _lossy(one),
+        GIGABYTES: f"{about}{one.reserved / 1e9:.{digits}f}",
+        ON_HOST: f"{about}{(one.host or 0) / 1e9:.{digits}f}",
+        TIME: f"{about}{one.step_ms or 0:,.1f}",
+        "fits": "yes" if one.fits else "no",
+        "why": _reason(one, report),
+    }
+
+
+def _offload(memory: Memory) -> str:
+    if not memory.activation_offload:
+        return memory.cpu_offload
+    return "activations" if memory.cpu_offload == "none" else f"{memory.cpu_offload}, act."
+
+
+def _lossy(one: Candidate) -> str:
+    """What a search with lossy plans has changed."""
+    values = {knob.column: one.flags.get(f"memory.{knob.name}") for knob in LOSSY}
+    return ", ".join(column.format(str(now).removesuffix("-true")) for column, now in values.items() if now is not None)
+
+
+def _reason(one: Candidate, report: PlanReport) -> str:
+    if one is report.chosen:
+        return "chosen"
+    if one.fits:
+        fastest = report.chosen.step_ms if report.chosen is not None else None
+        return f"{100 * ((one.step_ms or 0) / fastest - 1):.0f} % slower" if fastest else ""
+    over = one.reserved - report.budget  # type: ignore[operator]
+    return f"{gigabytes(over)} too much" if over > 0 else "in the margin"
+
+
+def explain(candidates: Sequence[Candidate]) -> list[str]:
+    """What was tried, and what each knob of the chosen plan, the first, bought and cost against the same without it."""
+    chosen, *others = candidates
+    lines = [_tried(candidates), *_size(chosen, others)]
+    lines += [line for key in chosen.knobs if key not in FOLLOWERS for line in _knob(key, chosen, others)]
+    if not chosen.knobs:
+        lines.append("no technique needs to be added: no plan that fits is faster")
+    return lines
+
+
+def not_fitting(
+    candidates: Sequence[Candidate], budget: int, lossy: Sequence[Candidate], refused: Sequence[Candidate] = ()
+) -> list[str]:
+    """By how much the smallest plan, the first, misses the budget, and which ``lossy`` ones, not allowed yet, fit."""
+    if not candidates:
+        reasons = list(dict.fromkeys(one.reason for one in refused))
+        more = f" (and {len(reasons) - 1} other reasons, which trainer plan lists)" if len(reasons) > 1 else ""
+        return [f"no combination of knobs works for this recipe: {reasons[0] if reasons else 'there is none'}{more}"]
+    smallest = candidates[0]
+    assert smallest.reserved is not None
+    lines = [
+        _tried(candidates),
+        f"nothing fits in {gigabytes(budget)}: the smallest plan needs {gigabytes(smallest.reserved)} "
+        f"({smallest.plan}): {smallest.reason}",
+    ]
+    for one in lossy:
+        assert one.reserved is not None
+        flags = " ".join(f"--{key} {as_text(value)}" for key, value in turned(one.flags).items())
+        verdict = "would fit" if one.fits else "would not fit either"
+        lines.append(f"at a loss, only if you allow it: {flags}: {gigabytes(one.reserved)}, {verdict}")
+    if any(one.fits for one in lossy):
+        lines.append("trainer plan --lossy true finds the fastest of the plans that fit at a loss")
+    return lines
+
+
+def _tried(candidates: Sequence[Candidate]) -> str:
+    sizes = {one.flags[SIZE] for one in candidates if SIZE in one.flags}
+    traced, fitting = sum(one.traced for one in candidates), sum(one.fits for one in candidates)
+    cut = f" with micro-batches of {' to '.join(map(str, sorted({min(sizes), max(sizes)})))}" if sizes else ""
+    between = f", {len(candidates) - traced} between two traces" if traced < len(candidates) else ""
+    tried = f"tried: {len(best_of_each(candidates))} combinations of knobs{cut}: {len(candidates)} plans"
+    return f"{tried}, {traced} traced{between}; {fitting} fit"
+
+
+def _size(chosen: Candidate, others: Sequence[Candidate]) -> list[str]:
+    """Why the micro-batch is not larger."""
+    if SIZE not in chosen.flags:
+        return []
+    size = chosen.flags[SIZE]
+    larger = [one for one in others if one.flags[SIZE] > size and one.knobs == chosen.knobs]
+    if not larger:
+        return [f"{SIZE} {size}: there is no larger one; it is a rank's whole share of the batch"]
+    one = min(larger, key=lambda one: one.flags[SIZE])
+    return [f"{SIZE} {size}: with {one.flags[SIZE]} it would be {_needs(one)}: {one.reason}"]
+
+
+def _knob(key: str, chosen: Candidate, others: Sequence[Candidate]) -> list[str]:
+    """What the knob bought and cost."""
+    wanted = _without(key, chosen)
+    alike = [one for one in others if without_size(_without(key, one)) == without_size(wanted)]
+    if key == STRATEGY:
+        alike = [one for one in alike if one.flags[key] != chosen.flags[key]]
+    else:
+        alike = [one for one in alike if turned(one.flags) == _without(key, one)]
+    label, instead = f"{key} {as_text(chosen.flags[key])}", "without it"
+    if not alike:
+        return [] if key == STRATEGY else [f"{label}: the other knobs were not tried without it"]
+    if key == STRATEGY:
+        instead = f"with {alike[0].flags[key]}"
+    same = [one for one in alike if one.flags.get(SIZE) == chosen.flags.get(SIZE)]
+    if same:
+        return [f"{label}: {_difference(chosen, same[0])}; {instead}: {_needs(same[0])}, {same[0].reason}"]
+    smallest = min(alike, key=lambda one: one.reserved or 0)
+    return [f"{label}: {instead} even micro-batches of {smallest.flags[SIZE]} need {_needs(smallest)}"]
+
+
+def _without(key: str, candidate: Candidate) -> Settings:
+    """The knobs that the candidate turns, but for ``key`` and what comes with it."""
+    left_out = {key, *TOGETHER.get(key, ())}
+    return {name: value for name, value in turned(candidate.flags).items() if name not in left_out}
+
+
+def _needs(candidate: Candidate) -> str:
+    assert candidate.reserved is not None
+    return f"{'' if candidate.traced else '~'}{gigabytes(candidate.reserved)}"
+
+
+def _difference(one: Candidate, other: Candidate) -> str:
+    """In memory of the device, time and memory of the host."""
+    if None in (one.reserved, other.reserved, one.step_ms, other.step_ms, one.host, other.host):
+        return "not known"
+    saved, slower = other.reserved - one.reserved, 100 * (one.step_ms / other.step_ms - 1)  # type: ignore[operator]
+    parts = [
+        f"{gigabytes(abs(saved))} {'less' if saved >= 0 else 'more'}",
+        f"{abs(slower):.0f} % {'slower' if slower >= 0 else 'faster'}",
+    ]
+    on_host = one.host - other.host  # type: ignore[operator]
+    if abs(on_host) >= 1e7:
+        parts.append(f"{gigabytes(abs(on_host))} {'more' if on_host > 0 else 'less'} on the host")
+    return ", ".join(parts)

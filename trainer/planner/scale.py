@@ -6,15 +6,18 @@ size. Only the micro-batch is guessed before it is simulated: from what grows wi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from trainer.engine.window import cut_at
 from trainer.errors import RecipeError
 from trainer.memory.plan import Plan, decide_plan
+from trainer.planner.gpus import outside
 from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
 from trainer.planner.network import Cluster, Interconnect, strategies
 from trainer.planner.predict import Prediction, predict_here
@@ -22,65 +25,49 @@ from trainer.planner.search import MARGIN, WHOLE, Progress
 from trainer.planner.target import Target, budget_bytes
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
+from trainer.system.text import GB, as_text, columns, gigabytes
 
-FIRST = 8
-"""Samples of the micro-batch with which a row is simulated first, where the recipe leaves it open."""
+FIRST = 8  # samples of the micro-batch with which a row is simulated first, where the recipe leaves it open
 
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """One number of devices under one strategy.
+    """One number of devices under one strategy."""
 
-    Args:
-        cluster: the devices and their nodes.
-        strategy: single, ddp, fsdp, hsdp, or ``fsdp*``, which keeps whole weights until backward.
-        settings: of the recipe, to train so.
-        samples: of a batch.
-        plan: with its micro-batch; ``None`` where it was refused.
-        found: the simulation; ``None`` where it was refused.
-        budget: bytes that torch may take on each device.
-        reason: why it was refused.
-    """
-
-    cluster: Cluster
-    strategy: str
-    settings: Settings = field(default_factory=dict)
-    samples: int = 0
-    plan: Plan | None = None
-    found: Prediction | None = None
-    budget: int = 0
-    reason: str = ""
+    cluster: Cluster  # the devices and their nodes
+    strategy: str  # single, ddp, fsdp, hsdp, or ``fsdp*``, which keeps whole weights until backward
+    settings: Settings = field(default_factory=dict)  # of the recipe, to train so
+    samples: int = 0  # of a batch
+    plan: Plan | None = None  # with its micro-batch; ``None`` where it was refused
+    found: Prediction | None = None  # the simulation; ``None`` where it was refused
+    budget: int = 0  # bytes that torch may take on each device
+    reason: str = ""  # why it was refused
 
     @property
     def fits(self) -> bool:
         """Whether its memory stays within the budget, with the margin."""
         return self.found is not None and self.found.reserved * (1 + MARGIN) <= self.budget
 
+    def step_ms(self, network: str) -> float:
+        """Of a step over the interconnect of that name."""
+        assert self.found is not None
+        return self.found.costs[network].step_ms
+
     def samples_per_second(self, network: str) -> float:
         """Of one device, over the interconnect of that name."""
-        assert self.found is not None
-        return 1e3 * self.samples / self.found.costs[network].step_ms / self.cluster.devices
+        return 1e3 * self.samples / self.step_ms(network) / self.cluster.devices
 
 
 @dataclass(frozen=True)
 class ScaleReport:
-    """The answer.
+    """The answer."""
 
-    Args:
-        recipe: that was planned for, prepared.
-        target: the GPU of every rank.
-        networks: the interconnects that were compared.
-        rows: by the number of devices, then by strategy; the first is one device.
-        notes: what a person must know to read the figures.
-        seconds: that it took.
-    """
-
-    recipe: Recipe
-    target: Target
-    networks: list[Interconnect]
-    rows: list[ScaleRow]
-    notes: list[str]
-    seconds: float
+    recipe: Recipe  # that was planned for, prepared
+    target: Target  # the GPU of every rank
+    networks: list[Interconnect]  # that were compared
+    rows: list[ScaleRow]  # by the number of devices, then by strategy; the first is one device
+    notes: list[str]  # what a person must know to read the figures
+    seconds: float  # that it took
 
     def efficiency(self, row: ScaleRow, network: str) -> float | None:
         """Samples a second of each device, as a part of those of one device alone."""
@@ -90,47 +77,37 @@ class ScaleReport:
         return row.samples_per_second(network) / alone.samples_per_second(network)
 
 
+@dataclass
 class Scale:
     """The table of one recipe.
-
-    Args:
-        recipe: from :func:`trainer.planner.predict.prepared`.
-        target: the GPU.
-        sizes: from :func:`clusters`.
-        networks: the interconnects to compare.
-        progress: told after each simulation.
 
     Raises:
         RecipeError: for a knob that is left to the planner's search.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        target: Target,
-        sizes: Sequence[Cluster],
-        networks: Sequence[Interconnect],
-        progress: Progress | None = None,
-    ) -> None:
-        for name in left_open(recipe.memory):
+    recipe: Recipe  # from :func:`trainer.planner.predict.prepared`
+    target: Target  # the GPU
+    sizes: Sequence[Cluster]  # from :func:`trainer.planner.network.clusters`
+    networks: Sequence[Interconnect]  # to compare
+    progress: Progress = lambda done, total, text: None  # told after each simulation
+
+    def __post_init__(self) -> None:
+        for name in left_open(self.recipe.memory):
             raise RecipeError(
                 f"memory.{name}=auto is decided for one number of devices: plan that first (trainer plan ... --devices "
-                f"{sizes[-1].devices}) and set what it says"
+                f"{self.sizes[-1].devices}) and set what it says"
             )
-        self.recipe, self.target, self.sizes, self.networks = recipe, target, sizes, list(networks)
-        self.progress = progress or (lambda done, total, text: None)
-        self.notes: dict[str, None] = {}
 
     def run(self) -> ScaleReport:
         """Simulate all rows, in rounds until each has its micro-batch."""
         began = time.perf_counter()
-        rows = self._rows()
+        rows = [row for size in self.sizes for row in self._rows(size)]
         tried: list[list[ScaleRow]] = [[row] if row.reason else [] for row in rows]
         done = 0
         while waiting := {at: row for at in range(len(rows)) if (row := self._next(rows[at], tried[at], tried[0]))}:
-            places, jobs = list(waiting), list(waiting.values())
-            for number, result in in_children([self._call(row) for row in jobs]):
-                row = jobs[number]
+            places = list(waiting)
+            for number, result in in_children([self._call(row) for row in waiting.values()]):
+                row = waiting[places[number]]
                 failed = isinstance(result, Exception)
                 answer = {"reason": str(result).splitlines()[0]} if failed else {"found": Prediction.answered(result)}
                 tried[places[number]].append(replace(row, **answer))
@@ -138,73 +115,58 @@ class Scale:
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
         best = [best_of(found) for found in tried]
-        for row in best:
-            self.notes |= dict.fromkeys(row.found.notes if row.found else ())
+        notes = dict.fromkeys(note for row in best if row.found for note in row.found.notes)
         seconds = time.perf_counter() - began
-        return ScaleReport(self.recipe, self.target, self.networks, best, list(self.notes), seconds)
+        return ScaleReport(self.recipe, self.target, list(self.networks), best, list(notes), seconds)
 
     def _call(self, row: ScaleRow) -> Callable[[], Any]:
         assert row.plan is not None
-        nodes = row.cluster.nodes
-        return partial(predict_here, self._recipe(row), row.plan, self.target, nodes, False, self.networks)
+        recipe = applied(self.recipe, row.settings)
+        return partial(predict_here, recipe, row.plan, self.target, row.cluster.nodes, False, self.networks)
 
-    def _recipe(self, row: ScaleRow) -> Recipe:
-        return applied(self.recipe, row.settings)
-
-    def _rows(self) -> list[ScaleRow]:
-        """All rows, before anything is simulated; those that cannot work have their reason."""
-        return [self._row(size, *named) for size in self.sizes for named in self._named(size)]
-
-    def _named(self, size: Cluster) -> list[tuple[str, Settings]]:
-        found = strategies(self.recipe.memory, size)
-        return list(found.items()) if self._samples(size) >= size.devices else [("any", {})]
-
-    def _samples(self, size: Cluster) -> int:
-        """Samples of a batch: no more than there are."""
-        return min(cut_at(self.recipe, size.devices, 0).batch_size, len(self.recipe.data.train))
-
-    def _row(self, size: Cluster, name: str, settings: Settings) -> ScaleRow:
-        samples = self._samples(size)
+    def _rows(self, size: Cluster) -> list[ScaleRow]:
+        """One for each strategy, before anything is simulated; those that cannot work have their reason."""
+        count = len(self.recipe.data.train)
+        samples = min(cut_at(self.recipe, size.devices, 0).batch_size, count)
         budget = budget_bytes(self.recipe.memory.budget or WHOLE, self.target.gpu, size.devices)
-        row = ScaleRow(size, name, settings, samples, budget=budget)
-        if name == "any":
-            return replace(row, reason=self._idle(size, samples))
-        try:
-            return replace(row, plan=decide_plan(applied(self.recipe, settings), size.devices))
-        except RecipeError as error:
-            return replace(row, reason=str(error).splitlines()[0])
+        if samples < size.devices:
+            idle = f"{size.devices - samples} of {size.devices} devices would have no samples"
+            reason = f"batch_size={samples}: {idle}; it takes --batch_size {size.devices} or more"
+            if samples == count:
+                reason = f"the training set has {samples:,} samples: {idle}"
+            return [ScaleRow(size, "any", {}, samples, budget=budget, reason=reason)]
+        rows = []
+        for name, settings in strategies(self.recipe.memory, size).items():
+            row = ScaleRow(size, name, settings, samples, budget=budget)
+            try:
+                rows.append(self._planned(row, settings))
+            except RecipeError as error:
+                rows.append(replace(row, reason=str(error).splitlines()[0]))
+        return rows
 
-    def _idle(self, size: Cluster, samples: int) -> str:
-        idle = f"{size.devices - samples} of {size.devices} devices would have no samples"
-        if samples == len(self.recipe.data.train):
-            return f"the training set has {samples:,} samples: {idle}"
-        return f"batch_size={samples}: {idle}; it takes --batch_size {size.devices} or more"
+    def _planned(self, row: ScaleRow, settings: Settings) -> ScaleRow:
+        plan = decide_plan(applied(self.recipe, settings), row.cluster.devices)
+        return replace(row, settings=settings, plan=plan)
 
     def _next(self, row: ScaleRow, tried: Sequence[ScaleRow], alone: Sequence[ScaleRow]) -> ScaleRow | None:
         """The row with the micro-batch to simulate next; ``None`` when there is nothing to simulate, or not yet.
 
-        Args:
-            row: without a micro-batch.
-            tried: what was simulated of it.
-            alone: what was simulated of one device, which comes first: the others need little more than that.
+        ``tried`` was simulated of it, ``alone`` of one device, which comes first: others need little more than that.
         """
-        sizes = [size for size in micro_batch_sizes(self._recipe(row), row.cluster.devices) if size is not None]
+        recipe = applied(self.recipe, row.settings)
+        sizes = [size for size in micro_batch_sizes(recipe, row.cluster.devices) if size is not None]
         if not sizes or any(one.found is None for one in tried):
             return None if tried else row
+        small = next(size for size in sizes if size <= FIRST)
         if tried:
             wanted = guess(tried, sizes)
         elif row.cluster.devices == 1 or any(one.found is None for one in alone):
-            wanted = next(size for size in sizes if size <= FIRST)
+            wanted = small
         elif alone:
-            wanted = next((size for size in sizes if size <= expected(alone[-1])), next(s for s in sizes if s <= FIRST))
+            wanted = next((size for size in sizes if size <= expected(alone[-1])), small)
         else:
             return None
-        return None if wanted is None else self._with(row, wanted)
-
-    def _with(self, row: ScaleRow, size: int) -> ScaleRow:
-        settings = row.settings | {"memory.micro_batch_size": size}
-        plan = decide_plan(applied(self.recipe, settings), row.cluster.devices)
-        return replace(row, settings=settings, plan=plan)
+        return None if wanted is None else self._planned(row, row.settings | {"memory.micro_batch_size": wanted})
 
 
 def guess(tried: Sequence[ScaleRow], sizes: Sequence[int]) -> int | None:
@@ -235,6 +197,196 @@ def best_of(tried: Sequence[ScaleRow]) -> ScaleRow:
     """The row with the largest micro-batch that fits; the smallest if none does."""
     known = [row for row in tried if row.found is not None]
     fitting = [row for row in known if row.fits]
-    if fitting:
-        return max(fitting, key=size_of)
-    return min(known, key=size_of) if known else tried[-1]
+    return max(fitting, key=size_of) if fitting else min(known, key=size_of, default=tried[-1])
+
+
+LEFT = ("strategy", "fits")
+EQUAL = 0.01  # difference of two times that is none: the strategy that is named first in the table is taken
+ASSUMED = (
+    "memory is simulated with a process group of that size; times are estimates, for the order of the rows",
+    "large collectives reach 80 % of a data sheet's bandwidth over NVLink, PCIe and RDMA, and 60 % over TCP; a ring "
+    "enters and leaves each node once; no switch is shared with others, no rank is slower than the rest",
+    "nothing waits for data; the CPU launches each operation by itself, without compiling",
+)
+KEPT = "fsdp* keeps whole weights until backward: memory.reshard_after_forward false"
+HYBRID = "hsdp shards within each node, and has as many replicas as nodes: memory.replicas"
+
+
+def heading(report: ScaleReport) -> list[tuple[str, str]]:
+    """What the table is about, as labels and texts."""
+    gpu, rows = report.target.gpu, report.rows
+    one, last = rows[0], rows[-1]
+    own = f"{gpu.title} of {gigabytes(gpu.memory)}; {gigabytes(last.budget)} for torch, {100 * MARGIN:g} % stay free"
+    beside = gigabytes(outside(gpu, last.cluster.devices))
+    differ = " on one device" if len({row.samples for row in rows}) > 1 else ""
+    return [
+        ("batch", f"{one.samples:,} samples a step{differ}, {report.recipe.memory.precision}"),
+        ("devices", f"{own}; {beside} outside on {last.cluster.devices} devices"),
+        *((network.name, described(network)) for network in report.networks),
+    ]
+
+
+def described(network: Interconnect) -> str:
+    """An interconnect in words."""
+    within, between = network.within, network.between
+    return (
+        f"{between.title}, {between.bandwidth / 1e9:.3g} GB/s a node, {1e6 * between.latency:g} µs a hop; within "
+        f"{within.title}, {within.bandwidth / 1e9:.3g} GB/s a GPU"
+    )
+
+
+def table(report: ScaleReport) -> str:
+    """One line for each number of devices and strategy, with the times over each interconnect."""
+    names = ["devices", "nodes", "strategy", "micro-batch", "GB", "fits", "GB sent", "a node"]
+    names += [name for network in report.networks for name in (f"ms {network.name}", "eff.")]
+    text = columns(names, [_cells(row, report) for row in report.rows if row.found is not None], LEFT)
+    shown = {row.strategy for row in report.rows}
+    return "\n".join([text, *(note for name, note in (("fsdp*", KEPT), ("hsdp", HYBRID)) if name in shown)])
+
+
+def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
+    found, plan = row.found, row.plan
+    assert found is not None
+    assert plan is not None
+    cut = plan.first_cut
+    cells = [
+        str(row.cluster.devices),
+        str(row.cluster.nodes),
+        row.strategy,
+        f"{cut.accumulate} × {cut.micro_batch_size}",
+    ]
+    cells += [
+        f"{found.reserved / GB:.2f}",
+        "yes" if row.fits else "no",
+        _short(found.sent / GB),
+        _short(found.leaving / GB),
+    ]
+    for network in report.networks:
+        efficiency = report.efficiency(row, network.name)
+        cells += [f"{row.step_ms(network.name):,.1f}", "" if efficiency is None else f"{100 * efficiency:.0f} %"]
+    return cells
+
+
+def _short(number: float) -> str:
+    """Three digits, without an exponent."""
+    return "0" if not number else f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
+
+
+def fastest(rows: Sequence[ScaleRow], network: str) -> ScaleRow | None:
+    """The fastest row that fits; of equal ones the first."""
+    fitting = [row for row in rows if row.fits]
+    least = min((row.step_ms(network) for row in fitting), default=0.0)
+    return next((row for row in fitting if row.step_ms(network) <= least * (1 + EQUAL)), None)
+
+
+def verdict(report: ScaleReport, network: str) -> str:
+    """From where on which strategy is the fastest over an interconnect, what does not fit, and what more devices do."""
+    sizes = list(dict.fromkeys(row.cluster.devices for row in report.rows if row.found is not None))
+    best = {size: fastest([row for row in report.rows if row.cluster.devices == size], network) for size in sizes}
+    parts = [_runs({size: row.strategy if row else "nothing" for size, row in best.items() if size > 1})]
+    parts += _not_fitting(report.rows)
+    known = [row for row in best.values() if row is not None]
+    if row := fastest(known, network):  # on the fewest devices
+        efficiency = report.efficiency(row, network)
+        worth = "" if efficiency is None else f" at {100 * efficiency:.0f} % efficiency"
+        more = "" if row is known[-1] else ", and more devices do not shorten it"
+        shortest = f"the shortest step is {row.strategy}'s on {row.cluster.devices}, {row.step_ms(network):,.1f} ms"
+        parts.append(f"{shortest}{worth}{more}")
+    return f"over {network}: " + "; ".join(part for part in parts if part)
+
+
+def _runs(winners: dict[int, str]) -> str:
+    """Such as "ddp is fastest on 2 to 8 devices, hsdp from 64 on"."""
+    runs = [(name, list(sizes)) for name, sizes in groupby(winners, key=winners.__getitem__)]
+    texts = []
+    for number, (name, own) in enumerate(runs):
+        verb = "" if number else " fits" if name == "nothing" else " is fastest"
+        until_the_end = number == len(runs) - 1 and len(own) > 1
+        where = f"from {own[0]} devices on" if until_the_end else f"on {own[0]}" + f" to {own[-1]}" * (len(own) > 1)
+        texts.append(f"{name}{verb} {where}")
+    return ", ".join(texts)
+
+
+def _not_fitting(rows: Sequence[ScaleRow]) -> list[str]:
+    """Such as "ddp does not fit on 2, 4"."""
+    found = []
+    for name in dict.fromkeys(row.strategy for row in rows if row.found is not None and not row.fits):
+        own = [(row, row.found.reserved) for row in rows if row.strategy == name and row.found is not None]
+        unfit = [(row, reserved) for row, reserved in own if not row.fits]
+        least = min(reserved for _, reserved in unfit)
+        where = "" if len(unfit) == len(own) > 1 else " on " + ", ".join(str(row.cluster.devices) for row, _ in unfit)
+        found.append(f"{name} does not fit{where} (it takes at least {gigabytes(least)})")
+    return found
+
+
+def refused(report: ScaleReport) -> list[str]:
+    """What could not be simulated, and why; a line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in report.rows:
+        if row.found is None:
+            devices = row.cluster.devices
+            name = f"{devices} devices" if row.strategy == "any" else f"{row.strategy} on {devices}"
+            reasons.setdefault(row.reason, []).append(name)
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+def to_json(report: ScaleReport) -> dict[str, Any]:
+    """What ``scale.json`` holds; memory and traffic in GB (1e9 bytes)."""
+    return {
+        "device": report.target.gpu.title,
+        "margin": MARGIN,
+        "interconnects": {
+            network.name: {
+                "within": network.within.title,
+                "within_gb_s": network.within.bandwidth / 1e9,
+                "between": network.between.title,
+                "between_gb_s": network.between.bandwidth / 1e9,
+                "within_hop_us": round(1e6 * network.within.latency, 3),
+                "between_hop_us": round(1e6 * network.between.latency, 3),
+            }
+            for network in report.networks
+        },
+        "rows": [_row_to_json(row, report) for row in report.rows],
+        "verdicts": {network.name: verdict(report, network.name) for network in report.networks},
+        "assumed": list(ASSUMED),
+        "notes": report.notes,
+        "seconds": round(report.seconds, 1),
+    }
+
+
+def _row_to_json(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
+    found = row.found
+    fields: dict[str, Any] = {
+        "devices": row.cluster.devices,
+        "nodes": row.cluster.nodes,
+        "strategy": row.strategy,
+        "flags": " ".join(f"--{key} {as_text(value)}" for key, value in row.settings.items()),
+        "samples": row.samples,
+        "plan": row.plan and row.plan.describe(),
+        "budget_gb": round(row.budget / GB, 4),
+        "fits": row.fits,
+        "reason": row.reason,
+    }
+    if found is None:
+        return fields
+    return fields | {
+        "predicted_allocated_gb": round(found.allocated / GB, 4),
+        "predicted_reserved_gb": round(found.reserved / GB, 4),
+        "predicted_host_gb": round(found.host / GB, 4),
+        "sent_gb": {op: round(size / GB, 6) for op, size in found.traffic.items()},
+        "leaving_a_node_gb": round(found.leaving / GB, 6),
+        "over": {name: _cost_to_json(row, report, name) for name in found.costs},
+    }
+
+
+def _cost_to_json(row: ScaleRow, report: ScaleReport, network: str) -> dict[str, float | None]:
+    assert row.found is not None
+    cost, efficiency = row.found.costs[network], report.efficiency(row, network)
+    return {
+        "step_ms": round(cost.step_ms, 3),
+        "compute_ms": round(cost.alone_ms, 3),
+        "communication_ms": round(cost.communication_ms, 3),
+        "exposed_ms": round(cost.exposed_ms, 3),
+        "samples_per_second_and_device": round(row.samples_per_second(network), 4),
+        "efficiency": None if efficiency is None else round(efficiency, 4),
+    }

@@ -8,40 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from trainer.engine.window import cut_at
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import FOLLOWERS
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
-from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, outside
-from trainer.planner.knobs import (
-    Settings,
-    applied,
-    changed,
-    combinations,
-    does_more,
-    intrusion,
-    lossy_steps,
-    micro_batch_sizes,
-    turned,
-    without_size,
-)
+from trainer.planner import knobs
+from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, nccl_bytes, outside
+from trainer.planner.knobs import Settings
 from trainer.planner.predict import Prediction, predict, predict_here, prepared
-from trainer.planner.report import Candidate, PlanReport
+from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
 from trainer.planner.target import Target, budget_bytes, gpu_here
-from trainer.planner.text import explain, not_fitting
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
 from trainer.system.text import gigabytes
 
-MARGIN = 0.03
-"""Part of the budget that a prediction must leave free: the error that is aimed at."""
-
-WHOLE = "90%"
-"""The budget of a recipe that names none, but leaves knobs to the planner."""
+MARGIN = 0.03  # part of the budget that a prediction must leave free: the error that is aimed at
+WHOLE = "90%"  # the budget of a recipe that names none, but leaves knobs to the planner
 
 Progress = Callable[[int, int, str], None]
 """Called with the predictions that are done, how many there will be, and the plan that was just predicted."""
@@ -73,21 +60,18 @@ def plan(
     Raises:
         RecipeError: when the recipe cannot work, or the GPU is not known.
     """
-    return search_for(recipe, gpu, devices, nodes, budget, progress).run(lossy, quick)
+    search = search_for(recipe, gpu, devices, nodes, budget)
+    search.progress = progress or search.progress
+    return search.run(lossy, quick)
 
 
 def search_for(
-    recipe: Recipe,
-    gpu: str | GPU | None = None,
-    devices: int | None = None,
-    nodes: int = 1,
-    budget: str | None = None,
-    progress: Progress | None = None,
+    recipe: Recipe, gpu: str | GPU | None, devices: int | None, nodes: int, budget: str | None = None
 ) -> Search:
     """The search that :func:`plan` does, ready to run; arguments and errors as there."""
     target, ranks = target_for(gpu), devices or devices_of(recipe)
     require(ranks % nodes == 0, f"--devices={ranks} must be a multiple of --nodes={nodes}")
-    return Search(prepared(recipe), target, ranks, nodes, budget, progress)
+    return Search(prepared(recipe), target, ranks, nodes, budget)
 
 
 def target_for(gpu: str | GPU | None) -> Target:
@@ -105,26 +89,8 @@ def devices_of(recipe: Recipe) -> int:
     return 1 if recipe.run.devices == "auto" else recipe.run.devices
 
 
-@dataclass(frozen=True)
-class Job:
-    """One plan to predict."""
-
-    settings: Settings
-    recipe: Recipe
-    plan: Plan
-
-
 class Search:
-    """A search for one recipe and one machine.
-
-    Args:
-        recipe: from :func:`trainer.planner.predict.prepared`.
-        target: the GPU.
-        devices: ranks, over all nodes.
-        nodes: machines.
-        budget: as for :func:`plan`.
-        progress: told after each prediction.
-    """
+    """A search for one recipe, from :func:`trainer.planner.predict.prepared`; the others are as for :func:`plan`."""
 
     def __init__(
         self,
@@ -145,25 +111,48 @@ class Search:
         model = recipe.model
         self.notes = {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
 
+    def heading(self, count: int, trained: int) -> str:
+        """What is going to be planned, for a model of ``count`` parameters, of which so many are trained."""
+        recipe, gpu, nodes = self.recipe, self.target.gpu, self.nodes
+        frozen = f" ({trained:,} trained)" if trained < count else ""
+        where = f" on {nodes} machines" if nodes > 1 else ""
+        samples, free = cut_at(recipe, self.devices, 0).batch_size, f"{100 * MARGIN:g} % are to stay free"
+        rows = [
+            ("model", f"{type(recipe.model).__name__}: {count:,} parameters{frozen}"),
+            ("batch", f"{samples:,} samples a step, {recipe.memory.precision}"),
+            ("devices", f"{self.devices} × {gpu.title} of {gigabytes(gpu.memory)}{where}"),
+            ("budget", f"{gigabytes(self.budget)} on each device for torch, of which {free}"),
+        ]
+        if gpu.context:
+            nccl = f" and {gigabytes(nccl_bytes(self.devices))} for NCCL" if self.devices > 1 else ""
+            rows.append(("outside", f"on top, about {gigabytes(gpu.context)} for the CUDA context{nccl}"))
+        if gpu.note:
+            rows.append(("note", gpu.note))
+        return "\n".join(f"{label:<8} {text}" for label, text in rows)
+
     def run(self, lossy: bool = False, quick: bool = False) -> PlanReport:
         """Predict, choose, predict the choice, and say why."""
         began = time.perf_counter()
-        settings = combinations(self.recipe, self.devices, on_gpu=self.target.device.type == "cuda")
+        settings = knobs.combinations(self.recipe, self.devices, on_gpu=self.target.device.type == "cuda")
         if lossy:
-            steps = lossy_steps(self.recipe)
+            steps = knobs.lossy_steps(self.recipe)
             settings += [found for step in steps for one in settings if (found := self._at_a_loss(one, step))]
-        sizes = micro_batch_sizes(self.recipe, self.devices)
-        candidates = self._quick(settings[0], sizes) if quick else []
-        if not candidates:
+        sizes = knobs.micro_batch_sizes(self.recipe, self.devices)
+        # Without any technique, if that fits, nothing is faster.
+        candidates = self._predicted([with_size(settings[0], sizes[0])]) if quick else []
+        if not any(one.fits for one in candidates):
             candidates = self._all(settings, sizes)
         candidates = self._choose(candidates, timeline=not quick)
-        chosen = candidates[0] if candidates and candidates[0].fits else None
-        lossy_ones = [] if lossy or chosen is not None else self._smaller_at_a_loss(candidates)
-        if chosen is not None:
+        chosen = bool(candidates) and candidates[0].fits
+        if chosen:
             explanations = explain(candidates)
         else:
+            lossy_ones = [] if lossy else self._smaller_at_a_loss(candidates)
             explanations = not_fitting(candidates, self.budget, lossy_ones, self.refused)
-        candidates = [self._shown(one) for one in [*candidates, *self.refused]]
+        shown = [
+            dataclasses.replace(one, flags=knobs.changed(self.recipe, one.flags))
+            for one in [*candidates, *self.refused]
+        ]
         return PlanReport(
             recipe=self.recipe,
             device=self.target.gpu.title,
@@ -172,23 +161,12 @@ class Search:
             budget=self.budget,
             margin=MARGIN,
             outside=outside(self.target.gpu, self.devices),
-            chosen=candidates[0] if chosen is not None else None,
-            candidates=candidates,
+            chosen=shown[0] if chosen else None,
+            candidates=shown,
             explanations=explanations,
             notes=list(self.notes),
             seconds=time.perf_counter() - began,
         )
-
-    # ---------------------------------------------------------------------------------------------------- predicting
-
-    def fits(self, reserved: int) -> bool:
-        """Whether so many bytes stay within the budget, with the margin."""
-        return reserved * (1 + MARGIN) <= self.budget
-
-    def _quick(self, settings: Settings, sizes: Sequence[int | None]) -> list[Candidate]:
-        """The plan without any technique, if it fits: nothing is faster. Else nothing."""
-        found = self._predicted([with_size(settings, sizes[0])])
-        return [one for one in found if one.fits]
 
     def _all(self, settings: list[Settings], sizes: Sequence[int | None]) -> list[Candidate]:
         """All combinations: with the smallest micro-batch, and with all others where that one fits."""
@@ -202,18 +180,17 @@ class Search:
         largest = self._largest(feasible, sizes[0])
         for small in feasible:
             for large in largest:
-                if without_size(large.flags) == without_size(small.flags):
+                if knobs.without_size(large.flags) == knobs.without_size(small.flags):
                     found += [large, *(self._between(small, large, size) for size in sizes[1:-1] if size)]
         return found
 
     def _largest(self, feasible: list[Candidate], size: int | None) -> list[Candidate]:
         """The combinations with the largest micro-batch, but for those that can only be slower than one that fits."""
         found: list[Candidate] = []
-        levels = sorted({intrusion(one.flags) for one in feasible})
-        for level in levels:
-            same = [with_size(one.flags, size) for one in feasible if intrusion(one.flags) == level]
+        for level in sorted({knobs.intrusion(one.flags) for one in feasible}):
+            same = [with_size(one.flags, size) for one in feasible if knobs.intrusion(one.flags) == level]
             enough = [one.flags for one in found if one.fits]
-            left = [one for one in same if not any(does_more(one, other) for other in enough)]
+            left = [one for one in same if not any(knobs.does_more(one, other) for other in enough)]
             self.total -= len(same) - len(left)
             found += self._predicted(left)
         return found
@@ -223,83 +200,61 @@ class Search:
         jobs = [job for one in settings if (job := self._job(one)) is not None]
         self.total = max(self.total, expected - (len(settings) - len(jobs)), self.done + len(jobs))
         found = []
-        calls = [partial(predict_here, j.recipe, j.plan, self.target, self.nodes, False) for j in jobs]
+        calls = [partial(predict_here, recipe, plan, self.target, self.nodes, False) for _, recipe, plan in jobs]
         for number, result in in_children(calls):
+            settings_of, _, plan = jobs[number]
             self.done += 1
-            self.progress(self.done, self.total, jobs[number].plan.describe())
+            self.progress(self.done, self.total, plan.describe())
             if isinstance(result, Exception):
-                self._refuse(jobs[number].settings, result, jobs[number].plan.describe())
+                self._refuse(settings_of, result, plan.describe())
             else:
-                found.append(self._candidate(jobs[number], Prediction.answered(result)))
+                found.append(self._candidate(settings_of, plan, Prediction.answered(result)))
         return found
 
-    def _job(self, settings: Settings) -> Job | None:
+    def _job(self, settings: Settings) -> tuple[Settings, Recipe, Plan] | None:
         try:
-            recipe = applied(self.recipe, settings)
-            return Job(settings, recipe, decide_plan(recipe, self.devices))
+            recipe = knobs.applied(self.recipe, settings)
+            return settings, recipe, decide_plan(recipe, self.devices)
         except RecipeError as error:
             self._refuse(settings, error)
             return None
 
     def _refuse(self, settings: Settings, error: Exception, description: str = "") -> None:
-        reason = str(error).splitlines()[0]
-        self.refused.append(Candidate(settings, description, None, None, None, None, False, reason))
+        self.refused.append(Candidate(settings, description, reason=str(error).splitlines()[0]))
 
-    def _candidate(self, job: Job, found: Prediction) -> Candidate:
+    def _candidate(self, settings: Settings, plan: Plan, found: Prediction) -> Candidate:
         self.notes |= dict.fromkeys(found.notes)
         if found.guesses:
             self.notes[f"{found.guesses} branches of the model depend on values that were guessed"] = None
-        return Candidate(
-            job.settings,
-            job.plan.describe(),
-            found.allocated,
-            found.reserved,
-            found.host,
-            found.cost.step_ms,
-            self.fits(found.reserved),
-            prediction=found,
-        )
+        figures = (found.allocated, found.reserved, found.host, found.cost.step_ms)
+        return Candidate(settings, plan.describe(), *figures, self._fits(found.reserved), prediction=found)
+
+    def _fits(self, reserved: int) -> bool:
+        return reserved * (1 + MARGIN) <= self.budget
 
     def _between(self, small: Candidate, large: Candidate, size: int) -> Candidate:
         """The candidate with a micro-batch of ``size``, from those with a smaller and a larger one."""
         settings = with_size(small.flags, size)
-        job = self._job(settings)
-        assert job is not None
+        plan = self._plan(settings)
+        cut, cuts = plan.first_cut, [self._plan(one.flags).first_cut for one in (small, large)]
         ends = [one.prediction for one in (small, large) if one.prediction is not None]
-        sizes = [self._size(small), self._size(large)]
-        part = (job.plan.first_cut.micro_batch_size - sizes[0]) / max(1, sizes[1] - sizes[0])
+        first, last = (one.micro_batch_size for one in cuts)
+        part = (cut.micro_batch_size - first) / max(1, last - first)
 
         def mixed(name: str) -> int:
             first, last = (getattr(one, name) for one in ends)
             return round(first + part * (last - first))
 
-        reserved = mixed("reserved")
-        micro_steps = [self._micro_steps(small), self._micro_steps(large)]
         # Time of a micro-step, and of what comes once a step; the latter is the same for both.
         once = min(one.cost.update_ms for one in ends)
-        each = [(one.cost.step_ms - once) / count for one, count in zip(ends, micro_steps, strict=True)]
-        step_ms = once + job.plan.first_cut.accumulate * (each[0] + part * (each[1] - each[0]))
-        return Candidate(
-            settings,
-            job.plan.describe(),
-            mixed("allocated"),
-            reserved,
-            mixed("host"),
-            step_ms,
-            self.fits(reserved),
-            traced=False,
-        )
+        each = [(one.cost.step_ms - once) / end.accumulate for one, end in zip(ends, cuts, strict=True)]
+        step_ms = once + cut.accumulate * (each[0] + part * (each[1] - each[0]))
+        allocated, reserved, host = (mixed(name) for name in ("allocated", "reserved", "host"))
+        fits = self._fits(reserved)
+        return Candidate(settings, plan.describe(), allocated, reserved, host, step_ms, fits, traced=False)
 
-    def _cut(self, candidate: Candidate) -> Any:
-        return decide_plan(applied(self.recipe, candidate.flags), self.devices).first_cut
-
-    def _size(self, candidate: Candidate) -> int:
-        return self._cut(candidate).micro_batch_size
-
-    def _micro_steps(self, candidate: Candidate) -> int:
-        return self._cut(candidate).accumulate
-
-    # ------------------------------------------------------------------------------------------------------ choosing
+    def _plan(self, settings: Mapping[str, Any]) -> Plan:
+        return decide_plan(knobs.applied(self.recipe, settings), self.devices)
 
     def _choose(self, candidates: list[Candidate], timeline: bool) -> list[Candidate]:
         """All, with their reasons: the fastest that fits, or else the smallest, is first and traced itself."""
@@ -308,31 +263,28 @@ class Search:
             ordered[:1] = self._predicted([dict(ordered[0].flags)])
             ordered.sort(key=_rank)
         if ordered and timeline:
-            ordered[0] = self._with_timeline(ordered[0])
-        return [self._reasoned(one, ordered[0]) for one in ordered]
+            flags = dict(ordered[0].flags)
+            plan = self._plan(flags)
+            found = predict(knobs.applied(self.recipe, flags), plan, self.target, self.nodes, timeline=True)
+            ordered[0] = self._candidate(flags, plan, found)
+        return [dataclasses.replace(one, reason=self._reason(one, ordered[0])) for one in ordered]
 
-    def _with_timeline(self, candidate: Candidate) -> Candidate:
-        job = self._job(dict(candidate.flags))
-        assert job is not None
-        return self._candidate(job, predict(job.recipe, job.plan, self.target, self.nodes, timeline=True))
-
-    def _reasoned(self, one: Candidate, first: Candidate) -> Candidate:
+    def _reason(self, one: Candidate, first: Candidate) -> str:
         assert one.reserved is not None
         over = one.reserved - self.budget
-        if not one.fits and over > 0:
-            return one.because(f"{gigabytes(over)} more than the budget")
         if not one.fits:
-            return one.because(f"within the budget, but not with the margin of {100 * MARGIN:g} %")
+            near = f"within the budget, but not with the margin of {100 * MARGIN:g} %"
+            return f"{gigabytes(over)} more than the budget" if over > 0 else near
         if one is first:
-            return one.because(f"the fastest of those that fit; {gigabytes(-over)} of the budget stay free")
+            return f"the fastest of those that fit; {gigabytes(-over)} of the budget stay free"
         if not first.step_ms or one.step_ms is None:
-            return one
-        return one.because(f"fits, {100 * (one.step_ms / first.step_ms - 1):.0f} % slower")
+            return ""
+        return f"fits, {100 * (one.step_ms / first.step_ms - 1):.0f} % slower"
 
     def _smaller_at_a_loss(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """What would save more, at a loss that the recipe has not allowed: each with the smallest plan it goes with."""
         wanted = []
-        for step in lossy_steps(self.recipe):
+        for step in knobs.lossy_steps(self.recipe):
             possible = (self._at_a_loss(dict(one.flags), step) for one in candidates)
             wanted += [settings for settings in possible if settings][:1]
         return self._predicted(wanted)
@@ -340,24 +292,18 @@ class Search:
     def _at_a_loss(self, settings: Settings, step: Settings) -> Settings | None:
         """The settings with ``step``, without what only comes along where that is refused; ``None`` if all is."""
         for extra in (step, {key: value for key, value in step.items() if key not in FOLLOWERS}):
-            try:
-                decide_plan(applied(self.recipe, settings | extra), self.devices)
-            except RecipeError:
-                continue
-            return settings | extra
+            with suppress(RecipeError):
+                self._plan(settings | extra)
+                return settings | extra
         return None
-
-    def _shown(self, candidate: Candidate) -> Candidate:
-        """The candidate with the flags that change something."""
-        return dataclasses.replace(candidate, flags=changed(self.recipe, candidate.flags))
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, int]:
     """Those that fit by their time, then the others by their size; of equal ones that with the fewest knobs."""
     figure = candidate.step_ms if candidate.fits else candidate.reserved
-    return not candidate.fits, figure or 0.0, len(turned(candidate.flags))
+    return not candidate.fits, figure or 0.0, len(knobs.turned(candidate.flags))
 
 
-def with_size(settings: Any, size: int | None) -> Settings:
+def with_size(settings: Mapping[str, Any], size: int | None) -> Settings:
     """The settings with a micro-batch of ``size``; ``None`` leaves it to the recipe."""
     return dict(settings) | ({} if size is None else {"memory.micro_batch_size": size})

@@ -21,27 +21,21 @@ Workspaces = Literal["kept, and one a call", "kept", "one a call"]
 """Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
 torch 2.9 those with a bias had another of their own. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
 
-FAST_CUDNN = 91500
-"""The version of cuDNN after which torch prefers its attention; wheels for CUDA 12.9 and before have older ones."""
-
-OLDEST, NEWEST = (2, 11), (2, 15)
-"""Versions of torch whose insides this was written for and tested with."""
+FAST_CUDNN = (
+    91500  # the version after which torch prefers its attention; wheels for CUDA 12.9 and before have older ones
+)
+OLDEST, NEWEST = (2, 11), (2, 15)  # versions of torch whose insides this was written for and tested with
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the run will take place on.
-
-    Args:
-        gpu: the card.
-        torch_version: whose kernels the card will run, ``(major, minor)``: this process's, unless an older published
-            figure is to be replayed. Before 2.2 attention was flash attention 1.
-        expandable_segments: whether the run sets ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
-    """
+    """What the run will take place on."""
 
     gpu: GPU
+    # Whose kernels the card will run, (major, minor): this process's, unless an older published figure is to be
+    # replayed. Before 2.2 attention was flash attention 1.
     torch_version: tuple[int, int] = (0, 0)
-    expandable_segments: bool = False
+    expandable_segments: bool = False  # whether the run sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 
     @classmethod
     def here(cls, gpu: GPU) -> Target:
@@ -61,12 +55,11 @@ class Target:
 
     @property
     def attention(self) -> AttentionRules:
-        """Which attention kernels it has."""
-        return AttentionRules(
-            capability=self.gpu.capability,
-            flash=1 if self.version < (2, 2) else 2,
-            prefers_cudnn=self.version >= (2, 10) and _cudnn_attention_is_fast(),
-        )
+        """Which attention kernels it has. Whether an installed cuDNN is fast is not known of a CPU build: taken so."""
+        cudnn = torch.backends.cudnn.version()
+        fast = cudnn is None or cudnn > FAST_CUDNN
+        flash = 1 if self.version < (2, 2) else 2
+        return AttentionRules(self.gpu.capability, flash, prefers_cudnn=self.version >= (2, 10) and fast)
 
     @property
     def workspaces(self) -> Workspaces:
@@ -77,17 +70,10 @@ class Target:
         return "kept" if kept else "one a call"
 
 
-def _cudnn_attention_is_fast() -> bool:
-    """Whether the installed cuDNN is one that torch takes attention from; that of a CPU build is not known."""
-    version = torch.backends.cudnn.version()
-    return version is None or version > FAST_CUDNN
-
-
 def installed_version() -> tuple[int, int]:
     """``(major, minor)`` of torch."""
-    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    assert match is not None
-    return int(match[1]), int(match[2])
+    major, minor = re.findall(r"\d+", torch.__version__)[:2]
+    return int(major), int(minor)
 
 
 # The GPU of this machine, and how much of a GPU a run may take.

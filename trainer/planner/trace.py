@@ -7,7 +7,7 @@ the weights to save. Only the weights are never read and nothing is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trainer.contract import Model
 from trainer.data.loader import loader_of
@@ -28,7 +28,6 @@ from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.step import Phases, Stepper
-from trainer.engine.sync import GradientSync
 from trainer.engine.window import MicroBatch, Window, cut_batch
 from trainer.launching.start import launch
 from trainer.launching.world import World
@@ -50,42 +49,28 @@ from trainer.weights.streaming import allocate, default_dtype, on_meta
 
 @dataclass
 class Samples:
-    """What the traced steps are fed, on the host.
+    """What the traced steps are fed, on the host."""
 
-    Args:
-        first: the first batch of the run, with no more micro-steps than differ from each other: the first and the last
-            or, of samples that differ in length and are sorted by it, also one in the middle.
-        longest: a batch of the longest micro-batches that can occur.
-        evaluation: the longest micro-batches of an evaluation; empty without one.
-        skipped: how many micro-steps of the first batch were left out.
-        varies: whether samples differ in length.
-    """
-
+    # The first batch of the run, with no more micro-steps than differ from each other: the first and the last or, of
+    # samples that differ in length and are sorted by it, also one in the middle.
     first: Window
-    longest: Window
-    evaluation: list[MicroBatch]
-    skipped: int
-    varies: bool
+    longest: Window  # a batch of the longest micro-batches that can occur
+    evaluation: list[MicroBatch]  # the longest micro-batches of an evaluation; empty without one
+    skipped: int  # how many micro-steps of the first batch were left out
+    varies: bool  # whether samples differ in length
 
 
 def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
     """The samples that ``plan`` would meet first, and the longest ones, from the recipe's prepared data."""
-    windows = windows_of(
-        recipe,
-        loader_of(recipe, recipe.data.train),
-        world_size=plan.world_size,
-        reduce=lambda values: [value * plan.world_size for value in values],
-    )
+    ranks, loader = plan.world_size, loader_of(recipe, recipe.data.train)
+    windows = windows_of(recipe, loader, world_size=ranks, reduce=lambda values: [value * ranks for value in values])
     varies = windows.lengths is not None
-    first, skipped = _shortened(next(iter(windows.epoch(0, 0, 1))), 3 if varies else 2)
-    return Samples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped, varies)
-
-
-def _shortened(window: Window, most: int) -> tuple[Window, int]:
+    most, window = 3 if varies else 2, next(iter(windows.epoch(0, 0, 1)))
     own = window.micro_batches
     if len(own) > most:
         own = [own[0], *own[len(own) // 2 :][: most - 2], own[-1]]
-    return replace(window, micro_batches=own), len(window) - len(own)
+    first, skipped = replace(window, micro_batches=own), len(window) - len(own)
+    return Samples(first, windows.longest(recipe.epochs), _evaluated(recipe, plan), skipped, varies)
 
 
 def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
@@ -99,20 +84,14 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
 
 
 def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, nodes: int = 1) -> Trace:
-    """Trace a run of ``recipe`` as ``plan`` says on ``target``, on the first of its ranks.
+    """Trace a run of a prepared recipe as ``plan`` says on ``target``, on the first of its ranks, over ``nodes``.
 
     This changes torch for the rest of the process: see :func:`trainer.planner.fake_patches.install`.
-
-    Args:
-        recipe: whose data is prepared, and whose model is filled from it.
-        plan: the decided knobs and the number of ranks.
-        samples: from ``draw_samples``.
-        target: the GPU.
-        nodes: machines that the ranks are spread over.
     """
     ranks = plan.world_size
-    grouped = plan.strategy != "single"
-    with fake_ranks(ranks, nodes) if grouped else nullcontext(), tracing(target, ranks, nodes) as tracer:
+    if plan.strategy != "single":
+        fake_ranks(ranks, nodes)
+    with tracing(target, ranks, nodes) as tracer:
         with _disable_current_modes():
             launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
@@ -131,11 +110,6 @@ def tracing(target: Target, ranks: int = 1, nodes: int = 1) -> Iterator[Tracer]:
 
     Tensors that are made inside are fake; real ones that come from outside are moved with ``.to("cuda")``. What is
     traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins.
-
-    Args:
-        target: the GPU.
-        ranks: in all.
-        nodes: machines that they are spread over.
     """
     notes = install(target, ranks // nodes)
     mode = FakeGPUMode(ranks)
@@ -177,22 +151,17 @@ class _Run(Phases):
         self.tracer.enter("init")
         self.stack = stack = self._build(module)
         self.optimizer, sync = build_updates(self.fabric, self.recipe.model, stack, self.recipe.optim, self.plan)
-        begin_late(sync, len(samples.first), samples.skipped)
+        if isinstance(sync, TreeSync):  # to keep as many sums as in a window with the micro-steps that are left out
+            traced = len(samples.first)
+            sync.sums = LaterSums(most_sums(traced + samples.skipped) - most_sums(traced))
         if isinstance(sync, HostGradients) and sync.carrier is not None:
             sync.carrier.chunks = self._first_chunk
-        stepper = _FakeStepper(
-            self.tracer,
-            self.fabric,
-            self.recipe.model,
-            stack.wrapped,
-            self.optimizer,
-            sync=sync,
-            clip_norm=self.recipe.optim.clip_norm,
-            correct_batchnorm=self.recipe.memory.correct_batchnorm,
-            phases=self,
-        )
+        memory, clip_norm = self.recipe.memory, self.recipe.optim.clip_norm
+        places = (self.tracer, self.fabric, self.recipe.model, stack.wrapped, self.optimizer)
+        options: dict[str, Any] = {"clip_norm": clip_norm, "correct_batchnorm": memory.correct_batchnorm}
+        stepper = _FakeStepper(*places, sync=sync, phases=self, **options)
         stepper.module.train()
-        if self.recipe.memory.micro_batch_size == "auto" and not sync.applied:
+        if memory.micro_batch_size == "auto" and not sync.applied:
             rehearse(stepper, samples.longest)
         stepper.step(samples.first)
         if samples.varies:
@@ -227,13 +196,7 @@ class _Run(Phases):
             allocate(module, HOST, dtype)
             module.to(home_of_weights(self.fabric, self.plan))
             self._categorise(module)
-        stack = apply_stack(
-            self.fabric,
-            self.recipe.model,
-            module,
-            self.plan,
-            stream=lambda module, model, device, dtype, seed: allocate(module, device, dtype),
-        )
+        stack = apply_stack(self.fabric, self.recipe.model, module, self.plan, stream=_allocated)
         self._categorise(module)
         return stack
 
@@ -247,13 +210,13 @@ class _Run(Phases):
         self.tracer.categorise([*module.parameters(), *module.buffers()], "params")
 
 
-class _FakeStepper(Stepper):
-    """Takes steps on fake tensors.
+def _allocated(module: nn.Module, model: Model, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    """In the place of streaming weights."""
+    allocate(module, device, dtype)
 
-    Args:
-        tracer: knows the device, and what a batch is.
-        arguments: those of a stepper, as ``options``.
-    """
+
+class _FakeStepper(Stepper):
+    """Takes steps on fake tensors; its ``tracer`` knows the device, and what a batch is."""
 
     def __init__(self, tracer: Tracer, *arguments: Any, **options: Any) -> None:
         self.tracer = tracer
@@ -267,9 +230,7 @@ class _FakeStepper(Stepper):
             return self.tracer.mode.fake(item).to(self.tracer.target.device) if isinstance(item, Tensor) else item
 
         moved = tree_map(move, batch)
-        tensors: list[Any] = []
-        tree_map(tensors.append, moved)
-        self.tracer.categorise([t for t in tensors if isinstance(t, Tensor)], "batch")
+        self.tracer.categorise([item for item in tree_leaves(moved) if isinstance(item, Tensor)], "batch")
         return moved
 
 
@@ -306,16 +267,11 @@ class _Nothing:
 
 # What ``run.deterministic`` keeps of the micro-steps that a trace leaves out.
 
-ABOVE_ALL = 64
-"""A height that no sum of micro-steps reaches: such sums are added to nothing until the end of a window."""
+ABOVE_ALL = 64  # no sum of micro-steps reaches this height: such sums are added to nothing until the end of a window
 
 
 class LaterSums(PartialSums):
-    """A counter that begins with the sums of micro-steps that nobody has traced.
-
-    Args:
-        earlier: how many.
-    """
+    """A counter that begins with the sums of ``earlier`` micro-steps that nobody has traced."""
 
     def __init__(self, earlier: int) -> None:
         super().__init__()
@@ -324,17 +280,9 @@ class LaterSums(PartialSums):
     def add(self, node: Node) -> None:
         """As if the first node of a window came late in it."""
         if not self.sums and node is not None:
-            self.sums = [
-                (ABOVE_ALL + self.earlier - number, [torch.empty_like(tensor) for tensor in node])
-                for number in range(self.earlier)
-            ]
+            heights = range(ABOVE_ALL + self.earlier, ABOVE_ALL, -1)
+            self.sums = [(height, [torch.empty_like(tensor) for tensor in node]) for height in heights]
         super().add(node)
-
-
-def begin_late(sync: GradientSync, traced: int, skipped: int) -> None:
-    """Let ``sync`` keep as many sums in ``traced`` micro-steps as in a window that has the ``skipped`` ones, too."""
-    if isinstance(sync, TreeSync):
-        sync.sums = LaterSums(most_sums(traced + skipped) - most_sums(traced))
 
 
 def most_sums(micro_steps: int) -> int:

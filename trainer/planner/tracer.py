@@ -21,12 +21,18 @@ from trainer.planner.fake_patches import FakeStream, is_paused
 from trainer.planner.target import Target
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
-LT_WORKSPACE = 1 << 20
-"""Bytes for a product with a bias, which cuBLASLt computes (CUBLASLT_WORKSPACE_SIZE's default)."""
-HOST_STREAM = -1
-"""The stream of what the CPU computes, for the cost of a step."""
-
-LEAST_HOST_BYTES = 2**16
+LT_WORKSPACE = 1 << 20  # bytes for a product with a bias, by cuBLASLt (CUBLASLT_WORKSPACE_SIZE's default)
+HOST_STREAM = -1  # the stream of what the CPU computes, for the cost of a step
+LEAST_HOST_BYTES = 2**16  # of work on the host that takes time worth counting
+_ALL_GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
+_SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor", "alltoall_base_")  # as many bytes
+COLLECTIVES = {
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_", "all_reduce"), "all_reduce"),
+    **dict.fromkeys(_ALL_GATHERS, "all_gather"),
+    **dict.fromkeys(_SCATTERS, "reduce_scatter"),
+    "broadcast_": "broadcast",
+}
+"""Operations of c10d and its functional twin, by what they are."""
 
 
 class Storage:
@@ -45,12 +51,7 @@ class Storage:
 
 
 class Tracer(TorchDispatchMode):
-    """Records the events of everything that runs inside of it.
-
-    Args:
-        target: the GPU that the tensors pretend to be on.
-        mode: that makes them.
-    """
+    """Records the events of everything that runs inside of it, on tensors of ``mode`` that seem to be on ``target``."""
 
     def __init__(self, target: Target, mode: FakeGPUMode) -> None:
         super().__init__()
@@ -58,38 +59,28 @@ class Tracer(TorchDispatchMode):
         self.storages: dict[int, Storage] = {}
         self.records_work = False
         self.repeat = 1  # what is done now is done so often, though it is traced once
-        self._ids = 0
-        self._host_bytes = 0
+        self._ids = self._host_bytes = 0
         self._workspaces: set[tuple[bool, int]] = set()
-
-    # ------------------------------------------------------------------------------------------------------- phases
 
     def enter(self, phase: str) -> None:
         """What follows is of ``phase``."""
         if phase != self.phase or not self.trace.marks:
             self.trace.marks.append((len(self.trace.events), phase))
         self.phase = phase
-        if phase == "backward":
-            self._find_activations()
-
-    def _find_activations(self) -> None:
-        """What forward has left behind when backward begins is kept for it."""
-        for storage in self.storages.values():
-            if storage.on_device and storage.bytes and storage.phase == "forward":
-                self.trace.categories.setdefault(storage.id, "activations")
+        if phase == "backward":  # what forward has left behind is kept for it
+            for storage in self.storages.values():
+                if storage.on_device and storage.bytes and storage.phase == "forward":
+                    self.trace.categories.setdefault(storage.id, "activations")
 
     def categorise(self, tensors: Iterable[Any], category: Category) -> None:
         """Say what the memory of ``tensors`` is for; what has a category keeps it."""
         for tensor in tensors:
             for part in plain_tensors(tensor):
-                storage = self.storages.get(id(part.untyped_storage()))
-                if storage is None:
+                if id(part.untyped_storage()) not in self.storages:
                     self.watch(part, category)
-                    storage = self.storages.get(id(part.untyped_storage()))
+                storage = self.storages.get(id(part.untyped_storage()))
                 if storage is not None and storage.on_device and storage.bytes:
                     self.trace.categories.setdefault(storage.id, category)
-
-    # ------------------------------------------------------------------------------------------------------- memory
 
     def watch(self, tensor: Any, op: str) -> None:
         """Notice the storage of ``tensor`` if it is new, or has another size than before."""
@@ -154,7 +145,8 @@ class Tracer(TorchDispatchMode):
         if self.target.workspaces == "one a call":
             self.inside((LT_WORKSPACE if op == "addmm" else size,), op)
             return
-        key = (in_backward(), FakeStream.current.number)
+        in_backward = torch._C._current_graph_task_id() != -1  # where autograd runs in a thread of its own
+        key = (in_backward, FakeStream.current.number)
         if key not in self._workspaces:
             self._workspaces.add(key)
             self._allocate(size, "cuBLAS workspace")
@@ -164,8 +156,6 @@ class Tracer(TorchDispatchMode):
     def is_on_device(self, tensor: Any) -> bool:
         """Whether a tensor takes memory of the device that is planned for."""
         return isinstance(tensor, FakeTensor) and tensor.fake_device.type == self.target.device.type
-
-    # --------------------------------------------------------------------------------------------------- operations
 
     def __enter__(self) -> Tracer:
         self._set_size = set_size = torch.UntypedStorage.resize_
@@ -212,25 +202,20 @@ class Tracer(TorchDispatchMode):
         if func.is_view:
             return
         if not any(self.is_on_device(tensor) for tensor in (*tensors, *results)):
-            self._note_host(name, tensors)
+            if (moved := _bytes(tensors)) >= LEAST_HOST_BYTES:  # what an offloaded optimizer does
+                dtype = str(tensors[0].dtype).removeprefix("torch.")
+                self.trace.work.append(Work(name, "compute", self.phase, HOST_STREAM, 0, moved, dtype))
             return
         kind = _kind(tensors, results)
         if kind != "compute":
             moved = min(_bytes(results), _bytes(tensors)) if results else 0
             self.note(name, kind, 0, moved, results)
             return
-        packet = getattr(func, "_overloadpacket", None)
-        count = flop_registry.get(packet)
+        count = flop_registry.get(getattr(func, "_overloadpacket", None))
         flops = int(count(*counted_args(name, args), **kwargs, out_val=out)) if count else 0
         seen = {id(tensor) for tensor in tensors}  # the result of an in-place operation is one of them
         moved = _bytes(tensors) + _bytes([tensor for tensor in results if id(tensor) not in seen])
         self.note(name, "compute", flops, moved, results or tensors)
-
-    def _note_host(self, name: str, tensors: list[Tensor]) -> None:
-        """What an offloaded optimizer does; bookkeeping on a few numbers takes no time worth counting."""
-        if (moved := _bytes(tensors)) >= LEAST_HOST_BYTES:
-            dtype = str(tensors[0].dtype).removeprefix("torch.")
-            self.trace.work.append(Work(name, "compute", self.phase, HOST_STREAM, 0, moved, dtype))
 
     def _note_collective(self, name: str, tensors: list[Tensor], group: tuple[int, int]) -> None:
         """What the device's network does or, with gradients in host memory, the host's."""
@@ -238,25 +223,20 @@ class Tracer(TorchDispatchMode):
         sizes = [_bytes([tensor]) for tensor in here or tensors]
         if not sizes or name not in COLLECTIVES:
             return
-        whole = sum(sizes) if COLLECTIVES[name] == "all_reduce" else max(sizes)
+        op = COLLECTIVES[name]
+        whole = sum(sizes) if op == "all_reduce" else max(sizes)
         if here or whole >= LEAST_HOST_BYTES:
             stream = FakeStream.current.number if here else HOST_STREAM
-            self.note(COLLECTIVES[name], "collective", 0, whole, here or tensors, stream, *group)
+            self.note(op, "collective", 0, whole, here or tensors, stream, *group)
 
     def note(
         self, op: str, kind: Kind, flops: int, moved: int, tensors: list[Tensor], stream: int | None = None, *group: int
     ) -> None:
         """Remember one operation for the time of the step: on the current stream if none is given."""
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-        name = str(dtype).removeprefix("torch.")
         number = FakeStream.current.number if stream is None else stream
-        work = Work(op, kind, self.phase, number, flops, moved, name, *group)
+        work = Work(op, kind, self.phase, number, flops, moved, str(dtype).removeprefix("torch."), *group)
         self.trace.work.extend([work] * self.repeat)
-
-
-def in_backward() -> bool:
-    """Whether autograd runs now: on a GPU it does so in a thread of its own."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def plain_tensors(tensor: Any) -> list[Tensor]:
@@ -274,35 +254,12 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _kind(tensors: list[Tensor], results: list[Tensor]) -> Kind:
-    """Whether an operation crosses the bus."""
+    """Whether an operation crosses the bus, such as ``copy_`` into memory of the device."""
     sources = {t.device.type for t in tensors if t.dim() or t.numel() > 1}
     targets = {t.device.type for t in results}
-    if sources == {"cpu"} and targets == {"cuda"}:
+    if targets == {"cuda"} and "cpu" in sources:
         return "to_device"
-    if targets == {"cpu"} and "cuda" in sources:
-        return "to_host"
-    if "cpu" in sources and targets == {"cuda"}:
-        return "to_device"  # copy_ into memory of the device
-    return "compute"
-
-
-# Collectives as a trace sees them: what each operation is, and who takes part.
-
-COLLECTIVES = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "alltoall_base_": "reduce_scatter",  # as many bytes
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-}
-"""Operations of c10d and its functional twin, by what they are."""
+    return "to_host" if targets == {"cpu"} and "cuda" in sources else "compute"
 
 
 def group_among(values: list[Any]) -> tuple[int, int]:
