@@ -26,12 +26,14 @@ class RandomImages(Data):
         num_classes: labels go from 0 to one less.
         size: samples in the training set.
         val_size: samples in the validation set; 0 for none.
+        workers: processes that load ahead.
     """
 
     image_size: int = 224
     num_classes: int = 10
     size: int = 1024
     val_size: int = 0
+    workers: int | None = 0
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Draw the images."""

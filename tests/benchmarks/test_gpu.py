@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.benchmark import FOLDER, imported
-from helpers.warm import python
 from safetensors.numpy import load_file, save_file
 
 from trainer.commands.measured_run import Trial
@@ -23,7 +22,7 @@ from trainer.memory.plan import decide_plan
 from trainer.settings import change
 
 gpu, gpu_faults, gpu_judge, gpu_rows = imported("gpu", "gpu_faults", "gpu_judge", "gpu_rows")
-common, measured_run = imported("common", "measured_run")
+common, measured_run, planner_gpu = imported("common", "measured_run", "planner_gpu")
 Record, Measured, judge, read_found = common.Record, gpu_judge.Measured, gpu_judge.judge, gpu_judge.read_found
 PARTS, TINY, Row = gpu_rows.PARTS, gpu_rows.TINY, gpu_rows.Row
 
@@ -51,13 +50,12 @@ def finished(*losses: float) -> Trial:
     return Trial("finished", None, [], 1.0, "a plan", len(losses), list(losses))
 
 
-@pytest.mark.parametrize("words", [["--results", "OUT"], ["planner", "--out", "OUT/planner.json"]], ids=len)
-def test_without_a_gpu_there_is_nothing_to_measure(words, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    arguments = [word.replace("OUT", str(tmp_path)) for word in words]
-    done = python(FOLDER / "gpu.py", *arguments, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr
-    assert "no CUDA device" in done.stdout
+@pytest.mark.parametrize("command", [gpu, planner_gpu], ids=lambda module: module.__name__)
+def test_without_a_gpu_there_is_nothing_to_measure(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "probe_gpu", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path)])
+    assert (command.main(["--out", str(tmp_path / "planner.json")]) if command is planner_gpu else command.main()) == 0
+    assert "no CUDA device" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,7 +31,8 @@ from trainer.recipe import Memory
 RUNS = {
     "plain": (own_recipe(), 1),
     "checkpointed": (own_recipe(Memory(activation_checkpointing="full")), 1),
-    "autocast": (own_recipe(Memory(precision="bf16-mixed"), accumulate=4), 1),
+    "accumulated": (own_recipe(accumulate=4), 1),
+    "autocast": (own_recipe(Memory(precision="bf16-mixed"), accumulate=2), 1),
     "activations on the host": (own_recipe(Memory(activation_offload=True)), 1),
     "optimizer on the host": (own_recipe(Memory(cpu_offload="optimizer", micro_batch_size=BATCH)), 1),
     "guessed": (own_recipe(model=Own(asks=True)), 1),
@@ -98,7 +99,7 @@ def test_checkpointing_leaves_the_inputs_of_blocks(runs: dict[str, Trace]) -> No
 
 
 def test_accumulation_keeps_gradients_while_the_next_micro_batch_goes_forward(runs: dict[str, Trace]) -> None:
-    accumulated = runs["autocast"]
+    accumulated = runs["accumulated"]
     assert max(when(accumulated, "forward", "gradients")) == FLOAT * WEIGHTS
     batch, labels = BATCH // 4 * TOKENS * WIDTH * FLOAT, BATCH // 4 * LONG
     assert max(when(accumulated, "forward", "batch")) == labels  # those of the micro-batch before are still there

@@ -158,8 +158,8 @@ def patch_tensors() -> None:
 
     _replace(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
     _replace(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
-    for name in ("device", "is_cuda"):
-        _replace(DTensor, **{name: property(lambda tensor, name=name: getattr(tensor._local_tensor, name))})
+    _replace(DTensor, device=property(lambda tensor: tensor._local_tensor.device))
+    _replace(DTensor, is_cuda=property(lambda tensor: tensor._local_tensor.is_cuda))
     _replace(
         torch.Tensor,
         _make_subclass=staticmethod(make_subclass),
