@@ -132,12 +132,7 @@ def test_ranks_agree_with_one_process(world_size, micro, ignored, ranks):
         assert answer["quarantine"] == answers[0]["quarantine"]
     found = answers[0]["quarantine"]["samples"]
     assert {entry["position"] for entry in found} == set(BAD)
-    assert {
-        "split": "train",
-        "position": 3,
-        "description": "file 3",
-        "reason": "OSError: broken pipe",
-    } in found
+    assert {"split": "train", "position": 3, "description": "file 3", "reason": "OSError: broken pipe"} in found
     met = sorted(index for answer in answers for index in answer["met"])
     assert met == sorted([*(set(range(SIZE)) - set(BAD))] * 2)
 

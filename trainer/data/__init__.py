@@ -1,7 +1,6 @@
 """Datasets: typed settings that become train, val and test. Importing this imports no torch."""
 
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
-from trainer.data.streamed import StreamedText
-from trainer.data.text import IMDb, TextFiles
+from trainer.data.text import IMDb, StreamedText, TextFiles
 
 __all__ = ["CIFAR10", "Digits", "FashionMNIST", "IMDb", "ImageFolder", "StreamedText", "TextFiles"]
