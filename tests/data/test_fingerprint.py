@@ -13,7 +13,7 @@ from helpers.prepared import prepared
 from torch.utils.data import TensorDataset
 
 from trainer.contract import Data
-from trainer.data import CIFAR10, Digits, ImageFolder, IMDb, TextFiles
+from trainer.data import CIFAR10, Digits, ImageFolder, TextFiles
 from trainer.data.fingerprint import BLOCK, Content, blocks, fingerprint, split_fingerprint, spread, tokenizer_hash
 from trainer.errors import RecipeError
 
@@ -69,15 +69,6 @@ def test_texts_are_the_same_from_another_folder_and_differ_by_a_word_a_label_or_
     others = [read(f"c{number}", other) for number, other in enumerate(changed)]
     others += [read("a", rows, max_length=3), read("a", rows, val_fraction=0.5)]
     assert len({before, *others}) == 7
-
-
-def test_the_chunks_of_a_table_do_not_count(sample_data, tokenizer, tmp_path):
-    data = prepared(IMDb(str(sample_data / "imdb_folder"), max_length=32, cache_dir=str(tmp_path)), tokenizer)
-    before = data.train.fingerprint()
-    table = data.train.table
-    data.train.table = datasets.concatenate_datasets([table.select(range(7)), table.select(range(7, len(table)))])
-    assert data.train.table.data.column(0).num_chunks > table.data.column(0).num_chunks
-    assert data.train.fingerprint() == before
 
 
 def test_it_is_the_same_in_every_process_and_version():
@@ -153,7 +144,7 @@ def test_augmented_samples_are_drawn_with_fixed_seeds_and_nobodys_generator_move
     assert split_fingerprint(Drawn()) == first != split_fingerprint(Drawn(2.0))
 
 
-def test_lengths_count_also_where_no_sample_is_looked_at():
+def test_lengths_count_where_no_sample_is_looked_at_and_a_split_may_have_a_fingerprint_of_its_own():
     class WithLengths(list):
         lengths: list[int]
 
@@ -162,14 +153,11 @@ def test_lengths_count_also_where_no_sample_is_looked_at():
         split.lengths = [5 + (i == at) for i in range(1000)]
         return split_fingerprint(split)
 
-    assert read(1) != read(2)
-
-
-def test_a_split_may_have_a_fingerprint_of_its_own():
     class Versioned(list):
         def fingerprint(self):
             return self[0]
 
+    assert read(1) != read(2)
     first, same, other = (fingerprint(Own(Versioned(split))) for split in (["v1", 1], ["v1", 2], ["v2", 1]))
     assert first == same != other
     with pytest.raises(RecipeError, match=r"Versioned\.fingerprint\(\) returned 3"):

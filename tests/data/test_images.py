@@ -157,15 +157,12 @@ def test_sound_files_are_read_once_and_faults_looked_at_again(folder, tmp_path, 
         assert len(read) == len(images)
 
 
-def test_missing_files_say_where_they_were_looked_for(tmp_path):
+def test_missing_files_say_where_they_were_looked_for_and_could_not_be_fetched_from(tmp_path, monkeypatch):
     said = rf"{tmp_path}/FashionMNIST/raw: set --data\.download true"
     refused(said, FashionMNIST(str(tmp_path), download=False))
     refused(rf"{tmp_path}/cifar-10-batches-py: set --data\.download true", CIFAR10(str(tmp_path), download=False))
     refused(f"no file {tmp_path}/none.npz", CIFAR10(str(tmp_path / "none.npz")))
     refused(f"no folder {tmp_path}/none/train", ImageFolder(str(tmp_path / "none")))
-
-
-def test_a_failed_download_names_its_address(tmp_path, monkeypatch):
     nowhere = "http://127.0.0.1:9/"  # the discard port: nothing listens
     monkeypatch.setattr(torchvision.datasets.FashionMNIST, "mirrors", [nowhere])
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", nowhere)

@@ -1,7 +1,6 @@
 """Text datasets on real reviews: padding, caching, classes, and every refusal names its row."""
 
 import csv
-import json
 from pathlib import Path
 
 import pandas
@@ -96,14 +95,6 @@ def test_string_labels_become_sorted_classes_in_every_format(tmp_path, tokenizer
         assert data.test.__getitems__([0, 1, 2])["labels"].tolist() == [0, 1, 0]
         assert data.train[2]["input_ids"] == tokenizer("null")["input_ids"]  # a word, not a missing value
         assert data.train.describe(1).startswith(f"{file} row {row} (the ")
-
-
-def test_integer_labels_are_ordered_by_value(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": "x", "label": label}) + "\n" for label in (10, 2, -1)))
-    data = prepared(files(path), tokenizer)
-    assert data.class_names == ["-1", "2", "10"]
-    assert [data.train[i]["labels"] for i in range(3)] == [2, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -128,11 +128,7 @@ class ImageFiles:
 
 
 def read_image(path: str, mode: str) -> Tensor:
-    """Decode a file to uint8 ``(channels, H, W)``; ``mode`` is PIL's, ``L`` or ``RGB``.
-
-    Raises:
-        RecipeError: naming the file when it is missing, broken or no image.
-    """
+    """Decode a file to uint8 ``(channels, H, W)``; ``mode`` is PIL's, ``L`` or ``RGB``."""
     try:
         with open_regular(path, MOST_BYTES) as file, Image.open(file, formats=FORMATS) as image:
             _refuse_bomb(image)
@@ -159,11 +155,8 @@ def _refuse_bomb(image: Image.Image) -> None:
 def check_images(paths: Sequence[str], most_bad: int, cache: Path) -> dict[str, CheckedFile]:
     """Read every file to its end, hash it, and check its structure, decoding as little as the format allows.
 
-    Sound files are remembered in ``cache``: one rank of a machine reads them, once. Faults may be those of the disk, or
-    the network, and gone the next time.
-
-    Raises:
-        RecipeError: naming the broken files when they are more than ``most_bad``.
+    More than ``most_bad`` broken files are refused. Sound ones are remembered in ``cache``: one rank of a machine reads
+    them, once. Faults may be those of the disk, or the network, and gone the next time.
     """
 
     def look(files: Sequence[Path]) -> list[CheckedFile]:

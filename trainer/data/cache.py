@@ -40,16 +40,7 @@ def cached(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Pa
 
     One process of a machine builds, others wait; those of other machines too, where ``root`` is on a file system that
     locks files between them. The folder gets its name by one move when it is complete. One that is not what was built
-    is built again, and that is said.
-
-    Args:
-        root: of the cache.
-        key: a hash of everything that decides the content.
-        what: it is, for messages.
-        build: fills a folder with files.
-
-    Raises:
-        RecipeError: when the cache cannot be written.
+    is built again, and that is said. The ``key`` is a hash of everything that decides the content.
     """
     place = root / key
     try:
@@ -152,9 +143,6 @@ def content_of(
         look: says of each of them a hash of its content, or what else JSON can hold.
         asked: what decides the answers besides the contents.
         worth_keeping: whether the answers may be given again.
-
-    Raises:
-        RecipeError: naming the file that cannot be read.
     """
     seen, settled = [], False
     with suppress(OSError):  # told by who looks into it

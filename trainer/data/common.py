@@ -64,9 +64,6 @@ def hold_out(labels: Sequence[int], fraction: float, key: str, seed: int = 0) ->
 
     They do not follow the run's seed: runs with different seeds are measured on the same samples. They are those of
     scikit-learn's ``train_test_split``; to import it takes as long as all else before the first step of a small run.
-
-    Raises:
-        RecipeError: naming ``key`` when a class has too few samples to be in both parts.
     """
     if fraction == 0:
         return list(range(len(labels))), []

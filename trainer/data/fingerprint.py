@@ -34,9 +34,6 @@ def fingerprint(data: Data) -> str:
       samples as they come out of it (formats and transforms show there);
     * for any other split: its size, its ``lengths`` and ``augmented``, and up to 64 evenly spread samples, drawn with
       fixed seeds. A change of another sample is not seen. One that cannot be loaded counts as such.
-
-    Raises:
-        RecipeError: for a ``fingerprint`` method that returns no text.
     """
     content = Content(1, getattr(data, "num_classes", None), list(getattr(data, "class_names", None) or []))
     for name, split in (("train", data.train), ("val", data.val), ("test", data.test)):

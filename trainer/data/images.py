@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from trainer.data.arrays import Pixels
 
 MOST_PIXELS = 20_000  # along an edge: one such image is 5 GB
-
 Augment = Literal["none", "flip", "crop_flip"]
 Normalize = Literal["dataset", "imagenet"]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
-
 IMAGENET: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of each channel: what torchvision's pretrained models expect."""
 
@@ -61,11 +59,7 @@ class _Images(BuiltIn):
         require_choice("data.normalize", self.normalize, Normalize)
 
     def load_image(self, path: str | Path) -> Tensor:
-        """Read any image file as the evaluation sees it: float32 ``(channels, image_size, image_size)``.
-
-        Raises:
-            RecipeError: naming the file when it cannot be read.
-        """
+        """Read any image file as the evaluation sees it: float32 ``(channels, image_size, image_size)``."""
         from trainer.data.arrays import read_image
 
         return self._pixels()(read_image(str(path), self._mode))

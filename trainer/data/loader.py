@@ -63,12 +63,7 @@ class Loader:
         self.whole = None if self.augmented else getattr(split, "__getitems__", None)
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """Yield one micro-batch per request.
-
-        Raises:
-            SampleError: naming the sample that could not be loaded.
-            WorkerError: naming the worker that died or hung, and what it was loading.
-        """
+        """Yield one micro-batch per request; raises :class:`SampleError`, and ``WorkerError`` where a worker ends."""
         if self.workers == 0 and not self.pin_memory:  # a DataLoader would add its overhead and nothing else
             yield from map(self._fetch, requests)
             return

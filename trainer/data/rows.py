@@ -64,12 +64,7 @@ def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
 
 
 def find_file(path: Path, cache: Path) -> Rows:
-    """The rows of a .csv, .parquet or .jsonl file.
-
-    Raises:
-        RecipeError: naming the file when it is missing or of another kind; when they are read, also when it is empty
-            or malformed.
-    """
+    """The rows of a .csv, .parquet or .jsonl file; that it is empty or malformed is said when they are read."""
     kind = path.suffix.lower()
     require(path.is_file(), f"there is no file {path}: check the path")
     require(kind in _KINDS, f"{path} is none of {', '.join(_KINDS)}: convert it to one of them")
@@ -168,11 +163,7 @@ def _csv_options(path: Path) -> dict[str, Any]:
 
 
 def find_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache: Path) -> Rows:
-    """The rows ROOT/PART/NAME/*.txt, one text a file, for every ``(name, label)`` of ``classes``.
-
-    Raises:
-        RecipeError: for a missing folder or one without texts; when they are read, for a file that is not UTF-8.
-    """
+    """The rows ROOT/PART/NAME/*.txt, one text a file, in UTF-8, for every ``(name, label)`` of ``classes``."""
     files: list[tuple[str, int]] = []
     for name, label in classes:
         folder = root / part / name
@@ -203,11 +194,7 @@ def _read_texts(files: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
 
 
 def find_hub(name: str, cache_dir: str | None) -> dict[str, Rows]:
-    """Load the train and test splits of a dataset from the Hugging Face hub, or from its cache.
-
-    Raises:
-        RecipeError: when it cannot be reached or has no such splits.
-    """
+    """Load the train and test splits of a dataset from the Hugging Face hub, or from its cache."""
     try:
         tables = datasets.load_dataset(name, split=["train", "test"], cache_dir=cache_dir)
     except Exception as error:  # connection, authentication, missing dataset, missing split: one list would not do

@@ -45,9 +45,6 @@ def find_shards(paths: Sequence[Path], cache: Path, label_column: str | None = N
     """What is in Parquet files: read from their footers, and remembered in ``cache`` while they do not change.
 
     Of ``label_column``, if given, the different labels are asked for: it is read whole.
-
-    Raises:
-        RecipeError: naming the file that cannot be read.
     """
     total = sum(path.stat().st_size for path in paths)
 
@@ -126,11 +123,7 @@ class ShardReader:
         return f"{self.shards[shard].path} row {row} (the first is row 1)"
 
     def table(self, number: int) -> pa.Table:
-        """A row group.
-
-        Raises:
-            RecipeError: naming the file and row group that cannot be read.
-        """
+        """A row group."""
         if number not in self._tables:
             self._tables[number] = table = self._decode(number)
             rows = sum(map(len, self._tables.values()))

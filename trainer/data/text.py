@@ -49,11 +49,7 @@ class Texts(BuiltIn):
         return self._pad(samples)
 
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
-        """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own.
-
-        Raises:
-            RecipeError: for a text that is empty, naming its position.
-        """
+        """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own."""
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
         check_tokenizer(tokenizer, self.max_length)

@@ -169,11 +169,7 @@ def compact(values: Any) -> array[int]:
 def tokenise(
     rows: Rows, text_column: str, label_column: str, tokenizer: Any, max_length: int, cache: Path
 ) -> datasets.Dataset:
-    """The tokens of every row, with their ``length`` and their ``label_text``, from the cache on disk.
-
-    Raises:
-        RecipeError: naming the missing column, or the first row without text or label.
-    """
+    """The tokens of every row, with their ``length`` and their ``label_text``, from the cache on disk."""
     # What decides a tokenizer's output: of one that has no state as text, all of it.
     whole = tokenizer if getattr(tokenizer, "backend_tokenizer", None) is None else None
     words = Hasher.hash((type(tokenizer).__name__, tokenizer_hash(tokenizer), whole))
@@ -211,11 +207,7 @@ def label_texts(table: datasets.Dataset) -> list[str]:
 
 
 def label_numbers(table: datasets.Dataset, rows: Rows, column: str, classes: Mapping[str, int]) -> array[int]:
-    """The class of every row of a table that :func:`tokenise` made of ``rows``.
-
-    Raises:
-        RecipeError: naming the first row with a label that is none of ``classes``.
-    """
+    """The class of every row of a table that :func:`tokenise` made of ``rows``; all must be known."""
     places = pc.index_in(table.data.column("label_text"), value_set=pa.array(list(classes), pa.string()))
     if places.null_count:
         index = pc.index(places.is_null(), True).as_py()

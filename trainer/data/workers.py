@@ -27,14 +27,11 @@ SECONDS_BETWEEN_LOOKS = 1.0  # at the workers, whether they live, while a micro-
 SHARED, SMALL_SHARED = Path("/dev/shm"), 1e9
 """Bytes of shared memory below which loading workers may run out of it; containers have 64 MB unless told otherwise."""
 
-MOST = 4  # workers of a rank that nobody asked for
-
 HINTS: dict[int, str] = {
     signal.SIGKILL: "; the kernel does this when memory runs out: lower data.workers, or look into its log",
     signal.SIGBUS: "; shared memory (/dev/shm) may be full: lower data.workers, or give it more",
     signal.SIGSEGV: "; a library that decodes samples has crashed: load them with data.workers 0 to see where",
 }
-EXITED = "; load them with data.workers 0 to see where it is ended"
 
 
 class WorkerError(RunError):
@@ -50,21 +47,16 @@ def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
     if data.workers is not None:
         return data.workers
     small = SHARED.is_dir() and shutil.disk_usage(SHARED).free < SMALL_SHARED  # where they hand their batches over
-    return 0 if accelerator == "cpu" or small else min(MOST, cores() // ranks)
+    return 0 if accelerator == "cpu" or small else min(4, cores() // ranks)
 
 
 def load_in_workers(
     fetch: Any, requests: Iterable[Request], workers: int, pin_memory: bool, timeout: float
 ) -> Iterator[Any]:
-    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader.
-
-    Args:
-        fetch: picklable where processes are spawned.
-        requests, workers, pin_memory: as for :class:`trainer.data.loader.Loader`.
-        timeout: seconds that a request may take a worker; not checked in this process.
+    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader; for ``Loader``, which says more.
 
     Raises:
-        WorkerError: within a second or two of needing what a dead worker owes, and after ``timeout`` for a hung one.
+        WorkerError: a second or two after needing what a dead worker owes, and ``timeout`` seconds after a hung one's.
     """
     if workers:  # tokenizers warns once per process about forks after it has used threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -157,7 +149,8 @@ class _Watch:
     def _died(self, number: int) -> str:
         code = self.processes[number].exitcode
         if code >= 0:
-            return self._told(number, f"exited with code {code}", EXITED)
+            advice = "; load them with data.workers 0 to see where it is ended"
+            return self._told(number, f"exited with code {code}", advice)
         return self._told(number, f"was killed by {signal.Signals(-code).name}", HINTS.get(-code, ""))
 
     def _hung(self) -> str:

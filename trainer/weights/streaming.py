@@ -65,10 +65,7 @@ def stored_in(path: str | Path) -> dict[str, tuple[Stored, tuple[int, ...]]]:
     """Every tensor that is kept in ``path``: by name where it is, and its shape. Reads headers only.
 
     That is a safetensors file, an index of shards (``*.safetensors.index.json``), or a folder with one of the two,
-    called ``model``.
-
-    Raises:
-        RecipeError: naming the file that is missing, corrupt or not safetensors.
+    called ``model``. One that is missing, corrupt or not safetensors is refused by name.
     """
     path = Path(path)
     if path.is_dir():
