@@ -89,11 +89,13 @@ def texts(path):
     return TextFiles(str(path), cache_dir=str(path.parent / "cache"), max_length=16)
 
 
-def test_an_absurd_text_is_named_with_its_row_and_a_whole_book_is_cut(tmp_path, tokenizer):
-    (tmp_path / "book.csv").write_text(f"text,label\na film,0\n{LONG[:-5]},1\n")
+def test_an_absurd_text_is_named_with_its_row_and_a_whole_book_is_cut(tmp_path, tokenizer, monkeypatch):
+    assert LEAST_CHARACTERS == 1_000_000  # of a book; here it is a page
+    monkeypatch.setattr("trainer.data.tokens.LEAST_CHARACTERS", 20_000)
+    (tmp_path / "book.csv").write_text(f"text,label\na film,0\n{LONG[:20_000]},1\n")
     assert len(prepared(texts(tmp_path / "book.csv"), tokenizer).train[1]["input_ids"]) == 16
-    (tmp_path / "absurd.csv").write_text(f"text,label\na film,0\n{LONG}words,1\n")
-    said = r"absurd\.csv row 3 .*has 1,000,005 characters in 'text', and 1,000,000"
+    (tmp_path / "absurd.csv").write_text(f"text,label\na film,0\n{LONG[:20_000]}words,1\n")
+    said = r"absurd\.csv row 3 .*has 20,005 characters in 'text', and 20,000"
     refused(said, texts(tmp_path / "absurd.csv"), tokenizer)
 
 
