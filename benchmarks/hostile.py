@@ -44,7 +44,7 @@ PRELOADED = [
     "trainer.supervise.supervisor",
     "trainer.data.arrays",
     "trainer.data.tokens",
-    "trainer.data.streamed",
+    "trainer.data.text",
     "trainer.data.shards",
     "trainer.models.text",
     "matplotlib.pyplot",

@@ -5,63 +5,76 @@ import os
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from helpers.prepared import prepared
 
 from trainer.data import TextFiles, tokens
-from trainer.data.cache import MANIFEST, cached, checksum, content_of
+from trainer.data.cache import MANIFEST, cached, checksum, checksums, content_of
 from trainer.errors import RecipeError
 
 FORK = multiprocessing.get_context("fork")
 
 
-def build(folder: Path) -> None:
-    """Takes a moment, and leaves a trace beside the cache."""
-    with open(folder.parents[1] / "log", "a") as log:
-        log.write(f"{os.getpid()}\n")
-    (folder / "half").write_text("half")
-    time.sleep(0.3)
-    (folder / "content").write_text("built")
+@pytest.fixture
+def made(tmp_path):
+    """How often it was built is ``len(made)``; each waits for its ``gate`` with half of it written."""
+
+    class Made:
+        gate = FORK.Event()
+
+        def __len__(self):
+            return len((tmp_path / "log").read_text().splitlines())
+
+        def __call__(self, folder):
+            with open(tmp_path / "log", "a") as log:
+                log.write(f"{os.getpid()}\n")
+            (folder / "half").write_text("half")
+            self.gate.wait()
+            (folder / "content").write_text("built")
+
+        def use(self):
+            place = cached(tmp_path / "cache", "key", "a thing", self)
+            assert (place / "content").read_text() == "built"
+            return place
+
+    return Made()
 
 
-def builds(tmp_path):
-    return len((tmp_path / "log").read_text().splitlines())
+def begun(tmp_path):
+    while not list((tmp_path / "cache").glob("key.partial-*/half")):
+        time.sleep(0.01)
 
 
-def use(root, gate):
-    gate.wait()
-    assert (cached(root, "key", "a thing", build) / "content").read_text() == "built"
-
-
-def test_of_processes_that_start_together_one_builds_and_the_others_wait(tmp_path):
-    gate = FORK.Barrier(5)
-    processes = [FORK.Process(target=use, args=(tmp_path / "cache", gate)) for _ in range(5)]
+def test_of_processes_that_start_together_one_builds_and_the_others_wait(made, tmp_path):
+    processes = [FORK.Process(target=made.use) for _ in range(4)]
     for process in processes:
         process.start()
+    begun(tmp_path)
+    made.gate.set()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0] * 5
-    assert builds(tmp_path) == 1
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(made) == 1
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["key", "key.lock"]
 
 
-def test_what_a_killed_process_has_begun_is_cleared_away(tmp_path):
-    gate = FORK.Barrier(1)
-    process = FORK.Process(target=use, args=(tmp_path / "cache", gate))
+def test_what_a_killed_process_has_begun_is_cleared_away(made, tmp_path):
+    process = FORK.Process(target=made.use)
     process.start()
-    while not list((tmp_path / "cache").glob("key.partial-*/half")):
-        time.sleep(0.01)
+    begun(tmp_path)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert not (tmp_path / "cache" / "key").exists()
-    use(tmp_path / "cache", gate)
-    assert builds(tmp_path) == 2
+    made.gate = FORK.Event()  # the killed one may have held the lock of the other
+    made.gate.set()
+    made.use()
+    assert len(made) == 2
     assert not list((tmp_path / "cache").glob("*.partial-*"))
 
 
-def test_a_build_that_fails_leaves_nothing_behind(tmp_path):
+def test_a_build_that_fails_leaves_nothing_behind_and_a_cache_that_cannot_be_written_names_the_setting(tmp_path):
     def fail(folder):
         (folder / "half").write_text("half")
         raise RecipeError("row 3 has no text")
@@ -69,64 +82,39 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path):
     with pytest.raises(RecipeError, match="row 3 has no text"):
         cached(tmp_path / "cache", "key", "a thing", fail)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["key.lock"]
-
-
-def cut(place):
-    os.truncate(place / "content", 3)
-
-
-def flip(place):
-    (place / "content").write_text("bailt")
-
-
-def lose(place):
-    (place / "content").unlink()
-
-
-def scribble(place):
-    (place / MANIFEST).write_text("[1]")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        RecipeError, match=r"the cache .*/file/cache cannot be used \(Not a directory\).*data\.cache_dir"
+    ):
+        cached(tmp_path / "file" / "cache", "key", "a thing", fail)
 
 
 @pytest.mark.parametrize(
     ("damage", "fault"),
     [
-        (cut, "content has 3 bytes instead of 5"),
-        (flip, "content is not what was written"),
-        (lose, "content is missing"),
-        (scribble, f"{MANIFEST} cannot be read"),
+        (lambda place: os.truncate(place / "content", 3), "content has 3 bytes instead of 5"),
+        (lambda place: (place / "content").write_text("bailt"), "content is not what was written"),
+        (lambda place: (place / "content").unlink(), "content is missing"),
+        (lambda place: (place / MANIFEST).write_text("[1]"), f"{MANIFEST} cannot be read"),
     ],
 )
-def test_a_broken_one_is_named_and_made_again(tmp_path, capsys, damage, fault):
-    place = cached(tmp_path / "cache", "key", "a thing", build)
+def test_a_broken_one_is_named_and_made_again(made, capsys, damage, fault):
+    made.gate.set()
+    place = made.use()
     damage(place)
-    assert (cached(tmp_path / "cache", "key", "a thing", build) / "content").read_text() == "built"
+    made.use()
     assert f"{place} is broken ({fault}): it is made again" in capsys.readouterr().err
-    assert builds(tmp_path) == 2
-    cached(tmp_path / "cache", "key", "a thing", build)
-    assert (builds(tmp_path), capsys.readouterr().err) == (2, "")
-
-
-def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        RecipeError, match=r"the cache .*/file/cache cannot be used \(Not a directory\).*data\.cache_dir"
-    ):
-        cached(tmp_path / "file" / "cache", "key", "a thing", build)
-
-
-@pytest.fixture
-def settled(monkeypatch):
-    """Files count as settled from the moment on that they are written."""
-    monkeypatch.setattr("trainer.data.cache.SETTLED_NS", -(10**18))
+    made.use()
+    assert (len(made), capsys.readouterr().err) == (2, "")
 
 
 def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path, settled, monkeypatch):
     path = tmp_path / "a.csv"
     asked = []
 
-    def hashed(path):
-        asked.append(path)
-        return checksum(path)
+    def hashed(paths):
+        asked.append(paths)
+        return checksums(paths)
 
     def content(text):
         path.write_text(text)
@@ -142,6 +130,34 @@ def test_a_file_is_hashed_again_only_when_it_may_have_changed(tmp_path, settled,
     monkeypatch.undo()
     second, third = content("two"), content("ten")  # of one size, written within a moment
     assert len({first[0], second[0], third[0]}) == 3
+    path.unlink()
+    with pytest.raises(RecipeError, match=r"a\.csv cannot be read \(No such file or directory\)"):
+        content_of(tmp_path / "cache", [path], checksums)
+
+
+def test_of_a_huge_file_spread_blocks_count_and_of_others_every_byte(tmp_path):
+    path = tmp_path / "file"
+    blocks = [bytes([number]) * (1 << 20) for number in range(5)]
+
+    def hashed(changed, most_bytes):
+        path.write_bytes(b"".join([*blocks[:changed], b"x" * (1 << 20), *blocks[changed + 1 :]]))
+        return checksum(path, most_bytes)
+
+    assert len({hashed(changed, 5 << 20) for changed in range(5)}) == 5
+    assert len({hashed(changed, 3 << 20) for changed in range(5)}) == 4  # blocks 0, 2 and 4
+
+
+@pytest.fixture
+def reviews(tmp_path, tokenizer):
+    """What reads a file of reviews, again from the same cache."""
+    (tmp_path / "reviews.csv").write_text(
+        "text,label\n" + "".join(f"film number {i} is good,{i % 2}\n" for i in range(300))
+    )
+
+    def read(path=tmp_path / "reviews.csv"):
+        return prepared(TextFiles(str(path), cache_dir=str(tmp_path / "cache")), tokenizer).train
+
+    return read
 
 
 def exchange_in_place(path, content):
@@ -161,82 +177,37 @@ def exchange_for_another(path, content):
 
 
 @pytest.mark.parametrize("exchange", [exchange_in_place, exchange_for_another])
-def test_another_file_of_the_same_size_and_time_is_noticed(reviews, tokenizer, settled, exchange):
-    first = reviews(tokenizer).train
-    before = reviews.path.stat()
-    text = reviews.path.read_text()
-    exchange(reviews.path, text.replace("film number 7 is good,1", "film number 7 was bad,1"))
-    after = reviews.path.stat()
+def test_another_file_of_the_same_size_and_time_is_noticed(reviews, tmp_path, settled, exchange):
+    path, first = tmp_path / "reviews.csv", reviews()
+    before = path.stat()
+    exchange(path, path.read_text().replace("film number 7 is good,1", "film number 7 was bad,1"))
+    after = path.stat()
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    again = reviews(tokenizer).train
+    again = reviews()
     assert again[7]["input_ids"] != first[7]["input_ids"]
     assert again.fingerprint() != first.fingerprint()
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(RecipeError, match=r"gone\.csv cannot be read \(No such file or directory\)"):
-        content_of(tmp_path / "cache", [tmp_path / "gone.csv"], checksum)
-
-
-def test_of_a_huge_file_spread_blocks_count_and_of_others_every_byte(tmp_path):
-    path = tmp_path / "file"
-    blocks = [bytes([number]) * (1 << 20) for number in range(5)]
-
-    def hashed(changed, most_bytes):
-        path.write_bytes(b"".join([*blocks[:changed], b"x" * (1 << 20), *blocks[changed + 1 :]]))
-        return checksum(path, most_bytes)
-
-    assert len({hashed(changed, 5 << 20) for changed in range(5)}) == 5
-    assert len({hashed(changed, 3 << 20) for changed in range(5)}) == 4  # blocks 0, 2 and 4
-
-
-@pytest.fixture
-def reviews(tmp_path):
-    """A file of reviews, and what reads it again, from the same cache."""
-    path = tmp_path / "reviews.csv"
-    path.write_text("text,label\n" + "".join(f"film number {i} is good,{i % 2}\n" for i in range(300)))
-
-    def prepared(tokenizer, path=path):
-        data = TextFiles(str(path), cache_dir=str(tmp_path / "cache"))
-        data.prepare(tokenizer)
-        return data
-
-    prepared.path = path
-    return prepared
-
-
-def test_tokens_with_a_flipped_bit_are_found_and_made_again(reviews, tokenizer, capsys, tmp_path):
-    before = reviews(tokenizer).train.fingerprint()
+def test_tokens_are_made_once_stay_on_disk_and_are_made_again_when_a_bit_flips(
+    reviews, tmp_path, capsys, monkeypatch, tokenizer
+):
+    before = reviews().fingerprint()
+    monkeypatch.setattr(tokens, "encode", lambda *_: pytest.fail("tokenised again"))
+    tokenizer("a call changes the tokenizer's own state", truncation=True, max_length=3)
+    (tmp_path / "moved").mkdir()
+    copy = shutil.copy(tmp_path / "reviews.csv", tmp_path / "moved" / "others.csv")
+    allocated = pa.total_allocated_bytes()
+    again = reviews(copy)
+    assert again.table.data.nbytes > 300 * 7 * 4
+    assert pa.total_allocated_bytes() - allocated < 1000
+    assert again.fingerprint() == before
+    assert again.describe(0).startswith(f"{copy} row 2 ")
+    monkeypatch.undo()
     (file,) = (tmp_path / "cache").glob("trainer/*/tokens.arrow")
+    assert [entry["filename"] for entry in again.table.cache_files] == [str(file)]
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["trainer"]  # no second copy of the texts
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    again = reviews(tokenizer).train.fingerprint()
+    assert reviews().fingerprint() == before
     assert "tokens.arrow is not what was written): it is made again" in capsys.readouterr().err
-    assert again == before
-
-
-def test_a_file_elsewhere_with_the_same_content_is_not_tokenised_again(reviews, tokenizer, tmp_path, monkeypatch):
-    before = reviews(tokenizer)
-
-    def refuse(*_):
-        raise AssertionError("tokenised again")
-
-    monkeypatch.setattr(tokens, "encode", refuse)
-    (tmp_path / "moved").mkdir()
-    copy = shutil.copy(reviews.path, tmp_path / "moved" / "others.csv")
-    again = reviews(tokenizer, copy)
-    assert again.train.fingerprint() == before.train.fingerprint()
-    assert again.train.describe(0).startswith(f"{copy} row 2 ")
-
-
-def test_tokens_stay_on_disk(reviews, tokenizer, tmp_path):
-    reviews(tokenizer)
-    allocated = pa.total_allocated_bytes()
-    data = reviews(tokenizer)
-    assert data.train.table.data.nbytes > 300 * 7 * 4
-    assert pa.total_allocated_bytes() - allocated < 1000
-    assert [entry["filename"] for entry in data.train.table.cache_files] == [
-        str(path) for path in (tmp_path / "cache").glob("trainer/*/tokens.arrow")
-    ]
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["trainer"]  # no second copy of the texts

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from helpers.prepared import prepared, refused
 from PIL import Image
 
 from trainer.data import CIFAR10, Digits, FashionMNIST, ImageFolder, arrays
@@ -17,21 +18,9 @@ from trainer.data.arrays import FORMATS, read_image
 from trainer.errors import RecipeError
 
 
-@pytest.fixture
-def folder(sample_data, tmp_path):
-    """A copy of a part of the CIFAR-10 image folder: 2 classes, 5 training and 3 test images of each."""
-    for part, count in (("train", 5), ("test", 3)):
-        for name in ("cat", "ship"):
-            (tmp_path / part / name).mkdir(parents=True)
-            for source in sorted((sample_data / "cifar10" / "folder" / part / name).iterdir())[:count]:
-                shutil.copy(source, tmp_path / part / name)
-    return tmp_path
-
-
-def cifar10(sample_data, **settings):
-    data = CIFAR10(root=str(sample_data / "cifar10" / "cifar10_subset.npz"), **settings)
-    data.prepare()
-    return data
+@pytest.fixture(scope="module")
+def cifar10(sample_data):
+    return lambda **settings: prepared(CIFAR10(str(sample_data / "cifar10" / "cifar10_subset.npz"), **settings))
 
 
 def test_importing_the_settings_imports_nothing_heavy():
@@ -41,65 +30,46 @@ def test_importing_the_settings_imports_nothing_heavy():
     assert done.stdout.strip() == "set()"
 
 
-def test_digits_are_1797_images_in_three_disjoint_parts():
-    data = Digits(val_fraction=0.1)
-    data.prepare()
-    rows = [data.train.rows, data.val.rows, data.test.rows]
-    assert sorted(itertools.chain(*rows)) == list(range(1797))
-    assert (data.num_classes, data.image_size) == (10, 8)
-    assert len(data.test) == 360
-    counts = torch.bincount(data.test.labels)
-    assert counts.min() >= 34  # stratified: every digit has its tenth
-    again = Digits()
-    torch.manual_seed(99)
-    np.random.seed(99)
-    again.prepare()
+def test_digits_are_1797_normalised_grey_images_in_three_disjoint_parts():
+    data = prepared(Digits(val_fraction=0.1))
+    assert sorted(itertools.chain(data.train.rows, data.val.rows, data.test.rows)) == list(range(1797))
+    assert (data.num_classes, data.image_size, len(data.test)) == (10, 8, 360)
+    assert torch.bincount(data.test.labels).min() >= 34  # stratified: every digit has its tenth
+    torch.manual_seed(99), np.random.seed(99)
+    again = prepared(Digits())
     assert again.test.rows == data.test.rows  # whatever the run's seed
-
-
-def test_digits_are_normalised_grey():
-    data = Digits()
-    data.prepare()
-    batch = data.train.__getitems__(range(len(data.train)))
+    batch = again.train.__getitems__(range(len(again.train)))
     pixels = batch["pixel_values"]
-    assert pixels.shape == (1437, data.channels, 8, 8) == (1437, 1, 8, 8)
-    assert pixels.dtype == torch.float32
-    assert batch["labels"].dtype == torch.int64
-    assert abs(pixels.mean()) < 0.02
-    assert abs(pixels.std() - 1) < 0.02
+    assert pixels.shape == (1437, again.channels, 8, 8) == (1437, 1, 8, 8)
+    assert (pixels.dtype, batch["labels"].dtype) == (torch.float32, torch.int64)
+    assert (pixels.mean().item(), pixels.std().item()) == pytest.approx((0, 1), abs=0.02)
 
 
-def test_a_batch_is_the_same_bits_as_its_samples_one_by_one(sample_data):
-    resized = cifar10(sample_data, image_size=224)
+def test_a_batch_is_the_same_bits_as_its_samples_one_by_one(cifar10):
+    resized = cifar10(image_size=224)
     indices = [4999, 0, 7, 1234, 8]
     at_once = resized.train.__getitems__(indices)
     singly = resized.collate([resized.train[i] for i in indices])
     assert at_once["pixel_values"].shape == (5, 3, 224, 224)
-    assert torch.equal(at_once["pixel_values"], singly["pixel_values"])
-    assert torch.equal(at_once["labels"], singly["labels"])
+    assert all(torch.equal(at_once[key], singly[key]) for key in ("pixel_values", "labels"))
 
 
 def test_fashion_mnist_reads_the_uncompressed_files_without_download(sample_data):
-    data = FashionMNIST(root=str(sample_data / "fashion_mnist_small"), download=False, val_fraction=0.1)
-    data.prepare()
+    root = str(sample_data / "fashion_mnist_small")
+    data = prepared(FashionMNIST(root, download=False, val_fraction=0.1))
     assert [len(data.train), len(data.val), len(data.test)] == [900, 100, 500]
     assert torch.bincount(data.val.labels).tolist() == [10] * 10
     assert data.class_names[9] == "Ankle boot"
-    official = torchvision.datasets.FashionMNIST(str(sample_data / "fashion_mnist_small"), train=False)
-    image, label = official[17]
+    image, label = torchvision.datasets.FashionMNIST(root, train=False)[17]
     expected = (torchvision.transforms.functional.to_tensor(image) - 0.2860) / 0.3530
     assert data.test[17]["labels"] == label
     torch.testing.assert_close(data.test[17]["pixel_values"], expected)
+    pretrained = prepared(FashionMNIST(root, download=False, normalize="imagenet"))
+    assert pretrained.test[17]["pixel_values"].shape == (pretrained.channels, 28, 28) == (3, 28, 28)
 
 
-def test_grey_becomes_three_channels_when_normalised_for_pretrained_models(sample_data):
-    data = FashionMNIST(root=str(sample_data / "fashion_mnist_small"), download=False, normalize="imagenet")
-    data.prepare()
-    assert data.test[17]["pixel_values"].shape == (data.channels, 28, 28) == (3, 28, 28)
-
-
-def test_cifar10_pixels_and_labels_are_those_of_the_png_files(sample_data):
-    data = cifar10(sample_data)
+def test_cifar10_pixels_and_labels_are_those_of_the_png_files(sample_data, cifar10):
+    data = cifar10()
     assert [len(data.train), data.val, len(data.test)] == [5000, None, 1000]
     with np.load(sample_data / "cifar10" / "cifar10_subset.npz", allow_pickle=False) as arrays:
         names = [str(name) for name in arrays["filenames"][5000:]]
@@ -109,13 +79,11 @@ def test_cifar10_pixels_and_labels_are_those_of_the_png_files(sample_data):
     assert torch.equal(data.test[index]["pixel_values"], data.load_image(path))
 
 
-def test_only_training_images_are_augmented_and_only_as_named(sample_data):
-    plain = cifar10(sample_data).train[3]["pixel_values"]
-    data = cifar10(sample_data, augment="flip", val_fraction=0.1)
+def test_only_training_images_are_augmented_and_only_as_named(cifar10):
+    plain = cifar10().train[3]["pixel_values"]
+    data = cifar10(augment="flip", val_fraction=0.1)
     position = data.train.rows.index(3)
-    assert data.train.augmented
-    assert not data.val.augmented
-    assert not data.test.augmented
+    assert [split.augmented for split in (data.train, data.val, data.test)] == [True, False, False]
     draws = []
     for seed in range(12):
         torch.manual_seed(seed)
@@ -123,44 +91,34 @@ def test_only_training_images_are_augmented_and_only_as_named(sample_data):
     flipped = [torch.equal(draw, plain.flip(-1)) for draw in draws]
     assert all(flip or torch.equal(draw, plain) for flip, draw in zip(flipped, draws, strict=True))
     assert 0 < sum(flipped) < 12
-
-
-def test_a_crop_shifts_by_at_most_an_eighth(sample_data):
-    data = cifar10(sample_data, augment="crop_flip")
-    plain = cifar10(sample_data).train[3]["pixel_values"]
     torch.manual_seed(0)
-    drawn = data.train[3]["pixel_values"]
-    padded = torch.nn.functional.pad(plain, (4, 4, 4, 4), mode="reflect")
+    drawn = cifar10(augment="crop_flip").train[3]["pixel_values"]
+    padded = torch.nn.functional.pad(plain, (4, 4, 4, 4), mode="reflect")  # by an eighth
     windows = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
     assert any(torch.equal(drawn, window) or torch.equal(drawn, window.flip(-1)) for window in windows)
 
 
 def test_image_folder_reads_its_parts(folder):
-    data = ImageFolder(str(folder), image_size=48)
-    data.prepare()
+    data = prepared(ImageFolder(str(folder), image_size=48))
     assert (len(data.train), data.val, len(data.test)) == (10, None, 6)
     assert data.class_names == ["cat", "ship"]
     assert data.train[9]["labels"] == 1
     assert data.train[9]["pixel_values"].shape == (3, 48, 48)
     assert data.train.describe(9).startswith(str(folder / "train" / "ship"))
     assert torch.equal(data.train[9]["pixel_values"], data.load_image(data.train.describe(9)))
-
-
-def test_images_that_are_not_square_keep_their_proportions(folder):
-    wide = folder / "train" / "cat" / "wide.png"
     pixels = np.zeros((20, 60, 3), np.uint8)
     pixels[:, 20:40] = 255  # the centre square is white
-    Image.fromarray(pixels).save(wide)
-    image = ImageFolder(str(folder), image_size=20).load_image(wide)
-    assert image.unique().numel() == 3  # one value a channel
+    Image.fromarray(pixels).save(folder / "wide.png")
+    image = ImageFolder(str(folder), image_size=20).load_image(folder / "wide.png")
+    assert image.unique().numel() == 3  # one value a channel: it keeps its proportions
 
 
-def test_a_missing_test_folder_asks_for_a_part_to_hold_out(folder):
+def test_parts_and_classes_that_do_not_fit_are_named(folder):
+    shutil.copytree(folder / "test" / "cat", folder / "test" / "lynx")
+    refused("train and test differ in lynx", ImageFolder(str(folder)))
     shutil.rmtree(folder / "test")
-    with pytest.raises(RecipeError, match=r"neither a test nor a val folder.*--data\.val_fraction"):
-        ImageFolder(str(folder)).prepare()
-    data = ImageFolder(str(folder), val_fraction=0.4, augment="flip")
-    data.prepare()
+    refused(r"neither a test nor a val folder.*--data\.val_fraction", ImageFolder(str(folder)))
+    data = prepared(ImageFolder(str(folder), val_fraction=0.4, augment="flip"))
     assert (len(data.train), len(data.val), data.test) == (6, 4, None)
     assert sorted(label for _, label in data.val.samples) == [0, 0, 1, 1]
     assert not {path for path, _ in data.val.samples} & {path for path, _ in data.train.samples}
@@ -173,89 +131,58 @@ def test_every_format_is_read_whatever_the_file_is_called(tmp_path, name):
     assert read_image(str(tmp_path / "x.png"), "RGB").float().mean((1, 2)).tolist() == pytest.approx([255, 0, 0], abs=2)
 
 
-def test_a_corrupt_image_is_named_before_training(folder):
+def test_a_corrupt_image_and_a_truncated_one_are_named_before_training(folder):
     broken = sorted((folder / "test" / "ship").iterdir())[1]
     content = bytearray(broken.read_bytes())
     content[len(content) // 2] ^= 1  # one flipped bit
     broken.write_bytes(content)
-    with pytest.raises(RecipeError, match=f"1 of 16 images cannot be read: {broken}"):
-        ImageFolder(str(folder)).prepare()
+    refused(f"1 of 16 images cannot be read: {broken}", ImageFolder(str(folder)))
+    cut = folder / "train" / "cat" / "zz.jpg"
+    Image.open(min((folder / "train" / "cat").iterdir())).save(cut)
+    cut.write_bytes(cut.read_bytes()[:-200])
+    refused(f"2 of 17 images cannot be read: {cut} .*; {broken}", ImageFolder(str(folder)))
 
 
-def test_a_truncated_jpeg_is_named_before_training(folder):
-    path = folder / "train" / "cat" / "zz.jpg"
-    Image.open(next((folder / "train" / "cat").iterdir())).save(path)
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(RecipeError, match=f"1 of [0-9]+ images cannot be read: {path}"):
-        ImageFolder(str(folder)).prepare()
-
-
-def test_sound_files_are_read_once_and_faults_looked_at_again(folder, tmp_path, monkeypatch):
-    read = []
-    check = arrays._check
+def test_sound_files_are_read_once_and_faults_looked_at_again(folder, tmp_path, monkeypatch, settled):
+    read, check = [], arrays._check
     monkeypatch.setattr(arrays, "_check", lambda path: (read.append(path), check(path))[1])
     images = sorted(folder.rglob("*.png"))
-    monkeypatch.setattr("trainer.data.cache.SETTLED_NS", -(10**18))  # they count as settled at once
-    splits = []
-    for _ in range(2):  # two ranks, or two runs
-        data = ImageFolder(str(folder), cache_dir=str(tmp_path / "cache"))
-        data.prepare()
-        splits.append(data.train.fingerprint())
+    data = ImageFolder(str(folder), cache_dir=str(tmp_path / "cache"))
+    splits = [prepared(data).train.fingerprint() for _ in range(2)]  # two ranks, or two runs
     assert sorted(read) == images
     assert splits[0] == splits[1]
     images[0].write_bytes(b"broken")
     for _ in range(2):
         read.clear()
-        with pytest.raises(RecipeError, match=f"1 of {len(images)} images cannot be read: {images[0]}"):
-            ImageFolder(str(folder), cache_dir=str(tmp_path / "cache")).prepare()
+        refused(f"1 of {len(images)} images cannot be read: {images[0]}", data)
         assert len(read) == len(images)
 
 
-def test_classes_that_differ_are_named(folder):
-    shutil.copytree(folder / "test" / "cat", folder / "test" / "lynx")
-    with pytest.raises(RecipeError, match="train and test differ in lynx"):
-        ImageFolder(str(folder)).prepare()
-
-
-def test_missing_files_say_where_they_were_looked_for(tmp_path):
-    with pytest.raises(RecipeError, match=rf"{tmp_path}/FashionMNIST/raw: set --data\.download true"):
-        FashionMNIST(root=str(tmp_path), download=False).prepare()
-    with pytest.raises(RecipeError, match=rf"{tmp_path}/cifar-10-batches-py: set --data\.download true"):
-        CIFAR10(root=str(tmp_path), download=False).prepare()
-    with pytest.raises(RecipeError, match=f"no file {tmp_path}/none.npz"):
-        CIFAR10(root=str(tmp_path / "none.npz")).prepare()
-    with pytest.raises(RecipeError, match=f"no folder {tmp_path}/none/train"):
-        ImageFolder(root=str(tmp_path / "none")).prepare()
-
-
-def test_a_failed_download_names_its_address(tmp_path, monkeypatch):
+def test_missing_files_say_where_they_were_looked_for_and_could_not_be_fetched_from(tmp_path, monkeypatch):
+    said = rf"{tmp_path}/FashionMNIST/raw: set --data\.download true"
+    refused(said, FashionMNIST(str(tmp_path), download=False))
+    refused(rf"{tmp_path}/cifar-10-batches-py: set --data\.download true", CIFAR10(str(tmp_path), download=False))
+    refused(f"no file {tmp_path}/none.npz", CIFAR10(str(tmp_path / "none.npz")))
+    refused(f"no folder {tmp_path}/none/train", ImageFolder(str(tmp_path / "none")))
     nowhere = "http://127.0.0.1:9/"  # the discard port: nothing listens
     monkeypatch.setattr(torchvision.datasets.FashionMNIST, "mirrors", [nowhere])
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", nowhere)
     for source in (FashionMNIST, CIFAR10):
-        with pytest.raises(RecipeError, match=rf"could not be downloaded from {nowhere} .*check the network"):
-            source(root=str(tmp_path)).prepare()
+        refused(rf"could not be downloaded from {nowhere} .*check the network", source(str(tmp_path)))
 
 
-def test_an_npz_that_comes_to_more_than_the_memory_is_refused(tmp_path):
+def test_a_broken_npz_and_one_that_comes_to_more_than_the_memory_are_refused(sample_data, tmp_path, monkeypatch):
     path = tmp_path / "bomb.npz"
+    path.write_bytes((sample_data / "cifar10" / "cifar10_subset.npz").read_bytes()[:100_000])
+    refused(f"{path} cannot be read", CIFAR10(str(path)))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("images.npy", b"")
     written = bytearray(path.read_bytes())
     at = written.index(b"PK\x01\x02")  # the directory's entry says how large the file becomes
     written[at + 24 : at + 28] = (0xFFFFFFFE).to_bytes(4, "little")
     path.write_bytes(written)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.data.images.available_bytes", lambda: 2**32 - 1000)
-        with pytest.raises(RecipeError, match=r"bomb\.npz comes to 4\.3 GB, of 4\.3 GB that this machine has free"):
-            CIFAR10(root=str(path)).prepare()
-
-
-def test_a_broken_npz_is_named(sample_data, tmp_path):
-    path = tmp_path / "broken.npz"
-    path.write_bytes((sample_data / "cifar10" / "cifar10_subset.npz").read_bytes()[:100_000])
-    with pytest.raises(RecipeError, match=f"{path} cannot be read"):
-        CIFAR10(root=str(path)).prepare()
+    monkeypatch.setattr("trainer.data.images.available_bytes", lambda: 2**32 - 1000)
+    refused(r"bomb\.npz comes to 4\.3 GB, of 4\.3 GB that this machine has free", CIFAR10(str(path)))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -72,11 +71,15 @@ class Own(Data):
         return collate(samples)
 
 
-def train(world_size, micro_batch_size, split, limit=5, workers=0, epochs=2):
+def recipe_of(split, limit, micro, batch=BATCH):
+    memory = Memory(micro_batch_size=micro)
+    return Recipe(model=make_model("mlp"), data=Own(split, limit), batch_size=batch, memory=memory)
+
+
+def train(world_size, micro, split, limit=5, workers=0, epochs=2):
     """SGD for two epochs; what came out of it, and what each rank knows."""
     fabric = make_fabric("64-true", world_size)
-    memory = Memory(micro_batch_size=micro_batch_size)
-    recipe = Recipe(model=make_model("mlp"), data=Own(split, limit), batch_size=BATCH, memory=memory)
+    recipe = recipe_of(split, limit, micro)
     torch.manual_seed(0)
     module = recipe.model.build().double()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -103,59 +106,46 @@ def ignored():
     return train(1, 6, Split(ignored=BAD))
 
 
-def same(ours, reference):
-    torch.testing.assert_close(ours["weights"], reference["weights"], rtol=1e-12, atol=1e-14)
-    assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-12)
-
-
-def expected_samples():
-    steps = [(epoch, step) for epoch in range(2) for step in range(-(-SIZE // BATCH))]
-    return [len(set(batch_indices(0, *place, SIZE, BATCH)) - set(BAD)) for place in steps]
-
-
-@pytest.mark.parametrize(("micro", "workers"), [(6, 0), (4, 0), (1, 0), (2, 2)])
-@pytest.mark.parametrize("kind", [Split, Whole])
-def test_the_gradients_are_those_of_the_other_samples(kind, micro, workers, ignored):
-    ours = train(1, micro, kind(bad=BAD), workers=workers)
-    same(ours, ignored)
-    assert ours["samples"] == expected_samples()
-    assert sorted(ours["met"]) == sorted([*(set(range(SIZE)) - set(BAD))] * 2)
-    assert {entry["position"] for entry in ours["quarantine"]["samples"]} == set(BAD)
-
-
-@pytest.mark.parametrize(("world_size", "micro"), [(2, 3), (2, 1), (3, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
-def test_ranks_agree_with_one_process(world_size, micro, ignored, ranks):
-    answers = ranks(world_size).run(train, world_size, micro, Split(bad=BAD))
+def require_exact(answers, ignored):
+    """Every rank trained as if the bad samples had no weight, and all of them know the same."""
+    places = [(epoch, step) for epoch in range(2) for step in range(-(-SIZE // BATCH))]
+    samples = [len(set(batch_indices(0, *place, SIZE, BATCH)) - set(BAD)) for place in places]
     for answer in answers:
-        same(answer, ignored)
-        assert answer["samples"] == expected_samples()
+        torch.testing.assert_close(answer["weights"], ignored["weights"], rtol=1e-12, atol=1e-14)
+        assert answer["losses"] == pytest.approx(ignored["losses"], rel=1e-12)
+        assert answer["samples"] == samples
         assert answer["quarantine"] == answers[0]["quarantine"]
-    found = answers[0]["quarantine"]["samples"]
-    assert {entry["position"] for entry in found} == set(BAD)
-    assert {
-        "split": "train",
-        "position": 3,
-        "description": "file 3",
-        "reason": "OSError: broken pipe",
-    } in found
+    known = answers[0]["quarantine"]["samples"]
+    assert {entry["position"] for entry in known} == set(BAD)
+    assert {"split": "train", "position": 3, "description": "file 3", "reason": "OSError: broken pipe"} in known
     met = sorted(index for answer in answers for index in answer["met"])
     assert met == sorted([*(set(range(SIZE)) - set(BAD))] * 2)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("kind", "micro", "workers"), [(Split, 6, 0), (Split, 4, 0), (Whole, 4, 0), (Split, 1, 0), (Whole, 2, 2)]
+)
+def test_the_gradients_are_those_of_the_other_samples(kind, micro, workers, ignored):
+    require_exact([train(1, micro, kind(bad=BAD), workers=workers)], ignored)
+
+
+@pytest.mark.parametrize(("world_size", "micro"), [(2, 1), (3, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
+def test_ranks_agree_with_one_process(world_size, micro, ignored, ranks):
+    require_exact(ranks(world_size).run(train, world_size, micro, Split(bad=BAD)), ignored)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 4])
 def test_all_ranks_exceed_the_limit_at_the_same_step_with_the_same_names(limit, ranks):
     alone = train(1, 6, Split(bad=BAD), limit)
+    if limit == 0:  # the first bad sample ends the run
+        assert "could not be loaded: OSError: broken pipe" in alone["error"]
+        return
     for world_size, micro in ((2, 1), (3, 2)):
         for answer in ranks(world_size).run(train, world_size, micro, Split(bad=BAD), limit):
-            assert answer["error"] == alone["error"]
-            assert answer["step"] == alone["step"]
+            assert (answer["error"], answer["step"]) == (alone["error"], alone["step"])
             torch.testing.assert_close(answer["weights"], alone["weights"], rtol=1e-12, atol=1e-14)
     assert f"more than data.max_bad_samples={limit}: file " in alone["error"]
     assert len(alone["quarantine"]["samples"]) > limit
-
-
-def test_without_leave_the_first_bad_sample_ends_the_run():
-    assert "could not be loaded: OSError: broken pipe" in train(1, 6, Split(bad=BAD), 0)["error"]
 
 
 def test_known_bad_samples_are_not_asked_for_again():
@@ -172,15 +162,13 @@ def test_known_bad_samples_are_not_asked_for_again():
         return [asked.count(index) for index in (*BAD, 15)]  # 15 is not borrowed by any
 
     once, twice = times(1), times(2)
-    assert once[:-1] == twice[:-1]
-    assert 2 * once[-1] == twice[-1]
+    assert (once[:-1], 2 * once[-1]) == (twice[:-1], twice[-1])
 
 
 def test_what_is_restored_is_left_out_from_the_start():
-    first = Quarantine(5)
+    first, again = Quarantine(5), Quarantine(5)
     first.share("train", [BadSample(index, f"file {index}", "gone") for index in BAD], list, 0, 1)
     state = json.loads(json.dumps(first.state_dict()))
-    again = Quarantine(5)
     again.load_state_dict(state)
     assert again.state_dict() == first.state_dict()
     assert again.kept("train", range(6)) == [1, 2, 5]
@@ -204,40 +192,31 @@ def test_a_micro_batch_that_lost_all_its_samples_borrows_one(workers):
     loader = Loader(Split(bad=BAD), collate, workers=workers, max_bad_samples=3)
     whole, part, none = loader([Request([1, 2]), Request([2, 3]), Request([3, 4])])
     assert not isinstance(whole, Incomplete)
-    assert part.kept == [2]
-    assert part.bad == [BadSample(3, "file 3", "OSError: broken pipe")]
-    assert none.kept == []
-    assert [sample.position for sample in none.bad] == [3, 4]
+    assert (part.kept, part.bad) == ([2], [BadSample(3, "file 3", "OSError: broken pipe")])
+    assert (none.kept, [sample.position for sample in none.bad]) == ([], [3, 4])
     assert torch.equal(none.batch["pixel_values"][0], Split()[5]["pixel_values"])
 
 
-def test_a_split_that_is_gone_ends_the_run_at_once():
-    loader = Loader(Split(bad=range(SIZE)), collate, max_bad_samples=4)
-    with pytest.raises(SampleError, match=r"6 samples in a row cannot be loaded.*the last is file 6: OSError"):
-        list(loader([Request([1])]))
-
-
-def test_samples_that_only_fail_together_are_nobodys_fault():
+def test_a_split_that_is_gone_and_samples_that_only_fail_together_end_the_run_at_once():
     def refuse(samples):
         if len(samples) > 1:
             raise RuntimeError("sizes differ")
         return collate(samples)
 
+    with pytest.raises(SampleError, match=r"6 samples in a row cannot be loaded.*the last is file 6: OSError"):
+        list(Loader(Split(bad=range(SIZE)), collate, max_bad_samples=4)([Request([1])]))
     with pytest.raises(SampleError, match="file 1, file 2 could not be loaded: RuntimeError: sizes differ"):
         list(Loader(Split(), refuse, max_bad_samples=4)([Request([1, 2])]))
 
 
 def evaluate(world_size, split, limit, micro=2):
     fabric = make_fabric("64-true", world_size)
-    recipe = Recipe(
-        model=make_model("mlp"), data=Own(split, limit), batch_size=8, memory=Memory(micro_batch_size=micro)
-    )
+    recipe = recipe_of(split, limit, micro, batch=8)
     torch.manual_seed(0)
     module = fabric.setup_module(recipe.model.build().double())
     session = Session.of(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
     run_evaluation = evaluation(session, Forward(fabric, recipe.model, module), "test")
-    first = run_evaluation()
-    second = run_evaluation()
+    first, second = run_evaluation(), run_evaluation()
     assert (first.loss, first.samples) == pytest.approx((second.loss, second.samples))
     return first.loss, first.samples, [finding.sample.position for finding in session.quarantine.findings()]
 
@@ -249,8 +228,7 @@ def test_an_evaluation_leaves_them_out_on_any_number_of_ranks(world_size, ranks,
     arguments = (world_size, Split(bad=BAD), len(BAD), 1)
     answers = [evaluate(*arguments)] if world_size == 1 else ranks(world_size).run(evaluate, *arguments)
     for answer in answers:
-        assert answer[0] == pytest.approx(loss, rel=1e-12)
-        assert answer[1:] == (samples, list(BAD))
+        assert answer == (pytest.approx(loss, rel=1e-12), samples, list(BAD))
     if world_size == 1:
         warnings = capsys.readouterr().err.splitlines()
         assert len(warnings) == len(BAD)
@@ -258,65 +236,49 @@ def test_an_evaluation_leaves_them_out_on_any_number_of_ranks(world_size, ranks,
 
 
 @pytest.fixture
-def folder(sample_data, tmp_path):
-    """Images of two classes, of which one is no image and one is cut off."""
-    for part, count in (("train", 12), ("test", 4)):
-        for name in ("cat", "ship"):
-            (tmp_path / "data" / part / name).mkdir(parents=True)
-            for source in sorted((sample_data / "cifar10" / "folder" / part / name).iterdir())[:count]:
-                shutil.copy(source, tmp_path / "data" / part / name)
-    sorted((tmp_path / "data" / "train" / "cat").iterdir())[2].write_bytes(b"no image")
-    cut = sorted((tmp_path / "data" / "test" / "ship").iterdir())[1]
+def own(folder):
+    """Images of two classes, of which one is no image and one is cut off; and what trains on them."""
+    sorted((folder / "train" / "cat").iterdir())[2].write_bytes(b"no image")
+    cut = sorted((folder / "test" / "ship").iterdir())[1]
     cut.write_bytes(cut.read_bytes()[:500])
-    return tmp_path / "data"
+
+    def recipe(limit, run_dir="run"):
+        data = ImageFolder(str(folder), image_size=8, max_bad_samples=limit)
+        run = Run(dir=str(folder.parent / run_dir), progress=False, predict=False)
+        memory = Memory(micro_batch_size=4)
+        return Recipe(model=MLP([8]), data=data, batch_size=8, epochs=2, memory=memory, run=run)
+
+    return recipe
 
 
-def folder_recipe(folder, run_dir, limit):
-    return Recipe(
-        model=MLP([8]),
-        data=ImageFolder(str(folder), image_size=8, max_bad_samples=limit),
-        batch_size=8,
-        epochs=2,
-        memory=Memory(micro_batch_size=4),
-        run=Run(dir=str(run_dir), progress=False, predict=False),
-    )
-
-
-def test_a_run_writes_what_it_left_out(folder, tmp_path, capsys):
-    summary = fit(folder_recipe(folder, tmp_path / "run", 2))
-    assert summary.status == "finished"
+def test_a_run_writes_what_it_left_out(own, tmp_path, capsys):
+    assert fit(own(2)).status == "finished"
     written = json.loads((tmp_path / "run" / "quarantine.json").read_text())
     assert written["max_bad_samples"] == 2
-    assert [(entry["split"], entry["position"]) for entry in written["samples"]] == [("train", 2), ("test", 5)]
+    assert [(entry["split"], entry["position"]) for entry in written["samples"]] == [("train", 2), ("test", 4)]
     assert written["samples"][0]["description"].endswith(".png")
     assert "no known image format" in written["samples"][0]["reason"]
     assert capsys.readouterr().err.count("trainer: warning: left out: ") == 2
 
 
-def test_a_run_with_more_than_it_may_leave_out_does_not_start(folder, tmp_path):
-    with pytest.raises(RecipeError, match=r"2 of 32 images cannot be read \(data\.max_bad_samples=1\): .*png"):
-        fit(folder_recipe(folder, tmp_path / "run", 1))
-    with pytest.raises(RecipeError, match=r"2 of 32 images cannot be read: "):
-        fit(folder_recipe(folder, tmp_path / "run", 0))
+def test_a_run_with_more_than_it_may_leave_out_does_not_start(own):
+    with pytest.raises(RecipeError, match=r"2 of 16 images cannot be read \(data\.max_bad_samples=1\): .*png"):
+        fit(own(1))
+    with pytest.raises(RecipeError, match=r"2 of 16 images cannot be read: "):
+        fit(own(0))
 
 
-def test_a_prediction_leaves_them_out_without_counting(folder):
-    recipe = folder_recipe(folder, folder, 2)
+def test_a_prediction_and_the_rehearsal_leave_them_out_without_counting(own):
+    recipe = own(2)
     recipe.data.prepare()
     windows = windows_of(recipe, loader_of(recipe, recipe.data.train), world_size=3, reduce=lambda values: values * 1)
-    met = [index for window in windows.epoch(0) for micro in window for index in micro.indices]
+    met = {index for window in windows.epoch(0) for micro in window for index in micro.indices}
     assert met
     assert 2 not in met
     assert len(windows.quarantine) == 0
-
-
-def test_the_rehearsal_counts_nothing():
-    recipe = Recipe(
-        model=make_model("mlp"), data=Own(Split(bad=BAD), 1), batch_size=BATCH, memory=Memory(micro_batch_size=6)
-    )
+    recipe = recipe_of(Split(bad=BAD), 1, micro=6)
     windows = windows_of(recipe, loader_of(recipe, recipe.data.train), quarantine=Quarantine(1))
-    window = windows.longest(1)
-    assert window.weights == {"loss": 3.0}  # of the samples 0 to 5
+    assert windows.longest(1).weights == {"loss": 3.0}  # of the samples 0 to 5
     assert len(windows.quarantine) == 0
 
 
@@ -330,30 +292,30 @@ def test_the_rehearsal_counts_nothing():
 )
 @pytest.mark.parametrize("kind", [Split, Whole])
 def test_labels_that_no_class_has_are_named(kind, labels, message):
-    split = kind(size=3)
+    split, requests = kind(size=3), [Request([0, 1, 2])]
     for sample, label in zip(split.samples, labels, strict=True):
         sample["labels"] = torch.tensor(label)
     loader = Loader(split, collate, num_classes=5)
     if message is None:
-        assert next(loader([Request([0, 1, 2])]))["labels"].tolist() == labels
+        assert next(loader(requests))["labels"].tolist() == labels
         return
     with pytest.raises(SampleError, match=message):
-        list(loader([Request([0, 1, 2])]))
-    (batch,) = Loader(split, collate, num_classes=5, max_bad_samples=1)([Request([0, 1, 2])])
+        list(loader(requests))
+    (batch,) = Loader(split, collate, num_classes=5, max_bad_samples=1)(requests)
     assert len(batch.kept) == 2
     assert "label" in batch.bad[0].reason
 
 
 def test_labels_of_tokens_are_looked_at_too():
-    def batch(label):
-        labels = torch.full((2, 40), -100)
-        labels[1, 7] = label
-        return lambda samples: {"labels": labels}
+    def load(labels):
+        return list(Loader([0, 1], lambda samples: {"labels": labels}, num_classes=5)([Request([0, 1])]))
 
-    list(Loader([0, 1], batch(4), num_classes=5)([Request([0, 1])]))
-    list(Loader([0, 1], lambda samples: {"labels": torch.tensor([7.5, 1.0])}, num_classes=5)([Request([0, 1])]))
+    labels = torch.full((2, 40), -100)
+    labels[1, 7] = 4
+    load(labels), load(torch.tensor([7.5, 1.0]))
+    labels[1, 7] = 5
     with pytest.raises(SampleError, match=r"^sample 1 of list has the label 5"):
-        list(Loader([0, 1], batch(5), num_classes=5)([Request([0, 1])]))
+        load(labels)
 
 
 def test_a_run_with_a_wrong_label_ends_with_one_line(tmp_path, capsys):
@@ -365,9 +327,7 @@ def test_a_run_with_a_wrong_label_ends_with_one_line(tmp_path, capsys):
         "from trainer.models import MLP\n"
         "@dataclass\n"
         "class Own(Data):\n"
-        "    num_classes = 2\n"
-        "    channels = 1\n"
-        "    image_size = 4\n"
+        "    num_classes, channels, image_size = 2, 1, 4\n"
         "    def prepare(self, tokenizer=None):\n"
         "        self.train = [{'pixel_values': torch.ones(1, 4, 4), 'labels': i % 3} for i in range(9)]\n"
         "recipe = Recipe(model=MLP([4]), data=Own(), batch_size=9, memory=Memory(micro_batch_size=3),\n"
@@ -380,13 +340,10 @@ def test_a_run_with_a_wrong_label_ends_with_one_line(tmp_path, capsys):
 
 
 def test_micro_batches_of_an_evaluation_are_as_many_on_every_rank():
-    recipe = Recipe(
-        model=make_model("mlp"), data=Own(Split(bad=BAD), 5), batch_size=8, memory=Memory(micro_batch_size=1)
-    )
+    recipe = recipe_of(Split(bad=BAD), 5, micro=1, batch=8)
     loader, quarantine = loader_of(recipe, recipe.data.test), Quarantine(5)
-    pieces = [[0], [3, 4], [5], []]
     for _ in range(2):  # unknown, then known
-        micro_batches = list(evaluation_micro_batches("test", pieces, loader, quarantine))
+        micro_batches = list(evaluation_micro_batches("test", [[0], [3, 4], [5], []], loader, quarantine))
         assert [micro.is_empty for micro in micro_batches] == [True, True, False, True]
         assert [list(micro.indices) for micro in micro_batches] == [[], [], [5], []]
     assert len(quarantine) == 3

@@ -1,14 +1,14 @@
 """Text datasets on real reviews: padding, caching, classes, and every refusal names its row."""
 
 import csv
-import json
 from pathlib import Path
 
 import pandas
 import pytest
 import torch
+from helpers.prepared import prepared, refused
 
-from trainer.data import IMDb, TextFiles, tokens
+from trainer.data import IMDb, TextFiles
 from trainer.errors import RecipeError
 
 TWO_ROWS = [["text", "label"], ["good", "0"], ["bad", "1"]]
@@ -20,25 +20,22 @@ def write_csv(path, rows):
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("cache"))
+def files(train, **settings):
+    return TextFiles(str(train), cache_dir=str(Path(train).parent / "cache"), **settings)
 
 
 @pytest.fixture(scope="module")
-def reviews(sample_data, tokenizer, cache):
+def reviews(sample_data, tokenizer, tmp_path_factory):
     """The folder of 100 training and 100 test reviews."""
-    data = IMDb(root=str(sample_data / "imdb_folder"), max_length=300, cache_dir=cache)
-    data.prepare(tokenizer)
-    return data
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return prepared(IMDb(str(sample_data / "imdb_folder"), max_length=300, cache_dir=cache), tokenizer)
 
 
 def test_a_folder_of_reviews_becomes_tokens_classes_and_file_names(reviews, tokenizer):
     assert [len(reviews.train), reviews.val, len(reviews.test)] == [100, None, 100]
     assert reviews.class_names == ["negative", "positive"]
     for index in (0, 99):
-        path = reviews.train.describe(index)
-        sample = reviews.train[index]
+        path, sample = reviews.train.describe(index), reviews.train[index]
         assert ("/pos/" in path) == sample["labels"]
         text = Path(path).read_text(encoding="utf-8")
         assert sample["input_ids"] == tokenizer(text, truncation=True, max_length=300)["input_ids"]
@@ -59,44 +56,23 @@ def test_batches_are_padded_to_their_own_longest_sample_and_no_further(reviews):
     assert all(torch.equal(collated[key], short[key]) for key in short)
 
 
-def test_the_second_run_tokenises_nothing(reviews, sample_data, tokenizer, monkeypatch):
-    def refuse(*_):
-        raise AssertionError("tokenised again")
-
-    monkeypatch.setattr(tokens, "encode", refuse)
-    tokenizer("a call changes the tokenizer's own state", truncation=True, max_length=3)
-    root, cache = str(sample_data / "imdb_folder"), reviews.cache_dir
-    again = IMDb(root=root, max_length=300, cache_dir=cache)
-    again.prepare(tokenizer)
-    assert again.train.lengths == reviews.train.lengths
-    with pytest.raises(AssertionError, match="tokenised again"):
-        IMDb(root=root, max_length=299, cache_dir=cache).prepare(tokenizer)
-
-
-def test_another_tokenizer_has_its_own_tokens(reviews, sample_data):
+def test_another_tokenizer_or_length_has_its_own_tokens(sample_data, tmp_path, tokenizer):
     from transformers import AutoTokenizer
 
+    path = write_csv(tmp_path / "train.csv", TWO_ROWS)
     bigbird = AutoTokenizer.from_pretrained(sample_data / "tokenizers" / "bigbird-roberta-base")
-    data = IMDb(root=str(sample_data / "imdb_folder"), max_length=300, cache_dir=reviews.cache_dir)
-    data.prepare(bigbird)
-    assert data.train[0]["input_ids"][0] == bigbird.cls_token_id != reviews.train[0]["input_ids"][0]
+    first, other = prepared(files(path), tokenizer), prepared(files(path), bigbird)
+    assert other.train[0]["input_ids"][0] == bigbird.cls_token_id != first.train[0]["input_ids"][0]
+    write_csv(tmp_path / "train.csv", [["text", "label"], ["good good", "0"], ["bad", "1"]])  # read and tokenised anew
+    lengths = [prepared(files(path, max_length=most), tokenizer).train.lengths[0] for most in (512, 3)]
+    assert [first.train.lengths[0], *lengths] == [3, 4, 3]
 
 
-def test_a_changed_file_is_read_and_tokenised_anew(tmp_path, tokenizer):
-    path = tmp_path / "train.csv"
-    for word, expected in (("good", 3), ("good good", 4)):
-        write_csv(path, [["text", "label"], [word, "0"], ["bad", "1"]])
-        data = TextFiles(str(path), cache_dir=str(tmp_path / "cache"))
-        data.prepare(tokenizer)
-        assert data.train.lengths[0] == expected
-
-
-def test_csv_reviews_from_a_url_with_a_part_held_out(sample_data, tmp_path, tokenizer, cache):
+def test_csv_reviews_from_a_url_with_a_part_held_out(sample_data, tmp_path, tokenizer):
     for part, count in (("train", 40), ("test", 20)):
         rows = list(csv.reader((sample_data / "imdb" / f"{part}.csv").open(encoding="utf-8", newline="")))
         write_csv(tmp_path / f"{part}.csv", rows[: count + 1])
-    data = IMDb(root=tmp_path.as_uri(), val_fraction=0.25, cache_dir=cache)
-    data.prepare(tokenizer)
+    data = prepared(IMDb(tmp_path.as_uri(), val_fraction=0.25, cache_dir=str(tmp_path / "cache")), tokenizer)
     assert [len(data.train), len(data.val), len(data.test)] == [30, 10, 20]
     assert sorted([*data.train.chosen, *data.val.chosen]) == list(range(40))
     table = pandas.read_csv(tmp_path / "train.csv")
@@ -112,60 +88,37 @@ def test_string_labels_become_sorted_classes_in_every_format(tmp_path, tokenizer
     table.to_csv(tmp_path / "a.csv", index=False)
     table.to_parquet(tmp_path / "a.parquet")
     table.to_json(tmp_path / "a.jsonl", orient="records", lines=True)
-    for kind in ("csv", "parquet", "jsonl"):
-        file = str(tmp_path / f"a.{kind}")
-        data = TextFiles(file, test_file=file, text_column="body", label_column="kind", cache_dir=str(tmp_path / "c"))
-        data.prepare(tokenizer)
-        assert data.class_names == ["ham", "spam"]
+    for kind, row in (("csv", 3), ("parquet", 2), ("jsonl", 2)):
+        file = tmp_path / f"a.{kind}"
+        data = prepared(files(file, test_file=str(file), text_column="body", label_column="kind"), tokenizer)
+        assert (data.class_names, data.val) == (["ham", "spam"], None)
         assert data.test.__getitems__([0, 1, 2])["labels"].tolist() == [0, 1, 0]
-        assert data.val is None
         assert data.train[2]["input_ids"] == tokenizer("null")["input_ids"]  # a word, not a missing value
-
-
-def test_integer_labels_are_ordered_by_value(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"text": "x", "label": label}) + "\n" for label in (10, 2, -1)))
-    data = TextFiles(str(path), cache_dir=str(tmp_path / "c"))
-    data.prepare(tokenizer)
-    assert data.class_names == ["-1", "2", "10"]
-    assert [data.train[i]["labels"] for i in range(3)] == [2, 1, 0]
+        assert data.train.describe(1).startswith(f"{file} row {row} (the ")
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
-    [
-        (["  ", "1"], "row 4 .*has no text"),
-        (["", "1"], "row 4 .*has no text"),
-        (["fine", ""], "row 4 .*has no label"),
-    ],
+    [(["  ", "1"], "row 4 .*has no text"), (["", "1"], "row 4 .*has no text"), (["fine", ""], "row 4 .*has no label")],
 )
 def test_a_row_without_text_or_label_is_named_as_a_spreadsheet_counts(tmp_path, tokenizer, row, message):
     two_lines = ["a review\nof two lines", "0"]
     path = write_csv(tmp_path / "train.csv", [["text", "label"], two_lines, ["bad", "1"], row, ["good", "0"]])
-    with pytest.raises(RecipeError, match=f"{path} {message}"):
-        TextFiles(path, cache_dir=str(tmp_path / "c")).prepare(tokenizer)
+    refused(f"{path} {message}", files(path), tokenizer)
 
 
-def test_an_unknown_label_in_the_test_file_is_named(tmp_path, tokenizer):
+def test_a_missing_column_and_an_unknown_label_in_the_test_file_are_named(tmp_path, tokenizer):
     train = write_csv(tmp_path / "train.csv", TWO_ROWS)
     test = write_csv(tmp_path / "test.csv", [*TWO_ROWS, ["so so", "2"]])
-    with pytest.raises(RecipeError, match=rf"{test} row 4 .*: label '2' is not one of 0, 1"):
-        TextFiles(train, test_file=test, cache_dir=str(tmp_path / "c")).prepare(tokenizer)
-
-
-def test_a_missing_column_names_the_nearest(tmp_path, tokenizer):
-    path = write_csv(tmp_path / "train.csv", [["texts", "label"], ["good", "0"], ["bad", "1"]])
-    with pytest.raises(RecipeError, match=r"data\.text_column='text'.*has 'texts', 'label'; did you mean 'texts'"):
-        TextFiles(path, cache_dir=str(tmp_path / "c")).prepare(tokenizer)
+    refused(rf"{test} row 4 .*: label '2' is not one of 0, 1", files(train, test_file=test), tokenizer)
+    odd = write_csv(tmp_path / "odd.csv", [["texts", "label"], ["good", "0"]])
+    refused(r"data\.text_column='text'.*has 'texts', 'label'; did you mean 'texts'", files(odd), tokenizer)
 
 
 def test_files_that_are_missing_or_malformed_are_named(tmp_path, tokenizer):
-    with pytest.raises(RecipeError, match=rf"data\.train_file=.*no file {tmp_path}/none\.csv"):
-        TextFiles(str(tmp_path / "none.csv")).prepare(tokenizer)
-    with pytest.raises(RecipeError, match=rf"data\.root=.*no folder {tmp_path}/none"):
-        IMDb(root=str(tmp_path / "none")).prepare(tokenizer)
-    with pytest.raises(RecipeError, match=r"neither train\.csv nor train/pos"):
-        IMDb(root=str(tmp_path)).prepare(tokenizer)
+    refused(rf"data\.train_file=.*no file {tmp_path}/none\.csv", files(tmp_path / "none.csv"), tokenizer)
+    refused(rf"data\.root=.*no folder {tmp_path}/none", IMDb(str(tmp_path / "none")), tokenizer)
+    refused(r"neither train\.csv nor train/pos", IMDb(str(tmp_path)), tokenizer)
     for name, content in (
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": '),
         ("a.csv", 'text,label\n"x,1\n'),
@@ -173,8 +126,7 @@ def test_files_that_are_missing_or_malformed_are_named(tmp_path, tokenizer):
         ("a.parquet", "no parquet"),
     ):
         (tmp_path / name).write_text(content)
-        with pytest.raises(RecipeError, match=f"{tmp_path}/{name} cannot be read as"):
-            TextFiles(str(tmp_path / name), cache_dir=str(tmp_path / "c")).prepare(tokenizer)
+        refused(f"{tmp_path}/{name} cannot be read as", files(tmp_path / name), tokenizer)
 
 
 def test_a_review_that_is_not_utf8_is_named(tmp_path, tokenizer):
@@ -183,8 +135,8 @@ def test_a_review_that_is_not_utf8_is_named(tmp_path, tokenizer):
             (tmp_path / part / name).mkdir(parents=True)
             (tmp_path / part / name / "0_1.txt").write_bytes("très bien".encode())
     (tmp_path / "test" / "pos" / "0_1.txt").write_bytes("très bien".encode("latin-1"))
-    with pytest.raises(RecipeError, match=f"{tmp_path}/test/pos/0_1.txt is not UTF-8"):
-        IMDb(root=str(tmp_path), cache_dir=str(tmp_path / "c")).prepare(tokenizer)
+    data = IMDb(str(tmp_path), cache_dir=str(tmp_path / "c"))
+    refused(f"{tmp_path}/test/pos/0_1.txt is not UTF-8", data, tokenizer)
 
 
 def test_a_hub_that_cannot_be_reached_names_the_other_ways(tokenizer, monkeypatch):
@@ -192,17 +144,13 @@ def test_a_hub_that_cannot_be_reached_names_the_other_ways(tokenizer, monkeypatc
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(RecipeError, match=r"'stanfordnlp/imdb'.*Couldn't reach the hub.*train\.csv"):
-        IMDb().prepare(tokenizer)
+    refused(r"'stanfordnlp/imdb'.*Couldn't reach the hub.*train\.csv", IMDb(), tokenizer)
 
 
 def test_a_tokenizer_is_needed_and_must_serve_max_length(tokenizer):
-    with pytest.raises(RecipeError, match=r"model\.tokenizer"):
-        IMDb().prepare(None)
-    with pytest.raises(RecipeError, match=r"data\.max_length=4096 is more than the 512 tokens"):
-        IMDb(max_length=4096).prepare(tokenizer)
-    with pytest.raises(RecipeError, match="no room beside 2 special tokens"):
-        IMDb(max_length=2).prepare(tokenizer)
+    refused(r"model\.tokenizer", IMDb())
+    refused(r"data\.max_length=4096 is more than the 512 tokens", IMDb(max_length=4096), tokenizer)
+    refused("no room beside 2 special tokens", IMDb(max_length=2), tokenizer)
 
 
 def test_texts_are_encoded_for_prediction_as_for_training(reviews, tokenizer):

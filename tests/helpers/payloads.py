@@ -32,8 +32,9 @@ def code(marker: Path) -> str:
     return f"import os\nos.mkdir({str(marker)!r})\nclass Evil:\n    pass\n"
 
 
-def _saved(content: Any, path: Path, **options: Any) -> None:
-    torch.save(content, path, **options)
+def _opcodes(marker: Path) -> bytes:
+    """A pickle written by hand, of the oldest protocol."""
+    return b"cos\nmkdir\n(S" + repr(str(marker)).encode() + b"\ntR."
 
 
 def _zip_of(path: Path, content: bytes) -> None:
@@ -43,43 +44,37 @@ def _zip_of(path: Path, content: bytes) -> None:
         file.writestr("archive/version", "3\n")
 
 
-def _opcodes(marker: Path) -> bytes:
-    """A pickle written by hand, of the oldest protocol."""
-    return b"cos\nmkdir\n(S" + repr(str(marker)).encode() + b"\ntR."
-
-
-PICKLES: dict[str, Callable[[Path, Path], None]] = {
-    "zip.pth": lambda path, marker: _saved({"a": Trap(marker)}, path),
-    "zip.bin": lambda path, marker: _saved({"a": torch.zeros(2), "b": Trap(marker)}, path),
-    "legacy.pt": lambda path, marker: _saved(Trap(marker), path, _use_new_zipfile_serialization=False),
-    "nested.pt": lambda path, marker: _saved({"state_dict": [{"a": Trap(marker)}]}, path),
-    "plain.pt": lambda path, marker: path.write_bytes(pickle.dumps({"a": Trap(marker)}, protocol=2)) and None,
-    "protocol5.pth": lambda path, marker: path.write_bytes(pickle.dumps(Trap(marker), protocol=5)) and None,
-    "opcodes.bin": lambda path, marker: path.write_bytes(_opcodes(marker)) and None,
+PICKLES: dict[str, Callable[[Path, Path], object]] = {
+    "zip.pth": lambda path, marker: torch.save({"a": torch.zeros(2), "b": Trap(marker)}, path),
+    "legacy.pt": lambda path, marker: torch.save(Trap(marker), path, _use_new_zipfile_serialization=False),
+    "nested.pt": lambda path, marker: torch.save({"state_dict": [{"a": Trap(marker)}]}, path),
+    "plain.pt": lambda path, marker: path.write_bytes(pickle.dumps({"a": Trap(marker)}, protocol=2)),
+    "protocol5.pth": lambda path, marker: path.write_bytes(pickle.dumps(Trap(marker), protocol=5)),
+    "opcodes.bin": lambda path, marker: path.write_bytes(_opcodes(marker)),
     "handmade.pt": lambda path, marker: _zip_of(path, _opcodes(marker)),
 }
 """Weights: what ``torch.load`` without ``weights_only`` would execute."""
 
 
-def safetensors_file(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
+def _safetensors(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
     """A safetensors file with a ``header`` of one's own; ``length`` is what it says that the header has."""
     return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 
-def _tensor(start: int, end: int, shape: list[int]) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+def _tensors(size: int, **tensors: tuple[int, int, list[int]]) -> bytes:
+    named = tensors.items()
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [a, b]} for name, (a, b, shape) in named}
+    return _safetensors(json.dumps(header).encode(), b"\0" * size)
 
 
 LYING: dict[str, bytes] = {
-    "huge header": safetensors_file(b"{}", length=2**62),
-    "longer header": safetensors_file(b"{}", length=100),
-    "overlapping": safetensors_file(
-        json.dumps({"a": _tensor(0, 8, [2]), "b": _tensor(4, 12, [2])}).encode(), b"\0" * 12
-    ),
-    "beyond the end": safetensors_file(json.dumps({"a": _tensor(0, 4096, [1024])}).encode(), b"\0" * 8),
-    "wrong shape": safetensors_file(json.dumps({"a": _tensor(0, 8, [2**40, 2**40])}).encode(), b"\0" * 8),
-    "deep": safetensors_file(b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
-    "no JSON": safetensors_file(b"cos\nmkdir\n"),
+    "huge header": _safetensors(b"{}", length=2**62),
+    "longer header": _safetensors(b"{}", length=100),
+    "overlapping": _tensors(12, a=(0, 8, [2]), b=(4, 12, [2])),
+    "beyond the end": _tensors(8, a=(0, 4096, [1024])),
+    "wrong shape": _tensors(8, a=(0, 8, [2**40, 2**40])),
+    "deep": _safetensors(b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
+    "no JSON": _safetensors(b"cos\nmkdir\n"),
     "a pickle": pickle.dumps({"a": 1}),
     "empty": b"",
 }
@@ -100,7 +95,7 @@ def yaml_tags(marker: Path) -> dict[str, str]:
         "merge": f"<<: !!python/object/apply:os.mkdir ['{marker}']",
         "aliases": f"l0: &l0 [1]\n{levels}\nseed: *l11",
         "alias of itself": "seed: &a [*a]",
-        "deep": "seed: " + "[" * 3_000 + "]" * 3_000,
+        "deep": "seed: " + "[" * 1_200 + "]" * 1_200,
         "list as key": "? [seed]\n: 1",
         "no integer": "seed: !!int x",
         "no date": "seed: 2024-99-99",
@@ -110,12 +105,8 @@ def yaml_tags(marker: Path) -> dict[str, str]:
 
 def write_npz(path: Path, **arrays: Any) -> None:
     """A CIFAR-10 file of four images, with ``arrays`` in the place of its own."""
-    own = {
-        "images": np.zeros((4, 32, 32, 3), np.uint8),
-        "labels": np.array([0, 1, 0, 1]),
-        "split": np.array([0, 0, 1, 1]),
-        "class_names": np.array(["a", "b"]),
-    }
+    own = {"images": np.zeros((4, 32, 32, 3), np.uint8), "labels": np.array([0, 1, 0, 1])}
+    own |= {"split": np.array([0, 0, 1, 1]), "class_names": np.array(["a", "b"])}
     np.savez(path, **{**own, **arrays})
 
 
@@ -129,16 +120,13 @@ def object_array(marker: Path) -> np.ndarray:
 def tar_with_links(path: Path, outside: Path) -> None:
     """Members that would be written ``outside`` the folder that they are unpacked to."""
     with tarfile.open(path, "w") as tar:
-        for name in (f"../../{outside.name}", str(outside)):
-            info = tarfile.TarInfo(name)
-            info.size = 3
-            tar.addfile(info, io.BytesIO(b"bad"))
         link = tarfile.TarInfo("link")
         link.type, link.linkname = tarfile.SYMTYPE, str(outside.parent)
         tar.addfile(link)
-        info = tarfile.TarInfo(f"link/{outside.name}")
-        info.size = 3
-        tar.addfile(info, io.BytesIO(b"bad"))
+        for name in (f"../../{outside.name}", str(outside), f"link/{outside.name}"):
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            tar.addfile(info, io.BytesIO(b"bad"))
 
 
 def zip_with_dots(path: Path, outside: Path) -> None:

@@ -1,7 +1,5 @@
 """Files of weights: what is in them is plain numbers under names, or they are refused."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -11,6 +9,7 @@ from torch import nn
 
 from trainer.errors import RecipeError
 from trainer.weights.files import read_weights
+from trainer.weights.streaming import WeightFiles, stored_in
 
 QUANTISED = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
 
@@ -33,22 +32,15 @@ def test_tensors_that_no_module_can_load_are_refused(tmp_path, state, message, z
         read_weights(tmp_path / "w.pt")
 
 
-def test_parameters_are_read_as_tensors_without_gradients(tmp_path):
-    module = nn.Linear(2, 2)
-    torch.save(dict(module.named_parameters()), tmp_path / "w.pt")
-    found = read_weights(tmp_path / "w.pt")
-    assert {name: torch.equal(found[name], value) for name, value in module.named_parameters()} == dict.fromkeys(
-        found, 1
-    )
-    assert [(type(value), value.requires_grad) for value in found.values()] == [(torch.Tensor, False)] * 2
-
-
-def test_views_keep_their_values(tmp_path):
+def test_parameters_and_views_are_read_as_tensors_without_gradients(tmp_path):
     whole = torch.arange(12.0).view(3, 4)
     state = {"column": whole[:, 1], "turned": whole.T, "wide": torch.ones(1).expand(5)}
+    state |= dict(nn.Linear(2, 2).named_parameters())
     torch.save(state, tmp_path / "w.pt")
     found = read_weights(tmp_path / "w.pt")
+    assert found.keys() == state.keys()
     assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert {(type(value), value.requires_grad) for value in found.values()} == {(torch.Tensor, False)}
 
 
 def test_a_link_is_followed_and_one_to_nowhere_is_named(tmp_path):
@@ -71,8 +63,6 @@ def test_a_large_file_is_mapped_and_not_read(tmp_path):
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 16_000_000_000)
-    from trainer.weights.streaming import WeightFiles, stored_in
-
     assert stored_in(path)["a"][1] == (4_000_000_000,)
     with WeightFiles() as files:
         assert files.read(path, "a", (slice(3_999_999_990, 4_000_000_000),)).tolist() == [0.0] * 10

@@ -1,7 +1,9 @@
-"""Datasets: typed settings that become train, val and test. Importing this imports no torch."""
+"""Datasets: typed settings that become train, val and test. Importing this imports no torch.
+
+What cannot be used is refused with a ``RecipeError`` that names the setting, file, row or sample.
+"""
 
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
-from trainer.data.streamed import StreamedText
-from trainer.data.text import IMDb, TextFiles
+from trainer.data.text import IMDb, StreamedText, TextFiles
 
 __all__ = ["CIFAR10", "Digits", "FashionMNIST", "IMDb", "ImageFolder", "StreamedText", "TextFiles"]

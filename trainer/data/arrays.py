@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,37 +23,31 @@ from tqdm import tqdm
 from trainer.data.cache import content_of
 from trainer.data.common import reason
 from trainer.data.fingerprint import Content
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.system.files import open_regular, read_regular
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 """What is read, whatever a file's name says. PIL knows others that start programs: Ghostscript reads EPS."""
 
-
-MOST_BYTES = 2**29
-"""Of an image file."""
-
-MOST_PIXELS, MOST_SIDE, MOST_RATIO = 89_000_000, 65_535, 200
-"""Of an image, known from its header. PIL takes 30 bytes for each row, and resizing gives the shorter side
-``image_size`` pixels, and the longer side as many times more as it is longer."""
+MOST_BYTES, MOST_PIXELS, MOST_SIDE, MOST_RATIO = 2**29, 89_000_000, 65_535, 200
+"""Of an image's file, and of the image, known from its header. PIL takes 30 bytes for each row, and resizing gives the
+shorter side ``image_size`` pixels, and the longer side as many times more as it is longer."""
 
 
 class Pixels:
     """Turn raw images into a model's input.
 
-    Resizes the shorter side to ``image_size`` (bilinear, antialiased), cuts the centre square, draws the augmentation,
-    scales to [0, 1] and normalises. Grey stays one channel, unless it is normalised like three.
-
-    Args:
-        image_size: height and width of the result, in pixels.
-        mean, std: one value a channel of the raw image (or one for all), of pixels in [0, 1].
-        augment: none, flip or crop_flip.
+    Resizes the shorter side to ``image_size`` pixels (bilinear, antialiased), cuts the centre square, draws the
+    augmentation, scales to [0, 1] and normalises by a ``mean`` and ``std`` of each channel of the raw image, or of all.
+    Grey stays one channel, unless it is normalised like three.
     """
 
     def __init__(self, image_size: int, mean: Sequence[float], std: Sequence[float], augment: str = "none") -> None:
         self.size = [image_size, image_size]
         self.mean, self.std = list(mean), list(std)
-        self.augment = _augmentation(augment, image_size)
+        flip = v2.RandomHorizontalFlip()
+        crop = v2.RandomCrop(image_size, padding=max(1, image_size // 8), padding_mode="reflect")
+        self.augment = {"none": None, "flip": flip, "crop_flip": v2.Compose([crop, flip])}[augment]
         self.settings = (self.size, self.mean, self.std, augment)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -68,35 +63,14 @@ class Pixels:
         return F.normalize(images, self.mean, self.std)
 
 
-def _augmentation(name: str, image_size: int) -> v2.Transform | None:
-    if name == "none":
-        return None
-    flip = v2.RandomHorizontalFlip()
-    if name == "flip":
-        return flip
-    crop = v2.RandomCrop(image_size, padding=max(1, image_size // 8), padding_mode="reflect")
-    return v2.Compose([crop, flip])
-
-
 class ImageArrays:
-    """Images held in memory as uint8 and converted when they are read.
+    """The ``rows`` of ``images``, uint8 ``(n, 1 or 3, H, W)``, and ``labels``, int64 ``(n,)``; converted when read."""
 
-    Args:
-        images: uint8, shape ``(n, 1 or 3, H, W)``.
-        labels: int64, shape ``(n,)``.
-        pixels: the transform.
-        source: what the images are, for messages.
-        rows: the position of each image in ``source``.
-    """
-
-    def __init__(self, images: Tensor, labels: Tensor, pixels: Pixels, source: str, rows: Sequence[int]) -> None:
+    def __init__(self, images: Tensor, labels: Tensor, source: str, rows: Sequence[int], pixels: Pixels) -> None:
         whole = len(rows) == len(images)
         self.images, self.labels = (images, labels) if whole else (images[rows], labels[rows])
-        self.pixels, self.source, self.rows = pixels, source, rows
-
-    @property
-    def augmented(self) -> bool:
-        return self.pixels.augment is not None
+        self.source, self.rows, self.pixels = source, rows, pixels
+        self.augmented = pixels.augment is not None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -119,23 +93,21 @@ class ImageArrays:
         return Content("images", self.images, self.labels, self.pixels.settings).hexdigest()
 
 
-class ImageFiles:
-    """Images read from files whenever they are asked for.
+class CheckedFile(NamedTuple):
+    """The sha256 of a file, in hexadecimal (empty where it cannot be read), and what is wrong with it as an image."""
 
-    Args:
-        samples: ``(path, class)`` pairs.
-        pixels: the transform, of three channels.
-        checked: what :func:`check_images` said of every path, and perhaps others.
-    """
+    digest: str
+    fault: str | None
+
+
+class ImageFiles:
+    """Images, as ``(path, class)``, read when asked for; ``checked`` by :func:`check_images`, and others perhaps."""
 
     def __init__(self, samples: Sequence[tuple[str, int]], pixels: Pixels, checked: Mapping[str, CheckedFile]) -> None:
         self.samples, self.pixels = samples, pixels
-        self.digests = [checked[path].digest for path, _ in samples]
+        self.augmented = pixels.augment is not None
+        self.digests = [bytes.fromhex(checked[path].digest) for path, _ in samples]
         self.broken = {path: fault for path, _ in samples if (fault := checked[path].fault)}
-
-    @property
-    def augmented(self) -> bool:
-        return self.pixels.augment is not None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -143,7 +115,7 @@ class ImageFiles:
     def __getitem__(self, index: int) -> dict[str, Any]:
         path, label = self.samples[index]
         if path in self.broken:  # a decoder may make something of it all the same
-            raise RecipeError(f"{path} cannot be read as an image ({self.broken[path]}): replace or remove it")
+            raise _unreadable(path, self.broken[path])
         return {"pixel_values": self.pixels(read_image(path, "RGB")), "labels": label}
 
     def describe(self, index: int) -> str:
@@ -156,25 +128,21 @@ class ImageFiles:
 
 
 def read_image(path: str, mode: str) -> Tensor:
-    """Decode a file to uint8 ``(channels, H, W)``; ``mode`` is PIL's, ``L`` or ``RGB``.
-
-    Raises:
-        RecipeError: naming the file when it is missing, broken or no image.
-    """
+    """Decode a file to uint8 ``(channels, H, W)``; ``mode`` is PIL's, ``L`` or ``RGB``."""
     try:
         with open_regular(path, MOST_BYTES) as file, Image.open(file, formats=FORMATS) as image:
             _refuse_bomb(image)
             return F.pil_to_tensor(image.convert(mode))
     except Exception as error:  # PIL raises OSError, SyntaxError, ValueError, struct.error... for broken files
-        raise RecipeError(f"{path} cannot be read as an image ({reason(error)}): replace or remove it") from error
+        raise _unreadable(path, reason(error)) from error
+
+
+def _unreadable(path: str, why: str) -> RecipeError:
+    return RecipeError(f"{path} cannot be read as an image ({why}): replace or remove it")
 
 
 def _refuse_bomb(image: Image.Image) -> None:
-    """Before anything is decoded: a few bytes can stand for gigabytes.
-
-    Raises:
-        ValueError: saying how large it is, and what is allowed.
-    """
+    """Before anything is decoded: a few bytes can stand for gigabytes."""
     width, height = image.size
     short, long = sorted(image.size)
     if width * height > MOST_PIXELS or long > MOST_SIDE or long > MOST_RATIO * max(1, short):
@@ -184,67 +152,36 @@ def _refuse_bomb(image: Image.Image) -> None:
         )
 
 
-class CheckedFile(NamedTuple):
-    """A file that was read to its end.
-
-    Args:
-        digest: sha256 of its content; empty for one that cannot be read at all.
-        fault: what is wrong with it as an image, if anything.
-    """
-
-    digest: bytes
-    fault: str | None
-
-
 def check_images(paths: Sequence[str], most_bad: int, cache: Path) -> dict[str, CheckedFile]:
     """Read every file to its end, hash it, and check its structure, decoding as little as the format allows.
 
-    Sound files are remembered in ``cache`` while their paths, sizes and times of change stay: one rank of a machine
-    reads them, once.
-
-    Raises:
-        RecipeError: naming the broken files when they are more than ``most_bad``.
+    More than ``most_bad`` broken files are refused. Sound ones are remembered in ``cache``: one rank of a machine reads
+    them, once. Faults may be those of the disk, or the network, and gone the next time.
     """
 
-    def in_threads(check: Callable[[Path], str], files: Sequence[Path]) -> Iterator[str]:
+    def look(files: Sequence[Path]) -> list[CheckedFile]:
         with ThreadPoolExecutor(8) as pool:  # reading waits for the disk, or the network
-            found = pool.map(check, files)
-            yield from tqdm(found, total=len(files), desc="checking images", unit="image", disable=None, leave=False)
+            found = pool.map(_check, files)
+            return list(tqdm(found, total=len(files), desc="checking images", unit="image", disable=None, leave=False))
 
-    answers = content_of(
-        cache, [Path(path) for path in paths], _answer, "images", over=in_threads, worth_keeping=_sound
-    )
-    checked = {path: _checked(answer) for path, answer in zip(paths, answers, strict=True)}
+    def sound(answers: Sequence[CheckedFile]) -> bool:
+        return all(fault is None for _, fault in answers)
+
+    answers = content_of(cache, list(map(Path, paths)), look, "image files", worth_keeping=sound)
+    checked = {path: CheckedFile(*answer) for path, answer in zip(paths, answers, strict=True)}
     faults = [f"{path} ({found.fault})" for path, found in checked.items() if found.fault]
-    if len(faults) > most_bad:
-        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
-        allowed = f" (data.max_bad_samples={most_bad})" if most_bad else ""
-        raise RecipeError(
-            f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}. Replace or remove them"
-        )
+    shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+    allowed = f" (data.max_bad_samples={most_bad})" if most_bad else ""
+    said = f"{len(faults)} of {len(paths)} images cannot be read{allowed}: {shown}. Replace or remove them"
+    require(len(faults) <= most_bad, said)
     return checked
 
 
-def _answer(path: Path) -> str:
-    found = _check(path)
-    return json.dumps([found.digest.hex(), found.fault])
-
-
-def _checked(answer: str) -> CheckedFile:
-    digest, fault = json.loads(answer)
-    return CheckedFile(bytes.fromhex(digest), fault)
-
-
-def _sound(answers: Sequence[str]) -> bool:
-    """A fault may be one of the disk, or the network, and gone the next time."""
-    return all(_checked(answer).fault is None for answer in answers)
-
-
 def _check(path: Path) -> CheckedFile:
-    digest = b""
+    digest = ""
     try:
         content = read_regular(path, MOST_BYTES)
-        digest = hashlib.sha256(content).digest()
+        digest = hashlib.sha256(content).hexdigest()
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _refuse_bomb(image)
             if image.format == "JPEG":  # verify() looks at nothing of it; at an eighth of its size, decoding is cheap
@@ -257,3 +194,21 @@ def _check(path: Path) -> CheckedFile:
     except Exception as error:  # as in read_image
         return CheckedFile(digest, reason(error))
     return CheckedFile(digest, None)
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """scikit-learn's handwritten digits, from its file: importing it takes a second or more.
+
+    Pixels, float64 ``(1797, 8, 8)`` from 0 to 16, and classes, int64 ``(1797,)``.
+    """
+    package = find_spec("sklearn")
+    folders = package.submodule_search_locations if package is not None else None
+    path = Path(next(iter(folders or ["sklearn"]))) / "datasets" / "data" / "digits.csv.gz"
+    if not path.is_file():  # another scikit-learn may keep them elsewhere, and knows where
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        return digits.images, digits.target.astype(np.int64)
+    with gzip.open(path, "rt") as file:
+        table = np.loadtxt(file, delimiter=",")
+    return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)

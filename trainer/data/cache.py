@@ -8,8 +8,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,9 @@ from trainer.system.files import hash_file, open_regular, read_regular, staged_f
 from trainer.system.text import escaped
 
 MANIFEST = "manifest.json"
-CHUNK = 1 << 20
-MOST_NOTED = 1 << 30
-"""Bytes of a note on the content of files: some hundred for each of them."""
+CHUNK, MOST_NOTED = 1 << 20, 1 << 30
+"""Bytes of a file that are hashed together; and of a note on the content of files: some hundred for each of them."""
 
-Over = Callable[[Callable[[Path], str], Sequence[Path]], Iterable[str]]
 SETTLED_NS = 2_000_000_000
 """A file that was changed less than this before it is looked at may be changed again without a new time of change."""
 
@@ -42,27 +40,15 @@ def cached(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Pa
 
     One process of a machine builds, others wait; those of other machines too, where ``root`` is on a file system that
     locks files between them. The folder gets its name by one move when it is complete. One that is not what was built
-    is built again, and that is said.
-
-    Args:
-        root: of the cache.
-        key: a hash of everything that decides the content.
-        what: it is, for messages.
-        build: fills a folder with files.
-
-    Raises:
-        RecipeError: when the cache cannot be written.
+    is built again, and that is said. The ``key`` is a hash of everything that decides the content.
     """
     place = root / key
     try:
         root.mkdir(parents=True, exist_ok=True)
-        if _fault(place) is None:
-            return place
-        with _locked(root / f"{key}.lock", what):
-            fault = _fault(place)
-            if fault is not None:
-                _discard(place, fault)
-                _build(place, build)
+        if _fault(place) is not None:
+            with _locked(root / f"{key}.lock", what):
+                if fault := _fault(place):
+                    _build(place, fault, build)
     except (OSError, NotImplementedError) as error:  # the latter where files cannot be locked
         why = getattr(error, "strerror", None) or error
         raise RecipeError(
@@ -72,15 +58,22 @@ def cached(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Pa
     return place
 
 
-def _discard(place: Path, fault: str) -> None:
+def _locked(path: Path, what: str) -> AbstractContextManager[Any]:
+    """The kernel lets go of it when this process ends, however that is."""
+    lock = FileLock(path)
+    try:
+        return lock.acquire(timeout=2)
+    except Timeout:
+        print(escaped(f"waiting for another process that makes {what}"), file=sys.stderr, flush=True)
+        return lock.acquire()
+
+
+def _build(place: Path, fault: str, build: Callable[[Path], None]) -> None:
     if place.exists():
         print(escaped(f"trainer: warning: {place} is broken ({fault}): it is made again"), file=sys.stderr, flush=True)
         shutil.rmtree(place)
     for part in place.parent.glob(f"{place.name}.partial-*"):  # of a process that has died: this one has the lock
         shutil.rmtree(part)
-
-
-def _build(place: Path, build: Callable[[Path], None]) -> None:
     aside = place.with_name(f"{place.name}.partial-{os.getpid()}")
     aside.mkdir()
     try:
@@ -93,21 +86,6 @@ def _build(place: Path, build: Callable[[Path], None]) -> None:
         aside.rename(place)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path, what: str) -> Iterator[None]:
-    """The kernel lets go of it when this process ends, however that is."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=2)
-    except Timeout:
-        print(escaped(f"waiting for another process that makes {what}"), file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _fault(place: Path) -> str | None:
@@ -129,6 +107,11 @@ def _fault(place: Path) -> str | None:
     return None
 
 
+def checksums(paths: Sequence[Path]) -> list[str]:
+    """Of every byte of every file."""
+    return list(map(hash_file, paths))
+
+
 def checksum(path: Path, most_bytes: float = MOST_BYTES) -> str:
     """The sha256 of a file, in hexadecimal: of all of it up to ``most_bytes``, of evenly spread blocks beyond."""
     size = path.stat().st_size
@@ -145,12 +128,11 @@ def checksum(path: Path, most_bytes: float = MOST_BYTES) -> str:
 def content_of(
     root: Path,
     paths: Sequence[Path],
-    hashed: Callable[[Path], str],
+    look: Callable[[Sequence[Path]], list[Any]],
     *asked: Any,
-    over: Over = map,
-    worth_keeping: Callable[[Sequence[str]], bool] = lambda found: True,
-) -> list[str]:
-    """What ``hashed`` says of every file; not asked again while their paths, inodes, sizes and times of change stay.
+    worth_keeping: Callable[[Sequence[Any]], bool] = bool,
+) -> list[Any]:
+    """What ``look`` says of the files; not asked again while their paths, inodes, sizes and times of change stay.
 
     Sizes and times of writing alone would not do: ``cp -p``, ``rsync -t`` and ``tar -x`` give another content the time
     of the old one, but the time of the change of the inode they cannot give it.
@@ -158,58 +140,31 @@ def content_of(
     Args:
         root: of the cache.
         paths: the files.
-        hashed: a hash of the content of a file, or what else there is to say of it.
-        asked: what decides the answer besides the content; JSON can hold it.
-        over: asks ``hashed`` of all files; in threads, say.
+        look: says of each of them a hash of its content, or what else JSON can hold.
+        asked: what decides the answers besides the contents.
         worth_keeping: whether the answers may be given again.
-
-    Raises:
-        RecipeError: naming the file that cannot be read.
     """
+    seen, settled = [], False
+    with suppress(OSError):  # told by who looks into it
+        stats = [(str(path.absolute()), path.stat()) for path in paths]
+        seen = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in stats]
+        settled = all(time.time_ns() - stat.st_ctime_ns > SETTLED_NS for _, stat in stats)
+    note = root / "contents" / f"{hash_of(seen, *asked)}.json"
+    if settled:
+        with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+            known = json.loads(read_regular(note, MOST_NOTED))
+            if known["digest"] == hash_of(known["found"]):
+                return known["found"]
     try:
-        return _content_of(root, paths, lambda: list(over(hashed, paths)), asked, worth_keeping)
+        found = look(paths)
     except OSError as error:
         raise RecipeError(
             f"{error.filename} cannot be read ({error.strerror}): check that it is there and may be read"
         ) from error
-
-
-def _content_of(
-    root: Path,
-    paths: Sequence[Path],
-    ask: Callable[[], list[str]],
-    asked: Sequence[Any],
-    worth_keeping: Callable[[Sequence[str]], bool],
-) -> list[str]:
-    try:
-        stats = [path.stat() for path in paths]
-    except OSError:
-        return ask()  # which knows what to say of it
-    seen = [
-        (str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-        for path, stat in zip(paths, stats, strict=True)
-    ]
-    note = root / "contents" / f"{hash_of(seen, *asked)}.json"
-    settled = all(time.time_ns() - stat.st_ctime_ns > SETTLED_NS for stat in stats)
-    if settled:
-        try:
-            known = json.loads(read_regular(note, MOST_NOTED))
-            if known["digest"] == hash_of(known["found"]):
-                return known["found"]
-        except (OSError, ValueError, TypeError, LookupError):
-            pass
-    found = ask()
     if settled and worth_keeping(found):
-        _leave(note, found)
-    return found
-
-
-def _leave(note: Path, found: Sequence[str]) -> None:
-    try:
-        with staged_file(note, sync_folder=False) as part:
+        with suppress(OSError), staged_file(note, sync_folder=False) as part:  # it saves time, no more
             part.write_text(json.dumps({"found": found, "digest": hash_of(found)}))
-    except OSError:  # it saves time, no more
-        return
+    return found
 
 
 def hash_of(*values: Any) -> str:

@@ -1,50 +1,54 @@
-"""What image and text datasets share: paths, checks of fractions, fixed stratified splits. No heavy import."""
+"""What image and text datasets share: settings, paths, fixed stratified splits. No heavy import."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from trainer.contract import Data
-from trainer.errors import RecipeError, require
+from trainer.errors import require
 from trainer.recipe import MOST_SECONDS
 
-_SPLIT_SEED = 0
-"""Splits do not follow the run's seed: runs with different seeds are measured on the same samples."""
+if TYPE_CHECKING:
+    from numpy import ndarray
+    from numpy.random import RandomState
+
+
+class BuiltIn(Data):
+    """What the datasets of this package share. A setting that one of them does not explain is explained here.
+
+    Args:
+        val_fraction: share of the training samples held out for validation; always the same samples.
+        workers: processes that load data; 0 loads in the main process.
+        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
+        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
+    """
+
+    num_classes: int
+    class_names: list[str]
+    val_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        fraction, workers, seconds, bad = self.val_fraction, self.workers, self.worker_timeout, self.max_bad_samples
+        require(0 <= fraction < 1, f"data.val_fraction={fraction} must be at least 0 and less than 1")
+        require((workers or 0) >= 0, f"data.workers={workers} must not be negative; 0 loads in the main process")
+        require(
+            0 < seconds <= MOST_SECONDS,
+            f"data.worker_timeout={seconds} must be more than 0 seconds, and at most {MOST_SECONDS:,}",
+        )
+        require(bad >= 0, f"data.max_bad_samples={bad} must not be negative; 0 ends the run at the first bad sample")
+
+    def _set_classes(self, names: Sequence[str]) -> None:
+        self.class_names, self.num_classes = list(names), len(names)
 
 
 def local_path(text: str) -> Path:
     """The path that ``text`` names: a path, one that starts with ``~``, or a ``file://`` URL."""
-    if text.startswith("file://"):
-        return Path(url2pathname(urlparse(text).path))
-    return Path(text).expanduser()
-
-
-def require_fraction(key: str, value: float, *, zero: bool = True) -> None:
-    """Refuse a ``value`` outside [0, 1), or 0 as well unless ``zero``."""
-    require(
-        0 < value < 1 or (zero and value == 0),
-        f"{key}={value} must be {'at least 0' if zero else 'more than 0'} and less than 1",
-    )
-
-
-def check_loading(data: Data) -> None:
-    """Refuse settings of the loader that cannot work.
-
-    Raises:
-        RecipeError: naming the setting.
-    """
-    require((data.workers or 0) >= 0, f"data.workers={data.workers} must not be negative; 0 loads in the main process")
-    require(
-        0 < data.worker_timeout <= MOST_SECONDS,
-        f"data.worker_timeout={data.worker_timeout} must be more than 0 seconds, and at most {MOST_SECONDS:,}",
-    )
-    require(
-        data.max_bad_samples >= 0,
-        f"data.max_bad_samples={data.max_bad_samples} must not be negative; 0 ends the run at the first bad sample",
-    )
+    return Path(url2pathname(urlparse(text).path)) if text.startswith("file://") else Path(text).expanduser()
 
 
 def reason(error: BaseException) -> str:
@@ -55,20 +59,49 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def hold_out(labels: Sequence[int], fraction: float, key: str) -> tuple[list[int], list[int]]:
+def hold_out(labels: Sequence[int], fraction: float, key: str, seed: int = 0) -> tuple[list[int], list[int]]:
     """Cut the positions of ``labels`` in two: ``(kept, held out)``, both sorted, with each class in proportion.
 
-    Raises:
-        RecipeError: naming ``key`` when a class has too few samples to be in both parts.
+    They do not follow the run's seed: runs with different seeds are measured on the same samples. They are those of
+    scikit-learn's ``train_test_split``; to import it takes as long as all else before the first step of a small run.
     """
     if fraction == 0:
         return list(range(len(labels))), []
-    from trainer.data.splits import stratified_split
+    import numpy as np
 
-    try:
-        return stratified_split(labels, fraction, _SPLIT_SEED)
-    except ValueError as error:
-        raise RecipeError(
-            f"{key}={fraction} of {len(labels)} samples cannot hold every class ({error}): "
-            "use another fraction or more samples"
-        ) from error
+    classes, codes, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
+    sizes = len(codes) - math.ceil(fraction * len(codes)), math.ceil(fraction * len(codes))
+    why = f"a part would have {min(sizes)} samples of {len(classes)} classes"
+    if counts.min() < 2:
+        why = f"class {classes[counts.argmin()]} has one sample, and needs two"
+    said = f"{key}={fraction} of {len(codes)} samples cannot hold every class ({why})"
+    fits = counts.min() >= 2 and min(sizes) >= len(classes)
+    require(fits, f"{said}: use another fraction or more samples")
+    generator = np.random.RandomState(seed)  # as scikit-learn does
+    kept_counts = _in_proportion(counts, sizes[0], generator)
+    held_counts = _in_proportion(counts - kept_counts, sizes[1], generator)
+    kept: list[int] = []
+    held: list[int] = []
+    for code, count in enumerate(counts):
+        shuffled = np.flatnonzero(codes == code)[generator.permutation(count)]
+        kept += shuffled[: kept_counts[code]].tolist()
+        held += shuffled[kept_counts[code] : kept_counts[code] + held_counts[code]].tolist()
+    return sorted(kept), sorted(held)
+
+
+def _in_proportion(counts: ndarray, draws: int, generator: RandomState) -> ndarray:
+    """``draws`` dealt out in proportion to ``counts``: the largest remainders are rounded up, ties by lot."""
+    import numpy as np
+
+    exact = counts / counts.sum() * draws
+    dealt = np.floor(exact)
+    missing = int(draws - dealt.sum())
+    remainders = exact - dealt
+    for value in np.unique(remainders)[::-1]:
+        if missing == 0:
+            break
+        tied = np.flatnonzero(remainders == value)
+        chosen = generator.choice(tied, size=min(len(tied), missing), replace=False)
+        dealt[chosen] += 1
+        missing -= len(chosen)
+    return dealt.astype(int)

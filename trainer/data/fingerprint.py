@@ -18,10 +18,7 @@ from trainer.contract import Data
 from trainer.data.loader import generators_kept, seed_generators
 from trainer.errors import require
 
-SAMPLES = 64
-"""Samples that are looked at where a split has no fingerprint of its own."""
-
-_SEED = 0
+SAMPLES = 64  # that are looked at where a split has no fingerprint of its own
 
 
 def fingerprint(data: Data) -> str:
@@ -30,21 +27,16 @@ def fingerprint(data: Data) -> str:
     Equal for equal content, wherever it lies and whatever its files are called; it depends on no process, number of
     workers or ranks. Different when a sample, a label, the order, the tokenisation or the augmentation differs:
 
-    * always, for arrays (every pixel), folders of images (every byte of every file, hashed while the files are checked
-      before training) and texts (every token, up to 1 GiB of them);
+    * always, for arrays (every pixel), folders of images (every byte of every file) and texts (every token, up to 1 GiB
+      of them);
     * for a dataset of one's own whose splits define ``fingerprint() -> str``, as far as that sees;
     * for a ``datasets.Dataset``: every row up to 1 GiB, of a larger one evenly spread blocks of rows, and up to 64
       samples as they come out of it (formats and transforms show there);
-    * for any other split: its size, its ``lengths`` and ``augmented``, and up to 64 evenly spread samples. A change of
-      another sample is not seen. Samples are drawn with fixed seeds; the generators of torch, NumPy and ``random`` are
-      left as they were. One that cannot be loaded counts as such.
-
-    Raises:
-        RecipeError: for a ``fingerprint`` method that returns no text.
+    * for any other split: its size, its ``lengths`` and ``augmented``, and up to 64 evenly spread samples, drawn with
+      fixed seeds. A change of another sample is not seen. One that cannot be loaded counts as such.
     """
     content = Content(1, getattr(data, "num_classes", None), list(getattr(data, "class_names", None) or []))
-    for name in ("train", "val", "test"):
-        split = getattr(data, name)
+    for name, split in (("train", data.train), ("val", data.val), ("test", data.test)):
         content.add(name)
         content.add(None if split is None else split_fingerprint(split))
     return content.hexdigest()
@@ -52,50 +44,37 @@ def fingerprint(data: Data) -> str:
 
 def data_files(data: Data) -> dict[str, str]:
     """A short hash of every file of a dataset whose splits define ``files()``: what to name when one has changed."""
-    splits = {name: getattr(data, name) for name in ("train", "val", "test")}
-    return {
-        f"{name}/{file}": digest
-        for name, split in splits.items()
-        if callable(getattr(split, "files", None))
-        for file, digest in split.files().items()
-    }
+    found = {}
+    for name, split in (("train", data.train), ("val", data.val), ("test", data.test)):
+        if callable(getattr(split, "files", None)):
+            found |= {f"{name}/{file}": digest for file, digest in split.files().items()}
+    return found
 
 
 def split_fingerprint(split: Any) -> str:
     """Of one split; see :func:`fingerprint`."""
-    own = getattr(split, "fingerprint", None)
-    if callable(own):
-        found = own()
-        require(
-            isinstance(found, str), f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a text"
-        )
+    if callable(getattr(split, "fingerprint", None)):
+        found = split.fingerprint()
+        said = f"{type(split).__name__}.fingerprint() returned {found!r}: it must return a text"
+        require(isinstance(found, str), said)
         return found
-    size = len(split)
+    size, lengths = len(split), getattr(split, "lengths", None)
     content = Content(size, bool(getattr(split, "augmented", False)))
-    lengths = getattr(split, "lengths", None)
     content.add(None if lengths is None else np.asarray(lengths))
-    if _is_table(split):
+    tables = sys.modules.get("datasets")  # where it was not imported, this is none of its tables
+    if tables is not None and isinstance(split, tables.Dataset):
         for rows in blocks(size, split.data.nbytes * size // max(1, split.data.num_rows)):
             add_rows(content, split, rows)
     with generators_kept():
         for index in spread(size, SAMPLES):
             content.add(index)
-            content.add(_sample(split, index))
+            seed_generators(index)
+            try:
+                sample = split[index]
+            except Exception as error:  # the loader deals with it, when it is this sample's turn
+                sample = f"cannot be loaded: {type(error).__name__}"
+            content.add(sample)
     return content.hexdigest()
-
-
-def _is_table(split: Any) -> bool:
-    import datasets
-
-    return isinstance(split, datasets.Dataset)
-
-
-def _sample(split: Any, index: int) -> Any:
-    seed_generators(_SEED + index)
-    try:
-        return split[index]
-    except Exception as error:  # the loader deals with it, when it is this sample's turn
-        return f"cannot be loaded: {type(error).__name__}"
 
 
 def tokenizer_hash(tokenizer: Any) -> str | None:
@@ -109,10 +88,8 @@ def tokenizer_hash(tokenizer: Any) -> str | None:
     content = Content(1, {name: str(token) for name, token in tokenizer.special_tokens_map.items()})
     for name in ("padding_side", "truncation_side", "model_input_names"):
         content.add(getattr(tokenizer, name, None))
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        state = {**json.loads(backend.to_str()), "padding": None, "truncation": None}
-        content.add(json.dumps(state, sort_keys=True))
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        content.add(json.dumps({**json.loads(backend.to_str()), "padding": None, "truncation": None}, sort_keys=True))
     else:
         content.add(type(tokenizer).__name__)
         content.add(json.dumps(tokenizer.get_vocab(), sort_keys=True))
@@ -122,27 +99,27 @@ def tokenizer_hash(tokenizer: Any) -> str | None:
 
 # A hash of content: of numbers, texts, tensors and nests of them, the same in every process and on every machine.
 
-DEEPEST = 16
-"""How deep a nest may be: a sample that refers to itself must not be followed for ever."""
+DEEPEST = 16  # a sample that refers to itself must not be followed for ever
 
 
 class Content:
     """A sha256 that is fed with values. Kind, size and order of values count, the order of a mapping's keys does not.
 
-    Args:
-        values: what to begin with.
+    Of an object of another kind than the usual ones, the type's name and attributes count.
     """
 
-    def __init__(self, *values: Any) -> None:
+    def __init__(self, *values: Any, depth: int = 0) -> None:
         self._hash = hashlib.sha256()
         for value in values:
-            self.add(value)
+            self.add(value, depth)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
 
     def add(self, value: Any, depth: int = 0) -> None:
-        """Feed ``value``. Of an object of another kind than the usual ones, the type's name and attributes count."""
         if value is None or isinstance(value, bool):
             self._put("constant", repr(value).encode())
         elif isinstance(value, int):
@@ -186,10 +163,10 @@ class Content:
 
     def _add_nest(self, value: Any, depth: int) -> None:
         if isinstance(value, Mapping):
-            parts = sorted((_digest(key, depth), _digest(item, depth)) for key, item in value.items())
-            self._put("mapping", b"".join(key + item for key, item in parts))
+            parts = [[Content(part, depth=depth).digest() for part in item] for item in value.items()]
+            self._put("mapping", b"".join(key + item for key, item in sorted(parts)))
         elif isinstance(value, Set):
-            self._put("set", b"".join(sorted(_digest(item, depth) for item in value)))
+            self._put("set", b"".join(sorted(Content(item, depth=depth).digest() for item in value)))
         elif isinstance(value, Sequence):
             self._put("sequence", str(len(value)).encode())
             for item in value:
@@ -199,28 +176,16 @@ class Content:
             self._put("bytes", value.tobytes())
         else:
             self._put("object", type(value).__qualname__.encode())
-            self.add(_attributes(value), depth)
-
-
-def _digest(value: Any, depth: int) -> bytes:
-    content = Content()
-    content.add(value, depth)
-    return content._hash.digest()
-
-
-def _attributes(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return getattr(value, "__dict__", None)
+            attributes = getattr(value, "__dict__", None)
+            if dataclasses.is_dataclass(value):
+                attributes = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            self.add(attributes, depth)
 
 
 # The content of tables on disk, block by block, however they are chunked in their files.
 
-MOST_BYTES = 1 << 30
-"""A table is read whole up to this size, in a few seconds; of a larger one, a part of this size."""
-
-BLOCK = 1024
-"""Rows that are read at once."""
+MOST_BYTES, BLOCK = 1 << 30, 1024
+"""Bytes up to which a table is read whole, in a few seconds, and of the part of a larger one; rows read at once."""
 
 
 def spread(size: int, count: int) -> list[int]:

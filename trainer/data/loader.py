@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,10 @@ class SampleError(RecipeError):
     """A sample could not be loaded. The message names its file or row, and the cause."""
 
 
+class _Failure(NamedTuple):
+    message: str
+
+
 class Loader:
     """Load the micro-batches that are asked for, one a request, in order.
 
@@ -35,11 +40,9 @@ class Loader:
         collate: makes a micro-batch of a list of samples.
         workers: processes that load ahead; 0 loads in this process, when a micro-batch is asked for.
         pin_memory: put the tensors in page-locked memory, for asynchronous copies to a GPU.
-        prefetch: micro-batches that each worker has ready or in work.
         num_classes: classes that integer ``labels`` of a micro-batch are of; ``None`` does not look at them.
         max_bad_samples: with more than 0, what cannot be loaded is left out: such a micro-batch comes as
-            :class:`trainer.values.Incomplete`. Who counts them is the caller: see
-            :class:`trainer.engine.quarantine.Quarantine`.
+            :class:`trainer.values.Incomplete`. The caller counts them: :class:`trainer.engine.quarantine.Quarantine`.
         worker_timeout: seconds that a micro-batch may take a worker.
     """
 
@@ -50,77 +53,68 @@ class Loader:
         *,
         workers: int = 0,
         pin_memory: bool = False,
-        prefetch: int = 2,
         num_classes: int | None = None,
         max_bad_samples: int = 0,
         worker_timeout: float = 300.0,
     ) -> None:
-        fetch = _Fetch(split, collate, num_classes)
-        self.fetch = _TolerantFetch(fetch, max_bad_samples) if max_bad_samples else fetch
-        self.workers, self.pin_memory, self.prefetch = workers, pin_memory, prefetch
-        self.worker_timeout = worker_timeout
+        self.split, self.collate, self.num_classes, self.max_bad_samples = split, collate, num_classes, max_bad_samples
+        self.workers, self.pin_memory, self.worker_timeout = workers, pin_memory, worker_timeout
+        self.augmented = bool(getattr(split, "augmented", False))
+        self.whole = None if self.augmented else getattr(split, "__getitems__", None)
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """Yield one micro-batch per request.
-
-        Raises:
-            SampleError: naming the sample that could not be loaded.
-            WorkerError: naming the worker that died or hung, and what it was loading.
-        """
+        """Yield one micro-batch per request; raises :class:`SampleError`, and ``WorkerError`` where a worker ends."""
         if self.workers == 0 and not self.pin_memory:  # a DataLoader would add its overhead and nothing else
-            yield from map(self.fetch.__getitem__, requests)
+            yield from map(self._fetch, requests)
             return
         # Workers start anew for every pass, in a few tenths of a second: no state is carried between passes.
-        batches = load_in_workers(
-            _Guarded(self.fetch), requests, self.workers, self.prefetch, self.pin_memory, self.worker_timeout
-        )
-        for item in batches:
+        for item in load_in_workers(self, requests, self.workers, self.pin_memory, self.worker_timeout):
             if isinstance(item, _Failure):
                 raise SampleError(item.message)
             yield item
 
-
-def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
-    """What loads ``split`` of a recipe's prepared data."""
-    data = recipe.data
-    num_classes = getattr(recipe.model, "num_classes", None)
-    return Loader(
-        split,
-        data.collate,
-        workers=workers,
-        pin_memory=pin_memory,
-        num_classes=getattr(data, "num_classes", None) if num_classes is None else num_classes,
-        max_bad_samples=data.max_bad_samples,
-        worker_timeout=data.worker_timeout,
-    )
-
-
-class _Fetch:
-    """A dataset whose items are micro-batches and whose indices are requests."""
-
-    def __init__(self, split: Any, collate: Callable[[list[Any]], Any], num_classes: int | None) -> None:
-        self.split, self.collate, self.num_classes = split, collate, num_classes
-        self.augmented = bool(getattr(split, "augmented", False))
-        self.whole = None if self.augmented else getattr(split, "__getitems__", None)
-
     def __getitem__(self, request: Request) -> Any:
-        batch = self._load(request)
-        if self.num_classes is not None:
-            self._check_labels(batch, request.indices, self.num_classes)
-        return batch
+        """What a worker hands over: no exception, which would have a traceback for its message on the other side."""
+        try:
+            return self._fetch(request)
+        except RecipeError as error:
+            return _Failure(str(error))
+
+    def _fetch(self, request: Request) -> Any:
+        try:
+            return self._load(request)
+        except RecipeError:
+            if not self.max_bad_samples:
+                raise
+            return self._without_bad(request)
 
     def _load(self, request: Request) -> Any:
-        indices, seeds = request
+        batch = self._collated(*request)
+        if self.num_classes is not None and (stray := stray_labels(batch, self.num_classes)):
+            (label, row), named = stray[0], request.indices
+            # A collate that makes several rows of a sample, or one of several, leaves open whose label it is.
+            if row is not None and len(batch["labels"]) == len(named):
+                named = [named[row]]
+            raise SampleError(
+                f"{self._describe(named)} has the label {label}, but there are {self.num_classes} classes, 0 to "
+                f"{self.num_classes - 1}: mend the label, or set num_classes to more"
+            )
+        return batch
+
+    def _collated(self, indices: Sequence[int], seeds: Sequence[int] | None) -> Any:
         if self.whole is not None:
-            batch = self._guard(indices, self.whole, indices)
-            self._require_all(batch, indices)
-            if not isinstance(batch, list):
-                return batch
-            samples = batch
-        elif self.augmented and seeds:
-            samples = self._draw(indices, seeds)
+            samples = self._guard(indices, self.whole, indices)
+            self._require_all(samples, indices)
+            if not isinstance(samples, list):
+                return samples
         else:
-            samples = [self._guard([i], self.split.__getitem__, i) for i in indices]
+            own_seeds = seeds if self.augmented and seeds else None
+            samples = []
+            with generators_kept() if own_seeds else nullcontext():
+                for index, seed in zip(indices, own_seeds or [0] * len(indices), strict=True):
+                    if own_seeds:
+                        seed_generators(seed)
+                    samples.append(self._guard([index], self.split.__getitem__, index))
         return self._guard(indices, self.collate, samples)
 
     def _require_all(self, batch: Any, indices: Sequence[int]) -> None:
@@ -132,17 +126,9 @@ class _Fetch:
         found, asked = len(counted) if counted is not None else len(indices), len(indices)
         if found != asked and (counted is batch or not found or found % asked):
             raise SampleError(
-                f"{type(self.split).__name__}.__getitems__ was asked for {asked} samples ({self.describe(indices)}) "
+                f"{type(self.split).__name__}.__getitems__ was asked for {asked} samples ({self._describe(indices)}) "
                 f"and returned {found}: it must return every sample it is asked for, and no other"
             )
-
-    def _draw(self, indices: Sequence[int], seeds: Sequence[int]) -> list[Any]:
-        samples = []
-        with generators_kept():
-            for i, seed in zip(indices, seeds, strict=True):
-                seed_generators(seed)
-                samples.append(self._guard([i], self.split.__getitem__, i))
-        return samples
 
     def _guard(self, indices: Sequence[int], function: Callable[[Any], Any], argument: Any) -> Any:
         """``function(argument)``, where any failure names the samples at ``indices``."""
@@ -151,25 +137,61 @@ class _Fetch:
         except (RecipeError, MemoryError):
             raise  # the one names the file itself, the other is nobody's fault
         except Exception as error:
-            raise SampleError(f"{self.describe(indices)} could not be loaded: {reason(error)}") from error
+            raise SampleError(f"{self._describe(indices)} could not be loaded: {reason(error)}") from error
 
-    def _check_labels(self, batch: Any, indices: Sequence[int], num_classes: int) -> None:
-        stray = stray_labels(batch, num_classes)
-        if not stray:
-            return
-        # A collate that makes several rows of a sample, or one of several, leaves open whose label it is.
-        label, row = stray[0]
-        named = [indices[row]] if row is not None and len(batch["labels"]) == len(indices) else indices
-        raise SampleError(
-            f"{self.describe(named)} has the label {label}, but there are {num_classes} classes, 0 to "
-            f"{num_classes - 1}: mend the label, or set num_classes to more"
-        )
-
-    def describe(self, indices: Sequence[int]) -> str:
+    def _describe(self, indices: Sequence[int]) -> str:
         """The files or rows of samples, the first four of them at least."""
         describe = getattr(self.split, "describe", lambda i: f"sample {i} of {type(self.split).__name__}")
         shown = ", ".join(describe(i) for i in indices[:4])
         return shown if len(indices) <= 4 else f"{shown} or one of the {len(indices) - 4} after it"
+
+    def _without_bad(self, request: Request) -> Any:
+        """The micro-batch without the samples that cannot be loaded."""
+        seeds = request.seeds or [0] * len(request.indices)
+        faults = [self._fault(*sample) for sample in zip(request.indices, seeds, strict=True)]
+        bad, good = [fault for fault in faults if fault], [not fault for fault in faults]
+        kept = list(compress(request.indices, good))
+        if not kept:
+            return Incomplete(self._borrowed(bad), [], bad)
+        # Samples that only fail together, such as images of different sizes, end the run here.
+        batch = self._load(Request(kept, list(compress(seeds, good)) if request.seeds else None))
+        return Incomplete(batch, kept, bad) if bad else batch
+
+    def _fault(self, index: int, seed: int) -> BadSample | None:
+        try:
+            self._load(Request([index], [seed]))
+        except RecipeError as error:
+            why = str(error) if error.__cause__ is None else reason(error)
+            return BadSample(index, self._describe([index]), " ".join(why.split()))
+        return None
+
+    def _borrowed(self, bad: Sequence[BadSample]) -> Any:
+        """A micro-batch of another sample, which weighs nothing."""
+        size, failed = len(self.split), list(bad)
+        for step in range(1, min(self.max_bad_samples + 1, size - 1) + 1):
+            index = (bad[-1].position + step) % size
+            if not (fault := self._fault(index, 0)):
+                return self._load(Request([index], [0]))
+            failed.append(fault)
+        raise SampleError(
+            f"{len(failed)} samples in a row cannot be loaded, data.max_bad_samples is {self.max_bad_samples}; "
+            f"the last is {failed[-1].description}: {failed[-1].reason}"
+        )
+
+
+def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = False) -> Loader:
+    """What loads ``split`` of a recipe's prepared data."""
+    data = recipe.data
+    classes = getattr(recipe.model, "num_classes", None)
+    return Loader(
+        split,
+        data.collate,
+        workers=workers,
+        pin_memory=pin_memory,
+        num_classes=getattr(data, "num_classes", None) if classes is None else classes,
+        max_bad_samples=data.max_bad_samples,
+        worker_timeout=data.worker_timeout,
+    )
 
 
 def _first_of(batch: Any) -> Any:
@@ -178,80 +200,6 @@ def _first_of(batch: Any) -> Any:
         batch = [batch["labels"]] if "labels" in batch else list(batch.values())
     parts = batch if isinstance(batch, list | tuple) else [batch]
     return next((part for part in parts if hasattr(part, "__len__") and getattr(part, "ndim", 1) != 0), None)
-
-
-class _TolerantFetch:
-    """Leaves out the samples that cannot be loaded.
-
-    Args:
-        fetch: loads.
-        max_bad_samples: most bad samples of a run.
-    """
-
-    def __init__(self, fetch: _Fetch, max_bad_samples: int) -> None:
-        self.fetch, self.max_bad_samples = fetch, max_bad_samples
-
-    def __getitem__(self, request: Request) -> Any:
-        try:
-            return self.fetch[request]
-        except RecipeError:
-            return self._without_bad(request)
-
-    def _without_bad(self, request: Request) -> Any:
-        seeds = request.seeds or [0] * len(request.indices)
-        tried = [(index, seed, self._fault(index, seed)) for index, seed in zip(request.indices, seeds, strict=True)]
-        bad = [fault for _, _, fault in tried if fault is not None]
-        good = [(index, seed) for index, seed, fault in tried if fault is None]
-        if not good:
-            return Incomplete(self._borrowed(bad), [], bad)
-        kept = [index for index, _ in good]
-        # Samples that only fail together, such as images of different sizes, end the run here.
-        batch = self.fetch[Request(kept, [seed for _, seed in good] if request.seeds else None)]
-        return Incomplete(batch, kept, bad) if bad else batch
-
-    def _fault(self, index: int, seed: int) -> BadSample | None:
-        try:
-            self.fetch[Request([index], [seed])]
-        except RecipeError as error:
-            why = str(error) if error.__cause__ is None else reason(error)
-            return BadSample(index, self.fetch.describe([index]), " ".join(why.split()))
-        return None
-
-    def _borrowed(self, bad: Sequence[BadSample]) -> Any:
-        """A micro-batch of another sample, which weighs nothing.
-
-        Raises:
-            SampleError: when as many have failed by now as a run may leave out.
-        """
-        size = len(self.fetch.split)
-        failed = list(bad)
-        for step in range(1, min(self.max_bad_samples + 1, size - 1) + 1):
-            index = (bad[-1].position + step) % size
-            fault = self._fault(index, 0)
-            if fault is None:
-                return self.fetch[Request([index], [0])]
-            failed.append(fault)
-        raise SampleError(
-            f"{len(failed)} samples in a row cannot be loaded, data.max_bad_samples is {self.max_bad_samples}; "
-            f"the last is {failed[-1].description}: {failed[-1].reason}"
-        )
-
-
-class _Failure(NamedTuple):
-    message: str
-
-
-class _Guarded:
-    """Hands failures over as values: an exception that crosses a process has a traceback for its message."""
-
-    def __init__(self, fetch: _Fetch | _TolerantFetch) -> None:
-        self.fetch = fetch
-
-    def __getitem__(self, request: Request) -> Any:
-        try:
-            return self.fetch[request]
-        except RecipeError as error:
-            return _Failure(str(error))
 
 
 # Labels that no class has: found on the host, before a kernel reads outside its bounds.
@@ -267,28 +215,16 @@ def stray_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
     ``None`` for a tensor without rows.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_cuda or not labels.numel():
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.is_cuda:
         return []
-    if _all_classes(labels, num_classes):
+    if labels.numel() <= SMALL and all(0 <= label < num_classes for label in labels.flatten().tolist()):
         return []
     stray = ((labels < 0) | (labels >= num_classes)) & (labels != IGNORED_LABEL)
     rows = stray.nonzero()[:, 0].tolist() if labels.ndim else [None] * int(stray)
     return list(zip(labels[stray].tolist(), rows, strict=True))
 
 
-def _all_classes(labels: Tensor, num_classes: int) -> bool:
-    if labels.dtype == torch.bool:
-        return True
-    if labels.numel() <= SMALL:
-        values = labels.flatten().tolist()
-        return min(values) >= 0 and max(values) < num_classes
-    least, largest = torch.aminmax(labels)
-    return int(least) >= 0 and int(largest) < num_classes
-
-
 # The global random generators that a sample may draw from: seeded for it, and put back.
-
-_MASK = 0xFFFFFFFF
 
 
 def seed_generators(seed: int) -> None:
@@ -297,7 +233,7 @@ def seed_generators(seed: int) -> None:
     torch.random.default_generator.manual_seed(seed)
     random.seed(seed)
     # Both are a Mersenne Twister: of the same words, NumPy would draw the numbers that random draws.
-    np.random.seed([seed & _MASK, seed >> 32, 1])
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
 
 
 @contextmanager

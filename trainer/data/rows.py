@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,48 +17,36 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from datasets.utils.extract import Extractor
 
-from trainer.data.cache import checksum, content_of, hash_of
+from trainer.data.cache import checksums, content_of, hash_of
 from trainer.data.common import reason
 from trainer.errors import RecipeError, require
 from trainer.system.files import open_regular, read_regular
 
-_BUILDERS = {".csv": "csv", ".parquet": "parquet", ".jsonl": "json"}
-MOST_LINE = 32_000_000
-"""Bytes of a line, of a cell, or of a file that holds one text."""
+_KINDS = {
+    ".csv": ("csv", 2, "the header is row 1, blank lines are not counted"),
+    ".parquet": ("parquet", 1, "the first is row 1"),
+    ".jsonl": ("json", 1, "the first is row 1, blank lines are not counted"),
+}
+"""What reads it, the number of its first row, and how rows are numbered."""
 
-MOST_DECODED = 4_000_000_000
-"""Bytes of the texts in a row group, which are in memory together."""
+MOST_LINE, MOST_DECODED = 32_000_000, 4_000_000_000
+"""Bytes of a line, a cell or a file of one text; and of the texts in a row group, which are in memory together."""
 
 GROWTH, ROWS_A_BYTE, MOST_COLUMNS = 1_000, 100, 10_000
 """How far a column of Parquet may grow when it is unpacked, rows that a byte of it may stand for, and columns of which
 the names are compared."""
 
-_COUNTING = {
-    ".csv": (2, "the header is row 1, blank lines are not counted"),
-    ".parquet": (1, "the first is row 1"),
-    ".jsonl": (1, "the first is row 1, blank lines are not counted"),
-}
-
 
 @dataclass(frozen=True)
 class Rows:
-    """One split as it was found.
+    """One split as it was found."""
 
-    Args:
-        content: a hash of what is in it.
-        read: puts the rows on disk, with a cache in the folder that it is given.
-        source: the file or data set, for messages.
-        first: number of the first row, as ``counting`` counts.
-        counting: how rows are numbered, in words.
-        files: the file of every row, where each has its own.
-    """
-
-    content: str
-    read: Callable[[str], datasets.Dataset]
+    content: str  # a hash of what is in it
+    read: Callable[[str], datasets.Dataset]  # puts the rows on disk, with a cache in the folder that it is given
     source: str
     first: int = 0
-    counting: str = ""
-    files: Sequence[str] = ()
+    counting: str = ""  # how rows are numbered, from ``first`` on
+    files: Sequence[str] = ()  # of every row, where each has its own
 
     def describe(self, index: int) -> str:
         if self.files:
@@ -71,53 +58,35 @@ def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
     """Refuse a missing column: ``text_column="text"`` says which field asks for which."""
     for field, name in wanted.items():
         near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
-        require(
-            name in found,
-            f"data.{field}={name!r}: {source} has no such column; it has {', '.join(map(repr, found))}"
-            + (f"; did you mean {near[0]!r}?" if near else ""),
-        )
-
-
-def is_missing(value: Any) -> bool:
-    """Whether a cell holds nothing."""
-    return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        has = ", ".join(map(repr, found))
+        require(name in found, f"data.{field}={name!r}: {source} has no such column; it has {has}{hint}")
 
 
 def find_file(path: Path, cache: Path) -> Rows:
-    """The rows of a .csv, .parquet or .jsonl file.
-
-    Raises:
-        RecipeError: naming the file when it is missing or of another kind; when they are read, also when it is empty
-            or malformed.
-    """
+    """The rows of a .csv, .parquet or .jsonl file; that it is empty or malformed is said when they are read."""
     kind = path.suffix.lower()
     require(path.is_file(), f"there is no file {path}: check the path")
-    require(kind in _BUILDERS, f"{path} is none of {', '.join(_BUILDERS)}: convert it to one of them")
-    (content,) = content_of(cache, [path], partial(checksum, most_bytes=math.inf))
-    return Rows(f"{kind} {content}", partial(_read_file, path, kind), str(path), *_COUNTING[kind])
+    require(kind in _KINDS, f"{path} is none of {', '.join(_KINDS)}: convert it to one of them")
+    (content,) = content_of(cache, [path], checksums)
+    return Rows(f"{kind} {content}", partial(_read_file, path, kind), str(path), *_KINDS[kind][1:])
 
 
 def _read_file(path: Path, kind: str, cache_dir: str) -> datasets.Dataset:
     try:
-        _refuse_archive(path)
+        if Extractor.infer_extractor_format(path) is not None:  # datasets would unpack one, whatever its name says
+            said = "it is compressed or an archive: unpack it first, where you can see what is in it"
+            raise ValueError(said)  # noqa: TRY301
         if kind == ".jsonl":
             _parse_lines(path)
         if kind == ".parquet":
             _refuse_bombs(path)
-        options = _csv_options(path) if kind == ".csv" else {}
-        table = datasets.load_dataset(
-            _BUILDERS[kind], data_files=str(path), split="train", cache_dir=cache_dir, **options
-        )
+        options = {"cache_dir": cache_dir} | (_csv_options(path) if kind == ".csv" else {})
+        table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
     except Exception as error:  # each format's reader has its own exceptions
         raise RecipeError(f"{path} cannot be read as {kind[1:]} ({reason(error)}): mend the file") from error
     require(len(table) > 0, f"{path} has no rows")
     return table
-
-
-def _refuse_archive(path: Path) -> None:
-    """datasets would unpack one, whatever its name says."""
-    if Extractor.infer_extractor_format(path) is not None:
-        raise ValueError("it is compressed or an archive: unpack it first, where you can see what is in it")
 
 
 def _parse_lines(path: Path) -> None:
@@ -143,11 +112,14 @@ def _refuse_bombs(path: Path) -> None:
 
     Texts stay as the file has them meanwhile, each different one once: pages of at most 2 GB, whatever the footer says.
     """
-    most_rows = max(1_000_000, ROWS_A_BYTE * path.stat().st_size)
-    with pq.ParquetFile(path, read_dictionary=_text_columns(path), pre_buffer=False) as file:
-        metadata, texts = file.metadata, _text_columns(path)
-        if metadata.num_rows > most_rows:
-            raise ValueError(f"{metadata.num_rows:,} rows in {path.stat().st_size:,} bytes")
+    size, schema = path.stat().st_size, pq.read_schema(path)
+    kinds = [field.type.value_type if pa.types.is_dictionary(field.type) else field.type for field in schema]
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    texts = [name for name, kind in zip(schema.names, kinds, strict=True) if any(check(kind) for check in is_text)]
+    with pq.ParquetFile(path, read_dictionary=texts, pre_buffer=False) as file:
+        metadata = file.metadata
+        if metadata.num_rows > max(1_000_000, ROWS_A_BYTE * size):
+            raise ValueError(f"{metadata.num_rows:,} rows in {size:,} bytes")
         for group in range(metadata.num_row_groups):
             require_moderate(metadata.row_group(group), group)
             for name in texts:
@@ -156,19 +128,8 @@ def _refuse_bombs(path: Path) -> None:
                     _require_cells(name, group, chunk)
 
 
-def _text_columns(path: Path) -> list[str]:
-    schema = pq.read_schema(path)
-    kinds = [field.type.value_type if pa.types.is_dictionary(field.type) else field.type for field in schema]
-    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return [name for name, kind in zip(schema.names, kinds, strict=True) if any(check(kind) for check in is_text)]
-
-
 def require_moderate(row_group: Any, number: int) -> None:
-    """Check what the footer says of a row group; that may be a lie, which is found when it is read.
-
-    Raises:
-        ValueError: when a column would grow out of all proportion.
-    """
+    """Raise ValueError where a column would grow out of all proportion, by the footer: a lie is found in reading."""
     for column in map(row_group.column, range(row_group.num_columns)):
         unpacked, packed = column.total_uncompressed_size, column.total_compressed_size
         if unpacked > max(MOST_LINE, GROWTH * packed):
@@ -202,22 +163,16 @@ def _csv_options(path: Path) -> dict[str, Any]:
 
 
 def find_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache: Path) -> Rows:
-    """The rows ROOT/PART/NAME/*.txt, one text a file, for every ``(name, label)`` of ``classes``.
-
-    Raises:
-        RecipeError: for a missing folder or one without texts; when they are read, for a file that is not UTF-8.
-    """
+    """The rows ROOT/PART/NAME/*.txt, one text a file, in UTF-8, for every ``(name, label)`` of ``classes``."""
     files: list[tuple[str, int]] = []
     for name, label in classes:
         folder = root / part / name
         paths = sorted(folder.glob("*.txt"))
         require(len(paths) > 0, f"{folder} is missing or holds no .txt files")
         files += [(str(path), label) for path in paths]
-    hashes = content_of(cache, [Path(path) for path, _ in files], partial(checksum, most_bytes=math.inf))
-    content = hash_of(hashes, [label for _, label in files])
-    return Rows(
-        content, partial(_read_folders, root / part, files), str(root / part), files=[path for path, _ in files]
-    )
+    paths = [path for path, _ in files]
+    content = hash_of(content_of(cache, list(map(Path, paths)), checksums), [label for _, label in files])
+    return Rows(content, partial(_read_folders, root / part, files), str(root / part), files=paths)
 
 
 def _read_folders(folder: Path, files: list[tuple[str, int]], cache_dir: str) -> datasets.Dataset:
@@ -229,24 +184,17 @@ def _read_folders(folder: Path, files: list[tuple[str, int]], cache_dir: str) ->
 
 def _read_texts(files: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
     for path, label in files:
-        yield {"text": _read_text(path), "label": label}
-
-
-def _read_text(path: str) -> str:
-    try:
-        return read_regular(path, MOST_LINE).decode()
-    except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError:
-        raise RecipeError(f"{path} is not UTF-8 text: save it as UTF-8 or remove it") from None
+        try:
+            text = read_regular(path, MOST_LINE).decode()
+        except OSError as error:
+            raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError:
+            raise RecipeError(f"{path} is not UTF-8 text: save it as UTF-8 or remove it") from None
+        yield {"text": text, "label": label}
 
 
 def find_hub(name: str, cache_dir: str | None) -> dict[str, Rows]:
-    """Load the train and test splits of a dataset from the Hugging Face hub, or from its cache.
-
-    Raises:
-        RecipeError: when it cannot be reached or has no such splits.
-    """
+    """Load the train and test splits of a dataset from the Hugging Face hub, or from its cache."""
     try:
         tables = datasets.load_dataset(name, split=["train", "test"], cache_dir=cache_dir)
     except Exception as error:  # connection, authentication, missing dataset, missing split: one list would not do
@@ -255,12 +203,10 @@ def find_hub(name: str, cache_dir: str | None) -> dict[str, Rows]:
             f"({reason(error)}): check the name and the network, or set data.root to a folder with train.csv and "
             "test.csv, or to an unpacked aclImdb folder"
         ) from error
-    parts = zip(("train", "test"), tables, strict=True)
     counting = "the first is row 0, as on the hub"
-    # The fingerprint follows the revision on the hub.
     return {
-        part: Rows(table._fingerprint, partial(_as_loaded, table), f"{name} {part}", 0, counting)
-        for part, table in parts
+        part: Rows(table._fingerprint, partial(_as_loaded, table), f"{name} {part}", 0, counting)  # its revision there
+        for part, table in zip(("train", "test"), tables, strict=True)
     }
 
 

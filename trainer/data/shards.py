@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -22,27 +21,18 @@ from torch import Tensor
 from trainer.data.cache import checksum, content_of
 from trainer.data.common import reason
 from trainer.data.fingerprint import MOST_BYTES, Content
-from trainer.data.rows import is_missing, require_moderate
-from trainer.data.tokens import Padder, encode, require_text
+from trainer.data.rows import require_moderate
+from trainer.data.tokens import Padder, encode, require_label, require_text
 from trainer.errors import RecipeError
 from trainer.values import Groups
 
-MOST_LABELS = 10_000
-OPEN_FILES = 8
-"""Files of which a process keeps the footer."""
+MOST_LABELS, MOST_LONGEST, OPEN_FILES = 10_000, 1024, 8
+"""The last: files of which a process keeps the footer."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of a dataset.
-
-    Args:
-        path: its path.
-        groups: the number and rows of each row group that has rows.
-        columns: their names.
-        digest: a hash of its content.
-        labels: the different labels in it as text, where they were asked for.
-    """
+    """A file of a dataset: the number and rows of each row group that has any, and the labels that were asked for."""
 
     path: str
     groups: Sequence[tuple[int, int]]
@@ -54,26 +44,21 @@ class Shard:
 def find_shards(paths: Sequence[Path], cache: Path, label_column: str | None = None) -> list[Shard]:
     """What is in Parquet files: read from their footers, and remembered in ``cache`` while they do not change.
 
-    Args:
-        paths: the files, in order.
-        label_column: of which the different labels are asked for; ``None`` for none. It is read whole.
-
-    Raises:
-        RecipeError: naming the file that cannot be read.
+    Of ``label_column``, if given, the different labels are asked for: it is read whole.
     """
     total = sum(path.stat().st_size for path in paths)
 
-    def describe(path: Path) -> str:
-        size = path.stat().st_size
-        most = math.inf if total <= MOST_BYTES else MOST_BYTES * size / total
+    def look(path: Path) -> list[Any]:
+        most = math.inf if total <= MOST_BYTES else MOST_BYTES * path.stat().st_size / total
         groups, columns, labels = _look_into(path, label_column)
-        return json.dumps([groups, columns, checksum(path, most), labels])
+        return [groups, columns, checksum(path, most), labels]
 
-    found = content_of(cache, paths, describe, "shards", label_column, total)
-    return [Shard(str(path), *json.loads(text)) for path, text in zip(paths, found, strict=True)]
+    found = content_of(cache, paths, lambda files: list(map(look, files)), "parquet", label_column, total)
+    return [Shard(str(path), *answer) for path, answer in zip(paths, found, strict=True)]
 
 
 def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, int]], list[str], list[str]]:
+    labels: set[str] = set()
     try:
         with pq.ParquetFile(path) as file:
             metadata, columns = file.metadata, file.schema_arrow.names
@@ -81,21 +66,14 @@ def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, in
             rows = [(group, count) for group, count in rows if count]
             for group, _ in rows:
                 require_moderate(metadata.row_group(group), group)
-            # A missing column is told by who knows the name of the setting.
-            labels = _labels(file, [group for group, _ in rows], label_column) if label_column in columns else set()
+            for group, _ in rows:
+                # A missing column is told by who knows the name of the setting, and too many labels are refused there.
+                if label_column in columns and len(labels) <= MOST_LABELS:
+                    values = pc.unique(_read(file, group, [label_column]).column(0)).to_pylist()
+                    labels |= {str(value) for value in values if value is not None}
     except Exception as error:  # pyarrow raises OSError and ArrowInvalid, and others for damaged files
         raise _unreadable(str(path), error) from error
     return rows, columns, sorted(labels)
-
-
-def _labels(file: pq.ParquetFile, groups: Sequence[int], column: Any) -> set[str]:
-    labels: set[str] = set()
-    for group in groups:
-        values = pc.unique(_read(file, group, [column]).column(0)).to_pylist()
-        labels |= {str(value) for value in values if value is not None}
-        if len(labels) > MOST_LABELS:  # it is refused anyway
-            break
-    return labels
 
 
 def _read(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> pa.Table:
@@ -110,26 +88,18 @@ def _unreadable(place: str, error: BaseException) -> RecipeError:
     )
 
 
-@dataclass
 class ShardReader:
-    """The rows of all shards by their number, shard after shard.
+    """The ``columns`` of all rows by their number, shard after shard.
 
-    Args:
-        shards: the files.
-        columns: what to read of each.
-        most_rows: rows of the row groups that are kept decoded, besides those of the last one read.
+    Row groups of ``most_rows`` rows together are kept decoded, besides the last one read.
     """
 
-    shards: Sequence[Shard]
-    columns: Sequence[str]
-    most_rows: int
-    decoded: int = 0
-    _tables: OrderedDict[int, pa.Table] = field(default_factory=OrderedDict, repr=False)
-    _files: OrderedDict[str, pq.ParquetFile] = field(default_factory=OrderedDict, repr=False)
-
-    def __post_init__(self) -> None:
-        self.places = [(shard, group) for shard, found in enumerate(self.shards) for group, _ in found.groups]
-        self.sizes = tuple(count for shard in self.shards for _, count in shard.groups)
+    def __init__(self, shards: Sequence[Shard], columns: Sequence[str], most_rows: int) -> None:
+        self.shards, self.columns, self.most_rows, self.decoded = shards, columns, most_rows, 0
+        self._tables: OrderedDict[int, pa.Table] = OrderedDict()
+        self._files: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+        self.places = [(shard, group) for shard, found in enumerate(shards) for group, _ in found.groups]
+        self.sizes = tuple(count for shard in shards for _, count in shard.groups)
         self.starts = [0, *accumulate(self.sizes)]
 
     def __len__(self) -> int:
@@ -140,18 +110,9 @@ class ShardReader:
         return self.__dict__ | {"_tables": OrderedDict(), "_files": OrderedDict()}
 
     def row(self, index: int) -> tuple[Any, ...]:
-        """The values of ``columns`` of the row ``index``.
-
-        Raises:
-            RecipeError: naming the file and row group that cannot be read.
-        """
+        """The values of ``columns`` in a row."""
         number = bisect_right(self.starts, index) - 1
-        table = self._table(number)
-        return tuple(column[index - self.starts[number]].as_py() for column in table.columns)
-
-    def column(self, number: int, name: str) -> pa.ChunkedArray:
-        """A column of the ``number``-th row group."""
-        return self._table(number).column(name)
+        return tuple(column[index - self.starts[number]].as_py() for column in self.table(number).columns)
 
     def describe(self, index: int) -> str:
         """The file of a row, and its number there."""
@@ -161,16 +122,15 @@ class ShardReader:
         row = before + index - self.starts[number] + 1
         return f"{self.shards[shard].path} row {row} (the first is row 1)"
 
-    def _table(self, number: int) -> pa.Table:
-        if number in self._tables:
-            self._tables.move_to_end(number)
-            return self._tables[number]
-        table = self._decode(number)
-        self._tables[number] = table
-        rows = sum(len(kept) for kept in self._tables.values())
-        while rows > self.most_rows + len(table):
-            rows -= len(self._tables.popitem(last=False)[1])
-        return table
+    def table(self, number: int) -> pa.Table:
+        """A row group."""
+        if number not in self._tables:
+            self._tables[number] = table = self._decode(number)
+            rows = sum(map(len, self._tables.values()))
+            while rows > self.most_rows + len(table):
+                rows -= len(self._tables.popitem(last=False)[1])
+        self._tables.move_to_end(number)
+        return self._tables[number]
 
     def _decode(self, number: int) -> pa.Table:
         shard, group = self.places[number]
@@ -196,44 +156,27 @@ class ShardReader:
         return self._files[path]
 
 
-# One split of streamed texts: rows of Parquet files, tokenised when they are asked for.
-
-MOST_LONGEST = 1024
-
-
 class StreamedSplit:
-    """The samples of all shards, one after the other.
+    """The samples of all shards, one after the other, ``mixed`` of them, at least, shuffled with each other.
 
-    Args:
-        shards: the files.
-        text_column: column of the texts.
-        label_column: column of the labels.
-        classes: the class of every label, as text.
-        pad: makes batches; it knows the tokenizer.
-        mixed: samples that are shuffled with each other, at least.
+    The ``columns`` are those of the texts and of the labels, whose ``classes`` are known by their text.
     """
 
     augmented = False
 
     def __init__(
-        self,
-        shards: Sequence[Shard],
-        text_column: str,
-        label_column: str,
-        classes: Mapping[str, int],
-        pad: Padder,
-        mixed: int,
+        self, shards: Sequence[Shard], columns: tuple[str, str], classes: Mapping[str, int], pad: Padder, mixed: int
     ) -> None:
-        self.columns, self.classes, self.pad = (text_column, label_column), classes, pad
-        self.reader = ShardReader(shards, self.columns, mixed)
-        self.reader.most_rows = 2 * (mixed + max(self.reader.sizes))  # a batch may be of two stretches
+        self.columns, self.classes, self.pad = columns, classes, pad
+        most = max(count for shard in shards for _, count in shard.groups)
+        self.reader = ShardReader(shards, self.columns, 2 * (mixed + most))  # a batch may be of two stretches
         self.groups = Groups(self.reader.sizes, mixed)
 
     @property
     def longest(self) -> list[int]:
         """The samples of the first row group by the length of their text, the longest first."""
         try:
-            lengths = pc.utf8_length(self.reader.column(0, self.columns[0]))
+            lengths = pc.utf8_length(self.reader.table(0).column(self.columns[0]))
         except (RecipeError, pa.ArrowException):  # told when it is their turn, where they may be allowed to be bad
             return []
         order = pc.array_sort_indices(lengths.combine_chunks(), order="descending", null_placement="at_end")
@@ -255,16 +198,9 @@ class StreamedSplit:
         return encode(texts, self.pad.tokenizer, self.pad.max_length)
 
     def _row(self, index: int) -> tuple[str, int]:
-        """The text of a sample, and its class.
-
-        Raises:
-            RecipeError: naming the row that has no text, or no known label.
-        """
-        text, label = self.reader.row(index)
-        text_column, label_column = self.columns
+        (text, label), (text_column, label_column) = self.reader.row(index), self.columns
         require_text(text, partial(self.describe, index), self.pad.max_length, text_column)
-        if is_missing(label):
-            raise RecipeError(f"{self.describe(index)} has no {label_column}: add it or remove the row")
+        require_label(label, partial(self.describe, index), label_column)
         if str(label) not in self.classes:
             raise RecipeError(
                 f"{self.describe(index)}: {label_column} {str(label)!r} is not one of {', '.join(self.classes)}: mend "
@@ -282,7 +218,5 @@ class StreamedSplit:
 
     def files(self) -> dict[str, str]:
         """A short hash of every file, by its path within the folder of all."""
-        paths = [Path(shard.path) for shard in self.reader.shards]
-        folder = os.path.commonpath([path.parent for path in paths])
-        digests = [shard.digest[:16] for shard in self.reader.shards]
-        return dict(zip([str(path.relative_to(folder)) for path in paths], digests, strict=True))
+        folder = os.path.commonpath([os.path.dirname(shard.path) for shard in self.reader.shards])
+        return {os.path.relpath(shard.path, folder): shard.digest[:16] for shard in self.reader.shards}

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from glob import glob
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Data
-from trainer.data.common import check_loading, hold_out, local_path, require_fraction
-from trainer.errors import RecipeError, require, require_positive
+from trainer.data.common import BuiltIn, hold_out, local_path
+from trainer.errors import require, require_positive
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from datasets import Dataset
-    from numpy import ndarray
     from torch import Tensor
 
     from trainer.data.rows import Rows
+    from trainer.data.shards import Shard
+    from trainer.data.tokens import Tokens
 
 
-class Texts(Data):
-    """What all text datasets share: checks, padding, classes."""
+class Texts(BuiltIn):
+    """What all text datasets share.
 
-    num_classes: int
-    class_names: list[str]
+    Args:
+        text_column: column of the texts.
+        label_column: column of the labels: integers or strings.
+        max_length: tokens that a text is cut to.
+        cache_dir: folder of the cache for tokens; by default that of the datasets library.
+    """
+
     max_length: int
     text_column: str
     label_column: str
@@ -34,12 +38,10 @@ class Texts(Data):
     _pad: Any = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_positive("data.max_length", self.max_length)
-        check_loading(self)
-        require(
-            self.text_column != self.label_column,
-            f"data.text_column and data.label_column are both {self.text_column!r}: they must differ",
-        )
+        both = f"data.text_column and data.label_column are both {self.text_column!r}: they must differ"
+        require(self.text_column != self.label_column, both)
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Pad samples of a prepared dataset to a batch."""
@@ -47,11 +49,7 @@ class Texts(Data):
         return self._pad(samples)
 
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
-        """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own.
-
-        Raises:
-            RecipeError: for a text that is empty, naming its position.
-        """
+        """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own."""
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
         check_tokenizer(tokenizer, self.max_length)
@@ -61,46 +59,32 @@ class Texts(Data):
             require_text(text, partial("text {} (the first is 1)".format, position), self.max_length, "--text")
         return Padder(tokenizer, self.max_length)(encode(texts, tokenizer, self.max_length))
 
-    def _set_classes(self, names: Sequence[str]) -> None:
-        self.class_names = list(names)
-        self.num_classes = len(self.class_names)
-
 
 class _Tokenised(Texts):
     """What the text datasets share that are tokenised before training."""
 
-    val_fraction: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_fraction("data.val_fraction", self.val_fraction)
-
     def prepare(self, tokenizer: Any = None) -> None:
-        """Read, check and tokenise; what was tokenised before is taken from the cache.
-
-        Raises:
-            RecipeError: naming the file, column or row that will not do.
-        """
+        """Read, check and tokenise; what was tokenised before is taken from the cache."""
         from trainer.data.cache import cache_folder
-        from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_texts, tokenise
+        from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_numbers, label_texts, tokenise
 
         check_tokenizer(tokenizer, self.max_length)
-        cache = cache_folder(self.cache_dir)
+        cache, columns = cache_folder(self.cache_dir), (self.text_column, self.label_column)
         found = self._find(cache)
-        tables = {
-            part: tokenise(rows, self.text_column, self.label_column, tokenizer, self.max_length, cache)
-            for part, rows in found.items()
-        }
+        tables = {part: tokenise(rows, *columns, tokenizer, self.max_length, cache) for part, rows in found.items()}
         classes = self._classes(found["train"].source, label_texts(tables["train"]))
         self._pad = Padder(tokenizer, self.max_length)
-        splits = {
-            part: Tokens(table, self._label(found[part], table, classes), found[part], self._pad)
-            for part, table in tables.items()
-        }
-        self.train, self.val, self.test = splits["train"], splits.get("val"), splits.get("test")
-        if self.val_fraction:
-            kept, held = hold_out(splits["train"].labels, self.val_fraction, "data.val_fraction")
-            self.train, self.val = splits["train"].select(kept), splits["train"].select(held)
+        labels = {part: label_numbers(tables[part], rows, self.label_column, classes) for part, rows in found.items()}
+        kept, held = hold_out(labels["train"], self.val_fraction, "data.val_fraction")
+
+        def split(part: str, chosen: Sequence[int] | None = None) -> Tokens | None:
+            if part not in found:
+                return None
+            chosen = range(len(tables[part])) if chosen is None else chosen
+            return Tokens(tables[part], labels[part], found[part], self._pad, chosen)
+
+        self.train, self.test = split("train", kept), split("test")
+        self.val = split("train", held) if held else split("val")
 
     def _find(self, cache: Path) -> dict[str, Rows]:
         """The rows of every split that there is."""
@@ -109,18 +93,6 @@ class _Tokenised(Texts):
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
         """The class of every label text of the training data; sets ``class_names`` and ``num_classes``."""
         raise NotImplementedError
-
-    def _label(self, rows: Rows, table: Dataset, classes: Mapping[str, int]) -> ndarray:
-        from trainer.data.tokens import label_numbers
-
-        numbers = label_numbers(table, classes)
-        if len(unknown := (numbers < 0).nonzero()[0]):
-            index = int(unknown[0])
-            raise RecipeError(
-                f"{rows.describe(index)}: {self.label_column} {table[index]['label_text']!r} is not one of "
-                f"{', '.join(classes)}, the labels of the training data"
-            )
-        return numbers
 
 
 def sort_classes(labels: Iterable[str]) -> list[str]:
@@ -137,14 +109,7 @@ class IMDb(_Tokenised):
     Args:
         root: a dataset on the Hugging Face hub; or a folder, or file:// URL of one, that holds train.csv and test.csv
             or is an unpacked aclImdb (train/pos, train/neg, test/pos, test/neg).
-        max_length: tokens that a review is cut to.
-        val_fraction: share of the training reviews held out for validation; always the same reviews.
-        text_column: column of the reviews.
         label_column: column of the labels: 0 or 1, or negative or positive.
-        cache_dir: folder of the cache for tokens; by default that of the datasets library.
-        workers: processes that load data; 0 loads in the main process.
-        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
-        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
     root: str = "stanfordnlp/imdb"
@@ -160,18 +125,17 @@ class IMDb(_Tokenised):
     def _find(self, cache: Path) -> dict[str, Rows]:
         from trainer.data.rows import find_file, find_folders, find_hub
 
-        root = local_path(self.root)
-        parts = ("train", "test")
+        key, root, parts = f"data.root={self.root!r}", local_path(self.root), ("train", "test")
         if not root.is_dir():
             looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
-            require(not looks_local, f"data.root={self.root!r}: there is no folder {root}")
+            require(not looks_local, f"{key}: there is no folder {root}")
             return find_hub(self.root, self.cache_dir)
         if (root / "train.csv").is_file():
             return {part: find_file(root / f"{part}.csv", cache) for part in parts}
         require(
             (root / "train" / "pos").is_dir(),
-            f"data.root={self.root!r}: {root} holds neither train.csv nor train/pos: set it to a folder with train.csv "
-            "and test.csv, to an unpacked aclImdb folder, or to stanfordnlp/imdb",
+            f"{key}: {root} holds neither train.csv nor train/pos: set it to a folder with train.csv and test.csv, to "
+            "an unpacked aclImdb folder, or to stanfordnlp/imdb",
         )
         return {part: find_folders(root, part, (("neg", 0), ("pos", 1)), cache) for part in parts}
 
@@ -190,14 +154,7 @@ class TextFiles(_Tokenised):
         train_file: the training texts: a path or file:// URL.
         val_file: texts for validation (optional).
         test_file: texts for testing (optional).
-        text_column: column of the texts.
-        label_column: column of the labels: integers or strings.
-        max_length: tokens that a text is cut to.
         val_fraction: share of the training texts held out for validation when there is no val_file.
-        cache_dir: folder of the cache for tokens; by default that of the datasets library.
-        workers: processes that load data; 0 loads in the main process.
-        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
-        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
     train_file: str
@@ -223,14 +180,109 @@ class TextFiles(_Tokenised):
         from trainer.data.rows import find_file
 
         files = {"train": self.train_file, "val": self.val_file, "test": self.test_file}
-        found = {}
-        for part, file in files.items():
-            if file is not None:
-                require(local_path(file).is_file(), f"data.{part}_file={file!r}: there is no file {local_path(file)}")
-                found[part] = find_file(local_path(file), cache)
-        return found
+        paths = {part: local_path(file) for part, file in files.items() if file is not None}
+        for part, path in paths.items():
+            require(path.is_file(), f"data.{part}_file={files[part]!r}: there is no file {path}")
+        return {part: find_file(path, cache) for part, path in paths.items()}
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
         self._set_classes(sort_classes(labels))
         require(self.num_classes > 1, f"{source}: every {self.label_column} is {self.class_names[0]!r}")
         return {name: index for index, name in enumerate(self.class_names)}
+
+
+@dataclass
+class StreamedText(Texts):
+    """Texts with one label each in Parquet files of any number and size, tokenised when it is their turn.
+
+    Only Parquet: its files say where each row is, so any step of any epoch can be found without reading all before it.
+
+    Args:
+        train_files: the training texts: a folder of .parquet files, or a pattern such as shards/train-*.parquet; taken
+            in the order of their names.
+        val_files: texts for validation (optional).
+        test_files: texts for testing (optional).
+        classes: the labels, as texts, in the order of their classes; by default those that the training files have,
+            sorted, numbers by value.
+        shuffle_buffer: samples that are shuffled with each other, at least; about as many texts are held in memory.
+        cache_dir: folder that remembers what is in the files; by default that of the datasets library.
+    """
+
+    train_files: str
+    val_files: str | None = None
+    test_files: str | None = None
+    text_column: str = "text"
+    label_column: str = "label"
+    classes: list[str] | None = None
+    max_length: int = 512
+    shuffle_buffer: int = 10_000
+    cache_dir: str | None = None
+    workers: int = 0
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("data.shuffle_buffer", self.shuffle_buffer)
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        """Look into the files; texts are read and tokenised later."""
+        from trainer.data.shards import MOST_LABELS, StreamedSplit
+        from trainer.data.tokens import Padder, check_tokenizer
+
+        check_tokenizer(tokenizer, self.max_length)
+        found = {part: self._find(part) for part in ("train", "val", "test") if getattr(self, f"{part}_files")}
+        key = f"data.label_column={self.label_column!r}"
+        if self.classes is None:
+            names = sort_classes(label for shard in found["train"] for label in shard.labels)
+            require(len(names) > 0, f"{key}: no row of the training files has one")
+        else:
+            names = self.classes
+            require(len(set(names)) == len(names), "data.classes holds a label twice: give each label once")
+        self._set_classes(names)
+        require(len(names) > 1, f"data.train_files={self.train_files!r}: there is only {self.class_names}")
+        many = f"{key} has more than {MOST_LABELS:,} different labels: name the column of the classes"
+        require(len(names) <= MOST_LABELS, many)
+        columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
+        self._pad = Padder(tokenizer, self.max_length)
+        self.train = StreamedSplit(found["train"], columns, numbers, self._pad, self.shuffle_buffer)
+        # What is evaluated is read from the first row to the last: one row group at a time is enough.
+        self.val, self.test = (
+            StreamedSplit(found[part], columns, numbers, self._pad, mixed=1) if part in found else None
+            for part in ("val", "test")
+        )
+
+    def _find(self, part: str) -> list[Shard]:
+        from trainer.data.cache import cache_folder
+        from trainer.data.rows import check_columns
+        from trainer.data.shards import find_shards
+
+        pattern = getattr(self, f"{part}_files")
+        key = f"data.{part}_files={pattern!r}"
+        asked = self.label_column if part == "train" and self.classes is None else None
+        shards = find_shards(_files(key, pattern), cache_folder(self.cache_dir), asked)
+        for shard in shards:
+            check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
+        require(any(shard.groups for shard in shards), f"{key}: the files have no rows")
+        return shards
+
+
+def _files(key: str, pattern: str) -> Sequence[Path]:
+    path = local_path(pattern)
+    require(
+        "://" not in pattern.removeprefix("file://"),
+        f"{key} is no local path: download the files first (hf download for those of the hub)",
+    )
+    if path.is_dir():
+        found = sorted(path.glob("*.parquet"))
+        require(len(found) > 0, f"{key}: the folder {path} holds no .parquet files")
+        return found
+    found = sorted(Path(name) for name in glob(str(path), recursive=True))
+    require(len(found) > 0, f"{key}: there is no such folder or file")
+    for name in found:
+        require(
+            name.suffix == ".parquet",
+            f"{key}: {name} is no .parquet file: of csv, jsonl and txt nobody knows where a row is without reading all "
+            "before it; write them as Parquet first (docs/data.md shows how)",
+        )
+    return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import isnan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,15 +20,13 @@ from torch import Tensor
 
 from trainer.contract import PADDING_MULTIPLE
 from trainer.data.cache import cached, hash_of
-from trainer.data.fingerprint import Content, add_rows, blocks
-from trainer.data.rows import Rows, check_columns, is_missing
+from trainer.data.fingerprint import Content, add_rows, blocks, tokenizer_hash
+from trainer.data.rows import Rows, check_columns
 from trainer.errors import RecipeError, require
 
-CHARACTERS_AT_ONCE = 2_000_000
-"""Of the texts that a tokenizer gets together: some hundred MB of its memory."""
-
-CHARACTERS_A_TOKEN, LEAST_CHARACTERS = 1_000, 1_000_000
-"""So many times more characters than tokens that are kept of it a text may have, and at least a whole book."""
+CHARACTERS_AT_ONCE, CHARACTERS_A_TOKEN, LEAST_CHARACTERS = 2_000_000, 1_000, 1_000_000
+"""Of the texts that a tokenizer gets together, which takes some hundred MB; and of one text, for each token that is
+kept of it, and at least: a whole book."""
 
 _STORED = ("input_ids", "token_type_ids")
 FILE = "tokens.arrow"
@@ -59,35 +57,18 @@ class Padder:
 
 
 class Tokens:
-    """One split, tokenised.
+    """The ``chosen`` rows of a ``table`` that :func:`tokenise` made of ``rows``, all of which have ``labels``.
 
-    Args:
-        table: what :func:`tokenise` made, on disk: processes that read it share its pages.
-        labels: the class of every row of ``table``; int64.
-        rows: where they come from.
-        pad: makes batches.
-        chosen: the rows of ``table`` that this split has; by default all.
+    The table is on disk: processes that read it share its pages.
     """
 
     augmented = False
 
     def __init__(
-        self,
-        table: datasets.Dataset,
-        labels: np.ndarray,
-        rows: Rows,
-        pad: Padder,
-        chosen: Sequence[int] | None = None,
+        self, table: datasets.Dataset, labels: Sequence[int], rows: Rows, pad: Padder, chosen: Sequence[int]
     ) -> None:
-        self.table, self.labels, self.rows, self.pad = table, compact(labels), rows, pad
-        self.chosen = range(len(table)) if chosen is None else compact(chosen)
-        lengths = table.data.column("length").to_numpy()
-        self.lengths: Sequence[int] = compact(lengths if chosen is None else lengths[np.asarray(self.chosen)])
-
-    def select(self, chosen: Sequence[int]) -> Tokens:
-        """The split that has the samples at the positions ``chosen`` only."""
-        rows = [self.chosen[position] for position in chosen]
-        return Tokens(self.table, np.asarray(self.labels), self.rows, self.pad, rows)
+        self.table, self.labels, self.rows, self.pad, self.chosen = table, labels, rows, pad, compact(chosen)
+        self.lengths = compact(table.data.column("length").to_numpy()[self.chosen])
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -121,19 +102,12 @@ class Tokens:
 def check_tokenizer(tokenizer: Any, max_length: int) -> None:
     """Refuse a tokenizer that cannot serve ``max_length``, or none at all."""
     require(tokenizer is not None, "text data needs a text model: one with model.tokenizer, such as TextClassifier")
-    limit = tokenizer.model_max_length
-    require(
-        max_length <= limit,
-        f"data.max_length={max_length} is more than the {limit} tokens of the model's tokenizer: lower it",
-    )
-    special = tokenizer.num_special_tokens_to_add()
-    require(
-        max_length > special, f"data.max_length={max_length} leaves no room beside {special} special tokens: raise it"
-    )
-    require(
-        tokenizer.pad_token is not None,
-        "the tokenizer of model.tokenizer has no padding token: choose another, or set its pad_token",
-    )
+    limit, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add()
+    key = f"data.max_length={max_length}"
+    require(max_length <= limit, f"{key} is more than the {limit} tokens of the model's tokenizer: lower it")
+    require(max_length > special, f"{key} leaves no room beside {special} special tokens: raise it")
+    said = "the tokenizer of model.tokenizer has no padding token: choose another, or set its pad_token"
+    require(tokenizer.pad_token is not None, said)
 
 
 def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
@@ -145,9 +119,8 @@ def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> dict[str, l
                 chunk, truncation=True, max_length=max_length, return_attention_mask=False, verbose=False
             )
         except Exception as error:  # of its Rust: a bare Exception
-            raise RecipeError(
-                f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
-            ) from error
+            said = f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
+            raise RecipeError(said) from error
         for key in _STORED:
             if key in encoded:
                 found.setdefault(key, []).extend(encoded[key])
@@ -168,18 +141,9 @@ def _chunks(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def require_text(text: Any, place: Callable[[], str], max_length: int, column: str) -> None:
-    """Refuse what is no text, an empty one, and one of which hardly anything would be kept.
+    """Refuse what is no text, an empty one, and one of which hardly anything would be kept, naming its ``place``.
 
     A tokenizer reads all of a text before it is cut, and takes more than a hundred bytes for each of its characters.
-
-    Args:
-        text: a cell.
-        place: names its file and row.
-        max_length: tokens that it is cut to.
-        column: that it is in.
-
-    Raises:
-        RecipeError: naming the row.
     """
     if not isinstance(text, str) or not text.strip():
         raise RecipeError(f"{place()} has no text in {column!r}: add it or remove the row")
@@ -191,6 +155,12 @@ def require_text(text: Any, place: Callable[[], str], max_length: int, column: s
         )
 
 
+def require_label(label: Any, place: Callable[[], str], column: str) -> None:
+    """Refuse a cell that holds nothing."""
+    if label is None or label == "" or (isinstance(label, float) and isnan(label)):
+        raise RecipeError(f"{place()} has no {column}: add it or remove the row")
+
+
 def compact(values: Any) -> array[int]:
     """Integers in 8 bytes each; a list takes 36."""
     return array("q", np.asarray(values, dtype=np.int64).tobytes())
@@ -199,18 +169,16 @@ def compact(values: Any) -> array[int]:
 def tokenise(
     rows: Rows, text_column: str, label_column: str, tokenizer: Any, max_length: int, cache: Path
 ) -> datasets.Dataset:
-    """The tokens of every row, with their ``length`` and their ``label_text``, from the cache on disk.
-
-    Raises:
-        RecipeError: naming the missing column, or the first row without text or label.
-    """
-    key = hash_of("tokens", rows.content, text_column, label_column, max_length, _tokenizer_key(tokenizer))
+    """The tokens of every row, with their ``length`` and their ``label_text``, from the cache on disk."""
+    # What decides a tokenizer's output: of one that has no state as text, all of it.
+    whole = tokenizer if getattr(tokenizer, "backend_tokenizer", None) is None else None
+    words = Hasher.hash((type(tokenizer).__name__, tokenizer_hash(tokenizer), whole))
+    key = hash_of("tokens", rows.content, text_column, label_column, max_length, words)
 
     def encode_rows(texts: list[Any], labels: list[Any], indices: list[int]) -> dict[str, list[Any]]:
         for index, text, label in zip(indices, texts, labels, strict=True):
             require_text(text, partial(rows.describe, index), max_length, text_column)
-            if is_missing(label):
-                raise RecipeError(f"{rows.describe(index)} has no {label_column}: add it or remove the row")
+            require_label(label, partial(rows.describe, index), label_column)
         tokens: dict[str, list[Any]] = encode(texts, tokenizer, max_length)
         lengths = [len(ids) for ids in tokens["input_ids"]]
         return {**tokens, "length": lengths, "label_text": list(map(str, labels))}
@@ -238,18 +206,13 @@ def label_texts(table: datasets.Dataset) -> list[str]:
     return pc.unique(table.data.column("label_text")).to_pylist()
 
 
-def label_numbers(table: datasets.Dataset, classes: Mapping[str, int]) -> np.ndarray:
-    """The class of every row, int64, -1 for a label that is none of ``classes``."""
+def label_numbers(table: datasets.Dataset, rows: Rows, column: str, classes: Mapping[str, int]) -> array[int]:
+    """The class of every row of a table that :func:`tokenise` made of ``rows``; all must be known."""
     places = pc.index_in(table.data.column("label_text"), value_set=pa.array(list(classes), pa.string()))
-    numbers = np.array([*classes.values(), -1])
-    return numbers[pc.fill_null(places, len(classes)).to_numpy()]
-
-
-def _tokenizer_key(tokenizer: Any) -> str:
-    """What decides a tokenizer's output. Hashing the object itself would not do: every call changes its state."""
-    settings = (type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.truncation_side)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return Hasher.hash((settings, tokenizer))
-    state = json.loads(backend.to_str())
-    return Hasher.hash((settings, {**state, "truncation": None, "padding": None}))
+    if places.null_count:
+        index = pc.index(places.is_null(), True).as_py()
+        raise RecipeError(
+            f"{rows.describe(index)}: {column} {table[index]['label_text']!r} is not one of {', '.join(classes)}, the "
+            "labels of the training data"
+        )
+    return compact(np.array(list(classes.values()))[places.to_numpy()])

@@ -9,13 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from trainer.contract import Data
 from trainer.errors import RunError
@@ -24,22 +23,15 @@ from trainer.system.processes import become_helper
 from trainer.system.streams import keep_streams
 from trainer.values import Request
 
-SECONDS_BETWEEN_LOOKS = 1.0
-"""How often a wait for a micro-batch is interrupted to see whether the workers live."""
-
-SHARED = Path("/dev/shm")
-SMALL_SHARED = 1e9
+SECONDS_BETWEEN_LOOKS = 1.0  # at the workers, whether they live, while a micro-batch is waited for
+SHARED, SMALL_SHARED = Path("/dev/shm"), 1e9
 """Bytes of shared memory below which loading workers may run out of it; containers have 64 MB unless told otherwise."""
 
-MOST = 4
-"""Workers of a rank that nobody asked for."""
-
-HINTS = {
+HINTS: dict[int, str] = {
     signal.SIGKILL: "; the kernel does this when memory runs out: lower data.workers, or look into its log",
     signal.SIGBUS: "; shared memory (/dev/shm) may be full: lower data.workers, or give it more",
     signal.SIGSEGV: "; a library that decodes samples has crashed: load them with data.workers 0 to see where",
 }
-EXITED = "; load them with data.workers 0 to see where it is ended"
 
 
 class WorkerError(RunError):
@@ -47,46 +39,34 @@ class WorkerError(RunError):
 
 
 def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
-    """``data.workers``; where it is left open, as many as can load samples while a GPU computes.
+    """``data.workers``; where it is left open, as many for each of the ``ranks`` of this machine as load for a GPU.
 
-    Processes, and not a thread that loads a window ahead: drawing a sample seeds the generators of its process.
-
-    Args:
-        data: with the wish.
-        accelerator: ``"cpu"``, where they would take the cores that compute, or ``"cuda"``.
-        ranks: on this machine.
+    On a CPU they would take the cores that compute. They are processes, and not a thread that loads a window ahead:
+    drawing a sample seeds the generators of its process.
     """
     if data.workers is not None:
         return data.workers
     small = SHARED.is_dir() and shutil.disk_usage(SHARED).free < SMALL_SHARED  # where they hand their batches over
-    return 0 if accelerator == "cpu" or small else min(MOST, cores() // ranks)
+    return 0 if accelerator == "cpu" or small else min(4, cores() // ranks)
 
 
 def load_in_workers(
-    fetch: Any, requests: Iterable[Request], workers: int, prefetch: int, pin_memory: bool, timeout: float
+    fetch: Any, requests: Iterable[Request], workers: int, pin_memory: bool, timeout: float
 ) -> Iterator[Any]:
-    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader.
-
-    Args:
-        fetch: picklable where processes are spawned.
-        workers: processes; 0 loads in this one.
-        prefetch: requests that each worker has ready or in work.
-        pin_memory: put tensors in page-locked memory.
-        timeout: seconds that a request may take a worker; not checked in this process.
+    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader; for ``Loader``, which says more.
 
     Raises:
-        WorkerError: within a second or two of needing what a dead worker owes, and after ``timeout`` for a hung one.
+        WorkerError: a second or two after needing what a dead worker owes, and ``timeout`` seconds after a hung one's.
     """
     if workers:  # tokenizers warns once per process about forks after it has used threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    log = _Requests(requests)
-    loader = DataLoader(
-        cast(Dataset, fetch),
-        sampler=log,
+    watch = _Watch(timeout)
+    loader: DataLoader[Any] = DataLoader(
+        fetch,
+        sampler=watch.noted(requests),
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=workers,
-        prefetch_factor=prefetch if workers else None,
         pin_memory=pin_memory,
         timeout=SECONDS_BETWEEN_LOOKS if workers else 0,
         worker_init_fn=_begin if workers else None,
@@ -95,9 +75,12 @@ def load_in_workers(
     if not workers:
         yield from loader
         return
-    with _torch_raises_nothing_between():
-        batches: Any = iter(loader)
-    watch = _Watch(batches, log, timeout)
+    handler = signal.getsignal(signal.SIGCHLD)
+    watch.begin(iter(loader))
+    # Torch's handler, set when workers are first started, would raise an error about one wherever this process happens
+    # to be, in a collective, say. What it would find is found by the watch.
+    if threading.current_thread() is threading.main_thread():  # which alone may set handlers; torch knows this
+        signal.signal(signal.SIGCHLD, handler)
     try:
         yield from watch
     except WorkerError:
@@ -107,70 +90,54 @@ def load_in_workers(
         watch.close()
 
 
-class _Requests:
-    """Hands requests on and keeps those that are under way, in order."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self.requests = requests
-        self.under_way: deque[Request] = deque()
-        self.done = 0
-
-    def __iter__(self) -> Iterator[Request]:
-        for request in self.requests:
-            self.under_way.append(request)
-            yield request
-
-    def finish(self) -> None:
-        """The first one under way has been answered."""
-        self.under_way.popleft()
-        self.done += 1
-
-    def of_worker(self, number: int, workers: int) -> list[int]:
-        """The samples that a worker has in work or ready: requests are dealt in turn."""
-        first = (number - self.done) % workers
-        return [index for request in list(self.under_way)[first::workers] for index in request.indices]
-
-
 ENDED_IN_BETWEEN = (EOFError, ConnectionError, FileNotFoundError)
 """What a micro-batch raises whose worker has ended while it was handed over."""
 
-SECONDS_TO_END = 60.0
-"""How long that worker may take to be gone, on a machine with much else to do."""
-
-SECONDS_TO_LEAVE = 2.0
-"""How long all workers together may take to leave when nothing is asked of them any more: then they are killed."""
+SECONDS_TO_END, SECONDS_TO_LEAVE = 60.0, 2.0
+"""How long that worker may take to be gone, on a machine with much else to do; and all workers together to leave when
+nothing is asked of them any more: then they are killed."""
 
 
 class _Watch:
-    """Iterates over what workers load, and looks after them while it waits."""
+    """Iterates over what workers load of the requests that it has noted, and looks after them while it waits."""
 
-    def __init__(self, batches: Any, log: _Requests, timeout: float) -> None:
-        self.batches, self.log, self.timeout = batches, log, timeout
+    def __init__(self, timeout: float) -> None:
+        self.timeout, self.done = timeout, 0
+        self.under_way: deque[Request] = deque()
+
+    def noted(self, requests: Iterable[Request]) -> Iterator[Request]:
+        for request in requests:
+            self.under_way.append(request)
+            yield request
+
+    def begin(self, batches: Any) -> None:
+        self.batches, self.shutdown = batches, batches._shutdown_workers
         self.processes = list(batches._workers)  # the only way to their exit codes
-        self.shutdown = batches._shutdown_workers
         batches._shutdown_workers = self.close  # torch calls it, too, when the last micro-batch was taken
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
-            try:
-                batch = self._next()
-            except StopIteration:
-                return
-            self.log.finish()
-            yield batch
-
-    def _next(self) -> Any:
         since = time.monotonic()
         while True:
             try:
-                return next(self.batches)
-            except (RuntimeError, *ENDED_IN_BETWEEN) as error:  # noqa: PERF203
+                batch = next(self.batches)
+            except StopIteration:
+                return
+            except (RuntimeError, *ENDED_IN_BETWEEN) as error:
                 self._diagnose(error, time.monotonic() - since)
+                continue
+            self.under_way.popleft()
+            self.done += 1
+            yield batch
+            since = time.monotonic()
 
     def _diagnose(self, error: Exception, waited: float) -> None:
         """Return if the wait can go on."""
-        if _is_of_handing_over(error):  # a worker's end follows
-            self._wait_for_an_end()
+        # Torch says "Caught ..." of an error that a worker has passed on; without it, a worker's end follows.
+        if isinstance(error, ENDED_IN_BETWEEN) and not str(error).startswith("Caught "):
+            gone = wait([process.sentinel for process in self.processes], SECONDS_TO_END)
+            for process in self.processes:
+                if process.sentinel in gone:  # which tells a little sooner than that there is an exit code
+                    process.join(SECONDS_TO_END)
         for number, process in enumerate(self.processes):
             if not process.is_alive():
                 raise WorkerError(self._died(number)) from error
@@ -179,36 +146,25 @@ class _Watch:
         if waited >= self.timeout:
             raise WorkerError(self._hung()) from error
 
-    def _wait_for_an_end(self) -> None:
-        """Until a worker is gone. Its sentinel tells a little sooner than that it may be asked for its exit code."""
-        gone = wait([process.sentinel for process in self.processes], SECONDS_TO_END)
-        for process in self.processes:
-            if process.sentinel in gone:
-                process.join(SECONDS_TO_END)
-
     def _died(self, number: int) -> str:
         code = self.processes[number].exitcode
-        ended, hint = f"exited with code {code}", EXITED
-        if code < 0:
-            ended = f"was killed by {signal.Signals(-code).name}"
-            hint = HINTS.get(signal.Signals(-code), "")
-        return f"{self._name(number)} {ended} while it loaded {self._samples(number)}{hint}"
+        if code >= 0:
+            advice = "; load them with data.workers 0 to see where it is ended"
+            return self._told(number, f"exited with code {code}", advice)
+        return self._told(number, f"was killed by {signal.Signals(-code).name}", HINTS.get(-code, ""))
 
     def _hung(self) -> str:
-        number = self.log.done % len(self.processes)
-        return (
-            f"{self._name(number)} has not answered for {self.timeout:g} s while it loaded {self._samples(number)}: "
-            "look at these samples and at the storage, or raise data.worker_timeout"
-        )
+        advice = ": look at these samples and at the storage, or raise data.worker_timeout"
+        return self._told(self.done % len(self.processes), f"has not answered for {self.timeout:g} s", advice)
 
-    def _name(self, number: int) -> str:
-        return f"data worker {number} of {len(self.processes)} (pid {self.processes[number].pid})"
-
-    def _samples(self, number: int) -> str:
-        indices = self.log.of_worker(number, len(self.processes))
-        shown = ", ".join(map(str, indices[:8]))
+    def _told(self, number: int, what: str, advice: str) -> str:
+        workers = len(self.processes)
+        dealt = list(self.under_way)[(number - self.done) % workers :: workers]  # in turn
+        indices = [index for request in dealt for index in request.indices]
         more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
-        return f"samples {shown}{more}" if indices else "nothing"
+        samples = f"samples {', '.join(map(str, indices[:8]))}{more}" if indices else "nothing"
+        name = f"data worker {number} of {workers} (pid {self.processes[number].pid})"
+        return f"{name} {what} while it loaded {samples}{advice}"
 
     def kill(self) -> None:
         """End all workers that are left, also those that are stopped."""
@@ -229,27 +185,6 @@ class _Watch:
             late.cancel()
             late.join()
             self.kill()  # else the end of this process would wait for one that is stopped
-
-
-def _is_of_handing_over(error: Exception) -> bool:
-    """Whether it is what a worker's end looks like from here; torch says of an error that a worker has passed on."""
-    return isinstance(error, ENDED_IN_BETWEEN) and not str(error).startswith("Caught ")
-
-
-@contextmanager
-def _torch_raises_nothing_between() -> Iterator[None]:
-    """Keep torch from raising an error about a worker wherever this process happens to be, in a collective, say.
-
-    Its handler of SIGCHLD, set when workers are first started, does so. What it would find is found by ``_Watch``.
-    """
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers; torch knows this
-        yield
-        return
-    previous = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, previous)
 
 
 def _begin(worker: int) -> None:

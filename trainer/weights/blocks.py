@@ -45,22 +45,23 @@ def describe_blocks(blocks: Sequence[nn.Module]) -> str:
 def require_blocks(module: nn.Module, classes: Sequence[type], wish: str) -> list[nn.Module]:
     """The repeated modules, for a technique that does nothing without them.
 
-    Args:
-        module: the network.
-        classes: what its ``Model`` says they are; may be empty.
-        wish: the setting that asks for them, for the message.
-
     Raises:
-        RecipeError: when there are none, with the classes that could be named.
+        RecipeError: when there are none, naming the ``wish`` for them and the classes that could be named.
     """
-    blocks = find_blocks(module, classes)
-    if not blocks:
-        named = f" (blocks = {', '.join(kind.__name__ for kind in classes)} are not in it)" if classes else ""
-        raise RecipeError(
-            f"{wish} works on repeated modules, and {type(module).__name__} has none that are found{named}: name their "
-            f"classes in `blocks` of the model's class. {_candidates(module)}"
-        )
-    return blocks
+    if blocks := find_blocks(module, classes):
+        return blocks
+    by_class: dict[str, list[nn.Module]] = {}
+    for child in module.modules():
+        if child is not module and next(child.parameters(), None) is not None:
+            by_class.setdefault(type(child).__name__, []).append(child)
+    largest = sorted(by_class.items(), key=lambda item: -_size_of_all(item[1]))[:5]
+    shown = ", ".join(f"{len(found)} × {name} ({_size_of_all(found):,} parameters)" for name, found in largest)
+    named = f" (blocks = {', '.join(kind.__name__ for kind in classes)} are not in it)" if classes else ""
+    raise RecipeError(
+        f"{wish} works on repeated modules, and {type(module).__name__} has none that are found{named}: name their "
+        f"classes in `blocks` of the model's class. {'Candidates: ' if shown else 'It holds no module with parameters'}"
+        f"{shown}"
+    )
 
 
 def switch_cache_off(module: nn.Module) -> None:
@@ -104,14 +105,3 @@ def _like(stack: Sequence[nn.Module], largest: Sequence[nn.Module]) -> bool:
 
 def _size_of_all(modules: Sequence[nn.Module]) -> int:
     return sum(p.numel() for module in modules for p in module.parameters())
-
-
-def _candidates(module: nn.Module) -> str:
-    """The classes below ``module`` that hold the most parameters, largest first."""
-    by_class: dict[str, list[nn.Module]] = {}
-    for child in module.modules():
-        if child is not module and next(child.parameters(), None) is not None:
-            by_class.setdefault(type(child).__name__, []).append(child)
-    largest = sorted(by_class.items(), key=lambda item: -_size_of_all(item[1]))[:5]
-    shown = ", ".join(f"{len(found)} × {name} ({_size_of_all(found):,} parameters)" for name, found in largest)
-    return f"Candidates: {shown}" if shown else "It holds no module with parameters"

@@ -31,10 +31,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError, ValueError) as error:
             raise RecipeError(f"{path} is corrupt or not a safetensors file: {error}") from error
     require(path.suffix in PICKLED, f"{path} is not a weight file: it must end in .safetensors, {', '.join(PICKLED)}")
-    return _read_pickled(path)
-
-
-def _read_pickled(path: Path) -> dict[str, Tensor]:
     try:
         # Files from before torch 1.6 are no zip archives and cannot be mapped.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
