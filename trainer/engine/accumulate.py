@@ -31,8 +31,7 @@ class AccumulatingOptimizer(Optimizer):
 
     Two ways to be exact:
 
-    * losses are means over micro-batches of equal size: ``step()`` divides by the number of micro-batches in the
-      window, by fewer when a window is flushed early;
+    * losses are means over micro-batches of equal size: ``step()`` divides by how many of them the window has;
     * losses are *sums*: ``step(weight=n)`` with the number of items of each micro-batch divides by their total, which
       is also exact when micro-batches differ in size.
 
@@ -56,8 +55,8 @@ class AccumulatingOptimizer(Optimizer):
         optimizer: any that needs no closure.
         steps: micro-batches in a window.
         clip_norm: largest global norm of the window's gradient.
-        group: the ranks that train this model, by default all of them, since neither an optimizer nor a parameter knows
-            of DDP. For a model of each rank's own: ``torch.distributed.new_subgroups(1)[0]``.
+        group: the ranks that train this model; by default all. For a model of each rank's own:
+            ``torch.distributed.new_subgroups(1)[0]``.
     """
 
     # Tells GradScaler.step to hand over scale and overflow flag instead of unscaling the same gradient again and again.
@@ -159,9 +158,8 @@ class AccumulatingOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state; refused within a window, whose gradients it would lose."""
         if self.micro_step:
-            raise RuntimeError(
-                f"{self.micro_step} of {self.steps} micro-batches are accumulated: call flush() before saving"
-            )
+            done = f"{self.micro_step} of {self.steps} micro-batches are accumulated"
+            raise RuntimeError(f"{done}: call flush() before saving")
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -276,9 +274,9 @@ class _Left:
 
     def require(self, _: Tensor | None = None) -> None:
         """Called just before the first gradient is added, or at the end of a micro-step that adds none."""
-        if self.gradient is None:  # seen already
-            return
         before, self.gradient = self.gradient, None
+        if before is None:  # seen already
+            return
         if self.handle is not None:
             self.handle.remove()
         if self.parameter.grad is not before or self.version not in (None, before._version):

@@ -24,7 +24,9 @@ from trainer.engine.window import MicroBatch
 from trainer.errors import RecipeError, require
 from trainer.values import Loss
 
-YIELD = "yield Loss(total, weight): the sum of the losses of the micro-batch's items, and how many items it sums over"
+ITEMS = "the sum of the losses of the micro-batch's items, and how many items it is the sum of"
+YIELD = f"yield Loss(total, weight): {ITEMS}"
+ONCE = "yield every one of loss_names once for each"
 Weights = Mapping[str, float]
 COMPARED = 4
 """Samples that are compared with their two halves: few, for this is besides the step."""
@@ -50,11 +52,8 @@ class LossCheck:
         for loss in losses:
             self._require_loss(loss)
             self.see(loss, batch)
-            require(  # perhaps without an end
-                loss.name not in names,
-                f"{self.kind}: losses() yields {loss.name!r} twice for a micro-batch: yield every one of loss_names "
-                "once for each",
-            )
+            twice = f"{self.kind}: losses() yields {loss.name!r} twice for a micro-batch: {ONCE}"  # for ever, perhaps
+            require(loss.name not in names, twice)
             names.add(loss.name)
             yield loss
 
@@ -83,8 +82,8 @@ class LossCheck:
         try:
             reported = float(weight)
         except (TypeError, ValueError, RuntimeError) as error:
-            found = _kind_of(weight)
-            raise RecipeError(f"{where} has a weight of {found}: give the number of items as a number") from error
+            text = f"{where} has a weight of {_kind_of(weight)}: give the number of items as a number"
+            raise RecipeError(text) from error
         closeness = 1e-12 if loss.total.dtype == torch.float64 else 1e-6
         if not math.isclose(promised[loss.name], reported, rel_tol=closeness):
             raise RecipeError(
@@ -96,11 +95,8 @@ class LossCheck:
     def end(self, micro_steps: int) -> None:
         """Every declared loss must have come once a micro-batch."""
         for name in self.model.loss_names:
-            require(
-                self.seen[name] == micro_steps,
-                f"{self.kind}: losses() yielded {name!r} {self.seen[name]} times in {micro_steps} micro-batches: "
-                "yield every one of loss_names once for each",
-            )
+            found = f"{self.kind}: losses() yielded {name!r} {self.seen[name]} times in {micro_steps} micro-batches"
+            require(self.seen[name] == micro_steps, f"{found}: {ONCE}")
 
     def compare(self, forward: Forward, micro: MicroBatch, ranks: int, generator: torch.Generator) -> None:
         """Once: the losses of some samples of ``micro`` must be those of their two halves added up, as no mean is.

@@ -163,8 +163,7 @@ class ShardedTreeSync(TreeSync):
 class TreeReduceScatter(ReduceScatter):
     """What FSDP calls in the place of a reduce-scatter, which would add in an order of its own."""
 
-    present: Sequence[bool] = ()
-    """Which ranks have a micro-batch in this micro-step that is not empty."""
+    present: Sequence[bool] = ()  # which ranks have a micro-batch in this micro-step that is not empty
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -265,7 +264,6 @@ CHUNK_BITS = {"cpu": 16, "cuda": 22}
 """Log2 of how many elements are converted at once: on a CPU their copies in float64 stay in the cache."""
 
 MANTISSA_BITS = 52
-
 LEAST_EXPONENT = -1000
 """Of the largest element: 2 to the power of its negative must be finite in float64."""
 
@@ -283,7 +281,7 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
     parts = [part for part in parts if part.numel()]
     largest = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
-        largest = torch.stack(torch._foreach_norm(list(parts), float("inf"))).amax().double()
+        largest = torch.stack(torch._foreach_norm(parts, float("inf"))).amax().double()
     largest = largest.masked_fill(~largest.isfinite(), torch.inf)  # a maximum over the ranks may lose NaN
     if over_ranks:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
@@ -294,23 +292,17 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for part in parts:
         for chunk in part.reshape(-1).split(2**chunk_bits):
-            sums += _squares(chunk, scale, bits)
+            # The sums of the squares, times 2^bits, and of what that leaves behind the point, times 2^bits again: of
+            # integers below 2^52, which float64 adds exactly, in any order, and faster than they are converted.
+            squares = (chunk.double() * scale).square_().mul_(2.0**bits)
+            high = squares.floor()
+            low = squares.sub_(high).mul_(2.0**bits).round_()
+            sums += torch.stack([high.sum(), low.sum()]).to(torch.int64)
     if over_ranks:
         torch.distributed.all_reduce(sums)
-    high, low = sums.double().unbind()
-    norm = ((high + low * 2.0**-bits) * 2.0**-bits).sqrt() / scale
+    total, rest = sums.double().unbind()
+    norm = ((total + rest * 2.0**-bits) * 2.0**-bits).sqrt() / scale
     return norm.masked_fill(~largest.isfinite(), torch.inf)
-
-
-def _squares(chunk: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The sum of the squares of ``chunk``, times 2^bits, and what that leaves behind the point, times 2^bits again.
-
-    Both are sums of integers below 2^52: float64 adds them exactly, in any order, and faster than they are converted.
-    """
-    squares = (chunk.double() * scale).square_().mul_(2.0**bits)
-    high = squares.floor()
-    low = squares.sub_(high).mul_(2.0**bits).round_()
-    return torch.stack([high.sum(), low.sum()]).to(torch.int64)
 
 
 # Which implementation of an operation torch takes: for ``run.deterministic``, one that always gives the same bits.

@@ -18,15 +18,10 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """Computes losses.
+    """Computes the losses of a ``model`` with a ``module`` that ``fabric.setup_module`` returned.
 
     The module is called as the strategy wrapped it, without Fabric's own wrapper, and precision is applied here: the
     same operations for less time per micro-step (see benchmarks/overhead.py).
-
-    Args:
-        fabric: launched; gives device, precision and strategy.
-        model: gives the losses.
-        module: what ``fabric.setup_module`` returned.
     """
 
     check: LossCheck | None = None

@@ -55,10 +55,7 @@ class Quarantine:
         return [index for index in indices if (split, index) not in self.found] if self.found else indices
 
     def share(self, split: str, bad: Iterable[BadSample], reduce: Reduce, rank: int, world_size: int) -> None:
-        """Tell all ranks what this one has found in ``split``, and learn what they have: a collective.
-
-        More than the limit is a :class:`RecipeError`, on all ranks alike.
-        """
+        """Tell all ranks what this one has found in ``split``, and learn what they have: a collective."""
         if self.limit is None:
             return
         texts = gather_texts(json.dumps(list(bad)), reduce, rank, world_size)

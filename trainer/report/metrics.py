@@ -46,9 +46,8 @@ class ClassificationMetrics:
 
     Args:
         num_classes: classes of the confusion matrix; ``None`` for models that do not classify.
-        device: where the sums live.
-        loss_names: the model's ``loss_names``. They must be known before the first update: a rank that sees no
-            sample must bring tensors of the same shape to the sum over ranks.
+        loss_names: known before the first update, as a rank that sees no sample must bring tensors of the same shape to
+            the sum over ranks.
     """
 
     def __init__(
@@ -124,12 +123,7 @@ class _Sums(Metric):
 
 
 def classification_report(confusion: np.ndarray, class_names: Sequence[str] | None = None) -> str:
-    """scikit-learn's report (precision, recall, F1 and support of every class) from a confusion matrix.
-
-    Args:
-        confusion: as in :class:`EvaluationResult`.
-        class_names: a name per class; their numbers when ``None``.
-    """
+    """scikit-learn's report (precision, recall, F1 and support of every class) from a confusion matrix."""
     from sklearn.metrics import classification_report as report
 
     classes = len(confusion)

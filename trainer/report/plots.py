@@ -54,7 +54,6 @@ def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]],
     Args:
         memory: as in ``summary.json``; allocated and reserved are drawn where there is a GPU, else resident memory.
         history: steps, and memory at their ends in GB: allocated on a GPU, resident elsewhere.
-        target: the file to write.
     """
     figure = _new_figure(target.absolute().parent.name, height=5, margins=(0.12, 0.85, 0.2))
     peaks, levels = figure.subplots(1, 2)
@@ -211,19 +210,11 @@ CATEGORIES = {
 """From the bottom up: what stays first."""
 
 PHASES = {"init": GREY, "forward": BLUE, "backward": ORANGE, "step": GREEN, "evaluation": PURPLE, "saving": GREY}
-SHORT = {"forward": "fwd", "backward": "bwd", "evaluation": "eval"}
-"""For phases with little room."""
-
+SHORT = {"forward": "fwd", "backward": "bwd", "evaluation": "eval"}  # for phases with little room
 BOX = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
-
-FAR = 2.5
-"""A budget of more than so many times the peak is only written, not drawn: the curves would lie flat."""
-
-LETTERS = 95
-"""Of a line of the title."""
-
-LETTER = 0.0078
-"""Width of a letter of a phase's label, as part of the width of the picture."""
+FAR = 2.5  # a budget of more than so many times the peak is only written, not drawn: the curves would lie flat
+LETTERS = 95  # of a line of the title
+LETTER = 0.0078  # the width of a letter of a phase's label, as part of the width of the picture
 
 
 def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Path) -> None:

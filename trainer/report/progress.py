@@ -29,10 +29,7 @@ class Progress:
 
     Args:
         enabled: ``False`` hides bars, steps, evaluations and what describes the run; notices and warnings stay.
-        rank: this process's rank.
-        stream: where to write; standard error by default. Whether it is a terminal, of known width,
-            decides between bar and lines.
-        clock: seconds, rising; for tests.
+        stream: standard error by default. Whether it is a terminal, of known width, decides between bar and lines.
     """
 
     def __init__(
