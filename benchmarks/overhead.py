@@ -36,7 +36,6 @@ from transformers import PrinterCallback, TrainingArguments
 from transformers import Trainer as TransformersTrainer
 
 from trainer.contract import Data
-from trainer.engine.events import Events
 from trainer.engine.loop import Engine
 from trainer.engine.step import Phases, Stepper
 from trainer.engine.window import MicroBatch, Window, Windows, cut_at
@@ -256,7 +255,7 @@ def ours_watched(loader: MicroBatches) -> None:
     monitor, windows = Monitor(device), windows_of_mlp(loader)
     windows.on_load = monitor.load
     watchdog = Watchdog(monitor, 0, 1, hang_after=600.0)
-    Engine(stepper_for_mlp(monitor), windows, events=Events([RandomState(device)])).fit(1)
+    Engine(stepper_for_mlp(monitor), windows, listeners=[RandomState(device)]).fit(1)
     watchdog.close()
 
 

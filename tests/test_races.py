@@ -56,7 +56,8 @@ SUPERFLUOUS = {
 }
 """How many orders of a kind may be forgotten in a function without harm."""
 
-ORDERS = ("wait_stream", "wait_event", "synchronize", "with stream", "pin_memory", "record_stream")
+SLOW_ORDERS = [pytest.param(order, marks=pytest.mark.slow) for order in ("wait_stream", "with stream")]
+ORDERS = ["wait_event", "synchronize", "pin_memory", "record_stream", *SLOW_ORDERS]
 BEFORE_TRAINING = ("init", "saving")
 MOST_TRIED = 3
 """Configurations, the smallest first, in which a forgotten order may show."""
@@ -109,14 +110,8 @@ def test_the_rules(process):
     assert found == {program.__name__: [wanted] * bool(wanted) for program, wanted in PROGRAMS.items()}
 
 
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_nothing_races_and_nobody_waits(name, seen):
-    check(name, seen(name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
-def test_nothing_races_and_nobody_waits_in_others(name, seen):
     check(name, seen(name))
 
 
@@ -144,17 +139,12 @@ def test_no_order_can_be_forgotten(order, seen, process):
     assert not missed, f"{order} could be missing without anybody seeing it: {missed}"
 
 
-@pytest.mark.parametrize("plant", UNORDERED, ids=lambda plant: plant.__name__)
-def test_a_planted_race_is_found(plant, process):
-    name, kind = UNORDERED[plant]
+@pytest.mark.parametrize("plant", [*UNORDERED, *WAITING], ids=lambda plant: plant.__name__)
+def test_a_planted_race_or_wait_is_found(plant, process):
+    name, kind = (UNORDERED | WAITING)[plant]
     watched = process.submit(watch, name, plant).result()
     assert watched.met, "the fault has met nothing: what it replaces is not called any more"
-    assert any(finding.startswith(kind) for finding in watched.findings)
-
-
-@pytest.mark.parametrize("plant", WAITING, ids=lambda plant: plant.__name__)
-def test_a_planted_wait_is_found(plant, process):
-    name, phase = WAITING[plant]
-    watched = process.submit(watch, name, plant).result()
-    assert watched.met, "the fault has met nothing: what it replaces is not called any more"
-    assert any(f" in {phase} at " in wait and "races/faults.py" in wait for wait in waits(watched))
+    if plant in UNORDERED:
+        assert any(finding.startswith(kind) for finding in watched.findings)
+    else:
+        assert any(f" in {kind} at " in wait and "races/faults.py" in wait for wait in waits(watched))

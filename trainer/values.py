@@ -69,30 +69,18 @@ class Groups:
 
 
 class BadSample(NamedTuple):
-    """A sample that could not be loaded.
+    """A sample that could not be loaded."""
 
-    Args:
-        position: its place in its split.
-        description: its file or row.
-        reason: what is wrong with it.
-    """
-
-    position: int
-    description: str
-    reason: str
+    position: int  # its place in its split
+    description: str  # its file or row
+    reason: str  # what is wrong with it
 
 
 class Incomplete(NamedTuple):
-    """A micro-batch without some of the samples that were asked for.
+    """A micro-batch without some of the samples that were asked for."""
 
-    Args:
-        batch: the others, collated; where none is left, a sample of the same split that nobody asked for.
-        kept: the samples in ``batch`` that were asked for, by their place in the split.
-        bad: those that could not be loaded.
-    """
-
-    batch: Any
-    kept: list[int]
+    batch: Any  # the others, collated; where none is left, a sample of the same split that nobody asked for
+    kept: list[int]  # the samples in it that were asked for, by their place in the split
     bad: list[BadSample]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -30,31 +31,29 @@ def check(ours: dict, plain: dict, precision: str) -> None:
     assert {key: error for key, error in found.items() if not error <= TOLERANCE[precision][key]} == {}
 
 
-@pytest.mark.parametrize("precision", ["64-true", "32-true"])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_cut_on_one_rank_equals_the_plain_loop(name, batch, precision):
-    for cut in CUTS:
-        problem = Problem(name, *BATCHES[batch], micro_batch_size=cut, precision=precision)
-        check(engine_run(problem), plain_run(problem), precision)
+def test_every_cut_on_one_rank_equals_the_plain_loop(name, batch):
+    for precision, cuts in (("64-true", CUTS), ("32-true", CUTS[:1])):
+        for cut in cuts:
+            problem = Problem(name, *BATCHES[batch], micro_batch_size=cut, precision=precision)
+            check(engine_run(problem), plain_run(problem), precision)
 
 
-MOST_UNEVEN = "fewer than ranks"
+# Of every model the most uneven batches on 2 ranks; of one of them all batches, and 3 ranks. The rest is slow.
+USUAL = [*((name, "fewer than ranks", 2) for name in MODELS), ("mlp", "even", 2), ("mlp", "ragged", 2)]
+USUAL.append(("vit", "fewer than ranks", 3))
 ON_RANKS = [
-    pytest.param(world_size, batch, marks=pytest.mark.slow if world_size == 3 and batch != MOST_UNEVEN else ())
-    for world_size in (2, 3)
-    for batch in BATCHES
+    pytest.param(*case, marks=() if case in USUAL else pytest.mark.slow) for case in product(MODELS, BATCHES, (2, 3))
 ]
 
 
-@pytest.mark.parametrize(("world_size", "batch"), ON_RANKS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "batch", "world_size"), ON_RANKS)
 def test_every_cut_on_several_ranks_equals_the_plain_loop(name, batch, world_size, ranks):
-    for precision in ["64-true", "32-true"] if world_size == 2 else ["64-true"]:
-        for cut in CUTS:
+    for precision, cuts in (("64-true", CUTS), ("32-true", CUTS[:1])):
+        for cut in cuts:
             problem = Problem(name, *BATCHES[batch], micro_batch_size=cut, precision=precision)
-            plain = plain_run(problem)
-            answers = ranks(world_size).run(engine_run, problem, world_size)
+            plain, answers = plain_run(problem), ranks(world_size).run(engine_run, problem, world_size)
             for answer in answers:
                 check(answer, plain, precision)
             assert all(torch.equal(answer["after"], answers[0]["after"]) for answer in answers)
@@ -77,14 +76,18 @@ problems = st.builds(
 @given(problems)
 @example(Problem("tagger", 13, 13, 4))
 @example(Problem("two_losses", 13, 5, 2))
+@example(Problem("mlp", 24, 8, 3, clip_norm=0.05))
 def test_drawn_cuts_on_one_rank(problem):
     check(engine_run(problem), plain_run(problem), "64-true")
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(problem=problems)
 @example(problem=Problem("tagger", 13, 13, 4))
 @example(problem=Problem("two_losses", 13, 5, 2))
+@example(problem=Problem("mlp", 24, 8, 3, clip_norm=0.05))
+@example(problem=Problem("branch", 13, 5, 2))
+@example(problem=Problem("unused", 13, 5, 2))
 def test_drawn_cuts_on_two_ranks(problem, ranks):
     plain = plain_run(problem)
     for answer in ranks(2).run(engine_run, problem, 2):
@@ -97,20 +100,18 @@ def test_drawn_cuts_on_two_ranks(problem, ranks):
 
 def plant_mean_of_means(stepper, windows):
     """What gradient accumulation usually does: every micro-batch's mean counts alike."""
-    whole = windows.epoch
+    whole, honest = windows.epoch, stepper.precision.backward
 
     def epoch(*args, **kwargs):
         for window in whole(*args, **kwargs):
-            honest = stepper.precision.backward
             weights = iter([sum(windows.weigh(micro.batch).values()) for micro in window])
 
-            def backward(tensor, module, *scale, window=window, weights=weights, honest=honest):
+            def backward(tensor, module, *scale, window=window, weights=weights):
                 share = next(weights) * len(window) / window.weights["loss"]
                 honest(tensor / share, module, *scale)
 
             stepper.precision.backward = backward
             yield window
-            stepper.precision.backward = honest
 
     windows.epoch = epoch
 
@@ -120,8 +121,6 @@ def test_a_planted_mean_of_means_is_found():
     check(engine_run(even, prepare=plant_mean_of_means), plain_run(even), "64-true")  # there it is exact
     ragged = Problem("mlp", 15, 5, 2)
     assert errors(engine_run(ragged, prepare=plant_mean_of_means), plain_run(ragged))["change"] > 1e-2
-    with pytest.raises(AssertionError):
-        check(engine_run(ragged, prepare=plant_mean_of_means), plain_run(ragged), "64-true")
 
 
 def count_syncs(stepper, windows, sync_always=False):
@@ -136,9 +135,11 @@ def count_syncs(stepper, windows, sync_always=False):
 
     stepper.module.register_comm_hook(None, hook)
 
+    honest = stepper.sync.before
+
     def before(is_last):
         counts.append(0)
-        stepper.sync.sync.before(True if sync_always else is_last)
+        honest(True if sync_always else is_last)
 
     stepper.sync.before = before
     return counts
@@ -155,11 +156,13 @@ def syncs_only_at_the_end(counts: list[int], micro_steps: int) -> bool:
     )
 
 
-def test_gradients_are_synchronised_on_the_last_micro_step_only(ranks):
+@pytest.mark.parametrize("sync_always", [False, True], ids=["as it is", "with a planted sync on every micro-step"])
+def test_gradients_are_synchronised_on_the_last_micro_step_only(sync_always, ranks):
     problem = Problem("mlp", 24, 8, 1)
-    for answer in ranks(2).run(engine_run, problem, 2, count_syncs):
+    for answer in ranks(2).run(engine_run, problem, 2, partial(count_syncs, sync_always=sync_always)):
         assert len(answer["observed"]) == 3 * 4
-        assert syncs_only_at_the_end(answer["observed"], micro_steps=4)
+        assert syncs_only_at_the_end(answer["observed"], micro_steps=4) != sync_always
+        check(answer, plain_run(problem), "64-true")  # exact all the same: only the count can find it
 
 
 def test_a_branch_that_is_not_declared_stops_the_run_before_a_wrong_update(ranks):
@@ -167,10 +170,3 @@ def test_a_branch_that_is_not_declared_stops_the_run_before_a_wrong_update(ranks
     problem = Problem("undeclared", 24, 8, 4, steps=12)
     with pytest.raises(AssertionError, match="set `conditional = True` in the model's class"):
         ranks(2).run(engine_run, problem, 2)
-
-
-def test_a_planted_sync_on_every_micro_step_is_found(ranks):
-    problem = Problem("mlp", 24, 8, 1)
-    for answer in ranks(2).run(engine_run, problem, 2, partial(count_syncs, sync_always=True)):
-        assert not syncs_only_at_the_end(answer["observed"], micro_steps=4)
-        check(answer, plain_run(problem), "64-true")  # exact all the same: only the count can find it

@@ -59,12 +59,6 @@ def norm_of(parts: list[Tensor]) -> float:
     return float(reproducible_norm(parts, sum(part.numel() for part in parts), torch.device("cpu"), over_ranks=False))
 
 
-def test_a_plain_norm_does_depend_on_the_order():
-    values = torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    norms = {float(values[torch.randperm(5000)].norm()) for _ in range(20)}
-    assert len(norms) > 1
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_norm_of_something_not_finite_is_infinite(bad):
     assert norm_of([torch.tensor([1.0, bad]), torch.tensor([2.0])]) == math.inf
@@ -72,14 +66,11 @@ def test_a_norm_of_something_not_finite_is_infinite(bad):
 
 def test_norms_of_nothing_of_zeros_and_of_the_smallest_and_largest_numbers():
     assert norm_of([]) == norm_of([torch.zeros(3), torch.zeros(0)]) == 0.0
-    assert norm_of([torch.tensor([3e-310, 4e-310], dtype=torch.float64)]) == pytest.approx(5e-310, rel=1e-9)
-    assert norm_of([torch.tensor([3e300, 4e300], dtype=torch.float64)]) == pytest.approx(5e300)
-
-
-def test_norm_leaves_gradients_in_fp64_as_they_are():
-    values = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    assert norm_of([values]) == 5.0
-    assert values.tolist() == [3.0, 4.0]
+    for scale in (1e-310, 1.0, 1e300):
+        values = torch.tensor([3.0, 4.0], dtype=torch.float64) * scale
+        before = values.tolist()
+        assert norm_of([values]) == pytest.approx(5 * scale, rel=1e-9)
+        assert values.tolist() == before
 
 
 # ------------------------------------------------------------------------------------------------------------ windows
@@ -96,21 +87,15 @@ def test_the_micro_batches_do_not_depend_on_the_ranks(samples, size, tokens, by_
 
 def test_weights_that_are_fractions_add_up_to_the_same_bits():
     tenths = [{"loss": 0.1 * 3**number} for number in range(7)]
-    found = []
+    expected = math.fsum(weight["loss"] for weight in tenths).hex(), [True] * 7
     for world_size in (1, 2, 4):
         tables: list[list[float]] = []
-
-        def kept(row: list[float], tables: list[list[float]] = tables) -> list[float]:
-            tables.append(row)
-            return row
-
         for rank in range(world_size):  # the sums over the ranks, in two rounds: each writes, then one reads
-            next(windows_of(tenths, rank, world_size, kept).epoch(0))
+            next(windows_of(tenths, rank, world_size, lambda row, tables=tables: tables.append(row) or row).epoch(0))
         total = [math.fsum(column) for column in zip(*tables, strict=True)]
         window = next(windows_of(tenths, 0, world_size, lambda row, total=total: total).epoch(0))
-        found.append((window.weights["loss"].hex(), list(window.present)[:7]))
+        assert (window.weights["loss"].hex(), list(window.present)[:7]) == expected
         assert not any(window.present[7:])
-    assert found == [(math.fsum(weight["loss"] for weight in tenths).hex(), [True] * 7)] * 3
 
 
 def windows_of(weights: list[dict[str, float]], rank: int, world_size: int, reduce: Any) -> Windows:

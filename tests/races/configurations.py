@@ -46,12 +46,7 @@ MICRO_BATCHES = {"layers": 512, "blocks": 2}
 
 @dataclass
 class Blank(Data):
-    """Samples that are all the same.
-
-    Args:
-        count: of them.
-        shape: of their pixels.
-    """
+    """Samples that are all the same."""
 
     count: int = 0
     shape: tuple[int, ...] = ()
@@ -69,11 +64,8 @@ class Configuration:
     """What is run: two optimizer steps of two micro-steps each on every rank.
 
     Args:
-        memory: knobs that differ from bf16-mixed.
-        optim: settings that differ from AdamW's.
-        ranks: in all.
+        memory: knobs that differ from bf16-mixed; so do ``optim`` from AdamW, ``run`` from one without an evaluation.
         model: linear "layers", "blocks" of a Vision Transformer, or one of the planner's tiny models.
-        run: settings that differ from a run without an evaluation.
         around: called in the process of the run before it begins.
         program: what is watched instead of a run.
     """
@@ -92,12 +84,8 @@ class Configuration:
         micro = MICRO_BATCHES.get(self.model, 2)
         memory = Memory(**{"precision": "bf16-mixed", "micro_batch_size": micro, **self.memory})
         batch_size = micro * self.ranks * (1 if memory.optimizer_in_backward else 2)
-        settings: dict[str, Any] = {
-            "optim": Optim(**{"name": "adamw", **self.optim}),
-            "memory": memory,
-            "batch_size": batch_size,
-            "run": Run(**{"evaluate": False, **self.run}),
-        }
+        optim, run = Optim(**{"name": "adamw", **self.optim}), Run(**{"evaluate": False, **self.run})
+        settings: dict[str, Any] = {"optim": optim, "memory": memory, "batch_size": batch_size, "run": run}
         if self.model not in MICRO_BATCHES:
             from helpers.tiny import recipe_of  # takes long, and only few need it
 
@@ -166,7 +154,6 @@ USUAL = {
     "optimizer, out of memory once": Configuration(OPTIMIZER, model="layers", around=out_of_memory_once),
     "activations": Configuration(ACTIVATIONS, model="layers"),
     "activations, optimizer, full": Configuration(ACTIVATIONS | OPTIMIZER | FULL),
-    "parameters, full": Configuration(PARAMETERS | FULL),
     "parameters, 4 ranks": Configuration(PARAMETERS, ranks=4),
     "optimizer, hsdp of 2 x 2": Configuration(OPTIMIZER | REPLICATED, ranks=4),
     "in backward, hsdp of 2 x 2": Configuration(IN_BACKWARD | REPLICATED, ranks=4),
@@ -180,29 +167,20 @@ USUAL = {
 OTHERS = {
     "plain": Configuration(run={"evaluate": True}),
     "optimizer": Configuration(OPTIMIZER),
-    "activations, blocks": Configuration(ACTIVATIONS),
     "optimizer, 2 ranks": Configuration(OPTIMIZER, ranks=2),
-    "optimizer, fsdp": Configuration(OPTIMIZER | SHARDED),
-    "optimizer, fsdp of 4": Configuration(OPTIMIZER | SHARDED, ranks=4),
     "optimizer, fsdp of 4, fp16": Configuration(OPTIMIZER | SHARDED | FP16, ranks=4),
     "optimizer, fsdp of 4, synced": Configuration(OPTIMIZER | SHARDED | {"sync_every_micro_step": True}, ranks=4),
-    "optimizer, fp32": Configuration(OPTIMIZER | {"precision": "32-true"}),
     "optimizer, bf16": Configuration(OPTIMIZER | {"precision": "bf16-true"}),
-    "optimizer, sgd": Configuration(OPTIMIZER, {"name": "sgd"}),
-    "activations, fp32": Configuration(ACTIVATIONS | {"precision": "32-true"}),
-    "activations, full": Configuration(ACTIVATIONS | FULL),
     "activations, selective": Configuration(ACTIVATIONS | {"activation_checkpointing": "selective"}),
     "activations, fsdp of 2": Configuration(ACTIVATIONS | SHARDED, ranks=2),
     "activations, optimizer": Configuration(ACTIVATIONS | OPTIMIZER),
     "activations, out of memory once": Configuration(ACTIVATIONS, around=out_of_memory_once),
-    "parameters, full, 4 ranks": Configuration(PARAMETERS | FULL, ranks=4),
+    "parameters, full": Configuration(PARAMETERS | FULL),
     "parameters, hsdp of 2 x 2": Configuration(PARAMETERS | {"replicas": 2}, ranks=4),
     "parameters, fp16": Configuration(PARAMETERS | FULL | FP16),
     "parameters, activations": Configuration(PARAMETERS | FULL | ACTIVATIONS),
     "parameters, out of memory once": Configuration(PARAMETERS, around=out_of_memory_once),
-    "in backward": Configuration(IN_BACKWARD),
     "in backward, fsdp of 4": Configuration(IN_BACKWARD | SHARDED, ranks=4),
-    "hsdp of 2 x 2": Configuration(REPLICATED, ranks=4),
     "fsdp of 4, synced": Configuration(SHARDED | {"sync_every_micro_step": True}, ranks=4),
     "fsdp of 4, whole weights kept": Configuration(SHARDED | {"reshard_after_forward": False}, ranks=4),
     "fsdp of 4, fp16": Configuration(SHARDED | FP16, ranks=4),
@@ -210,14 +188,11 @@ OTHERS = {
     "deterministic, fsdp of 4": Configuration(SHARDED, ranks=4, run=DETERMINISTIC),
     "deterministic, parameters": Configuration(PARAMETERS, ranks=4, run=DETERMINISTIC),
     "batches tried first": Configuration(OPTIMIZER | {"micro_batch_size": "auto"}),
-    "8-bit state": Configuration({"optimizer_state_bits": 8}),
     "8-bit state, fsdp of 4": Configuration(SHARDED | {"optimizer_state_bits": 8}, ranks=4),
     "stochastic rounding": Configuration({"stochastic_rounding": True, "precision": "bf16-true"}),
     "compiled": Configuration({"compile": "blocks"}),
-    "lora": Configuration(model="lora"),
     "lora, optimizer": Configuration(OPTIMIZER, model="lora"),
     "text, optimizer": Configuration(OPTIMIZER, model="distilbert"),
-    "text, ddp of 2": Configuration(model="distilbert", ranks=2),
     "bigbird": Configuration(model="bigbird"),
     "batch norm, ddp of 2": Configuration(model="batchnorm", ranks=2),
     "two losses, ddp of 2": Configuration(model="two_losses", ranks=2),
@@ -235,7 +210,7 @@ class Watched:
         syncs: where the host waited: ``[phase, what, file, function, line, times]``.
         entered: how often each phase began, as forward does in every micro-step; a window, and how many were abandoned.
         orders: ``[kind, place]`` of every order between streams, or streams and host, that our own code gave.
-        operations: that were launched.
+        operations: how many were launched.
         met: how often the planted fault was met.
     """
 
@@ -248,13 +223,7 @@ class Watched:
 
 
 def watch(name: str, plant: Plant | None = None, forgotten: tuple[str, str] | None = None) -> Watched:
-    """Run a configuration in a process of its own, perhaps with a fault.
-
-    Args:
-        name: of the configuration.
-        plant: changes our code in that process, see ``faults``.
-        forgotten: see :class:`Detector`.
-    """
+    """Run a configuration in a process of its own, perhaps with a fault: one of ``faults``, or a forgotten order."""
     return Watched(**in_child(partial(_watch, CONFIGURATIONS[name], plant, forgotten)))
 
 

@@ -29,7 +29,6 @@ def gradients_are_not_kept() -> Met:
 
 
 def activations_are_not_kept() -> Met:
-    """Those on their way to the host are freed before they have left."""
     return _forget_tensors(activation_offload)
 
 
@@ -80,18 +79,18 @@ def _on_another_stream(owner: Any, name: str) -> Met:
 def scale_on_the_device() -> Met:
     """The loss scale of offloaded gradients comes from the device, by a copy that nothing waits for."""
     name = "_lazy_init_scale_growth_tracker"
-    return _instead(_ScaleOnHost, name, getattr(torch.amp.GradScaler, name))
+    return _around(_ScaleOnHost, name, lambda original, *args: getattr(torch.amp.GradScaler, name)(*args))
 
 
-def _instead(owner: Any, name: str, other: Callable[..., Any]) -> Met:
-    """Put ``other`` in the place of a method."""
+def _around(owner: Any, name: str, other: Callable[..., Any]) -> Met:
+    """Call ``other`` in the place of a method, with that method and what it is given."""
     met: Met = []
+    method = vars(owner)[name]
 
     def replaced(*args: Any) -> Any:
         met.append(1)
-        return other(*args)
+        return other(method, *args)
 
-    assert name in vars(owner)
     setattr(owner, name, replaced)
     return met
 
@@ -112,47 +111,43 @@ def loss_is_read() -> Met:
 
 def loss_is_branched_on() -> Met:
     """The engine skips what is 0."""
-    add = LossTotals.add
 
-    def added(totals: Any, loss: Any, is_empty: bool) -> None:
+    def added(add: Any, totals: Any, loss: Any, is_empty: bool) -> None:
         if loss.total:
             add(totals, loss, is_empty)
 
-    return _instead(LossTotals, "add", added)
+    return _around(LossTotals, "add", added)
 
 
 def losses_are_copied() -> Met:
     """The engine keeps losses on the host."""
-    add = LossTotals.add
 
-    def added(totals: Any, loss: Any, is_empty: bool) -> None:
+    def added(add: Any, totals: Any, loss: Any, is_empty: bool) -> None:
         add(totals, loss, is_empty)
         totals.parts[loss.name][-1].cpu()
 
-    return _instead(LossTotals, "add", added)
+    return _around(LossTotals, "add", added)
 
 
 def device_is_awaited() -> Met:
     """Every micro-step begins when the one before is over."""
-    prepare = Stepper.prepare
 
-    def prepared(*args: Any) -> None:
+    def prepared(prepare: Any, *args: Any) -> None:
         torch.cuda.synchronize()
         prepare(*args)
 
-    return _instead(Stepper, "prepare", prepared)
+    return _around(Stepper, "prepare", prepared)
 
 
 def norm_is_read() -> Met:
     """The norm is read before it is read with the losses."""
-    clip = Stepper.clip_gradients
 
-    def clipped(stepper: Any) -> Any:
+    def clipped(clip: Any, stepper: Any) -> Any:
         norm = clip(stepper)
         float(norm)
         return norm
 
-    return _instead(Stepper, "clip_gradients", clipped)
+    return _around(Stepper, "clip_gradients", clipped)
 
 
 UNORDERED: dict[Callable[[], Met], tuple[str, str]] = {

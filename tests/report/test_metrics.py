@@ -1,14 +1,9 @@
 import math
-import os
-import sys
 
 import numpy as np
 import pytest
 import sklearn.metrics
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers import warm  # noqa: F401 - what forkserver forks
 
 from trainer.report.metrics import ClassificationMetrics, classification_report, score
 from trainer.values import Loss
@@ -114,39 +109,31 @@ def test_reset_forgets_and_compute_can_be_repeated_in_between():
     assert metrics.compute().accuracy is None
 
 
-def rank_main(rank, folder, cuts):
-    """Two evaluations with one object on each rank; rank r sees the micro-batches that ``cuts`` gives it."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    metrics = ClassificationMetrics(CLASSES, "cpu")
+def several_evaluations(cuts):
+    """One object on each rank; rank r sees, before each evaluation, the micro-batches that ``cuts`` gives it."""
+    metrics, results = ClassificationMetrics(CLASSES, "cpu"), []
     losses = list(micro_losses(*predictions(), 10))
-    results = []
     for cut in cuts:
-        for index in cut[rank]:
+        for index in cut[torch.distributed.get_rank()]:
             metrics.update(losses[index])
         result = metrics.compute()
         results.append((result.loss, result.accuracy, result.samples, result.confusion.tolist()))
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    sys.stdout.flush()
-    dist.barrier()
-    os._exit(0)  # gloo's threads abort at random at a normal exit
+    return results
 
 
-def test_two_ranks_with_uneven_updates_equal_one_process(tmp_path):
-    everything = list(range(11))
+def test_two_ranks_with_uneven_updates_equal_one_process(ranks):
     # The second evaluation adds to the first: on rank 0 alone, so rank 1 must not answer from a cache.
     cuts = [([0, 1], []), ([2, 3, 4, 5, 6, 7, 8], []), ([9], [10])]
-    mp.start_processes(rank_main, args=(str(tmp_path), cuts), nprocs=2, start_method="forkserver")
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    assert ranks[0] == ranks[1]
-    single = ClassificationMetrics(CLASSES, "cpu")
+    answers = ranks(2).run(several_evaluations, cuts)
+    assert answers[0] == answers[1]
     losses = list(micro_losses(*predictions(), 10))
-    for seen, (loss, accuracy, samples, confusion) in zip((2, 9, len(everything)), ranks[0], strict=True):
-        single.reset()
-        for index in everything[:seen]:
-            single.update(losses[index])
+    for seen, (loss, *others) in zip((2, 9, 11), answers[0], strict=True):
+        single = ClassificationMetrics(CLASSES, "cpu")
+        for one in losses[:seen]:
+            single.update(one)
         expected = single.compute()
         assert loss == pytest.approx(expected.loss, rel=1e-12)
-        assert (accuracy, samples, confusion) == (expected.accuracy, expected.samples, expected.confusion.tolist())
+        assert others == [expected.accuracy, expected.samples, expected.confusion.tolist()]
 
 
 def test_evaluations_are_compared_by_accuracy_or_loss_and_one_that_is_not_finite_is_never_the_best():

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+Group = torch.distributed.ProcessGroup
 SAME_NORM = 1e-4
 """How far the norms of the ranks' weights may be apart, relative to them, where the ranks differ in hardware."""
 
@@ -30,8 +31,7 @@ class AccumulatingOptimizer(Optimizer):
 
     Two ways to be exact:
 
-    * losses are means over micro-batches of equal size: ``step()`` divides by the number of micro-batches in the
-      window, by fewer when a window is flushed early;
+    * losses are means over micro-batches of equal size: ``step()`` divides by how many of them the window has;
     * losses are *sums*: ``step(weight=n)`` with the number of items of each micro-batch divides by their total, which
       is also exact when micro-batches differ in size.
 
@@ -40,8 +40,8 @@ class AccumulatingOptimizer(Optimizer):
     they are means of). So micro-batches may differ in size from rank to rank, and a window may end anywhere. Leave DDP
     to synchronise where :attr:`is_last` says, or run every backward under its ``no_sync()``, which sends gradients once
     an update instead of twice. FSDP must reduce in the last backward of every window, also of one that is flushed
-    (``set_requires_gradient_sync``), since nobody else can. Every rank ends the same windows and flushes with the
-    others; one that has run out of micro-batches calls ``step(weight=0)``, or flushes an empty window.
+    (``set_requires_gradient_sync``). Every rank ends the same windows and flushes with the others; one that has run out
+    of micro-batches calls ``step(weight=0)``, or flushes an empty window.
 
     With ``torch.amp.GradScaler``, call ``scaler.step(optimizer)`` and ``scaler.update()`` once a micro-batch: gradients
     are unscaled as they come, so the scale may change within a window. A window with an overflow is dropped whole, on
@@ -52,26 +52,18 @@ class AccumulatingOptimizer(Optimizer):
     rank alone.
 
     Args:
-        optimizer: any torch optimizer that needs no closure.
+        optimizer: any that needs no closure.
         steps: micro-batches in a window.
         clip_norm: largest global norm of the window's gradient.
-        group: the ranks that train this model, by default all of them, since neither an optimizer nor a parameter knows
-            of DDP. For a model of each rank's own: ``torch.distributed.new_subgroups(1)[0]``.
-
-    Raises:
-        ValueError: for ``steps`` below 1, and for an optimizer whose step needs a closure.
+        group: the ranks that train this model; by default all. For a model of each rank's own:
+            ``torch.distributed.new_subgroups(1)[0]``.
     """
 
     # Tells GradScaler.step to hand over scale and overflow flag instead of unscaling the same gradient again and again.
     _step_supports_amp_scaling = True
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        steps: int,
-        *,
-        clip_norm: float | None = None,
-        group: torch.distributed.ProcessGroup | None = None,
+        self, optimizer: Optimizer, steps: int, *, clip_norm: float | None = None, group: Group | None = None
     ) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps} must be at least 1")
@@ -79,17 +71,12 @@ class AccumulatingOptimizer(Optimizer):
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(f"{type(optimizer).__name__} needs a closure, inside of which nothing can be accumulated")
         # No super().__init__(): groups, state and defaults are the wrapped optimizer's own, for schedulers to see.
-        self.optimizer = optimizer
-        self.steps = steps
-        self.clip_norm = clip_norm
-        self.group = group
-        self.micro_step = 0
-        self._weight: float = 0.0
+        self.optimizer, self.steps, self.clip_norm, self.group = optimizer, steps, clip_norm, group
+        self.micro_step, self._weight = 0, 0.0
         self._weighted: bool | None = None
         self._unscaled: dict[Tensor, Tensor] = {}
         self._overflows: list[Tensor] = []
-        self._overflows_ever = 0
-        self._is_one_model = False
+        self._overflows_ever, self._is_one_model = 0, False
         self._left: list[_Left] = []
         self._shards = _Shards()
 
@@ -115,12 +102,10 @@ class AccumulatingOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's."""
         return self.optimizer.state
 
     @property
@@ -129,14 +114,9 @@ class AccumulatingOptimizer(Optimizer):
         return self.micro_step == self.steps - 1
 
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> bool:  # type: ignore[override]
-        """End a micro-batch. Returns whether the weights were updated.
-
-        Args:
-            closure: not supported, as the wrapped optimizer would accumulate inside it.
-            weight: how many items the loss was summed over; leave out when losses are means.
+        """End a micro-batch, whose loss was summed over ``weight`` items, or is a mean. Returns whether weights moved.
 
         Raises:
-            ValueError: when ``weight`` is given for some micro-batches of a window only, or is negative.
             RuntimeError: on all ranks alike, when the update would be wrong; see ``flush``. On this rank, when somebody
                 has cleared or changed the sum so far.
         """
@@ -145,7 +125,13 @@ class AccumulatingOptimizer(Optimizer):
         for left in self._left:
             left.require()
         self._left.clear()
-        self._count(weight)
+        if self._weighted not in (None, weight is not None):
+            raise ValueError("give weight= for every micro-batch of a window, or for none")
+        if weight is not None and weight < 0:
+            raise ValueError(f"weight={weight} must not be negative")
+        self._weighted = weight is not None
+        self._weight += 1.0 if weight is None else float(weight)
+        self.micro_step += 1
         self._shards.see(self._parameters())
         self._take_scaled()
         if self.micro_step == self.steps:
@@ -154,14 +140,13 @@ class AccumulatingOptimizer(Optimizer):
         return False
 
     def flush(self) -> bool:
-        """Update with an incomplete window, divided by what it holds. Returns whether the weights were updated.
+        """Update with an incomplete window, divided by what it holds. Returns whether weights moved.
 
         On several ranks all of them call it, and each may hold another number of micro-batches, or none.
 
         Raises:
-            RuntimeError: on all ranks alike, when some flush while others end a full window, when the ranks hold
-                different models or weigh differently, when FSDP has not reduced, or when the scales of their
-                GradScalers differ.
+            RuntimeError: on all ranks alike, when some flush while others end a full window, the ranks hold different
+                models or weigh differently, FSDP has not reduced, or the scales of their GradScalers differ.
         """
         return self._update(flushes=True)
 
@@ -173,9 +158,8 @@ class AccumulatingOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state; refused within a window, whose gradients it would lose."""
         if self.micro_step:
-            raise RuntimeError(
-                f"{self.micro_step} of {self.steps} micro-batches are accumulated: call flush() before saving"
-            )
+            done = f"{self.micro_step} of {self.steps} micro-batches are accumulated"
+            raise RuntimeError(f"{done}: call flush() before saving")
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -183,19 +167,9 @@ class AccumulatingOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
         self._start_window()
 
-    def _count(self, weight: float | None) -> None:
-        if self._weighted not in (None, weight is not None):
-            raise ValueError("give weight= for every micro-batch of a window, or for none")
-        if weight is not None and weight < 0:
-            raise ValueError(f"weight={weight} must not be negative")
-        self._weighted = weight is not None
-        self._weight += 1.0 if weight is None else float(weight)
-        self.micro_step += 1
-
     def _take_scaled(self) -> None:
         """Under a GradScaler, move this micro-batch's gradient, unscaled, into the window's own sum."""
-        scale = getattr(self, "grad_scale", None)
-        overflow = getattr(self, "found_inf", None)
+        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if overflow is None:
             return
         if self._shards.stale:
@@ -205,14 +179,14 @@ class AccumulatingOptimizer(Optimizer):
             )
         self._overflows.append(overflow)
         for parameter in self._parameters():
-            if parameter.grad is None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
                 continue
-            gradient = parameter.grad if scale is None else parameter.grad / scale.to(parameter.grad.dtype)
+            gradient = gradient if scale is None else gradient / scale.to(gradient.dtype)
             if parameter in self._unscaled:
                 self._unscaled[parameter] += gradient
             else:
                 self._unscaled[parameter] = gradient
-            parameter.grad = None
 
     def _update(self, flushes: bool) -> bool:
         """End the window on all ranks: update, or drop it, on all of them alike."""
@@ -225,23 +199,20 @@ class AccumulatingOptimizer(Optimizer):
         if ranks > 1 and not self._is_one_model:
             self._require_one_model(parameters, ranks)
         overflow = any(bool(flag) for flag in self._overflows)
-        rows = self._gather([*self._status(flushes, overflow), *map(_layout, parameters)], parameters[0].device, ranks)
+        kind = 0.0 if self._weighted is None else 1.0 + self._weighted
+        stale = self.micro_step > 0 and self._shards.stale
+        status = [flushes, kind, self._weight, overflow, self._overflows_ever, stale]
+        rows = self._gather([*status, *map(_layout, parameters)], parameters[0].device, ranks)
         columns = list(zip(*rows, strict=True))
-        weights, overflowed = columns[2:4]
-        updates = sum(weights) > 0 and not any(overflowed)
+        weight = sum(columns[2])
+        updates = weight > 0 and not any(columns[3])
         _require_agreement(columns, updates)
         if updates:
-            self._finish_gradients(parameters, columns[len(rows[0]) - len(parameters) :], sum(weights), ranks)
+            self._finish_gradients(parameters, columns[len(status) :], weight, ranks)
             self.optimizer.step()
         self._overflows_ever += overflow
         self._start_window()
         return updates
-
-    def _status(self, flushes: bool, overflow: bool) -> list[float]:
-        """What the other ranks must know of this one's window; see ``_require_agreement``."""
-        kind = 0.0 if self._weighted is None else 1.0 + self._weighted
-        stale = self.micro_step > 0 and self._shards.stale
-        return [flushes, kind, self._weight, overflow, self._overflows_ever, stale]
 
     def _gather(self, row: Sequence[float], device: torch.device, ranks: int) -> list[list[float]]:
         """The same row of all ranks."""
@@ -270,9 +241,8 @@ class AccumulatingOptimizer(Optimizer):
     ) -> None:
         """Make the sums of this rank, or means over the ranks, the mean over the window of all ranks."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-        for some, divisor in ((whole, weight), (shards, weight / ranks)):  # FSDP takes the mean over the ranks
+        for sharded, divisor in ((False, weight), (True, weight / ranks)):  # FSDP takes the mean over the ranks
+            some = [gradient for gradient in gradients if isinstance(gradient, DTensor) == sharded]
             if some:
                 torch._foreach_div_(tuple(some), divisor)
         if ranks > 1:
@@ -304,9 +274,9 @@ class _Left:
 
     def require(self, _: Tensor | None = None) -> None:
         """Called just before the first gradient is added, or at the end of a micro-step that adds none."""
-        if self.gradient is None:  # seen already
-            return
         before, self.gradient = self.gradient, None
+        if before is None:  # seen already
+            return
         if self.handle is not None:
             self.handle.remove()
         if self.parameter.grad is not before or self.version not in (None, before._version):
@@ -325,51 +295,40 @@ class _Shards:
 
     def see(self, parameters: Sequence[Tensor]) -> None:
         """Called after every backward: one that reduces changes the gradients of some shards."""
-        found: list[tuple[Tensor | None, int]] = []
-        for parameter in parameters:
-            if isinstance(parameter, DTensor) and parameter.requires_grad:
-                gradient: Any = parameter.grad
-                found.append((gradient, -1 if gradient is None else gradient._local_tensor._version))
-        before = self.seen or [(None, -1)] * len(found)
-        pairs = zip(found, before, strict=True)
+        gradients: list[Any] = [p.grad for p in parameters if isinstance(p, DTensor) and p.requires_grad]
+        found = [(gradient, -1 if gradient is None else gradient._local_tensor._version) for gradient in gradients]
+        pairs = zip(found, self.seen or [(None, -1)] * len(found), strict=True)
         changed = any(new is not None and (new is not old or now != then) for (new, now), (old, then) in pairs)
         self.seen, self.stale = found, bool(found) and not changed
 
 
 def _layout(parameter: Tensor) -> int:
     """0 without a gradient, 1 for a dense one, 1 + its sparse dimensions for a sparse one."""
-    gradient = parameter.grad
-    if gradient is None:
+    if parameter.grad is None:
         return 0
-    return 1 + (gradient.sparse_dim() if gradient.is_sparse else 0)
+    return 1 + (parameter.grad.sparse_dim() if parameter.grad.is_sparse else 0)
 
 
 def _require_agreement(columns: Sequence[Sequence[float]], updates: bool) -> None:
     flushing, kinds, _, _, overflows, stale = columns[:6]
-    ranks = len(flushing)
-    if 0 < sum(flushing) < ranks:
-        raise RuntimeError(
-            f"{sum(flushing):g} of {ranks} ranks flush while the others end a full window: give every rank as many "
-            "micro-batches, with step(weight=0) for those that it lacks"
-        )
-    if len({*kinds} - {0}) > 1:
-        raise RuntimeError("give weight= on every rank, or on none")
-    if any(stale):
-        raise RuntimeError(
-            "FSDP has not reduced the gradients of this window: call set_requires_gradient_sync(True) on the module "
-            "before its last backward, also of a window that is flushed"
-        )
-    if updates and len({*overflows}) > 1:
-        raise RuntimeError(
-            "an overflow that only some ranks saw has left their GradScalers with different scales: use "
-            "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and unscale_(optimizer) before step"
-        )
+    flushes, ranks = int(sum(flushing)), len(flushing)
+    faults = {
+        f"{flushes} of {ranks} ranks flush while the others end a full window: give every rank as many micro-batches, "
+        "with step(weight=0) for those that it lacks": 0 < flushes < ranks,
+        "give weight= on every rank, or on none": len({*kinds} - {0}) > 1,
+        "FSDP has not reduced the gradients of this window: call set_requires_gradient_sync(True) on the module before "
+        "its last backward, also of a window that is flushed": any(stale),
+        "an overflow that only some ranks saw has left their GradScalers with different scales: use "
+        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and unscale_(optimizer) before step": updates
+        and len({*overflows}) > 1,
+    }
+    for message, is_wrong in faults.items():
+        if is_wrong:
+            raise RuntimeError(message)
 
 
 @torch.no_grad()
-def _sum_over_ranks(
-    parameters: Sequence[Tensor], layouts: Sequence[Sequence[float]], group: torch.distributed.ProcessGroup | None
-) -> None:
+def _sum_over_ranks(parameters: Sequence[Tensor], layouts: Sequence[Sequence[float]], group: Group | None) -> None:
     """Sum the gradients of what is not sharded; one that is missing here counts as 0, on all ranks it stays missing."""
     sent = []
     for parameter, layout in zip(parameters, layouts, strict=True):

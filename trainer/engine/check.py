@@ -21,12 +21,13 @@ from trainer.contract import Model
 from trainer.engine.forward import Forward
 from trainer.engine.sync import reshard
 from trainer.engine.window import MicroBatch
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.values import Loss
 
-YIELD = (
-    "yield Loss(total, weight): the sum of the losses of the micro-batch's items, and how many items it is the sum of"
-)
+ITEMS = "the sum of the losses of the micro-batch's items, and how many items it is the sum of"
+YIELD = f"yield Loss(total, weight): {ITEMS}"
+ONCE = "yield every one of loss_names once for each"
+Weights = Mapping[str, float]
 COMPARED = 4
 """Samples that are compared with their two halves: few, for this is besides the step."""
 
@@ -36,11 +37,7 @@ HALF_TOLERANCE = 3e-2
 
 
 class LossCheck:
-    """Looks at the losses of the first step; afterwards nobody has the time.
-
-    Args:
-        model: whose ``losses``, ``weigh`` and ``loss_names`` must agree.
-    """
+    """Looks at the losses of the first step; afterwards nobody has the time."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.kind = model, type(model).__name__
@@ -48,78 +45,58 @@ class LossCheck:
         self.compared = False
 
     def each(self, losses: Any, batch: Any) -> Iterator[Loss]:
-        """What ``losses()`` returned for ``batch``, each looked at before it goes on to backward.
-
-        Raises:
-            RecipeError: when it is no loss that can be trained on, or not one that was promised.
-        """
-        if isinstance(losses, Loss | Tensor) or not isinstance(losses, Iterable):
-            raise RecipeError(f"{self.kind}: losses() returns a {type(losses).__name__}: {YIELD}")
+        """What ``losses()`` returned for ``batch``, each looked at before it goes on to backward."""
+        is_some = isinstance(losses, Iterable) and not isinstance(losses, Loss | Tensor)
+        require(is_some, f"{self.kind}: losses() returns a {type(losses).__name__}: {YIELD}")
         names: set[str] = set()
         for loss in losses:
             self._require_loss(loss)
             self.see(loss, batch)
-            if loss.name in names:  # perhaps without an end
-                raise RecipeError(
-                    f"{self.kind}: losses() yields {loss.name!r} twice for a micro-batch: yield every one of "
-                    "loss_names once for each"
-                )
+            twice = f"{self.kind}: losses() yields {loss.name!r} twice for a micro-batch: {ONCE}"  # for ever, perhaps
+            require(loss.name not in names, twice)
             names.add(loss.name)
             yield loss
 
     def _require_loss(self, loss: Any) -> None:
-        if not isinstance(loss, Loss):
-            raise RecipeError(f"{self.kind}: losses() yields a {type(loss).__name__}: {YIELD}")
+        require(isinstance(loss, Loss), f"{self.kind}: losses() yields a {type(loss).__name__}: {YIELD}")
         total, where = loss.total, f"{self.kind}: loss {loss.name!r}"
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            found = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"type {type(total).__name__}"
-            raise RecipeError(f"{where} has a total of {found}: give the sum as a scalar tensor (reduction='sum')")
-        if not total.requires_grad:
-            raise RecipeError(
-                f"{where} has no graph, so nothing can be learned from it: compute its total from module(...), without "
-                ".item(), .detach() or torch.no_grad(), and leave some parameters trainable"
-            )
+        require(
+            isinstance(total, Tensor) and total.numel() == 1,
+            f"{where} has a total of {_kind_of(total)}: give the sum as a scalar tensor (reduction='sum')",
+        )
+        require(
+            total.requires_grad,
+            f"{where} has no graph, so nothing can be learned from it: compute its total from module(...), without "
+            ".item(), .detach() or torch.no_grad(), and leave some parameters trainable",
+        )
 
     def see(self, loss: Loss, batch: Any) -> None:
-        """A loss must have a declared name, and report the weight that it is divided by.
-
-        Raises:
-            RecipeError: when it does not.
-        """
-        promised = self.model.weigh(batch)
-        if loss.name not in promised or loss.name not in self.model.loss_names:
-            raise RecipeError(
-                f"{self.kind}: losses() yields {loss.name!r}, loss_names are {', '.join(self.model.loss_names)} and "
-                f"weigh() weighs {', '.join(promised)}: use the same names in all three"
-            )
+        """A loss must have a declared name, and report the weight that it is divided by."""
+        promised, where = self.model.weigh(batch), f"{self.kind}: loss {loss.name!r}"
+        require(
+            loss.name in promised and loss.name in self.model.loss_names,
+            f"{self.kind}: losses() yields {loss.name!r}, loss_names are {', '.join(self.model.loss_names)} and "
+            f"weigh() weighs {', '.join(promised)}: use the same names in all three",
+        )
         weight = loss.counted()
         try:
             reported = float(weight)
         except (TypeError, ValueError, RuntimeError) as error:
-            found = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"type {type(weight).__name__}"
-            raise RecipeError(
-                f"{self.kind}: loss {loss.name!r} has a weight of {found}: give the number of items as a number"
-            ) from error
+            text = f"{where} has a weight of {_kind_of(weight)}: give the number of items as a number"
+            raise RecipeError(text) from error
         closeness = 1e-12 if loss.total.dtype == torch.float64 else 1e-6
         if not math.isclose(promised[loss.name], reported, rel_tol=closeness):
             raise RecipeError(
-                f"{self.kind}: loss {loss.name!r} reports weight {reported:.15g} for a micro-batch that weigh() "
-                f"weighed {promised[loss.name]:.15g}: make losses() and weigh() count the same items"
+                f"{where} reports weight {reported:.15g} for a micro-batch that weigh() weighed "
+                f"{promised[loss.name]:.15g}: make losses() and weigh() count the same items"
             )
         self.seen[loss.name] += 1
 
     def end(self, micro_steps: int) -> None:
-        """Every declared loss must have come once a micro-batch.
-
-        Raises:
-            RecipeError: naming the one that did not.
-        """
+        """Every declared loss must have come once a micro-batch."""
         for name in self.model.loss_names:
-            if self.seen[name] != micro_steps:
-                raise RecipeError(
-                    f"{self.kind}: losses() yielded {name!r} {self.seen[name]} times in {micro_steps} micro-batches: "
-                    "yield every one of loss_names once for each"
-                )
+            found = f"{self.kind}: losses() yielded {name!r} {self.seen[name]} times in {micro_steps} micro-batches"
+            require(self.seen[name] == micro_steps, f"{found}: {ONCE}")
 
     def compare(self, forward: Forward, micro: MicroBatch, ranks: int, generator: torch.Generator) -> None:
         """Once: the losses of some samples of ``micro`` must be those of their two halves added up, as no mean is.
@@ -127,17 +104,15 @@ class LossCheck:
         In eval mode and without gradients. Not compared is a model whose losses are drawn, a micro-batch whose tensors
         do not all have a row for each sample, and one that a model cannot take in smaller pieces. Every rank makes the
         same number of forwards.
-
-        Raises:
-            RecipeError: when they are not.
         """
         if self.compared or self.model.samples_interact:
             return
         self.compared = True
         pieces = halves(micro.batch, len(micro.indices), self.model.weigh)
-        if pieces is None and ranks == 1:
+        if pieces is not None:
+            self._require_counts(*map(self.model.weigh, pieces))
+        elif ranks == 1:
             return
-        self._require_counts(pieces)
         with untouched(forward.module, generator):
             found = [self._totals(forward, piece) for piece in pieces or [micro.batch] * 3]
             tolerance = _tolerance(forward.module)
@@ -153,16 +128,13 @@ class LossCheck:
                 "if the loss of a sample depends on the others of its micro-batch, say so by samples_interact = True"
             )
 
-    def _require_counts(self, pieces: Sequence[Any] | None) -> None:
-        if pieces is None:
-            return
-        whole, *parts = [self.model.weigh(piece) for piece in pieces]
+    def _require_counts(self, whole: Weights, left: Weights, right: Weights) -> None:
         for name, weight in whole.items():
-            if not math.isclose(weight, sum(part[name] for part in parts), rel_tol=1e-5):
-                shown = " + ".join(f"{part[name]:g}" for part in parts)
+            if not math.isclose(weight, left[name] + right[name], rel_tol=1e-5):
                 raise RecipeError(
-                    f"{self.kind}: weigh() says {weight:g} of loss {name!r} for some samples, and {shown} for their "
-                    "two halves: it must count the items (samples or tokens) that losses() sums over"
+                    f"{self.kind}: weigh() says {weight:g} of loss {name!r} for some samples, and {left[name]:g} + "
+                    f"{right[name]:g} for their two halves: it must count the items (samples or tokens) that losses() "
+                    "sums over"
                 )
 
     def _totals(self, forward: Forward, batch: Any) -> dict[str, Tensor]:
@@ -179,23 +151,17 @@ class LossCheck:
         """What is to be said of the losses that do not add up; one that is not finite is not compared."""
         wrong = {}
         for name in [name for name in self.model.loss_names if all(name in totals for totals in found)]:
-            whole, left, right = (totals[name] for totals in found)
-            room = tolerance * (left.abs() + right.abs()) - (whole - left - right).abs()
-            if float(room) < 0:
-                parts = f"{float(left):g} + {float(right):g}"
-                wrong[name] = f"loss {name!r} of some samples is {float(whole):g}, of their two halves {parts}"
+            whole, left, right = (float(totals[name]) for totals in found)
+            if abs(whole - left - right) > tolerance * (abs(left) + abs(right)):
+                parts = f"{left:g} + {right:g}"
+                wrong[name] = f"loss {name!r} of some samples is {whole:g}, of their two halves {parts}"
         return wrong
 
 
-def halves(batch: Any, count: int, weigh: Callable[[Any], Mapping[str, float]]) -> list[Any] | None:
-    """Some samples of ``batch`` and their two halves, each with a weight; ``None`` where it cannot be cut.
+def halves(batch: Any, count: int, weigh: Callable[[Any], Weights]) -> list[Any] | None:
+    """Some of the ``count`` samples of ``batch``, and their two halves, each with a weight; ``None`` if it is not cut.
 
     A sample that is alone is taken twice.
-
-    Args:
-        batch: collated, on the host.
-        count: its samples.
-        weigh: the weight of every loss of such a batch.
     """
     try:
         heavy = [place for place in range(count) if all(weigh(taken(batch, [place], count)).values())][:COMPARED]
@@ -209,19 +175,14 @@ def halves(batch: Any, count: int, weigh: Callable[[Any], Mapping[str, float]]) 
 
 
 def taken(batch: Any, places: list[int], count: int) -> Any:
-    """The samples at ``places`` of a batch of ``count``.
-
-    Raises:
-        ValueError: when some tensor in it has no row for each sample.
-    """
+    """The samples at ``places`` of a batch of ``count``; ``ValueError`` if some tensor has no row for each sample."""
     if isinstance(batch, Tensor):
         if batch.ndim and len(batch) != count:
             raise ValueError(f"a tensor of {len(batch)} rows for {count} samples")
         return batch[places] if batch.ndim else batch
     if isinstance(batch, Mapping):
         clone: Any = copy.copy(batch)
-        for key, value in batch.items():
-            clone[key] = taken(value, places, count)
+        clone.update((key, taken(value, places, count)) for key, value in batch.items())
         return clone
     if isinstance(batch, list | tuple):
         parts = _taken_of(batch, places, count)
@@ -251,9 +212,7 @@ def _taken_of(batch: Sequence[Any], places: list[int], count: int) -> list[Any]:
 def untouched(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
     """Eval mode, without gradients and without compiling; in the end everything is as it was, and so is what is drawn.
 
-    Args:
-        module: as it is called. Modes are set one by one: ``eval()`` may do more, and some parts may be in it already.
-        generator: of the device.
+    Modes are set one by one: ``eval()`` may do more, and some parts may be in it already.
     """
     modes = [(part, part.training) for part in module.modules()]
     drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), generator.get_state()
@@ -279,6 +238,10 @@ def _tolerance(module: nn.Module) -> float:
     if isinstance(module, FSDPModule):
         types.add(module._get_fsdp_state()._mp_policy.param_dtype or torch.float32)
     return max((TOLERANCES.get(dtype, HALF_TOLERANCE) for dtype in types), default=HALF_TOLERANCE)
+
+
+def _kind_of(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
 
 
 def _any_rank(here: bool, ranks: int, device: torch.device) -> bool:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,27 +30,19 @@ BUCKET = 2**23
 
 
 class TreeSync(GradientSync):
-    """One rank: sums the gradients of micro-batches along the tree. The base class of the others.
-
-    Args:
-        parameters: those that train.
-        world_size: ranks, a power of two.
-    """
+    """One rank, of a power of two of them: sums the gradients of micro-batches along the tree."""
 
     in_order = True
-    sharded = False
-    """Whether gradients are shards."""
 
     def __init__(self, parameters: Sequence[Tensor], world_size: int = 1) -> None:
         super().__init__(parameters)
-        self.world_size, self.sums = world_size, PartialSums()
-        self.micro_steps = 0
+        self.world_size, self.sums, self.micro_steps = world_size, PartialSums(), 0
         self.leaves: Sequence[bool] = ()  # which micro-batches of the batch, and of the micro-step, are not empty
         self.present: Sequence[bool] = ()
         self.reached: list[Tensor] = []
 
     def begin(self, window: Window) -> None:
-        self.sums.clear()
+        self.abandon()
         self.leaves, self.micro_steps = window.present, 0
 
     def before(self, is_last: bool) -> None:
@@ -72,9 +65,9 @@ class TreeSync(GradientSync):
         """In the type of the gradients, the same bits however they are sharded."""
         gradients = [p.grad for p in self.reached if p.grad is not None]
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        elements = sum(gradient.numel() for gradient in gradients)
-        device = parts[0].device if parts else self.parameters[0].device
-        norm = reproducible_norm(parts, elements, device, over_ranks=self.sharded and self.world_size > 1)
+        elements, device = sum(g.numel() for g in gradients), (parts or self.parameters)[0].device
+        over_ranks = self.world_size > 1 and any(isinstance(g, DTensor) for g in gradients)
+        norm = reproducible_norm(parts, elements, device, over_ranks)
         return norm.to(parts[0].dtype) if parts else norm
 
     @torch.no_grad()
@@ -84,7 +77,7 @@ class TreeSync(GradientSync):
         if not self.reached:
             self.reached = reached
             self._prepare()
-        if len(reached) != len(self.reached) or any(a is not b for a, b in zip(reached, self.reached, strict=True)):
+        if list(map(id, reached)) != list(map(id, self.reached)):
             raise RunError(
                 "run.deterministic=true: a micro-batch gave gradients to other parameters than the first one did, and "
                 "the ranks sum in step: use run.deterministic false, or a model that uses all of them in every batch"
@@ -112,9 +105,11 @@ class ReplicatedTreeSync(TreeSync):
     def _prepare(self) -> None:
         self.buckets: list[list[Tensor]] = []
         for parameter in self.reached:
-            if not self.buckets or not _fits(parameter, self.buckets[-1]):
-                self.buckets.append([])
-            self.buckets[-1].append(parameter)
+            last = self.buckets[-1] if self.buckets else []
+            if last and last[0].dtype == parameter.dtype and sum(p.numel() for p in (*last, parameter)) <= BUCKET:
+                last.append(parameter)
+            else:
+                self.buckets.append([parameter])
 
     def _take(self) -> list[Tensor]:
         shards = []
@@ -134,20 +129,8 @@ class ReplicatedTreeSync(TreeSync):
                 parameter.grad = part.view(parameter.shape)
 
 
-def _fits(parameter: Tensor, bucket: list[Tensor]) -> bool:
-    return parameter.dtype == bucket[0].dtype and sum(p.numel() for p in bucket) + parameter.numel() <= BUCKET
-
-
 class ShardedTreeSync(TreeSync):
-    """FSDP reduces each block's gradients to shards while backward goes on, in every micro-step, along the tree.
-
-    Args:
-        module: after ``fully_shard``, on all ranks.
-        parameters: those that train, sharded.
-        world_size: ranks.
-    """
-
-    sharded = True
+    """FSDP reduces each block's gradients to shards while backward goes on, in every micro-step, along the tree."""
 
     def __init__(self, module: FSDPModule, parameters: Sequence[Tensor], world_size: int) -> None:
         super().__init__(parameters, world_size)
@@ -180,26 +163,19 @@ class ShardedTreeSync(TreeSync):
 class TreeReduceScatter(ReduceScatter):
     """What FSDP calls in the place of a reduce-scatter, which would add in an order of its own."""
 
-    present: Sequence[bool] = ()
-    """Which ranks have a micro-batch in this micro-step that is not empty."""
+    present: Sequence[bool] = ()  # which ranks have a micro-batch in this micro-step that is not empty
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: Any = False) -> None:
         """Give this rank its part of the sum over ``group``, on the current stream."""
         if any(self.present):  # else nobody looks at the output
             output_tensor.copy_(tree_reduce_scatter(input_tensor, self.present, group))
 
 
 def tree_sync(module: nn.Module, parameters: Sequence[Tensor], world_size: int) -> TreeSync:
-    """The way to sum the gradients of ``module``, sharded or the same on every rank, without DDP around it.
-
-    Raises:
-        RecipeError: when it has layers whose state depends on which rank saw what.
-    """
+    """The way to sum the gradients of ``module``, sharded or the same on every rank, without DDP around it."""
     require(
         not any(isinstance(part, _BatchNorm) and part.track_running_stats for part in module.modules()),
         "run.deterministic=true: the model has BatchNorm, whose running statistics are those of the micro-batches that "
@@ -232,21 +208,16 @@ def tree_sum(leaves: Sequence[Node]) -> Node:
     """The root over all leaves, in the memory of one of them; the others' is used up."""
     nodes = list(leaves)
     while len(nodes) > 1:
-        nodes += [None] * (len(nodes) % 2)
-        nodes = [add_nodes(left, right) for left, right in zip(nodes[::2], nodes[1::2], strict=True)]
+        nodes = [add_nodes(left, right) for left, right in zip_longest(nodes[::2], nodes[1::2])]
     return nodes[0]
 
 
 def tree_reduce_scatter(parts: Tensor, present: Sequence[bool], group: Any = None) -> Tensor:
-    """Sum over the ranks, which are leaves of the tree; every rank gets its part of the sum.
+    """Sum over the ranks of ``group``, which are leaves of the tree; every rank gets its part of the sum.
 
     Args:
-        parts: of this rank's leaf, one part for each rank, one after the other: shape ``(ranks * n,)``.
+        parts: of this rank's leaf, one after the other: shape ``(ranks * n,)``; the result: ``(n,)``.
         present: which ranks have a leaf; the parts of the others are not looked at. At least one has.
-        group: the ranks; by default all of them.
-
-    Returns:
-        Shape ``(n,)``, in a buffer of the size of ``parts``.
     """
     received = torch.empty_like(parts)
     torch.distributed.all_to_all_single(received, parts, group=group)
@@ -257,17 +228,15 @@ def tree_reduce_scatter(parts: Tensor, present: Sequence[bool], group: Any = Non
 
 
 class PartialSums:
-    """Adds nodes of equal height that come one after the other, keeping as few as can be: a binary counter.
+    """Adds nodes of equal height that come one after the other, in their memory, keeping as few sums as can be.
 
-    After n nodes as many sums are kept as n has ones in binary: no more than log2(n) + 1. What was added belongs to the
-    counter.
+    It is a binary counter: after n nodes as many are kept as n has ones in binary, no more than log2(n) + 1.
     """
 
     def __init__(self) -> None:
         self.sums: list[tuple[int, Node]] = []  # heights, falling, and nodes
 
     def add(self, node: Node) -> None:
-        """The next node."""
         height = 0
         while self.sums and self.sums[-1][0] == height:
             node = add_nodes(self.sums.pop()[1], node)
@@ -282,7 +251,6 @@ class PartialSums:
         return node
 
     def clear(self) -> None:
-        """Forget everything."""
         self.sums.clear()
 
 
@@ -296,7 +264,6 @@ CHUNK_BITS = {"cpu": 16, "cuda": 22}
 """Log2 of how many elements are converted at once: on a CPU their copies in float64 stay in the cache."""
 
 MANTISSA_BITS = 52
-
 LEAST_EXPONENT = -1000
 """Of the largest element: 2 to the power of its negative must be finite in float64."""
 
@@ -309,16 +276,12 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
     than N 2^(-2 b) of itself. b is 36 on a CPU and 30 on a GPU (from 2^26 and 2^32 elements on, 62 - log2 N): 1e-15 for
     a million elements on a CPU, 1e-9 for a billion on a GPU.
 
-    Args:
-        parts: what this rank has of the elements; may be empty.
-        elements: how many there are over all ranks.
-        device: where they are.
-        over_ranks: whether every rank has a part of its own; else each has all.
+    ``parts`` on ``device`` is what this rank has of the ``elements``; with ``over_ranks`` the others have the rest.
     """
     parts = [part for part in parts if part.numel()]
     largest = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
-        largest = torch.stack(torch._foreach_norm(list(parts), float("inf"))).amax().double()
+        largest = torch.stack(torch._foreach_norm(parts, float("inf"))).amax().double()
     largest = largest.masked_fill(~largest.isfinite(), torch.inf)  # a maximum over the ranks may lose NaN
     if over_ranks:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
@@ -329,23 +292,17 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for part in parts:
         for chunk in part.reshape(-1).split(2**chunk_bits):
-            sums += _squares(chunk, scale, bits)
+            # The sums of the squares, times 2^bits, and of what that leaves behind the point, times 2^bits again: of
+            # integers below 2^52, which float64 adds exactly, in any order, and faster than they are converted.
+            squares = (chunk.double() * scale).square_().mul_(2.0**bits)
+            high = squares.floor()
+            low = squares.sub_(high).mul_(2.0**bits).round_()
+            sums += torch.stack([high.sum(), low.sum()]).to(torch.int64)
     if over_ranks:
         torch.distributed.all_reduce(sums)
-    high, low = sums.double().unbind()
-    norm = ((high + low * 2.0**-bits) * 2.0**-bits).sqrt() / scale
+    total, rest = sums.double().unbind()
+    norm = ((total + rest * 2.0**-bits) * 2.0**-bits).sqrt() / scale
     return norm.masked_fill(~largest.isfinite(), torch.inf)
-
-
-def _squares(chunk: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The sum of the squares of ``chunk``, times 2^bits, and what that leaves behind the point, times 2^bits again.
-
-    Both are sums of integers below 2^52: float64 adds them exactly, in any order, and faster than they are converted.
-    """
-    squares = (chunk.double() * scale).square_().mul_(2.0**bits)
-    high = squares.floor()
-    low = squares.sub_(high).mul_(2.0**bits).round_()
-    return torch.stack([high.sum(), low.sum()]).to(torch.int64)
 
 
 # Which implementation of an operation torch takes: for ``run.deterministic``, one that always gives the same bits.
@@ -359,11 +316,7 @@ REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
 
 @contextmanager
 def deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Inside of this context torch computes nothing that may differ from run to run; afterwards all is as before.
-
-    Raises:
-        RecipeError: naming an operation that has no such implementation.
-    """
+    """Inside of this context torch computes nothing that may differ from run to run; afterwards all is as before."""
     if not wanted:
         yield
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,26 +34,3 @@ class Listener:
 
     def on_fit_end(self, counters: Counters) -> None:
         """After the last step."""
-
-
-class Events(Listener):
-    """Passes each announcement on to all listeners, in order."""
-
-    def __init__(self, listeners: Sequence[Listener] = ()) -> None:
-        self.listeners = list(listeners)
-
-    def on_fit_start(self, counters: Counters, total_steps: int) -> None:
-        for listener in self.listeners:
-            listener.on_fit_start(counters, total_steps)
-
-    def on_step(self, counters: Counters, result: StepResult) -> None:
-        for listener in self.listeners:
-            listener.on_step(counters, result)
-
-    def on_evaluation(self, counters: Counters, result: Any) -> None:
-        for listener in self.listeners:
-            listener.on_evaluation(counters, result)
-
-    def on_fit_end(self, counters: Counters) -> None:
-        for listener in self.listeners:
-            listener.on_fit_end(counters)

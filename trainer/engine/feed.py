@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from trainer.contract import Data, Model
 from trainer.engine.quarantine import Quarantine, Reduce
-from trainer.engine.window import Cut, Fetch, MicroBatch, Windows, cut_at, micro_batch
+from trainer.engine.window import Cut, Fetch, MicroBatch, OnLoad, Windows, cut_at, micro_batch
 from trainer.errors import listed, require
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Request
@@ -20,16 +19,14 @@ EVALUATION_FACTOR = 2
 
 
 def fill_from_data(model: Model, data: Data) -> Model:
-    """The model with the fields that were left at ``None`` taken from the dataset.
-
-    Raises:
-        RecipeError: when both know and do not agree.
-    """
-    _require_printable(getattr(data, "class_names", None) or ())
-    names, classes = getattr(data, "class_names", None), getattr(data, "num_classes", None)
+    """The model with the fields that were left at ``None`` taken from the dataset; where both know, they must agree."""
+    names, classes = getattr(data, "class_names", None) or (), getattr(data, "num_classes", None)
+    # Names that no file can hold are of folders that are not UTF-8, or of broken JSON.
+    broken = [ascii(name) for name in names if str(name).encode(errors="replace").decode() != str(name)]
+    require(not broken, f"data: class {listed(broken)} is not UTF-8 text: rename its folder or label")
     require(
         not names or classes is None or len(names) == classes,
-        f"{type(data).__name__} has {len(names or ())} class_names for num_classes={classes}: give each class a name",
+        f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: give each class a name",
     )
     changes = {}
     for name in FILLED_FROM_DATA:
@@ -43,12 +40,6 @@ def fill_from_data(model: Model, data: Data) -> Model:
                 own == known, f"model.{name}={own} does not fit the data, which has {known}: leave model.{name} at null"
             )
     return dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
-
-
-def _require_printable(names: Sequence[Any]) -> None:
-    """Refuse names of classes that no file can hold: of folders whose names are not UTF-8, or of broken JSON."""
-    broken = [ascii(name) for name in names if str(name).encode(errors="replace").decode() != str(name)]
-    require(not broken, f"data: class {listed(broken)} is not UTF-8 text: rename its folder or label")
 
 
 def windows_of(
@@ -89,25 +80,16 @@ def windows_of(
 
 
 def evaluation_micro_batches(
-    split: str,
-    pieces: Sequence[Sequence[int]],
-    loader: Fetch,
-    quarantine: Quarantine,
+    split: str,  # val or test
+    pieces: Sequence[Sequence[int]],  # the samples of all micro-batches, over all ranks
+    loader: Fetch,  # of the split
+    quarantine: Quarantine,  # told, at the end, of the samples that could not be loaded
     rank: int = 0,
     world_size: int = 1,
     reduce: Reduce = list,
-    on_load: Callable[[Sequence[int]], None] = lambda samples: None,
+    on_load: OnLoad = lambda samples: None,
 ) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of an evaluation, as many as any other's.
-
-    Args:
-        split: val or test.
-        pieces: the samples of all micro-batches, over all ranks.
-        loader: of the split.
-        quarantine: told, at the end, of the samples that could not be loaded.
-        reduce: sums a list of floats over the ranks.
-        on_load: called with the samples of each micro-batch before it is waited for.
-    """
+    """This rank's micro-batches of an evaluation, as many as any other's."""
     kept = [list(quarantine.kept(split, piece)) for piece in pieces]
     own = kept[rank::world_size]
     # An empty piece borrows a sample, as in training: every rank makes the same number of forwards.
@@ -116,8 +98,7 @@ def evaluation_micro_batches(
     batches = loader(Request(piece or spare) for piece in own)
     for piece in own:
         on_load(piece)
-        batch = next(batches)
-        micro, found = micro_batch(batch, piece, seed=0, is_last=False, is_empty=not piece)
+        micro, found = micro_batch(next(batches), piece, seed=0, is_last=False, is_empty=not piece)
         bad += found
         yield micro
     if quarantine.limit and any(reduce([float(len(bad))])):
@@ -126,9 +107,5 @@ def evaluation_micro_batches(
 
 def evaluation_cut(training: Cut, samples: int) -> Cut:
     """How an evaluation of ``samples`` is cut, for a run whose training is cut like ``training``."""
-    return Cut(
-        batch_size=samples,
-        micro_batch_size=training.micro_batch_size * EVALUATION_FACTOR,
-        accumulate=1,
-        micro_batch_tokens=training.micro_batch_tokens and training.micro_batch_tokens * EVALUATION_FACTOR,
-    )
+    tokens = training.micro_batch_tokens and training.micro_batch_tokens * EVALUATION_FACTOR
+    return Cut(samples, training.micro_batch_size * EVALUATION_FACTOR, accumulate=1, micro_batch_tokens=tokens)

@@ -18,15 +18,10 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """Computes losses.
+    """Computes the losses of a ``model`` with a ``module`` that ``fabric.setup_module`` returned.
 
     The module is called as the strategy wrapped it, without Fabric's own wrapper, and precision is applied here: the
     same operations for less time per micro-step (see benchmarks/overhead.py).
-
-    Args:
-        fabric: launched; gives device, precision and strategy.
-        model: gives the losses.
-        module: what ``fabric.setup_module`` returned.
     """
 
     check: LossCheck | None = None
@@ -48,22 +43,17 @@ class Forward:
 
     def losses(self, batch: Any) -> Iterator[Loss]:
         """The model's losses, computed under the precision's context and handed out outside of it."""
-        if self.has_context:
-            return self._in_context(batch)
+        return self._in_context(batch) if self.has_context else self._of_model(batch)
+
+    def _of_model(self, batch: Any) -> Iterator[Loss]:
         losses = self.model.losses(self.module, self.precision.convert_input(self.to_device(batch)))
-        return losses if self.check is None else self._checked(losses, batch)
+        return losses if self.check is None or not torch.is_grad_enabled() else self.check.each(losses, batch)
 
     def _in_context(self, batch: Any) -> Iterator[Loss]:
         with self.precision.forward_context():
-            losses = self.model.losses(self.module, self.precision.convert_input(self.to_device(batch)))
-            losses = iter(losses if self.check is None else self._checked(losses, batch))
+            losses = iter(self._of_model(batch))
             loss = next(losses, None)
         while loss is not None:
             yield loss
             with self.precision.forward_context():
                 loss = next(losses, None)
-
-    def _checked(self, losses: Iterator[Loss], batch: Any) -> Iterator[Loss]:
-        if self.check is None or not torch.is_grad_enabled():
-            return losses
-        return self.check.each(losses, batch)

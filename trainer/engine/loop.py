@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from trainer.engine.events import Counters, Events
+from trainer.engine.events import Counters, Listener
 from trainer.engine.forward import Forward
 from trainer.engine.rehearsal import rehearse
-from trainer.engine.step import Stepper, StepResult
+from trainer.engine.step import Stepper, StepResult, why_skipped
 from trainer.engine.sync import reshard
 from trainer.engine.window import MicroBatch, Window, Windows
 from trainer.errors import RunError, listed
@@ -22,14 +21,6 @@ from trainer.errors import RunError, listed
 
 class NonFiniteError(RunError):
     """Too many steps in a row had a non-finite loss or gradient."""
-
-
-class Metrics(Protocol):
-    """What an evaluation is summed up in: see trainer/report/metrics.py."""
-
-    def update(self, loss: Any) -> None: ...
-    def compute(self) -> Any: ...
-    def reset(self) -> None: ...
 
 
 def count_steps(windows: Windows, epochs: int, max_steps: int | None) -> int:
@@ -52,10 +43,11 @@ def epoch_at(windows: Windows, epochs: int) -> Callable[[int], int]:
 
 
 @torch.no_grad()
-def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Metrics) -> Any:
+def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Any) -> Any:
     """Run the model over ``micro_batches`` without gradients and return ``metrics.compute()``.
 
-    Every rank must bring the same number of micro-batches; empty ones are not counted.
+    Every rank must bring the same number of micro-batches; empty ones are not counted. ``metrics`` are those of the
+    report, or something else with ``update(loss)``, ``compute()`` and ``reset()``.
     """
     metrics.reset()
     training = forward.module.training
@@ -72,32 +64,21 @@ def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Met
 
 
 class Engine:
-    """Trains: from windows to counted, announced, evaluated steps.
-
-    Args:
-        stepper: takes the steps.
-        windows: this rank's share of the batches.
-        evaluation: runs an evaluation and returns its result; ``None`` for none.
-        events: who wants to know.
-        recover: called with an error that a step ended in; ``True`` says that it has been mended, and that the step can
-            be taken again from its start. ``None`` mends nothing.
-        at_boundary: called between steps, when the batch of the next one is there: a place to save, or to stop by an
-            exception.
-    """
+    """Trains: from windows to counted, announced, evaluated steps."""
 
     def __init__(
         self,
         stepper: Stepper,
         windows: Windows,
-        evaluation: Callable[[], Any] | None = None,
-        events: Events | None = None,
-        recover: Callable[[Exception], bool] | None = None,
-        at_boundary: Callable[[Engine], None] | None = None,
+        evaluation: Callable[[], Any] | None = None,  # runs one, and returns its result
+        listeners: Sequence[Listener] = (),  # who wants to know, in order
+        # Called with an error that ended a step: whether it is mended, so that the step can be taken again.
+        recover: Callable[[Exception], bool] = lambda error: False,
+        # Called between steps, when the batch of the next one is there: to save, or to stop by an exception.
+        at_boundary: Callable[[Engine], None] = lambda engine: None,
     ) -> None:
-        self.stepper, self.windows, self.evaluation, self.events = stepper, windows, evaluation, events or Events()
-        self.recover = recover or (lambda error: False)
-        self.at_boundary = at_boundary or (lambda engine: None)
-        self.counters = Counters()
+        self.stepper, self.windows, self.evaluation, self.listeners = stepper, windows, evaluation, listeners
+        self.recover, self.at_boundary, self.counters = recover, at_boundary, Counters()
         self.last_result: Any = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,51 +95,49 @@ class Engine:
     ) -> Counters:
         """Train for ``epochs`` or ``max_steps``, whichever ends first; ``last_result`` is then the last evaluation's.
 
-        Raises:
-            NonFiniteError: after ``max_skipped`` skipped steps in a row.
+        :class:`NonFiniteError` after ``max_skipped`` skipped steps in a row.
         """
         counters = self.counters
         total = count_steps(self.windows, epochs, max_steps)
         self.stepper.module.train()
-        self.events.on_fit_start(counters, total)
+        for listener in self.listeners:
+            listener.on_fit_start(counters, total)
         for epoch in range(counters.epoch, epochs):
             counters.epoch = epoch
-            while not self._rest_of_epoch(total, eval_every, max_skipped):
+            while not self._done(lambda: self._rest_of_epoch(total, eval_every, max_skipped)):
                 pass
             self._evaluate()
             if counters.step_in_epoch >= self.windows.steps(epoch):  # else max_steps ended it: more steps may follow
                 counters.epoch, counters.step_in_epoch = epoch + 1, 0
             if counters.step >= total:
                 break
-        self.events.on_fit_end(counters)
+        for listener in self.listeners:
+            listener.on_fit_end(counters)
         return counters
 
     def rehearse(self, epochs: int) -> None:
         """Try the largest micro-batch of ``epochs`` before training, so that memory does not run out hours later."""
-        try:
-            rehearse(self.stepper, self.windows.longest(epochs))
-        except Exception as error:
-            if not self.recover(error):
-                raise
-        else:
-            return
-        self.rehearse(epochs)  # with smaller micro-batches
+        while not self._done(lambda: rehearse(self.stepper, self.windows.longest(epochs))):
+            pass  # with smaller micro-batches
 
-    def _rest_of_epoch(self, total: int, eval_every: int | None, max_skipped: int) -> bool:
-        """Train to the end of the epoch; ``False`` when a step failed, was mended, and is still to be taken."""
-        counters = self.counters
-        last = counters.step_in_epoch + total - counters.step
+    def _done(self, work: Callable[[], None]) -> bool:
+        """Whether ``work`` was done; ``False`` when it failed, was mended, and is still to be done."""
         try:
-            self._evaluate_if_due(eval_every)  # the run may have been stopped in that evaluation
-            for window in self.windows.epoch(counters.epoch, counters.step_in_epoch, last):
-                self.at_boundary(self)
-                self._step(window, max_skipped)
-                self._evaluate_if_due(eval_every)
+            work()
         except Exception as error:
             if not self.recover(error):
                 raise
             return False
         return True
+
+    def _rest_of_epoch(self, total: int, eval_every: int | None, max_skipped: int) -> None:
+        counters = self.counters
+        last = counters.step_in_epoch + total - counters.step
+        self._evaluate_if_due(eval_every)  # the run may have been stopped in that evaluation
+        for window in self.windows.epoch(counters.epoch, counters.step_in_epoch, last):
+            self.at_boundary(self)
+            self._step(window, max_skipped)
+            self._evaluate_if_due(eval_every)
 
     def _step(self, window: Window, max_skipped: int) -> None:
         result = self.stepper.step(window)
@@ -167,7 +146,8 @@ class Engine:
         counters.step_in_epoch += 1
         counters.skipped_steps += result.skipped
         counters.skipped_in_a_row = counters.skipped_in_a_row + 1 if result.skipped else 0
-        self.events.on_step(counters, result)
+        for listener in self.listeners:
+            listener.on_step(counters, result)
         if counters.skipped_in_a_row >= max_skipped:
             raise NonFiniteError(_diagnosis(counters, result, window))
 
@@ -180,16 +160,14 @@ class Engine:
         if self.evaluation is not None and self.counters.evaluated_at != self.counters.step:
             self.last_result = self.evaluation()
             self.counters.evaluated_at = self.counters.step
-            self.events.on_evaluation(self.counters, self.last_result)
+            for listener in self.listeners:
+                listener.on_evaluation(self.counters, self.last_result)
 
 
 def _diagnosis(counters: Counters, result: StepResult, window: Window) -> str:
-    bad = [f"loss {name!r} is {value}" for name, value in result.losses.items() if not math.isfinite(value)]
-    if not bad and math.isfinite(result.grad_norm):
-        bad = ["nothing in the batch has a weight (no label besides -100)"]
     samples = [index for micro in window if not micro.is_empty for index in micro.indices]
     share = f"; this rank's samples of the step: {listed(samples)}" if samples else ""
-    cause = ", ".join(bad) or f"the gradient norm is {result.grad_norm}"
+    cause = why_skipped(result.grad_norm, result.losses)
     return (
         f"step {counters.step} (epoch {counters.epoch}): {cause}, and {counters.skipped_in_a_row} steps in a row were "
         "skipped; the weights are those of the last finite step. Lower optim.lr, set optim.clip_norm, use "

@@ -23,8 +23,7 @@ def derive_seed(*parts: int) -> int:
 @lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
     """The order of the ``size`` training samples in ``epoch``: int64, shape ``(size,)``."""
-    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
-    return torch.randperm(size, generator=generator)
+    return torch.randperm(size, generator=torch.Generator().manual_seed(derive_seed(seed, epoch)))
 
 
 def steps_in_epoch(size: int, batch_size: int) -> int:
@@ -67,11 +66,9 @@ class _Stretches(NamedTuple):
 
 @lru_cache(maxsize=2)
 def _stretches(seed: int, epoch: int, groups: Groups) -> _Stretches:
-    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
-    order = torch.randperm(len(groups.sizes), generator=generator).tolist()
-    found = _Stretches(order, [], [])
+    found = _Stretches(permutation(seed, epoch, len(groups.sizes)).tolist(), [], [])
     begin, held = 0, groups.mixed
-    for number, group in enumerate(order):
+    for number, group in enumerate(found.groups):
         if held >= groups.mixed:
             found.firsts.append(number)
             found.begins.append(begin)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from trainer.errors import RecipeError
 from trainer.values import BadSample
 
 Reduce = Callable[[list[float]], list[float]]
+"""Sums a list of floats over all ranks."""
+
 SHOWN = 5
 """Bad samples that a message names; a file of the run has all."""
 
@@ -52,14 +55,7 @@ class Quarantine:
         return [index for index in indices if (split, index) not in self.found] if self.found else indices
 
     def share(self, split: str, bad: Iterable[BadSample], reduce: Reduce, rank: int, world_size: int) -> None:
-        """Tell all ranks what this one has found in ``split``, and learn what they have: a collective.
-
-        Args:
-            reduce: sums a list of floats over all ranks.
-
-        Raises:
-            RecipeError: on all ranks alike, naming the samples, when there are more than the limit.
-        """
+        """Tell all ranks what this one has found in ``split``, and learn what they have: a collective."""
         if self.limit is None:
             return
         texts = gather_texts(json.dumps(list(bad)), reduce, rank, world_size)
@@ -69,33 +65,28 @@ class Quarantine:
             if (split, sample.position) not in self.found:
                 self.found[split, sample.position] = sample
                 new.append(BadSampleAt(split, sample))
-        if new and self.announce is not None:
-            self.announce(self, new)
-        self._check()
+        if new:
+            self._check(new)
 
     def findings(self) -> list[BadSampleAt]:
         """All bad samples, in the order in which they were found."""
         return [BadSampleAt(split, sample) for (split, _), sample in self.found.items()]
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
         return {"samples": [{"split": split, **sample._asdict()} for (split, _), sample in self.found.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what an earlier run had found.
-
-        Raises:
-            RecipeError: when that is more than the limit.
-        """
+        """Take over what an earlier run had found, unless that is more than the limit."""
         self.found = {}
         for entry in state["samples"]:
             sample = BadSample(int(entry["position"]), str(entry["description"]), str(entry["reason"]))
             self.found[str(entry["split"]), sample.position] = sample
-        if self.found and self.announce is not None:
-            self.announce(self, [])
-        self._check()
+        if self.found:
+            self._check([])
 
-    def _check(self) -> None:
+    def _check(self, new: list[BadSampleAt]) -> None:
+        if self.announce is not None:
+            self.announce(self, new)
         if self.limit is None or len(self.found) <= self.limit:
             return
         shown = "; ".join(finding.describe() for finding in self.findings()[:SHOWN])
@@ -109,11 +100,8 @@ class Quarantine:
 def gather_texts(text: str, reduce: Reduce, rank: int, world_size: int) -> list[str]:
     """The ``text`` of every rank, on every rank, by sums alone: each rank adds zeros where the others write."""
     content = text.encode()
-    lengths = [0.0] * world_size
-    lengths[rank] = float(len(content))
-    sizes = [int(size) for size in reduce(lengths)]
-    before = sum(sizes[:rank])
-    padding = sum(sizes) - before - len(content)
-    whole = bytes(map(int, reduce([*[0.0] * before, *map(float, content), *[0.0] * padding])))
-    ends = [sum(sizes[: number + 1]) for number in range(world_size)]
+    sizes = [int(size) for size in reduce([float(len(content) * (rank == other)) for other in range(world_size)])]
+    padding = [0.0] * sum(sizes[:rank]), [0.0] * sum(sizes[rank + 1 :])
+    whole = bytes(map(int, reduce([*padding[0], *map(float, content), *padding[1]])))
+    ends = accumulate(sizes)
     return [whole[end - size : end].decode() for end, size in zip(ends, sizes, strict=True)]

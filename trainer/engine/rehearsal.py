@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch.optim import Optimizer
 
@@ -14,22 +11,15 @@ from trainer.engine.window import Window
 
 def rehearse(stepper: Stepper, window: Window) -> None:
     """Forward and backward of ``window``, with the optimizer's state in memory as in every step but the first."""
-    with _state_of(stepper.optimizer):
-        stepper.accumulate(window)
-    stepper.abandon()
-
-
-@contextmanager
-def _state_of(optimizer: Optimizer) -> Iterator[None]:
-    """Make the optimizer's state, if there is none yet; give it up in the end."""
-    if optimizer.state:
-        yield
-        return
+    is_first = not stepper.optimizer.state
     try:
-        make_state(optimizer)
-        yield
+        if is_first:
+            make_state(stepper.optimizer)
+        stepper.accumulate(window)
     finally:
-        optimizer.state.clear()
+        if is_first:
+            stepper.optimizer.state.clear()
+    stepper.abandon()
 
 
 def make_state(optimizer: Optimizer) -> None:

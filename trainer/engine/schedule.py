@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.recipe import Optim, ScaleLR, Schedule
+from trainer.recipe import Optim, Schedule
 
 
 def decay(schedule: Schedule, step: int, total_steps: int, warmup_steps: int) -> float:
@@ -21,33 +21,24 @@ def decay(schedule: Schedule, step: int, total_steps: int, warmup_steps: int) ->
     return 1 - progress if schedule == "linear" else 1.0
 
 
-def batch_factor(rule: ScaleLR, batch_size: int, reference_batch_size: int | None) -> float:
-    """How the learning rate grows with the batch: linear (Goyal et al. 2017) or sqrt (Krizhevsky 2014)."""
-    if rule == "none" or reference_batch_size is None:
-        return 1.0
-    ratio = batch_size / reference_batch_size
-    return ratio if rule == "linear" else math.sqrt(ratio)
-
-
 def lr_factor(
-    optim: Optim,
-    total_steps: int,
-    batch_size_at: Callable[[int], int],
-    skipped_steps: Callable[[], int] = lambda: 0,
+    optim: Optim, total_steps: int, batch_size_at: Callable[[int], int], skipped_steps: Callable[[], int] = lambda: 0
 ) -> Callable[[int], float]:
-    """For ``LambdaLR``: decay, warm-up and batch-size scaling.
+    """For ``LambdaLR``: decay, warm-up and scaling with the batch size, over the ``total_steps`` of a run.
+
+    The scaling is linear (Goyal et al. 2017) or by the square root (Krizhevsky 2014).
 
     Args:
-        optim: says which.
-        total_steps: of the run.
         batch_size_at: from a step (from 0, skipped ones counted) to its batch size.
         skipped_steps: how many steps were skipped so far. A schedule does not move with them, so what is left of it is
             spread over the steps that are left: it reaches its end with the last step all the same.
     """
 
     def factor(step: int) -> float:
-        skipped = skipped_steps()
-        scale = batch_factor(optim.scale_lr, batch_size_at(step + skipped), optim.reference_batch_size)
+        skipped, scale = skipped_steps(), 1.0
+        if optim.scale_lr != "none" and optim.reference_batch_size is not None:
+            ratio = batch_size_at(step + skipped) / optim.reference_batch_size
+            scale = ratio if optim.scale_lr == "linear" else math.sqrt(ratio)
         return scale * decay(optim.schedule, step, total_steps - skipped, optim.warmup_steps)
 
     return factor
@@ -65,8 +56,7 @@ class LearningRate(LambdaLR):
 
         Those may be older than the last skipped step, which the function takes into account at its next.
         """
-        steps = state_dict["steps"]
-        computed = self._computed(steps)
+        steps, computed = state_dict["steps"], self._computed(state_dict["steps"])
         rates = state_dict["rates"] if state_dict["computed"] == computed else computed
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if hasattr(group["lr"], "fill_"):  # torchao's

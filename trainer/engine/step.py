@@ -10,15 +10,15 @@ from typing import Any, Literal
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.contract import Model
-from trainer.engine.batchnorm import BatchNormStatistics
 from trainer.engine.check import LossCheck
 from trainer.engine.forward import Forward
 from trainer.engine.sync import GradientSync, gradient_sync
-from trainer.engine.totals import LossTotals
+from trainer.engine.totals import LossTotals, TotalsInOrder
 from trainer.engine.window import MicroBatch, Window
 from trainer.errors import RunError
 
@@ -27,8 +27,8 @@ from trainer.errors import RunError
 class StepResult:
     """What a step did. ``losses`` are means over the whole batch and all ranks, ``loss`` is their sum.
 
-    ``grad_norm`` is the global norm before clipping. ``skipped`` says that it, or a loss, was not finite, and that no
-    weight moved.
+    ``grad_norm`` is the global norm before clipping. Where it, or a loss, is not finite, or nothing has a weight, the
+    step is ``skipped``: no weight moved.
     """
 
     loss: float
@@ -53,19 +53,7 @@ class Phases:
 
 
 class Stepper(Forward):
-    """Takes optimizer steps.
-
-    Args:
-        fabric: launched; gives device, precision, strategy and world size.
-        model: gives the losses.
-        module: what ``fabric.setup_module`` returned.
-        optimizer: a torch optimizer over the module's parameters.
-        scheduler: stepped once an optimizer step, never on a skipped one.
-        sync: how gradients are brought together over the ranks; by default, as the strategy wrapped ``module``.
-        clip_norm: largest global gradient norm.
-        correct_batchnorm: see :class:`BatchNormStatistics`.
-        phases: is told of every phase.
-    """
+    """Takes optimizer steps."""
 
     def __init__(
         self,
@@ -73,24 +61,22 @@ class Stepper(Forward):
         model: Model,
         module: nn.Module,
         optimizer: Optimizer,
-        scheduler: LRScheduler | None = None,
+        scheduler: LRScheduler | None = None,  # stepped once an optimizer step, never on a skipped one
         *,
-        sync: GradientSync | None = None,
-        clip_norm: float | None = None,
-        correct_batchnorm: bool = True,
-        phases: Phases | None = None,
+        sync: GradientSync | None = None,  # by default, as the strategy wrapped the module
+        clip_norm: float | None = None,  # largest global gradient norm
+        correct_batchnorm: bool = True,  # see BatchNormStatistics
+        phases: Phases | None = None,  # is told of every phase
     ) -> None:
         super().__init__(fabric, model, module)
         self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
-        self.phases = phases or Phases()
-        self.world_size = fabric.world_size
-        self.generator = _generator(self.device)
-        self.check = LossCheck(model)
+        self.phases, self.world_size = phases or Phases(), fabric.world_size
+        self.generator, self.check = _generator(self.device), LossCheck(model)
         self.skipped_steps = self.steps_taken = 0
         self.attach(module, optimizer, sync)
 
     def attach(self, module: nn.Module, optimizer: Optimizer, sync: GradientSync | None = None) -> None:
-        """Train this module with this optimizer from now on; the arguments are those of the constructor."""
+        """Train this module with this optimizer from now on."""
         self.use(module)
         self.optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -105,12 +91,9 @@ class Stepper(Forward):
 
     def state_dict(self) -> dict[str, Any]:
         """The same on all ranks, as JSON; weights and optimizer are for who holds the module."""
-        return {
-            "skipped_steps": self.skipped_steps,
-            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
-            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
-            "overlapped": self.sync.overlapped,
-        }
+        parts = {"scheduler": self.scheduler, "scaler": self.scaler}
+        states = {name: part.state_dict() if part is not None else None for name, part in parts.items()}
+        return {"skipped_steps": self.skipped_steps, **states, "overlapped": self.sync.overlapped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.skipped_steps = state["skipped_steps"]  # which the schedule asks for
@@ -122,18 +105,17 @@ class Stepper(Forward):
             self.sync.overlap()
 
     def step(self, window: Window) -> StepResult:
-        """One exact optimizer step on one batch: ``window`` is this rank's share of it."""
+        """One exact optimizer step on one batch."""
         self.phases.begin_step()
         totals = self.accumulate(window)
         self.phases.enter("step")
-        norm = self.clip_gradients()
-        result = self.update(norm, totals, window)
+        result = self.update(self.clip_gradients(), totals, window)
         self.phases.end_step()
         return result
 
     def accumulate(self, window: Window) -> LossTotals:
         """Forward and backward, micro-batch by micro-batch; the gradients are then those of the whole batch."""
-        totals = LossTotals.of(window, self.world_size, self.sync.in_order)
+        totals = (TotalsInOrder if self.sync.in_order else LossTotals)(window, self.world_size)
         self.sync.begin(window)
         if self.batchnorm:
             self.batchnorm.remember()
@@ -193,10 +175,16 @@ class Stepper(Forward):
         skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not any(window.weights.values())
         lr = float(self.optimizer.param_groups[0]["lr"])  # torchao's is a tensor on the CPU
         if skipped and self.sync.applied:
-            raise RunError(_cannot_skip(grad_norm, losses))
+            raise RunError(
+                f"{why_skipped(grad_norm, losses)} in a step whose weights were updated during the backward, so it "
+                "cannot be skipped: lower optim.lr, look for bad samples, or set memory.optimizer_in_backward to false"
+            )
         self.skipped_steps += skipped
         if skipped:
-            self.skip()
+            if self.scaler:
+                self.scaler.update()  # fp16 must adapt
+            if self.batchnorm:
+                self.batchnorm.restore()
         else:
             self.precision.optimizer_step(self.optimizer)
             if self.scheduler is not None:
@@ -210,22 +198,13 @@ class Stepper(Forward):
         loss = sum(losses.values()) if any(window.weights.values()) else math.nan
         return StepResult(loss, losses, grad_norm, lr, window.samples, skipped)
 
-    def skip(self) -> None:
-        """Leave everything as it was before the step, but for the loss scale of fp16, which must adapt."""
-        if self.scaler:
-            self.scaler.update()
-        if self.batchnorm:
-            self.batchnorm.restore()
 
-
-def _cannot_skip(grad_norm: float, losses: dict[str, float]) -> str:
+def why_skipped(grad_norm: float, losses: Mapping[str, float]) -> str:
+    """What of a skipped step was not finite, or else that nothing had a weight."""
     bad = [f"loss {name!r} is {value}" for name, value in losses.items() if not math.isfinite(value)]
-    if not bad:
-        bad = ["no sample has a label" if math.isfinite(grad_norm) else f"the gradient norm is {grad_norm}"]
-    return (
-        f"{bad[0]} in a step whose weights were updated during the backward, so it cannot be skipped: lower optim.lr, "
-        "look for bad samples, or set memory.optimizer_in_backward to false"
-    )
+    if not bad and not math.isfinite(grad_norm):
+        bad = [f"the gradient norm is {grad_norm}"]
+    return ", ".join(bad) or "nothing in the batch has a weight (no label besides -100)"
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -234,3 +213,45 @@ def _generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     torch.cuda.init()
     return torch.cuda.default_generators[device.index or 0]
+
+
+class BatchNormStatistics:
+    """Keeps running statistics what they are in the whole-batch run: k micro-steps move them as far as one step.
+
+    A running mean keeps (1 - m) of its past at every update. Micro-steps update it k times a step;
+    m' = 1 - (1 - m)^(1/k) keeps (1 - m')^k = 1 - m of it per step, as in the whole-batch run. (The statistics used to
+    normalise are still those of a micro-batch: that is what BatchNorm does, and no accumulation can undo it.)
+    """
+
+    def __init__(self, module: nn.Module, correct_momentum: bool = True) -> None:
+        self.correct_momentum = correct_momentum
+        self.layers = [(layer, layer.momentum) for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        self.before: list[Tensor] = []
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [buffer for layer, _ in self.layers for buffer in layer.buffers()]
+
+    def set(self, micro_steps: int, is_empty: bool) -> None:
+        """Prepare a micro-step: one of ``micro_steps``, or an empty one, which must leave no trace."""
+        for layer, momentum in self.layers:
+            if is_empty:
+                layer.momentum = 0.0
+            elif momentum is None or not self.correct_momentum:  # None is a cumulative average, right as it is
+                layer.momentum = momentum
+            else:
+                layer.momentum = 1 - (1 - momentum) ** (1 / micro_steps)
+
+    def remember(self) -> None:
+        """Keep the running statistics as they are before a step."""
+        self.before = [buffer.clone() for buffer in self.buffers]
+
+    def restore(self) -> None:
+        """Take back what a skipped step did to them."""
+        for buffer, value in zip(self.buffers, self.before, strict=True):
+            buffer.copy_(value)
+
+    def share(self) -> None:
+        """Give every rank the first one's statistics, as DDP does before a forward: evaluation is the same on all."""
+        for buffer in self.buffers:
+            torch.distributed.broadcast(buffer, 0)

@@ -16,11 +16,7 @@ from trainer.errors import RunError
 
 
 class GradientSync:
-    """One process: nothing to synchronise. The base class of all other ways.
-
-    Args:
-        parameters: those that train.
-    """
+    """One process: nothing to synchronise. The base class of all other ways."""
 
     applied = False
     """Whether the weights have been updated already when ``norm`` is known: such a step cannot be skipped."""
@@ -53,18 +49,39 @@ class GradientSync:
         return total_norm([p.grad for p in self.parameters if p.grad is not None], self.alike)
 
 
-class OverlappedSync(GradientSync):
-    """DDP reduces each bucket while backward goes on, in the micro-step that is told to."""
+class ReplicatedSync(GradientSync):
+    """DDP: the gradients are reduced when the last backward is done, exact whichever parameters a loss reaches.
 
-    def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
+    DDP's own buckets fire once a backward and wait for every parameter in them, while backward goes on. With several
+    losses a micro-batch, or one that leaves parameters out, some would keep the gradient of their own rank. So they are
+    left to it only if the model ``may_overlap``, and a first step has reached every parameter on every rank.
+    """
+
+    def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor], may_overlap: bool) -> None:
         super().__init__(parameters)
-        self.module = module
+        self.module, self.may_overlap = module, may_overlap
 
     def before(self, is_last: bool) -> None:
         # What DDP.no_sync() sets; the context manager would also restore a state that nobody here relies on.
-        self.module.require_backward_grad_sync = is_last
+        self.module.require_backward_grad_sync = is_last and self.overlapped
 
     def after(self) -> None:
+        if self.overlapped:
+            self._require_reduced()
+            return
+        reached_by = ranks_that_reached([p.grad is not None for p in self.parameters], self.parameters[0].device)
+        # A parameter that no rank reached keeps grad=None, as in one process: the optimizer must not decay it.
+        used = [p for p, count in zip(self.parameters, reached_by, strict=True) if count]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        mean_over_ranks([p.grad for p in used if p.grad is not None])
+        self.overlapped = self.may_overlap and min(reached_by) == torch.distributed.get_world_size()
+
+    def overlap(self) -> None:
+        self.overlapped = self.may_overlap
+
+    def _require_reduced(self) -> None:
         """Check that every bucket was reduced: DDP itself would notice in the next step, after a wrong update."""
         try:
             self.module._check_reducer_finalized()
@@ -75,59 +92,10 @@ class OverlappedSync(GradientSync):
             ) from error
 
 
-class SyncAfterwards(GradientSync):
-    """All gradients are reduced when the last backward is done: exact whichever parameters a loss reaches.
-
-    DDP's buckets fire once a backward and wait for every parameter in them. With several losses a micro-batch, or one
-    that leaves parameters out, some would keep the gradient of their own rank.
-    """
-
-    def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
-        super().__init__(parameters)
-        self.module = module
-        self.all_reached = False
-
-    def before(self, is_last: bool) -> None:
-        self.module.require_backward_grad_sync = False
-
-    def after(self) -> None:
-        reached_by = ranks_that_reached([p.grad is not None for p in self.parameters], self.parameters[0].device)
-        ranks = torch.distributed.get_world_size()
-        self.all_reached = min(reached_by) == ranks
-        # A parameter that no rank reached keeps grad=None, as in one process: the optimizer must not decay it.
-        used = [p for p, count in zip(self.parameters, reached_by, strict=True) if count]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        mean_over_ranks([p.grad for p in used if p.grad is not None])
-
-
-class OverlappedWhereAllAreReached(GradientSync):
-    """The first step is reduced afterwards; if it reached every parameter on every rank, the others overlap."""
-
-    def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor]) -> None:
-        super().__init__(parameters)
-        self.module = module
-        self.sync: GradientSync = SyncAfterwards(module, parameters)
-
-    def before(self, is_last: bool) -> None:
-        self.sync.before(is_last)
-
-    def after(self) -> None:
-        self.sync.after()
-        if isinstance(self.sync, SyncAfterwards) and self.sync.all_reached:
-            self.overlap()
-
-    def overlap(self) -> None:
-        self.sync, self.overlapped = OverlappedSync(self.module, self.parameters), True
-
-
 class ShardedSync(GradientSync):
     """FSDP reduces each block's gradients to shards while backward goes on.
 
     Args:
-        module: after ``fully_shard``.
-        parameters: those that train, sharded.
         every_micro_step: reduce after every micro-step instead of after the last: no rank keeps whole gradients.
         replicas: how many ranks hold each shard.
     """
@@ -166,12 +134,9 @@ def mean_over_ranks(tensors: Sequence[Tensor], group: torch.distributed.ProcessG
 
 @torch.no_grad()
 def norm_over_ranks(local: Tensor, replicas: int = 1, group: torch.distributed.ProcessGroup | None = None) -> Tensor:
-    """The norm of gradients of which every rank holds a shard, from the norms of the shards.
+    """The norm of gradients of which each shard is on ``replicas`` ranks, from ``local``, that of this rank's shards.
 
-    Args:
-        local: the norm of this rank's shards; a scalar.
-        replicas: how many ranks hold each shard.
-        group: of all ranks; the default one must be able to reduce tensors on the device of ``local``.
+    The ``group``, of all ranks, must be able to reduce tensors on the device of ``local``.
     """
     square = local.double().square()
     torch.distributed.all_reduce(square, group=group)
@@ -189,24 +154,17 @@ def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:
 
 def reshard(module: nn.Module) -> None:
     """Free whole weights that an evaluation left behind under FSDP: the optimizer must find shards."""
-    if isinstance(module, FSDPModule):
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+    for part in module.modules() if isinstance(module, FSDPModule) else ():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def gradient_sync(
-    module: nn.Module,
-    model: Model,
-    parameters: Sequence[Tensor],
-    every_micro_step: bool = False,
-    replicas: int = 1,
+    module: nn.Module, model: Model, parameters: Sequence[Tensor], every_micro_step: bool = False, replicas: int = 1
 ) -> GradientSync:
     """The way to synchronise the gradients of ``module``, as the strategy wrapped it; the rest is for FSDP alone."""
     if isinstance(module, FSDPModule):
         return ShardedSync(module, parameters, every_micro_step, replicas)
     if not isinstance(module, DistributedDataParallel):
         return GradientSync(parameters)
-    if len(model.loss_names) > 1 or model.conditional:
-        return SyncAfterwards(module, parameters)
-    return OverlappedWhereAllAreReached(module, parameters)
+    return ReplicatedSync(module, parameters, may_overlap=len(model.loss_names) == 1 and not model.conditional)

@@ -1,4 +1,4 @@
-"""The losses of a step: what each is divided by, and what they add up to."""
+"""The losses of a step: what each is divided by, and what they add up to. The watchdog knows this file by its name."""
 
 from __future__ import annotations
 
@@ -13,22 +13,12 @@ from trainer.values import Loss
 
 
 class LossTotals:
-    """Sums up the losses of one window, on the device.
-
-    Args:
-        window: gives the weight of every loss in the whole batch, over all ranks.
-        world_size: ranks.
-    """
+    """Sums up the losses of one window, on the device."""
 
     def __init__(self, window: Window, world_size: int) -> None:
         self.weights, self.world_size, self.factor = window.weights, world_size, world_size
         self.parts: dict[str, list[Tensor]] = {name: [] for name in window.weights}
         self.scales: dict[str, Tensor] = {}
-
-    @staticmethod
-    def of(window: Window, world_size: int, in_order: bool) -> LossTotals:
-        """Those of ``window``; ``in_order`` as the gradient sync has it."""
-        return (TotalsInOrder if in_order else LossTotals)(window, world_size)
 
     def scale(self, loss: Loss, is_empty: bool) -> Tensor:
         """Where backward starts from: ranks / weight of the batch (DDP takes the mean over ranks), or 0.
@@ -62,8 +52,7 @@ class LossTotals:
         return first, self._means(values)
 
     def _means(self, sums: Iterable[float]) -> dict[str, float]:
-        weights = self.weights
-        return {name: value / (weights[name] or 1.0) for name, value in zip(weights, sums, strict=True)}
+        return {name: value / (weight or 1.0) for (name, weight), value in zip(self.weights.items(), sums, strict=True)}
 
     def _require_all(self, ranks: float) -> None:
         if ranks != self.world_size:  # NCCL says nothing of a collective that was aborted while a rank waited

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import islice, tee
+from itertools import chain, tee
 from math import fsum
 from typing import Any
 
 from trainer.contract import PADDING_MULTIPLE
 from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
-from trainer.engine.quarantine import Quarantine
+from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Groups, Incomplete, Request
@@ -23,27 +23,21 @@ MOST_HALVINGS = 64
 """Of a micro-batch: none has 2 ** 64 samples."""
 
 Fetch = Callable[[Iterator[Request]], Iterator[Any]]
-"""Gives a micro-batch for every request, in order."""
+"""Gives a collated micro-batch for every request, in order."""
+
+OnLoad = Callable[[Sequence[int]], None]
+"""Called with the samples of each micro-batch before it is waited for, and with none after the last of a step."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the batches of an epoch are cut.
+    """How the batches of an epoch are cut."""
 
-    Args:
-        batch_size: samples per step over all ranks.
-        micro_batch_size: most samples of a micro-batch.
-        accumulate: micro-batches per step and rank in a full batch (without a token budget, which may ask for more).
-        micro_batch_tokens: most tokens of a micro-batch, padding included; ``None`` for no limit.
-        any_ranks: cut as for one rank on any number of them: where the ranks do not divide the micro-batches, some get
-            an empty one.
-    """
-
-    batch_size: int
-    micro_batch_size: int
-    accumulate: int
-    micro_batch_tokens: int | None = None
-    any_ranks: bool = False
+    batch_size: int  # samples per step over all ranks
+    micro_batch_size: int  # most samples of a micro-batch
+    accumulate: int  # micro-batches per step and rank in a full batch (a token budget may ask for more)
+    micro_batch_tokens: int | None = None  # most tokens of a micro-batch, padding included
+    any_ranks: bool = False  # cut as for one rank: where the ranks do not divide the pieces, some get an empty one
 
     def halved(self, world_size: int) -> Cut | None:
         """The same batches in micro-batches of half the size; ``None`` when they are of one sample already."""
@@ -54,13 +48,6 @@ class Cut:
         return Cut(self.batch_size, size, -(-self.batch_size // (world_size * size)), tokens, self.any_ranks)
 
 
-def at_epoch(schedule: int | Mapping[int, int] | None, epoch: int) -> int | None:
-    """The value of a schedule such as ``{0: 8, 4: 2}`` in ``epoch``: that of the last epoch named so far."""
-    if not isinstance(schedule, Mapping):
-        return schedule
-    return schedule[max(start for start in schedule if start <= epoch)]
-
-
 def decide_cut(
     batch_size: int | None,
     micro_batch_size: int | None,
@@ -69,50 +56,35 @@ def decide_cut(
     micro_batch_tokens: int | None = None,
     any_ranks: bool = False,
 ) -> Cut:
-    """Derive what was left open (``None``) of batch size, micro-batch size and accumulation.
-
-    Raises:
-        RecipeError: when all three are given and contradict each other, or too little is given.
-    """
+    """Derive what was left open (``None``) of batch size, micro-batch size and accumulation."""
     if batch_size is None:
         if accumulate is None or micro_batch_size is None:
             raise RecipeError("batch_size is missing: give it, or give accumulate and memory.micro_batch_size")
         size = micro_batch_size * accumulate * world_size
         return Cut(size, micro_batch_size, accumulate, micro_batch_tokens, any_ranks)
     share = -(-batch_size // world_size)
-    given = micro_batch_size is not None
-    if micro_batch_size is None:
-        micro_batch_size = -(-share // (accumulate or 1))
-    derived = -(-share // micro_batch_size)
+    size = micro_batch_size or -(-share // (accumulate or 1))
+    derived = -(-share // size)
     if accumulate is not None and accumulate != derived:
-        if given:
-            raise RecipeError(
-                f"batch_size={batch_size} contradicts accumulate={accumulate} with memory.micro_batch_size="
-                f"{micro_batch_size} on {world_size} rank(s), which make {micro_batch_size * accumulate * world_size}: "
-                "leave out one of the three"
-            )
         raise RecipeError(
-            f"batch_size={batch_size} on {world_size} rank(s) cannot be cut into accumulate={accumulate} "
-            f"micro-batches: those of {micro_batch_size} samples make {derived}; use accumulate {derived}, or set "
+            f"batch_size={batch_size} contradicts accumulate={accumulate} with memory.micro_batch_size={size} on "
+            f"{world_size} rank(s), which make {size * accumulate * world_size}: leave out one of the three"
+            if micro_batch_size
+            else f"batch_size={batch_size} on {world_size} rank(s) cannot be cut into accumulate={accumulate} "
+            f"micro-batches: those of {size} samples make {derived}; use accumulate {derived}, or set "
             "memory.micro_batch_size instead"
         )
-    most = min(micro_batch_size, batch_size if any_ranks else share)
-    return Cut(batch_size, most, derived, micro_batch_tokens, any_ranks)
+    return Cut(batch_size, min(size, batch_size if any_ranks else share), derived, micro_batch_tokens, any_ranks)
 
 
 def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:
-    """How the batches of ``epoch`` are cut."""
-    memory = recipe.memory
-    micro_batch_size = None if memory.micro_batch_size == "auto" else memory.micro_batch_size
-    accumulate = at_epoch(recipe.accumulate, epoch)
-    return decide_cut(
-        recipe.batch_size,
-        micro_batch_size,
-        accumulate,
-        world_size,
-        memory.micro_batch_tokens,
-        any_ranks=recipe.run.deterministic,
-    )
+    """How the batches of ``epoch`` are cut; a schedule such as ``{0: 8, 4: 2}`` holds from each epoch named on."""
+    memory, accumulate = recipe.memory, recipe.accumulate
+    if isinstance(accumulate, Mapping):
+        accumulate = accumulate[max(start for start in accumulate if start <= epoch)]
+    size = None if memory.micro_batch_size == "auto" else memory.micro_batch_size
+    tokens, any_ranks = memory.micro_batch_tokens, recipe.run.deterministic
+    return decide_cut(recipe.batch_size, size, accumulate, world_size, tokens, any_ranks)
 
 
 def padded(length: int) -> int:
@@ -132,18 +104,10 @@ def cut_batch(
     if cut.any_ranks:
         pieces = cut_batch(indices, replace(cut, any_ranks=False), 1, lengths)
         return pieces + [[] for _ in range(-len(pieces) % world_size)]
-    if lengths is None:
-        return _equal_pieces(list(indices), cut.micro_batch_size, world_size)
-    by_length = sorted(indices, key=lambda index: -lengths[index])
-    if cut.micro_batch_tokens is None:
-        return _equal_pieces(by_length, cut.micro_batch_size, world_size)
-    pieces = _pieces_by_tokens(by_length, cut.micro_batch_size, cut.micro_batch_tokens, lengths)
-    return _split_to_multiple(pieces, world_size)
-
-
-def _equal_pieces(indices: list[int], micro_batch_size: int, world_size: int) -> list[list[int]]:
-    bounds = _equal_bounds(len(indices), micro_batch_size, world_size)
-    return [indices[start:end] for start, end in bounds]
+    order = list(indices) if lengths is None else sorted(indices, key=lambda index: -lengths[index])
+    if lengths is None or cut.micro_batch_tokens is None:
+        return [order[start:end] for start, end in _equal_bounds(len(order), cut.micro_batch_size, world_size)]
+    return _pieces_by_tokens(order, cut, world_size, lengths)
 
 
 @lru_cache  # nearly all batches have the same size
@@ -154,30 +118,21 @@ def _equal_bounds(size: int, micro_batch_size: int, world_size: int) -> list[tup
     return list(zip(bounds, bounds[1:], strict=False))
 
 
-def _pieces_by_tokens(
-    by_length: list[int], most_samples: int, most_tokens: int, lengths: Sequence[int]
-) -> list[list[int]]:
-    """Fill micro-batches greedily; a sample longer than the budget makes one of its own."""
+def _pieces_by_tokens(by_length: list[int], cut: Cut, world_size: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Fill micro-batches greedily; halve the largest, where they stand, to a multiple of ``world_size``."""
+    assert cut.micro_batch_tokens is not None
     pieces: list[list[int]] = []
+    room = 0  # in the last piece; a sample longer than the budget makes one of its own
     for index in by_length:
-        if (
-            pieces
-            and len(pieces[-1]) < most_samples
-            and (len(pieces[-1]) + 1) * padded(lengths[pieces[-1][0]]) <= most_tokens
-        ):
-            pieces[-1].append(index)
-        else:
-            pieces.append([index])
-    return pieces
-
-
-def _split_to_multiple(pieces: list[list[int]], world_size: int) -> list[list[int]]:
-    """Halve the largest pieces, in place of the order, until their number is a multiple of ``world_size``."""
+        if not room:
+            pieces.append([])
+            room = max(1, min(cut.micro_batch_size, cut.micro_batch_tokens // padded(lengths[index])))
+        pieces[-1].append(index)
+        room -= 1
     while len(pieces) % world_size:
-        largest = max(range(len(pieces)), key=lambda piece: len(pieces[piece]))
-        piece = pieces[largest]
-        middle = (len(piece) + 1) // 2
-        pieces[largest : largest + 1] = [piece[:middle], piece[middle:]]
+        largest = max(range(len(pieces)), key=lambda place: len(pieces[place]))
+        middle = (len(pieces[largest]) + 1) // 2
+        pieces[largest : largest + 1] = [pieces[largest][:middle], pieces[largest][middle:]]
     return pieces
 
 
@@ -190,39 +145,24 @@ def padding_share(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> fl
 
 @dataclass(slots=True)
 class MicroBatch:
-    """What goes through forward and backward at once.
+    """What goes through forward and backward at once."""
 
-    Args:
-        batch: the collated samples, on the host.
-        seed: of dropout; the same for this micro-batch on any rank.
-        is_last: whether this is the window's last, the one that synchronises gradients.
-        is_empty: whether it only keeps this rank in step with the others: its samples weigh nothing.
-        indices: its samples, by their place in the dataset.
-    """
-
-    batch: Any
-    seed: int
-    is_last: bool
-    is_empty: bool
-    indices: Sequence[int] = ()
+    batch: Any  # the collated samples, on the host
+    seed: int  # of dropout; the same for this micro-batch on any rank
+    is_last: bool  # of its window: it synchronises gradients
+    is_empty: bool  # only keeps this rank in step with the others: its samples weigh nothing
+    indices: Sequence[int] = ()  # its samples, by their place in the dataset
 
 
 @dataclass(slots=True)
 class Window:
-    """One rank's share of a batch.
+    """One rank's share of a batch."""
 
-    Args:
-        micro_batches: what this rank puts through the model, in order.
-        weights: of every loss, the weight of the whole batch over all ranks.
-        samples: samples of the whole batch over all ranks; bad ones are not counted.
-        present: of a batch that is cut as for one rank, which of its micro-batches over all ranks are not empty.
-    """
-
-    micro_batches: list[MicroBatch]
-    weights: dict[str, float]
-    samples: int
+    micro_batches: list[MicroBatch]  # what this rank puts through the model, in order
+    weights: dict[str, float]  # of every loss, the weight of the whole batch over all ranks
+    samples: int  # of the whole batch over all ranks; bad ones are not counted
     epoch: int = 0
-    present: Sequence[bool] = ()
+    present: Sequence[bool] = ()  # of a batch cut as for one rank, which of all its micro-batches are not empty
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -233,38 +173,23 @@ class Window:
 
 @dataclass
 class Windows:
-    """The windows of this rank, epoch by epoch.
+    """The windows of this rank, epoch by epoch."""
 
-    Args:
-        size: samples in the training set.
-        cut_at: the cut of an epoch's batches.
-        fetch: turns requests into collated micro-batches, in order.
-        weigh: the weight of every loss of a micro-batch.
-        reduce: sums a list of floats over all ranks.
-        lengths: tokens of each sample, when there are such.
-        groups: of samples that lie together, when there are such.
-        probably_longest: samples to take for the longest ones, where ``lengths`` are not known.
-        augmented: whether reading a sample draws random numbers, so that each needs a seed.
-        quarantine: the samples that could not be loaded.
-        on_load: called with the samples of each micro-batch before it is waited for, and with none after the last.
-        changes: the epochs from which on batches may be cut in another way; ``None`` for any.
-    """
-
-    size: int
-    cut_at: Callable[[int], Cut]
+    size: int  # samples in the training set
+    cut_at: Callable[[int], Cut]  # the cut of an epoch's batches
     fetch: Fetch
-    weigh: Callable[[Any], dict[str, float]]
+    weigh: Callable[[Any], dict[str, float]]  # the weight of every loss of a micro-batch
     seed: int
     rank: int = 0
     world_size: int = 1
-    reduce: Callable[[list[float]], list[float]] = list
-    lengths: Sequence[int] | None = None
-    groups: Groups | None = None
-    probably_longest: Sequence[int] = ()
-    augmented: bool = False
+    reduce: Reduce = list
+    lengths: Sequence[int] | None = None  # tokens of each sample, when there are such
+    groups: Groups | None = None  # of samples that lie together, when there are such
+    probably_longest: Sequence[int] = ()  # samples to take for the longest ones, where lengths are not known
+    augmented: bool = False  # reading a sample draws random numbers, so that each needs a seed
     quarantine: Quarantine = field(default_factory=Quarantine)
-    on_load: Callable[[Sequence[int]], None] = lambda samples: None
-    changes: Sequence[int] | None = None
+    on_load: OnLoad = lambda samples: None
+    changes: Sequence[int] | None = None  # epochs from which on batches may be cut otherwise; None for any
 
     def __post_init__(self) -> None:
         self.cut = lru_cache(self._cut)  # asked for in every step
@@ -278,7 +203,6 @@ class Windows:
         return cut
 
     def can_halve(self) -> bool:
-        """Whether a micro-batch of this epoch has more than one sample."""
         return self.cut(self.current_epoch).micro_batch_size > 1
 
     def halve(self) -> Cut:
@@ -309,11 +233,8 @@ class Windows:
         indices = cut_batch(order[: cut.micro_batch_size], cut, 1, lengths)[0]
         seeds = [0] * len(indices) if self.augmented else None
         count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
-        fetched = self.fetch(iter([Request(indices, seeds)] * count))
-        micro_batches = [
-            micro_batch(batch, indices, seed=0, is_last=number == count - 1, is_empty=False)[0]
-            for number, batch in enumerate(fetched)
-        ]
+        fetched = enumerate(self.fetch(iter([Request(indices, seeds)] * count)), start=1)
+        micro_batches = [micro_batch(batch, indices, 0, number == count, False)[0] for number, batch in fetched]
         weights, present, _ = self._weights(micro_batches)
         return Window(micro_batches, weights, len(indices) * count * self.world_size, present=present)
 
@@ -324,7 +245,6 @@ class Windows:
         return [range(start, min(end, epochs)) for start, end in zip(starts, ends, strict=True) if start < epochs]
 
     def steps(self, epoch: int) -> int:
-        """Steps in ``epoch``."""
         return steps_in_epoch(self.size, self.cut_at(epoch).batch_size)
 
     def pieces(self, epoch: int, step: int) -> list[list[int]]:
@@ -332,10 +252,10 @@ class Windows:
         cut = self.cut(epoch)
         batch = batch_indices(self.seed, epoch, step, self.size, cut.batch_size, self.groups)
         pieces = cut_batch(batch, cut, self.world_size, self.lengths)
-        if not self._are_neighbours(epoch):
-            return pieces
-        each = len(pieces) // self.world_size
-        return [pieces[rank * each + number] for number in range(each) for rank in range(self.world_size)]
+        if self._are_neighbours(epoch):
+            each = len(pieces) // self.world_size
+            pieces = [piece for first in range(each) for piece in pieces[first::each]]
+        return pieces
 
     def _are_neighbours(self, epoch: int) -> bool:
         """Whether a rank's micro-batches stand together in the batch, as samples of a group do; else they alternate."""
@@ -344,8 +264,8 @@ class Windows:
     def epoch(self, epoch: int, first_step: int = 0, last_step: int | None = None) -> Iterator[Window]:
         """Yield the windows of steps ``first_step`` to ``last_step`` (excluded; default: all that there are)."""
         self.current_epoch = epoch
-        steps = range(first_step, min(self.steps(epoch), last_step if last_step is not None else self.steps(epoch)))
-        batch_size = self.cut(epoch).batch_size
+        all_steps = self.steps(epoch)
+        steps = range(first_step, all_steps if last_step is None else min(all_steps, last_step))
         plans, ahead = tee(self._own(epoch, step) for step in steps)  # workers fetch ahead of the steps
         batches = self.fetch(request for own in ahead for request, _ in own)
         for step, own in zip(steps, plans, strict=True):
@@ -353,15 +273,18 @@ class Windows:
             bad: list[BadSample] = []
             for number, ((indices, _), is_empty) in enumerate(own):
                 self.on_load(indices)
-                seed, is_last = self._dropout_seed(epoch, step, number, len(own)), number == len(own) - 1
-                micro, found = micro_batch(next(batches), indices, seed, is_last, is_empty)
+                # Of dropout: of the place that this micro-batch has in the batch on any number of ranks.
+                neighbours = self._are_neighbours(epoch)
+                place = self.rank * len(own) + number if neighbours else number * self.world_size + self.rank
+                seed = derive_seed(self.seed, epoch, step, place)
+                micro, found = micro_batch(next(batches), indices, seed, number == len(own) - 1, is_empty)
                 micro_batches.append(micro)
                 bad += found
             self.on_load(())
             weights, present, any_bad = self._weights(micro_batches, len(bad))
             if any_bad:
                 self.quarantine.share("train", bad, self.reduce, self.rank, self.world_size)
-            yield Window(micro_batches, weights, self._samples(epoch, step, batch_size), epoch, present)
+            yield Window(micro_batches, weights, self._samples(epoch, step), epoch, present)
 
     def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
         """This rank's micro-batches of a step, and whether each is empty."""
@@ -374,24 +297,16 @@ class Windows:
             own.append((Request(indices, seeds), not piece))
         return own
 
-    def _dropout_seed(self, epoch: int, step: int, number: int, count: int) -> int:
-        """Of the place in the batch that this rank's micro-batch ``number`` of ``count`` has on any number of ranks."""
-        place = number * self.world_size + self.rank
-        if self._are_neighbours(epoch):
-            place = self.rank * count + number
-        return derive_seed(self.seed, epoch, step, place)
-
     def _borrowed(self, pieces: Sequence[Sequence[int]]) -> list[int]:
         """The shortest sample of the first micro-batch that has one; any good sample where the batch has none."""
-        others = next((piece for piece in pieces if piece), None)
-        if others is None:
-            others = self.quarantine.kept("train", range(self.size))[:1]
-            if not others:
-                raise RecipeError(f"none of the {self.size} training samples can be loaded: see quarantine.json")
+        others = next(filter(None, pieces), None) or self.quarantine.kept("train", range(self.size))[:1]
+        if not others:
+            raise RecipeError(f"none of the {self.size} training samples can be loaded: see quarantine.json")
         return [max(others, key=lambda i: -self.lengths[i] if self.lengths else 0)]
 
-    def _samples(self, epoch: int, step: int, batch_size: int) -> int:
+    def _samples(self, epoch: int, step: int) -> int:
         """The samples of a batch over all ranks that are not known as bad."""
+        batch_size = self.cut(epoch).batch_size
         if not len(self.quarantine):
             return min(batch_size, self.size - step * batch_size)
         batch = batch_indices(self.seed, epoch, step, self.size, batch_size, self.groups)
@@ -400,9 +315,10 @@ class Windows:
     def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:
         """What a window says of the batch over all ranks: weights, present; and if any rank has ``bad`` samples."""
         weights = [self.weigh(micro.batch) for micro in micro_batches]
+        present: list[float] = [float(not micro.is_empty) for micro in micro_batches]
         try:
             rows = [
-                [0.0 if micro.is_empty else weight[name] for weight, micro in zip(weights, micro_batches, strict=True)]
+                [weight[name] if there else 0.0 for weight, there in zip(weights, present, strict=True)]
                 for name in weights[0]
             ]
         except (TypeError, KeyError) as error:
@@ -410,25 +326,18 @@ class Windows:
                 f"{type(getattr(self.weigh, '__self__', self.weigh)).__name__}: weigh() gives {weights[0]!r}: give a "
                 "dict from every one of loss_names to how many items that loss is the sum of"
             ) from error
-        present: list[float] = []
-        if self.cut(self.current_epoch).any_ranks:
-            rows.append([float(not micro.is_empty) for micro in micro_batches])
-            *values, found = self.reduce([*self._in_places(rows), float(bad)])
-            columns = iter(values)
-            *tables, present = [list(islice(columns, len(values) // len(rows))) for _ in rows]
-            sums = [fsum(table) for table in tables]  # rounded once: the same however fractions are dealt to the ranks
-        else:
+        if not self.cut(self.current_epoch).any_ranks:
             *sums, found = self.reduce([*map(sum, rows), float(bad)])
-        return dict(zip(weights[0], sums, strict=True)), [flag > 0 for flag in present], found > 0
-
-    def _in_places(self, rows: list[list[float]]) -> list[float]:
-        """Room for what all ranks have in such ``rows``, in the order of the micro-batches, filled with this rank's."""
-        whole = []
-        for row in rows:
-            places = [0.0] * (len(row) * self.world_size)
-            places[self.rank :: self.world_size] = row
-            whole += places
-        return whole
+            return dict(zip(weights[0], sums, strict=True)), [], found > 0
+        rows.append(present)
+        # Room for what all ranks have in such rows, in the order of the micro-batches, filled with this rank's.
+        length = len(present) * self.world_size
+        places = [0.0] * (length * len(rows))
+        places[self.rank :: self.world_size] = chain.from_iterable(rows)
+        *values, found = self.reduce([*places, float(bad)])
+        *tables, everywhere = [values[start : start + length] for start in range(0, len(values), length)]
+        sums = [fsum(table) for table in tables]  # rounded once: the same however fractions are dealt to the ranks
+        return dict(zip(weights[0], sums, strict=True)), [flag > 0 for flag in everywhere], found > 0
 
 
 def micro_batch(

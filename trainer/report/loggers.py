@@ -26,35 +26,20 @@ SECONDS_BETWEEN_WRITES = 3.0
 
 
 def make_loggers(
-    names: Sequence[str],
-    run_dir: Path,
-    config: Mapping[str, Any],
-    extra_columns: Sequence[str] = (),
-    resumed_at: int = 0,
+    names: Sequence[str],  # any of csv, tensorboard, wandb; csv is always there
+    run_dir: Path,  # metrics.csv and tensorboard/ are written in it
+    config: Mapping[str, Any],  # the resolved recipe, shown beside the curves
+    extra_columns: Sequence[str] = (),  # of metrics.csv
+    resumed_at: int = 0,  # the step that the run goes on from; TensorBoard hides what was logged after it before
 ) -> list[Logger]:
-    """The loggers of a run, for ``Fabric(loggers=...)``; only the first rank writes.
-
-    Args:
-        names: any of csv, tensorboard, wandb; csv is always there.
-        run_dir: the run directory: ``metrics.csv`` and ``tensorboard/`` are written in it.
-        config: the resolved recipe, shown beside the curves.
-        extra_columns: further columns of ``metrics.csv``.
-        resumed_at: the step that the run goes on from; TensorBoard hides what was logged after it before.
-
-    Raises:
-        RecipeError: when wandb is asked for and not installed, or an existing ``metrics.csv`` has other columns.
-    """
+    """The loggers of a run, for ``Fabric(loggers=...)``; only the first rank writes."""
     make: dict[str, Callable[..., Logger]] = {"tensorboard": partial(_tensorboard, resumed_at), "wandb": _wandb}
     others = [make[name](run_dir, config) for name in dict.fromkeys(names) if name != "csv"]
     return [CSVMetrics(run_dir / "metrics.csv", extra_columns), *others]
 
 
 def require_loggers(names: Sequence[str]) -> None:
-    """Refuse loggers whose package is missing, before anything is started.
-
-    Raises:
-        RecipeError: naming the package.
-    """
+    """Refuse loggers whose package is missing, before anything is started."""
     if "wandb" in names and find_spec("wandb") is None:
         raise RecipeError("run.logger=wandb needs the package wandb: pip install 'exactbatch-trainer[wandb]'")
 
@@ -74,11 +59,6 @@ class CSVMetrics(Logger):
 
     Not Fabric's own ``CSVLogger``: that one deletes an existing file, so a resumed run would lose its past, and
     rewrites the whole file in place whenever a key is new, so a crash then loses everything.
-
-    Args:
-        path: the file; an existing one with the same columns is continued.
-        extra_columns: further columns, besides the training and evaluation ones.
-        clock: seconds, rising; for tests.
     """
 
     def __init__(
@@ -86,8 +66,7 @@ class CSVMetrics(Logger):
     ) -> None:
         self.path = path
         self.columns = (*TRAINING_COLUMNS, *EVALUATION_COLUMNS, *extra_columns)
-        self._clock = clock
-        self._last_write = clock()
+        self._clock, self._last_write = clock, clock()
         self._rows: list[dict[str, Any]] = []
 
     @property
@@ -104,11 +83,7 @@ class CSVMetrics(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add a row. Rows of an evaluation go to disk at once, the others within seconds.
-
-        Raises:
-            ValueError: for a metric that has no column.
-        """
+        """Add a row. Rows of an evaluation go to disk at once, the others within seconds."""
         row: dict[str, Any] = {} if step is None else {"step": step}
         row |= {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         unknown = [name for name in row if name not in self.columns]
@@ -141,7 +116,6 @@ class CSVMetrics(Logger):
         self._last_write = self._clock()
 
     def finalize(self, status: str) -> None:
-        """Write the last rows."""
         self.save()
 
     def _continues(self) -> bool:
@@ -175,9 +149,8 @@ def _wandb(run_dir: Path, config: Mapping[str, Any]) -> Logger:
     # Its description of the machine has the command line in it.
     settings = Settings(x_disable_meta=redact_words(sys.argv) != sys.argv)
     try:
-        logger = WandbLogger(
-            project="trainer", name=run_dir.name, save_dir=run_dir, config=dict(config), settings=settings
-        )
+        where: dict[str, Any] = {"project": "trainer", "name": run_dir.name, "save_dir": run_dir}
+        logger = WandbLogger(**where, config=dict(config), settings=settings)
         _ = logger.experiment  # logs in
     except Error as error:
         raise RecipeError(f"run.logger=wandb: {error} (or set WANDB_MODE=offline)") from error

@@ -17,24 +17,14 @@ from trainer.values import IGNORED_LABEL, Loss
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation found, over all ranks.
+    """What an evaluation found, over all ranks."""
 
-    Args:
-        loss: the sum of ``losses``; NaN when nothing had weight.
-        losses: mean of each loss over its weighted items, by name.
-        weights: the weight (samples or tokens) behind each of ``losses``.
-        accuracy: share of right predictions, 0 to 1; ``None`` when nothing was classified.
-        samples: how many items were classified; ``None`` without ``num_classes``.
-        confusion: counts, shape ``(classes, classes)``: row = target, column = prediction; ``None`` without
-            ``num_classes``.
-    """
-
-    loss: float
-    losses: dict[str, float]
-    weights: dict[str, float]
-    accuracy: float | None
-    samples: int | None
-    confusion: np.ndarray | None
+    loss: float  # the sum of losses; NaN when nothing had weight
+    losses: dict[str, float]  # mean of each loss over its weighted items
+    weights: dict[str, float]  # the weight (samples or tokens) behind each of them
+    accuracy: float | None  # share of right predictions, 0 to 1; None when nothing was classified
+    samples: int | None  # how many items were classified; None without num_classes
+    confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; None as well
 
     def figures(self) -> dict[str, float]:
         """``loss`` and, if there is one, ``accuracy``: what goes to the loggers, the progress and the summary."""
@@ -56,16 +46,14 @@ class ClassificationMetrics:
 
     Args:
         num_classes: classes of the confusion matrix; ``None`` for models that do not classify.
-        device: where the sums live.
-        loss_names: the model's ``loss_names``. They must be known before the first update: a rank that sees no
-            sample must bring tensors of the same shape to the sum over ranks.
+        loss_names: known before the first update, as a rank that sees no sample must bring tensors of the same shape to
+            the sum over ranks.
     """
 
     def __init__(
         self, num_classes: int | None, device: torch.device | str, loss_names: Sequence[str] = ("loss",)
     ) -> None:
-        self.loss_names = tuple(loss_names)
-        self.num_classes = num_classes
+        self.loss_names, self.num_classes = tuple(loss_names), num_classes
         self._sums = _Sums(len(self.loss_names), num_classes or 0).to(device)
 
     def update(self, loss: Loss) -> None:
@@ -73,9 +61,6 @@ class ClassificationMetrics:
 
         Logits, where given, have shape ``(..., classes)`` and targets the shape before it. Of a model with several
         losses only one should carry logits, as all of them are counted.
-
-        Raises:
-            ValueError: for a loss that is not one of ``loss_names``, or logits of another number of classes.
         """
         if loss.name not in self.loss_names:
             raise ValueError(f"loss {loss.name!r} is not one of the model's loss_names {self.loss_names}")
@@ -88,7 +73,7 @@ class ClassificationMetrics:
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
             sums, confusion = self._sums.compute()
         totals, weights = sums[:, 0].tolist(), sums[:, 1].tolist()
-        means = [total / weight if weight else float("nan") for total, weight in zip(totals, weights, strict=True)]
+        means = [total / weight if weight else math.nan for total, weight in zip(totals, weights, strict=True)]
         counts = confusion.cpu().numpy() if self.num_classes else None
         samples = int(counts.sum()) if counts is not None else None
         return EvaluationResult(
@@ -101,7 +86,6 @@ class ClassificationMetrics:
         )
 
     def reset(self) -> None:
-        """Forget everything, for the next evaluation."""
         self._sums.reset()
 
 
@@ -139,15 +123,7 @@ class _Sums(Metric):
 
 
 def classification_report(confusion: np.ndarray, class_names: Sequence[str] | None = None) -> str:
-    """scikit-learn's report (precision, recall, F1 and support of every class) from a confusion matrix.
-
-    Args:
-        confusion: counts, shape ``(classes, classes)``: row = target, column = prediction.
-        class_names: a name per class; their numbers when ``None``.
-
-    Raises:
-        ValueError: when there are not as many names as classes.
-    """
+    """scikit-learn's report (precision, recall, F1 and support of every class) from a confusion matrix."""
     from sklearn.metrics import classification_report as report
 
     classes = len(confusion)
@@ -158,11 +134,5 @@ def classification_report(confusion: np.ndarray, class_names: Sequence[str] | No
     counts = confusion.reshape(-1)
     if not counts.any():  # which scikit-learn refuses
         return "no samples were classified\n"
-    return report(
-        np.repeat(targets, counts),
-        np.repeat(predictions, counts),
-        labels=range(classes),
-        target_names=names,
-        digits=4,
-        zero_division=0,
-    )
+    rows = np.repeat(targets, counts), np.repeat(predictions, counts)
+    return report(*rows, labels=range(classes), target_names=names, digits=4, zero_division=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -27,12 +28,23 @@ Curve = tuple[np.ndarray, np.ndarray]
 def plot_curves(metrics_csv: Path, target: Path) -> None:
     """Draw the curves of ``metrics_csv`` as a PNG of 1200 × 800 pixels; columns that are missing are left out."""
     curves = _read(metrics_csv)
-    figure = _new_figure(metrics_csv.absolute().parent.name, height=8)
+    figure = _new_figure(metrics_csv.absolute().parent.name, height=8, margins=(0.08, 0.91, 0.36))
     grid = figure.add_gridspec(2, 2, height_ratios=[3, 1])
     loss = figure.add_subplot(grid[0, 0])
-    _draw_loss(loss, curves)
-    _draw_accuracy(figure.add_subplot(grid[0, 1], sharex=loss), curves)
-    _draw_lr(figure.add_subplot(grid[1, :], sharex=loss), curves)
+    steps, values = curves["loss"]
+    if len(steps):
+        loss.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1, label="training, each step")
+        loss.plot(steps, _smooth(values), color=BLUE, linewidth=2, label="training, smoothed")
+    _draw_evaluations(loss, curves, "loss", "{:.4f}")
+    _finish(loss, "Loss", "mean loss per weighted item")
+    accuracy = figure.add_subplot(grid[0, 1], sharex=loss)
+    _draw_evaluations(accuracy, curves, "accuracy", "{:.2f} %", factor=100)
+    _finish(accuracy, "Accuracy", "accuracy (%)")
+    rate = figure.add_subplot(grid[1, :], sharex=loss)
+    if len(curves["lr"][0]):
+        rate.plot(*curves["lr"], color=GREY, linewidth=2, label="learning rate")
+        rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    _finish(rate, "Learning rate", "learning rate", legend=False)
     _save(figure, target)
 
 
@@ -40,34 +52,42 @@ def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]],
     """Draw peaks by phase, and memory over steps, as a PNG of 1200 × 500 pixels.
 
     Args:
-        memory: as in ``summary.json``: figures in GB by phase; allocated and reserved are drawn where there is a GPU,
-            the host's resident memory where there is none.
+        memory: as in ``summary.json``; allocated and reserved are drawn where there is a GPU, else resident memory.
         history: steps, and memory at their ends in GB: allocated on a GPU, resident elsewhere.
-        target: the file to write.
     """
-    figure = _new_figure(target.absolute().parent.name, height=5)
+    figure = _new_figure(target.absolute().parent.name, height=5, margins=(0.12, 0.85, 0.2))
     peaks, levels = figure.subplots(1, 2)
-    kind = "resident" if memory.get("allocated_gb") is None else "allocated"
-    _draw_phases(peaks, memory)
+    on_gpu, idle = memory.get("allocated_gb") is not None, memory.get("host_idle_gb")
+    kind = "allocated" if on_gpu else "resident"
+    _draw_phases(
+        peaks, memory, {"allocated_gb": "allocated", "reserved_gb": "reserved"} if on_gpu else {"host_gb": kind}
+    )
     if history:
         steps, values = np.array(history).T
         levels.plot(steps, values, color=BLUE, linewidth=2, marker="o", markersize=3, label=f"{kind}, first rank")
-    if kind == "resident" and memory.get("host_idle_gb") is not None:
-        _draw_idle(levels, memory["host_idle_gb"])
+    if not on_gpu and idle is not None:
+        for axes in (peaks, levels):
+            axes.axhline(idle, color=GREY, linestyle="--", linewidth=1.5, label=f"idle, {idle:.2f} GB")
+    _finish(peaks, "Peaks by phase, the largest over ranks", "peak memory (GB)", x_label="phase")
+    peaks.set_axisbelow(True)
     _finish(levels, "Memory at the end of a step", f"{kind} memory (GB)")
     for axes in (peaks, levels):
         axes.set_ylim(0, 1.25 * axes.dataLim.y1 if axes.dataLim.y1 > 0 else 1)  # room for the legend
     _save(figure, target)
 
 
-def _new_figure(title: str, height: float) -> Figure:
+def _new_figure(title: str, height: float, margins: tuple[float, float, float] | None = None) -> Figure:
+    """Laid out by the texts in it or, in half the time, with given ``margins``: bottom, top, and between the rows."""
     # Figure without pyplot: no global state, no window, whatever the caller's own backend is.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, height), dpi=100, layout="constrained")
+    figure = Figure(figsize=(12, height), dpi=100, layout=None if margins else "constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=15)
+    if margins:
+        bottom, top, between = margins
+        figure.subplots_adjust(left=0.065, right=0.985, bottom=bottom, top=top, hspace=between, wspace=0.17)
     return figure
 
 
@@ -76,14 +96,13 @@ def _save(figure: Figure, target: Path) -> None:
         figure.savefig(part, format="png")
 
 
-def _read(metrics_csv: Path) -> dict[str, Curve]:
-    """Steps and values of every column, without empty and non-finite cells."""
+def _read(metrics_csv: Path) -> defaultdict[str, Curve]:
+    """Steps and values of every column, without empty and non-finite cells; none of a column that is not there."""
     with open(metrics_csv, newline="") as file:
         reader = csv.DictReader(file)
-        rows = list(reader)
-        columns = reader.fieldnames or []
+        rows, columns = list(reader), reader.fieldnames or ()
     steps = np.array([_number(row.get("step")) for row in rows])
-    curves = {}
+    curves: defaultdict[str, Curve] = defaultdict(lambda: (np.array([]), np.array([])))
     for name in columns:
         values = np.array([_number(row.get(name)) for row in rows])
         kept = np.isfinite(steps) & np.isfinite(values)
@@ -107,62 +126,29 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return (sums[last] - sums[first]) / (last - first)
 
 
-def _draw_loss(axes: Axes, curves: dict[str, Curve]) -> None:
-    if len(curves.get("loss", ((), ()))[0]):
-        steps, values = curves["loss"]
-        axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1, label="training, each step")
-        axes.plot(steps, _smooth(values), color=BLUE, linewidth=2, label="training, smoothed")
-    _draw_evaluations(axes, curves, "loss", "{:.4f}")
-    _finish(axes, "Loss", "mean loss per weighted item")
-
-
-def _draw_accuracy(axes: Axes, curves: dict[str, Curve]) -> None:
-    percent = {name: (steps, 100 * values) for name, (steps, values) in curves.items()}
-    _draw_evaluations(axes, percent, "accuracy", "{:.2f} %")
-    _finish(axes, "Accuracy", "accuracy (%)")
-
-
-def _draw_lr(axes: Axes, curves: dict[str, Curve]) -> None:
-    if len(curves.get("lr", ((), ()))[0]):
-        axes.plot(*curves["lr"], color=GREY, linewidth=2, label="learning rate")
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    _finish(axes, "Learning rate", "learning rate", legend=False)
-
-
-def _draw_evaluations(axes: Axes, curves: dict[str, Curve], figure: str, form: str) -> None:
+def _draw_evaluations(axes: Axes, curves: Mapping[str, Curve], figure: str, form: str, factor: float = 1) -> None:
     """Validation as a line with dots, test as diamonds; the last value of each in the legend."""
     styles: dict[str, dict[str, Any]] = {
         "val": {"color": ORANGE, "marker": "o", "markersize": 5, "linewidth": 2, "label": "validation"},
         "test": {"color": GREEN, "marker": "D", "markersize": 8, "linestyle": "none", "label": "test"},
     }
     for split, style in styles.items():
-        steps, values = curves.get(f"{split}_{figure}", (np.array([]), np.array([])))
+        steps, values = curves[f"{split}_{figure}"]
         if len(steps):
-            style["label"] += f", last {form.format(values[-1])}"
-            axes.plot(steps, values, **style)
+            style["label"] += f", last {form.format(factor * values[-1])}"
+            axes.plot(steps, factor * values, **style)
 
 
-def _draw_phases(axes: Axes, memory: Mapping[str, Any]) -> None:
+def _draw_phases(axes: Axes, memory: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
     """A group of bars for each phase that was measured."""
-    on_gpu = memory.get("allocated_gb") is not None
-    kinds = {"allocated_gb": "allocated", "reserved_gb": "reserved"} if on_gpu else {"host_gb": "resident"}
-    phases = {
-        name: figures for name, figures in memory.get("phases", {}).items() if figures[next(iter(kinds))] is not None
-    }
+    first, *_ = kinds
+    phases = {name: figures for name, figures in memory.get("phases", {}).items() if figures[first] is not None}
     width = 0.8 / len(kinds)
     for number, ((key, label), colour) in enumerate(zip(kinds.items(), (BLUE, ORANGE), strict=False)):
         at = np.arange(len(phases)) + (number - (len(kinds) - 1) / 2) * width
         bars = axes.bar(at, [figures[key] for figures in phases.values()], width, color=colour, label=label)
         axes.bar_label(bars, fmt="%.2f", fontsize=10)
-    if not on_gpu and memory.get("host_idle_gb") is not None:
-        _draw_idle(axes, memory["host_idle_gb"])
     axes.set_xticks(range(len(phases)), list(phases))
-    _finish(axes, "Peaks by phase, the largest over ranks", "peak memory (GB)", x_label="phase")
-    axes.set_axisbelow(True)
-
-
-def _draw_idle(axes: Axes, gigabytes: float) -> None:
-    axes.axhline(gigabytes, color=GREY, linestyle="--", linewidth=1.5, label=f"idle, {gigabytes:.2f} GB")
 
 
 def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str = "step") -> None:
@@ -182,14 +168,12 @@ def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str
 def plot_ladder(
     rungs: Sequence[tuple[str, Sequence[float | None], str]], kinds: Sequence[str], title: str, target: Path
 ) -> None:
-    """Draw the memory of each rung as bars, 1200 pixels wide.
+    """Draw the memory of each rung as bars, as a PNG 1200 pixels wide.
 
     Args:
         rungs: label, peak memory in GB of each kind (``None`` for a rung without), and status of each; those whose
             label starts with a plus are stacked, and those with a note in brackets give up something besides memory.
         kinds: what is measured, such as allocated and reserved: the first is drawn solid, in front of the second.
-        title: of the picture.
-        target: the PNG to write.
     """
     figure = _new_figure(title, height=1.6 + 0.36 * len(rungs))
     axes = figure.add_subplot()
@@ -225,37 +209,20 @@ CATEGORIES = {
 }
 """From the bottom up: what stays first."""
 
-PHASES = {
-    "init": GREY,
-    "forward": BLUE,
-    "backward": ORANGE,
-    "step": GREEN,
-    "evaluation": PURPLE,
-    "saving": GREY,
-}
-SHORT = {"forward": "fwd", "backward": "bwd", "evaluation": "eval"}
-"""For phases with little room."""
-
+PHASES = {"init": GREY, "forward": BLUE, "backward": ORANGE, "step": GREEN, "evaluation": PURPLE, "saving": GREY}
+SHORT = {"forward": "fwd", "backward": "bwd", "evaluation": "eval"}  # for phases with little room
 BOX = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
-
-FAR = 2.5
-"""A budget of more than so many times the peak is only written, not drawn: the curves would lie flat."""
-
-LETTERS = 95
-"""Of a line of the title."""
-
-LETTER = 0.0078
-"""Width of a letter of a phase's label, as part of the width of the picture."""
+FAR = 2.5  # a budget of more than so many times the peak is only written, not drawn: the curves would lie flat
+LETTERS = 95  # of a line of the title
+LETTER = 0.0078  # the width of a letter of a phase's label, as part of the width of the picture
 
 
 def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Path) -> None:
-    """Draw memory over allocations and frees, 1200 × 650 pixels.
+    """Draw memory over allocations and frees, as a PNG of 1200 × 650 pixels.
 
     Args:
         timeline: ``{"allocated": {category: [bytes at each point]}, "reserved": [bytes], "marks": [[point, phase]]}``.
         budget: bytes.
-        title: of the picture.
-        target: the PNG to write.
     """
     figure = _new_figure("\n".join(line for part in title.splitlines() for line in wrap(part, LETTERS)), height=6.5)
     grid = figure.add_gridspec(2, 1, height_ratios=[1, 18], hspace=0.0)
@@ -283,44 +250,27 @@ def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) 
     for name, (label, colour) in CATEGORIES.items():
         values = np.array(timeline["allocated"].get(name, below * 0)) / 1e9
         if values.any():
-            axes.fill_between(
-                points, below, below + values, step="post", color=colour, alpha=0.85, linewidth=0, label=label
-            )
+            style: dict[str, Any] = {"color": colour, "alpha": 0.85, "linewidth": 0, "label": label}
+            axes.fill_between(points, below, below + values, step="post", **style)
         below = below + values
     peak = int(below.argmax())
-    label = f"allocated: {_figure(below[peak])} GB"
-    axes.plot(peak, below[peak], "o", color=BLACK, markersize=6, label=label)
+    axes.plot(peak, below[peak], "o", color=BLACK, markersize=6, label=f"allocated: {_figure(below[peak])} GB")
     label = f"reserved: {_figure(reserved.max(initial=0.0))} GB"
     axes.step(points, reserved, where="post", color=GREY, linewidth=2, label=label)
 
 
 def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
     """A dashed line, or a word where it lies far above."""
-    if budget > FAR * peak:
-        axes.set_ylim(0, 1.15 * peak or 1)
-        axes.text(
-            0.99,
-            0.97,
-            f"budget: {_figure(budget)} GB, far above",
-            transform=axes.transAxes,
-            ha="right",
-            va="top",
-            fontsize=12,
-        )
-        return
-    top = 1.12 * max(budget, peak)
+    label, is_far = f"budget: {_figure(budget)} GB", budget > FAR * peak
+    top = 1.15 * peak or 1 if is_far else 1.12 * max(budget, peak)
     axes.set_ylim(0, top)
-    axes.axhline(budget, color=BLACK, linestyle="--", linewidth=2)
-    axes.text(
-        0.992,
-        budget + 0.015 * top,
-        f"budget: {_figure(budget)} GB",
-        transform=axes.get_yaxis_transform(),
-        ha="right",
-        va="bottom",
-        fontsize=12,
-        bbox=BOX,
-    )
+    if is_far:
+        style: dict[str, Any] = {"ha": "right", "fontsize": 12}
+        axes.text(0.99, 0.97, f"{label}, far above", transform=axes.transAxes, va="top", **style)
+    else:
+        axes.axhline(budget, color=BLACK, linestyle="--", linewidth=2)
+        style = {"ha": "right", "fontsize": 12, "bbox": BOX, "transform": axes.get_yaxis_transform()}
+        axes.text(0.992, budget + 0.015 * top, label, va="bottom", **style)
 
 
 def _draw_predicted_phases(strip: Axes, axes: Axes, marks: list[list[Any]], points: int) -> None:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from trainer.system.redact import redact
 from trainer.system.text import escaped
 
+Clock = Callable[[], float]
 SECONDS_BETWEEN_LINES = 5.0
 # The figures first, the bar takes the room that they leave; what does not fit in the terminal's width is cut off.
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
@@ -28,91 +29,55 @@ class Progress:
 
     Args:
         enabled: ``False`` hides bars, steps, evaluations and what describes the run; notices and warnings stay.
-        rank: this process's rank.
-        stream: where to write; standard error by default. Whether it is a terminal, of known width,
-            decides between bar and lines.
-        clock: seconds, rising; for tests.
+        stream: standard error by default. Whether it is a terminal, of known width, decides between bar and lines.
     """
 
     def __init__(
-        self,
-        enabled: bool = True,
-        rank: int = 0,
-        *,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, enabled: bool = True, rank: int = 0, *, stream: TextIO | None = None, clock: Clock = time.monotonic
     ) -> None:
-        self._shown = enabled and rank == 0
-        self._rank = rank
+        self._shown, self._rank, self._clock = enabled and rank == 0, rank, clock
         self._stream = stream if stream is not None else sys.stderr
         self._terminal = _shows_a_bar(self._stream)
-        self._clock = clock
         self._bar: Any = None
-        self._total_steps = 0
         self._pending: str | None = None
-        self._next_line = float("-inf")
+        self._total_steps, self._next_line = 0, float("-inf")
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
         """Begin to count to ``total_steps``; ``first_step`` of them are done already (a resumed run)."""
-        self._total_steps = total_steps
-        self._next_line = float("-inf")
+        self._total_steps, self._next_line = total_steps, float("-inf")
         if self._shown and self._terminal:
-            self._bar = tqdm(
-                total=total_steps, initial=first_step, file=self._stream, dynamic_ncols=True, bar_format=BAR
-            )
+            width: dict[str, Any] = {"dynamic_ncols": True, "bar_format": BAR}
+            self._bar = tqdm(total=total_steps, initial=first_step, file=self._stream, **width)
 
     def step(
-        self,
-        step: int,
-        *,
-        loss: float,
-        lr: float,
-        samples_per_second: float,
-        memory: str,
-        epoch: int,
-        skipped: int = 0,
+        self, step: int, *, loss: float, lr: float, samples_per_second: float, memory: str, epoch: int, skipped: int = 0
     ) -> None:
-        """Show that ``step`` steps are done.
+        """Show that ``step`` steps are done, since the beginning of training.
 
         Args:
-            step: steps done since the beginning of training, from 1.
             loss: mean loss of this step's batch, or of the steps since the last call.
-            lr: learning rate of this step.
-            samples_per_second: over all ranks.
             memory: figure, unit and kind, such as ``"0.52 GB host peak"``.
-            epoch: the epoch this step belongs to.
             skipped: steps skipped so far because of a non-finite loss or gradient.
         """
-        if not self._shown:
-            return
-        parts = [
-            f"epoch {epoch}",
-            f"loss {loss:.4f}",
-            f"lr {lr:.1e}",
-            f"{samples_per_second:,.0f} samples/s",
-            f"memory {memory}",
-        ]
-        if skipped:
-            parts.append(f"{skipped} skipped step{'s' if skipped > 1 else ''}")
-        text = " · ".join(parts)
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-        else:
-            self._line(step, f"step {step}/{self._total_steps} · {text}")
+        figures = [f"epoch {epoch}", f"loss {loss:.4f}", f"lr {lr:.1e}", f"{samples_per_second:,.0f} samples/s"]
+        trouble = [f"{skipped} skipped step{'s' if skipped > 1 else ''}"] if skipped else []
+        self._count(step, "step ", " · ".join([*figures, f"memory {memory}", *trouble]))
 
     def count(self, done: int, total: int, text: str) -> None:
         """Show that ``done`` of ``total`` pieces of work are done, which may change, and what ``text`` says of them."""
-        if not self._shown:
-            return
         self._total_steps = total
         if self._bar is not None:
             self._bar.total = total
+        self._count(done, "", text)
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def _count(self, done: int, unit: str, text: str) -> None:
+        if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(done - self._bar.n)
-            self._bar.refresh()
-        else:
-            self._line(done, f"{done}/{total} · {text}")
+        elif self._shown:
+            self._line(done, f"{unit}{done}/{self._total_steps} · {text}")
 
     def evaluation(self, step: int, split: str, result: dict[str, float]) -> None:
         """Show what an evaluation after ``step`` found on ``split`` (val, test), above the bar."""
@@ -144,10 +109,9 @@ class Progress:
         """Show the last step and end; may be called twice."""
         if self._pending is not None:
             self._print(self._pending)
-            self._pending = None
         if self._bar is not None:
             self._bar.close()
-        self._bar = None
+        self._pending = self._bar = None
 
     def _line(self, step: int, text: str) -> None:
         """Print the first line, the last one, and one every few seconds in between."""

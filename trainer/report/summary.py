@@ -6,6 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
@@ -18,49 +19,30 @@ DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets"
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The fields of ``summary.json``, in order.
+    """The fields of ``summary.json``, in order."""
 
-    Args:
-        status: how the run ended, such as finished or failed.
-        steps: steps taken: batches used up.
-        skipped_steps: those that moved no weight, because loss or gradient was not finite or nothing had weight.
-        recoveries: how often a step ran out of memory and was taken again in smaller micro-batches.
-        world_size: ranks.
-        launcher: what started them, such as torchrun.
-        nodes: machines that they are on.
-        backend: of their process group; ``None`` for one rank without any.
-        batch_size: samples per step over all ranks.
-        micro_batch_size: samples that go through forward and backward at once.
-        accumulate: micro-batches per step and rank, or a schedule by epoch.
-        metrics: figures by split: ``{"test": {"accuracy": 0 to 1, "loss": ...}}``.
-        memory: peaks in GB (1e9 bytes), the largest over ``ranks_measured`` ranks: ``allocated_gb``, ``reserved_gb``
-            (``None`` without a GPU), ``host_peak_gb``; ``host_idle_gb``, the host's before the model was there; and
-            ``phases``: ``{"init": {"allocated_gb", "reserved_gb", "host_gb"}, ...}``, ``None`` where not measured.
-            ``predicted_reserved_gb``, ``predicted_allocated_gb``, ``predicted_host_gb`` and ``prediction_error``
-            (predicted / measured - 1) are of the planner, where it was asked; without a GPU, reserved means the
-            host's over idle. ``host_phase_peaks`` says what ``host_gb`` is: exact, sampled (at the ends of the phase)
-            or whole run.
-        samples_per_second: training throughput over all ranks.
-        seconds: wall time of training.
-        versions: of what the result depends on; see :func:`versions`.
-    """
-
-    status: str
-    steps: int
-    skipped_steps: int
-    recoveries: int = 0
+    status: str  # how the run ended, such as finished or failed
+    steps: int  # taken: batches used up
+    skipped_steps: int  # those that moved no weight, because loss or gradient was not finite or nothing had weight
+    recoveries: int = 0  # how often a step ran out of memory and was taken again in smaller micro-batches
     world_size: int
-    launcher: str
-    nodes: int
-    backend: str | None
-    batch_size: int
+    launcher: str  # what started the ranks, such as torchrun
+    nodes: int  # machines that they are on
+    backend: str | None  # of their process group
+    batch_size: int  # samples per step over all ranks
     micro_batch_size: int
-    accumulate: int | Mapping[int, int]
-    metrics: Mapping[str, Mapping[str, float | None]]
+    accumulate: int | Mapping[int, int]  # micro-batches per step and rank, or a schedule by epoch
+    metrics: Mapping[str, Mapping[str, float | None]]  # figures by split: {"test": {"accuracy": 0 to 1, "loss": ...}}
     memory: Mapping[str, Any]
-    samples_per_second: float
-    seconds: float
-    versions: Mapping[str, str | None]
+    """Peaks in GB (1e9 bytes), the largest over ``ranks_measured`` ranks: ``allocated_gb``, ``reserved_gb`` (``None``
+    without a GPU), ``host_peak_gb``; ``host_idle_gb``, the host's before the model was there; and ``phases``:
+    ``{"init": {"allocated_gb", "reserved_gb", "host_gb"}, ...}``, ``None`` where not measured.
+    ``predicted_reserved_gb``, ``predicted_allocated_gb``, ``predicted_host_gb`` and ``prediction_error`` (predicted /
+    measured - 1) are of the planner, where it was asked; without a GPU, reserved means the host's over idle.
+    ``host_phase_peaks`` says what ``host_gb`` is: exact, sampled (at the ends of the phase) or whole run."""
+    samples_per_second: float  # training throughput over all ranks
+    seconds: float  # wall time of training
+    versions: Mapping[str, str | None]  # of what the result depends on
 
     def to_json(self) -> str:
         """Strict JSON: a figure that is not finite is written as null, for ``NaN`` is not JSON."""
@@ -72,25 +54,23 @@ def versions() -> dict[str, str | None]:
     """Version of Python and of every library that a result depends on; ``None`` for one that is not installed."""
     from trainer import __version__  # a checkout that is not installed has a version, too
 
-    found = {name: _version(name) for name in DISTRIBUTIONS}
-    return {"python": platform.python_version(), "trainer": __version__} | found
+    found = {"python": platform.python_version(), "trainer": __version__, **dict.fromkeys(DISTRIBUTIONS)}
+    for name in DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def summary_text(summary: Summary, run_dir: Path) -> str:
     """The block that is printed at the end of a run: figures with their units, and where the files are."""
     skipped = f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
+    ranks = f"{summary.world_size} rank{'s' * (summary.world_size > 1)}"
+    figures = [(split, *figure) for split, of_split in summary.metrics.items() for figure in of_split.items()]
     rows = [
         ("status", summary.status),
-        *(
-            (f"{split} {name}", _metric(name, figures[name]))
-            for split, figures in summary.metrics.items()
-            for name in figures
-        ),
+        *((f"{split} {name}", _metric(name, value)) for split, name, value in figures),
         ("steps", f"{summary.steps:,}{skipped}"),
-        (
-            "batch",
-            f"{summary.batch_size:,} samples a step on {summary.world_size} rank{'s' * (summary.world_size > 1)}",
-        ),
+        ("batch", f"{summary.batch_size:,} samples a step on {ranks}"),
         ("speed", f"{_number(summary.samples_per_second, ',.0f')} samples/s, {_number(summary.seconds, ',.1f')} s"),
         ("peak memory", _memory(summary.memory)),
         *_predicted(summary.memory),
@@ -102,14 +82,8 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
-    labels = {
-        "allocated_gb": "allocated",
-        "reserved_gb": "reserved",
-        "host_peak_gb": "host peak",
-        "host_idle_gb": "host idle",
-    }
-    # Zero or none: there is no such device.
-    known = [f"{memory[key]:.2f} GB {label}" for key, label in labels.items() if memory.get(key)]
+    kinds = ("allocated", "reserved", "host_peak", "host_idle")  # zero or none: there is no such device
+    known = [f"{memory[f'{kind}_gb']:.2f} GB {kind.replace('_', ' ')}" for kind in kinds if memory.get(f"{kind}_gb")]
     return ", ".join(known) or "unknown"
 
 
@@ -118,23 +92,21 @@ def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     predicted, error = memory.get("predicted_reserved_gb"), memory.get("prediction_error")
     if predicted is None:
         return []
-    kind = "reserved" if memory.get("reserved_gb") else "host, over idle"
-    if error is None:
-        return [("predicted", f"{predicted:.2f} GB {kind}")]
-    far = predicted - predicted / (1 + error)
-    distance = f"{abs(far):.2f} GB ({abs(100 * error):.1f} %) {'more' if far > 0 else 'less'} than measured"
-    return [("predicted", f"{predicted:.2f} GB {kind}: {distance}")]
+    text = f"{predicted:.2f} GB {'reserved' if memory.get('reserved_gb') else 'host, over idle'}"
+    if error is not None:
+        far = predicted - predicted / (1 + error)
+        text += f": {abs(far):.2f} GB ({abs(100 * error):.1f} %) {'more' if far > 0 else 'less'} than measured"
+    return [("predicted", text)]
 
 
 def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     """A row for each kind of memory that the device has: peaks by phase."""
-    on_gpu = memory.get("reserved_gb")
-    kinds = {"allocated_gb": "allocated", "reserved_gb": "reserved"} if on_gpu else {"host_gb": "host"}
     rows = []
-    for key, label in kinds.items():
-        known = [(name, figures[key]) for name, figures in memory.get("phases", {}).items() if figures[key] is not None]
+    for kind in ("allocated", "reserved") if memory.get("reserved_gb") else ("host",):
+        found = [(name, figures[f"{kind}_gb"]) for name, figures in memory.get("phases", {}).items()]
+        known = [f"{name} {value:.2f}" for name, value in found if value is not None]
         if known:
-            rows.append(("by phase", ", ".join(f"{name} {value:.2f}" for name, value in known) + f" GB {label}"))
+            rows.append(("by phase", f"{', '.join(known)} GB {kind}"))
     return rows
 
 
@@ -146,13 +118,6 @@ def _metric(name: str, value: float | None) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "unknown" if value is None or not math.isfinite(value) else format(value, form)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _json_value(value: Any) -> Any:

@@ -7,7 +7,6 @@ from pathlib import Path
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.engine.events import Events
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import LearningRate, lr_factor
 from trainer.engine.step import Stepper
@@ -88,7 +87,7 @@ class Training:
             self.stepper,
             self.windows,
             evaluation(session, self.stepper, self.split) if recipe.run.evaluate else None,
-            Events([self.stopwatch, shown, self.logging, state.generators]),
+            [self.stopwatch, shown, self.logging, state.generators],
             self.recovery,
             self.checkpointer,
         )
