@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer import Memory, Model, Optim, Pretrained, Recipe, Run
+from trainer import Data, Memory, Model, Optim, Pretrained, Recipe, Run
 from trainer.data import Digits
 from trainer.fit import fit
-from trainer.memory.initialize import build_on_device, build_on_meta, materialise
-from trainer.memory.precision import precision_plugin, weights_dtype
+from trainer.memory.initialize import build_module, build_on_meta, materialise
+from trainer.memory.plan import decide_plan
+from trainer.memory.precision import weights_dtype
 from trainer.models import TextClassifier, VisionTransformer
 from trainer.weights.blocks import find_blocks
 from trainer.weights.streaming import WeightFiles, stored_in
@@ -103,8 +104,9 @@ def check_sharded(kind, weights, precision, replicas):
     mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=names) if replicas > 1 else None
     model = make(kind, weights)
     sharded, elements, peak = stream(model, kind, precision, mesh)
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[precision_plugin(Memory(precision=precision), "cpu")])
-    whole = build_on_device(fabric, model, SEED)
+    memory = Memory(precision=precision, micro_batch_size=1)
+    plan = decide_plan(Recipe(model=model, data=Data(), batch_size=1, memory=memory), 1)
+    whole = build_module(Fabric(accelerator="cpu", devices=1), model, SEED, plan)
     local = {name: p.to_local() for name, p in sharded.named_parameters()}
     assert_equal(sharded, whole)
     check_trains(model, sharded, whole, batch_for(kind), precision)

@@ -16,12 +16,12 @@ from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer import Memory, Model, Pretrained, Recipe, RecipeError, Run, Stored
+from trainer import Data, Memory, Model, Optim, Pretrained, Recipe, RecipeError, Run, Stored
 from trainer.data import Digits
 from trainer.fit import fit
-from trainer.memory.initialize import build_on_device, build_on_meta, materialise
+from trainer.memory.initialize import build_module, build_on_meta, materialise
 from trainer.memory.plan import decide_plan
-from trainer.memory.precision import precision_plugin, weights_dtype
+from trainer.memory.precision import weights_dtype
 from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
 from trainer.weights.streaming import PIECE, WeightFiles, skeleton_on_meta, stored_in
 
@@ -40,12 +40,10 @@ def text(**changes):
     return TextClassifier(**(values | changes))
 
 
-def fabric(precision):
-    return Fabric(accelerator="cpu", devices=1, plugins=[precision_plugin(Memory(precision=precision), "cpu")])
-
-
-def on_device(model, precision="32-true", seed=SEED):
-    return build_on_device(fabric(precision), model, seed)
+def on_device(model, precision="32-true"):
+    memory = Memory(precision=precision, micro_batch_size=1)
+    plan = decide_plan(Recipe(model=model, data=Data(), optim=Optim("sgd"), batch_size=1, memory=memory), 1)
+    return build_module(Fabric(accelerator="cpu", devices=1), model, SEED, plan)
 
 
 def on_meta(model, precision="32-true", seed=SEED):
@@ -125,10 +123,9 @@ def test_a_text_model_takes_no_more_than_its_weights_to_build(tmp_path, monkeypa
 
 
 def assert_lean(model, precision):
-    own = fabric(precision)
     model.prepare()
     with LiveBytes() as live:
-        module = build_on_device(own, model, SEED)
+        module = on_device(model, precision)
     weights = weight_bytes(module)
     assert weights > 4e6
     assert live.peak <= 1.1 * weights

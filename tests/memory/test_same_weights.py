@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer import Data, Memory, Model, Pretrained, Recipe, RecipeError
 from trainer.memory import sharding
-from trainer.memory.initialize import build_module, build_on_device, built_at_home
+from trainer.memory.initialize import build_module, built_at_home
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.sharding import fabric_strategy
 from trainer.memory.stack import Stack, apply_stack, whole_state
@@ -112,15 +112,14 @@ def elsewhere() -> Fabric:
     return Fabric(accelerator="cpu", strategy=SingleDeviceStrategy(torch.device("meta")))
 
 
-@pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("kind", MODELS)
-def test_only_the_host_draws(tmp_path, kind, planned):
+def test_only_the_host_draws(tmp_path, kind):
     model = MODELS[kind](tmp_path)
-    plan = plan_of(model, 1) if planned else None
+    plan = plan_of(model, 1)
     drawn = {}
     for fabric in (elsewhere(), Fabric(accelerator="cpu", devices=1)):
         with HostDraws() as host:
-            module = build_on_device(fabric, model, SEED, plan)
+            module = build_module(fabric, model, SEED, plan)
         assert {tensor.device for tensor in [*module.parameters(), *module.buffers()]} == {fabric.device}
         drawn[fabric.device.type] = host.draws
     assert drawn["meta"] == drawn["cpu"]
@@ -141,7 +140,7 @@ def test_a_model_that_is_restored_for_evaluation_is_built_on_the_host():
 
 def test_weights_that_fsdp_shards_are_not_whole_on_the_device():
     plan = plan_of(vit(), 2, strategy="fsdp")
-    assert not build_on_device(elsewhere(), vit(), SEED, plan).conv_proj.weight.is_meta
+    assert not build_module(elsewhere(), vit(), SEED, plan).conv_proj.weight.is_meta
 
 
 # ------------------------------------------------------------------------------------------------- by any technique

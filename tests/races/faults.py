@@ -17,7 +17,7 @@ from trainer.engine.step import Stepper
 from trainer.engine.totals import LossTotals
 from trainer.launching import start
 from trainer.memory import activation_offload, optimizer_offload
-from trainer.memory.precision import _ScaleOnHost
+from trainer.memory.precision import HostGradScaler
 from trainer.models import MLP
 
 Met = list[Any]
@@ -80,7 +80,7 @@ def _on_another_stream(owner: Any, name: str) -> Met:
 def scale_on_the_device() -> Met:
     """The loss scale of offloaded gradients comes from the device, by a copy that nothing waits for."""
     name = "_lazy_init_scale_growth_tracker"
-    return _instead(_ScaleOnHost, name, getattr(torch.amp.GradScaler, name))
+    return _instead(HostGradScaler, name, getattr(torch.amp.GradScaler, name))
 
 
 def _instead(owner: Any, name: str, other: Callable[..., Any]) -> Met:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -74,21 +76,21 @@ class Cast(NamedTuple):
         return self.weight.detach().to(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
+@dataclass(slots=True)
 class Saved:
-    """One tensor in host memory, which several operations may have saved.
+    """One tensor in host memory, complete once ``arrived``, which ``users`` operations have saved.
 
     Args:
-        host: the copy, complete once ``arrived``.
+        host: the copy.
         position: how many were put on the shelf before it.
     """
 
-    __slots__ = ("arrived", "fetched", "host", "on_device", "position", "users")
-
-    def __init__(self, host: Tensor, position: int) -> None:
-        self.host, self.position, self.users = host, position, 1
-        self.on_device: Tensor | None = None
-        self.arrived: torch.cuda.Event | None = None
-        self.fetched: torch.cuda.Event | None = None
+    host: Tensor
+    position: int
+    users: int = 1
+    on_device: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+    fetched: torch.cuda.Event | None = None
 
 
 class Shelf:
@@ -113,16 +115,14 @@ class Shelf:
             return tensor
         if (cast := Cast.of(tensor)) is not None:
             return cast
-        # Queries, keys and values save the same input one after the other.
-        for other, saved in self.leaving:
+        for other, saved in self.leaving:  # queries, keys and values save the same input one after the other
             if _identity(other) == _identity(tensor):
                 saved.users += 1
                 return saved
         host = torch.empty_like(tensor, device="cpu", pin_memory=self.stream is not None)
-        saved = Saved(host, len(self.items))
-        self.items.append(saved)
-        self._send(tensor, saved)
-        return saved
+        self.items.append(Saved(host, len(self.items)))
+        self._send(tensor, self.items[-1])
+        return self.items[-1]
 
     def get(self, ticket: Tensor | Saved | Cast) -> Tensor:
         """Called by autograd when backward needs the tensor."""
@@ -192,12 +192,6 @@ def _identity(tensor: Tensor) -> tuple:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
 
 
-_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@cache
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(device)
-    return _STREAMS[device]
+    return torch.cuda.Stream(device) if device.type == "cuda" else None

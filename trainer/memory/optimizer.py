@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
 }
-FUSED = ("adamw", "adam", "sgd", "adagrad")
 
 
 def build_optimizer(
@@ -46,39 +45,37 @@ def build_optimizer(
     """
     if not parameters:
         raise RecipeError("every parameter is frozen: raise model.train_last_blocks")
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    sharded = any(isinstance(p, DTensor) for p in parameters)
-    fused = fused and all(p.is_floating_point() for p in parameters)
-    optimizer = _make(optim, memory, device, sharded, fused)([group for group in groups if group["params"]])
+    matrices, others = ([p for p in parameters if (p.ndim >= 2) is wide] for wide in (True, False))
+    decays = ((matrices, optim.weight_decay), (others, 0.0))
+    groups = [{"params": members, "weight_decay": decay} for members, decay in decays if members]
+    optimizer = _optimizer_of(
+        groups, optim, memory, device, fused and _has_fused_kernel(optim.name, device, parameters)
+    )
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
 
 
-def _make(optim: Optim, memory: Memory, device: torch.device, sharded: bool, fused: bool) -> Callable[[Any], Optimizer]:
-    """What makes an optimizer of parameter groups."""
-    options: dict[str, Any] = {"lr": optim.lr}
+def _optimizer_of(groups: Any, optim: Optim, memory: Memory, device: torch.device, fused: bool) -> Optimizer:
     if memory.optimizer_state_bits < 32 or memory.stochastic_rounding:
         key = "stochastic_rounding" if memory.stochastic_rounding else "optimizer_state_bits"
         require_package(f"memory.{key}={getattr(memory, key)}", "torchao", "lean")
         from trainer.memory.lean_adam import lean_adam
 
-        return lambda groups: lean_adam(groups, optim, memory, device)
+        return lean_adam(groups, optim, memory, device)
     if optim.name == "lion":
         require_package("optim.name=lion", "timm", "lean")
         from timm.optim.lion import Lion
 
-        return lambda groups: Lion(groups, **options)
-    if optim.momentum:
-        options["momentum"] = optim.momentum
+        return Lion(groups, lr=optim.lr)
+    options: dict[str, Any] = {"momentum": optim.momentum} if optim.momentum else {}
     # Fused kernels want to unscale fp16 gradients themselves, which clipping comes too late for.
-    if fused and _has_fused_kernel(optim.name, device, sharded) and memory.precision != "16-mixed":
+    if fused and memory.precision != "16-mixed":
         options["fused"] = True
-    return lambda groups: OPTIMIZERS[optim.name](groups, **options)
+    return OPTIMIZERS[optim.name](groups, lr=optim.lr, **options)  # type: ignore[call-arg]
 
 
-def _has_fused_kernel(name: str, device: torch.device, sharded: bool) -> bool:
-    if sharded:  # DTensor knows the kernels of these two only
+def _has_fused_kernel(name: str, device: torch.device, parameters: Sequence[Tensor]) -> bool:
+    if not all(p.is_floating_point() for p in parameters):
+        return False
+    if any(isinstance(p, DTensor) for p in parameters):  # DTensor knows the kernels of these two only
         return name in ("adamw", "adam")
-    return name in FUSED and not (name == "adagrad" and device.type != "cpu")
+    return name in ("adamw", "adam", "sgd") or (name == "adagrad" and device.type == "cpu")

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.engine.sync import GradientSync
+from trainer.memory.sharding import local
 
 
 class OptimizerInBackward(Optimizer):
@@ -31,8 +32,7 @@ class OptimizerInBackward(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.device = parameters[0].device
         self.shard_groups = next((_shard_groups(p) for p in parameters if isinstance(p, DTensor)), [])
-        self.norms: list[Tensor] = []
-        self.shard_norms: list[Tensor] = []
+        self.forget_norms()
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(partial(self._update, number))
@@ -53,7 +53,8 @@ class OptimizerInBackward(Optimizer):
 
     def forget_norms(self) -> None:
         """Begin to record the gradient norms of another step."""
-        self.norms, self.shard_norms = [], []
+        self.norms: list[Tensor] = []
+        self.shard_norms: list[Tensor] = []
 
     def norm(self) -> Tensor:
         """The global norm of the gradients since ``forget_norms``: a scalar, the same on all ranks, on the device."""
@@ -74,11 +75,11 @@ class OptimizerInBackward(Optimizer):
         parameter.grad = None
 
     def _record_norm(self, gradient: Tensor) -> None:
-        norms = self.shard_norms if isinstance(gradient, DTensor) else self.norms
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        if local.is_cuda:  # FSDP may have made it on another stream than this one: its memory must wait for this one
-            local.record_stream(torch.cuda.current_stream(local.device))
-        norms.append(torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32)))
+        part = local(gradient)
+        if part.is_cuda:  # FSDP may have made it on another stream than this one: its memory must wait for this one
+            part.record_stream(torch.cuda.current_stream(part.device))
+        norm = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
+        (self.shard_norms if isinstance(gradient, DTensor) else self.norms).append(norm)
 
     def _square_sum(self, norms: list[Tensor]) -> Tensor:
         return torch.stack(norms).square().sum() if norms else torch.zeros((), device=self.device)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RecipeError, require, require_package
+from trainer.errors import require, require_package
 from trainer.models.common import head_parameters
 from trainer.weights.blocks import find_blocks
 
@@ -64,8 +64,7 @@ def add_adapters(
         module: built, with its weights.
         lora: does nothing at rank 0.
         blocks: the classes of the blocks; found by themselves when not given.
-        defaults: ends of the names of the layers to adapt where ``lora.targets`` is ``None``; by default those with
-            attention in their names.
+        defaults: as ``lora.targets`` where those are ``None``; by default the layers with attention in their names.
 
     Raises:
         RecipeError: when peft is missing, or a target names no linear layer.
@@ -76,15 +75,11 @@ def add_adapters(
     from peft import LoraConfig, inject_adapter_in_model
 
     found = find_blocks(module, blocks)
-    targets = _choose(_linear_layers(found), lora.targets or defaults)
-    full_names = {id(layer): name for name, layer in module.named_modules()}
+    adapted = set(map(id, _choose(_linear_layers(found), lora.targets or defaults)))
+    names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     head = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad]
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha or 2 * lora.rank,  # type: ignore[arg-type]  # any number will do
-        lora_dropout=lora.dropout,
-        target_modules=[full_names[id(layer)] for layer in targets],
-    )
+    alpha: Any = lora.alpha or 2 * lora.rank
+    config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=names)
     inject_adapter_in_model(config, module, ADAPTER)
     for parameter in head:  # peft froze whatever is not an adapter
         parameter.requires_grad_(True)
@@ -97,24 +92,21 @@ def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
         module: what ``add_adapters`` made, possibly sharded since: only its structure is read.
         state: its whole tensors, as ``state_dict`` names them; unchanged by this.
     """
+    import torch
+
     base, down = ".base_layer.", f".lora_A.{ADAPTER}.weight"
     merged = {name.replace(base, "."): tensor for name, tensor in state.items() if ".lora_" not in name}
     for name in state:
         if name.endswith(down):
-            layer = name.removesuffix(down)
-            weight = state[f"{layer}{base}weight"]
-            update = _update(module.get_submodule(layer), state[name], state[f"{layer}.lora_B.{ADAPTER}.weight"])
-            merged[f"{layer}.weight"] = (weight + update).to(weight.dtype)  # rounded once
+            path = name.removesuffix(down)
+            layer: Any = module.get_submodule(path)
+            weight, up = state[f"{path}{base}weight"], state[f"{path}.lora_B.{ADAPTER}.weight"].detach()
+            wide = torch.promote_types(up.dtype, torch.float32)
+            update = layer.scaling[ADAPTER] * (up.to(wide) @ state[name].detach().to(wide))
+            if layer.fan_in_fan_out:  # transformers' Conv1D keeps its weights transposed
+                update = update.T
+            merged[f"{path}.weight"] = (weight + update).to(weight.dtype)  # rounded once
     return merged
-
-
-def _update(layer: Any, down: Tensor, up: Tensor) -> Tensor:
-    """What an adapter adds to the weight of its layer, in at least fp32."""
-    import torch
-
-    wide = torch.promote_types(up.dtype, torch.float32)
-    product = layer.scaling[ADAPTER] * (up.detach().to(wide) @ down.detach().to(wide))
-    return product.T if layer.fan_in_fan_out else product  # transformers' Conv1D keeps its weights transposed
 
 
 def _linear_layers(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -136,18 +128,11 @@ def _choose(layers: Sequence[tuple[str, nn.Module]], targets: Sequence[str] | No
     names = ", ".join(dict.fromkeys(name for name, _ in layers)) or "none"
     if targets is None:
         chosen = [layer for name, layer in layers if "attn" in name.lower() or "attention" in name.lower()]
-        if not chosen:
-            raise RecipeError(
-                f"model.lora finds no attention among the linear layers of a block: give model.lora.targets, of {names}"
-            )
+        found_none = "model.lora finds no attention among the linear layers of a block: give model.lora.targets, of"
+        require(len(chosen) > 0, f"{found_none} {names}")
         return chosen
-    for target in targets:
-        if not any(_ends(name, target) for name, _ in layers):
-            raise RecipeError(
-                f"model.lora.targets: {target!r} is the end of no linear layer's name in a block: choose from {names}"
-            )
-    return [layer for name, layer in layers if any(_ends(name, target) for target in targets)]
-
-
-def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+    ends = {target: [layer for name, layer in layers if f".{name}".endswith(f".{target}")] for target in targets}
+    for target, chosen in ends.items():
+        unknown = f"model.lora.targets: {target!r} is the end of no linear layer's name in a block: choose from"
+        require(len(chosen) > 0, f"{unknown} {names}")
+    return [layer for chosen in ends.values() for layer in chosen]
