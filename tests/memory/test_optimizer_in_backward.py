@@ -20,8 +20,7 @@ from trainer.data import Digits
 from trainer.engine.schedule import lr_factor
 from trainer.errors import RunError
 from trainer.fit import fit
-from trainer.memory.optimizer import build_optimizer
-from trainer.memory.optimizer_in_backward import AppliedInBackward, OptimizerInBackward
+from trainer.memory.optimizer import AppliedInBackward, OptimizerInBackward, build_optimizer
 from trainer.models import MLP
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

@@ -78,16 +78,11 @@ class Cast(NamedTuple):
 
 @dataclass(slots=True)
 class Saved:
-    """One tensor in host memory, complete once ``arrived``, which ``users`` operations have saved.
+    """One tensor in host memory."""
 
-    Args:
-        host: the copy.
-        position: how many were put on the shelf before it.
-    """
-
-    host: Tensor
-    position: int
-    users: int = 1
+    host: Tensor  # the copy, complete once ``arrived``
+    position: int  # how many were put on the shelf before it
+    users: int = 1  # operations that have saved it
     on_device: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     fetched: torch.cuda.Event | None = None

@@ -54,14 +54,10 @@ def home_of_weights(fabric: Fabric, plan: Plan) -> torch.device:
 
 
 def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> nn.Module:
-    """The module of ``model`` with parameters on meta, which need no memory, and real buffers on the CPU.
+    """The module of ``model``, which has a ``skeleton``, with parameters on meta and real buffers on the CPU.
 
-    Shard it if you like, then :func:`materialise` it.
-
-    Args:
-        model: with ``skeleton`` and ``pretrained``; without, it is refused.
-        seed: of buffers, if any are random.
-        dtype: of floating-point parameters and buffers; ``None`` is torch's default.
+    Shard it if you like, then :func:`materialise` it. ``seed`` is that of buffers, ``dtype`` of all that is
+    floating-point; ``None`` is torch's default.
     """
     torch.manual_seed(seed)
     with default_dtype(dtype):
@@ -81,7 +77,7 @@ def materialise(
         model: says where its weights come from.
         device: where parameters live: the CPU when they are offloaded.
         dtype: as for :func:`build_on_meta`; ``None`` leaves what the skeleton has.
-        seed: of the parameters that no file has; the values are those that ``build_on_device`` draws for it.
+        seed: of the parameters that no file has; the values are those that ``model.build`` draws for it.
 
     Raises:
         RecipeError: naming what the files lack, have in another shape, or what is still on meta.

@@ -25,58 +25,33 @@ HALF = ("bf16-true", "16-true")
 
 @dataclass(frozen=True)
 class Turn:
-    """One value of a knob that is worth trying by itself.
+    """One value of a knob that is worth trying by itself."""
 
-    Args:
-        value: of the field of ``Memory``.
-        lowers: the phases whose peak it can lower; such a turn is advised when memory runs out there.
-        rung: of the ladder, that measures it.
-        stacked: whether the ladder also measures it on top of all stacked rungs before it.
-        unless: values of the field at which it is no step forward.
-        needs_gpu: whether it makes sense on a GPU only.
-        along: other fields of ``Memory`` that a search sets with it, where they are not refused.
-    """
-
-    value: Any
-    lowers: Phases = ()
-    rung: str = ""
-    stacked: bool = False
-    unless: tuple[Any, ...] = ()
-    needs_gpu: bool = False
-    along: Mapping[str, Any] = field(default_factory=dict)
+    value: Any  # of the field of ``Memory``
+    lowers: Phases = ()  # the phases whose peak it can lower; such a turn is advised when memory runs out there
+    rung: str = ""  # of the ladder, that measures it
+    stacked: bool = False  # whether the ladder also measures it on top of all stacked rungs before it
+    unless: tuple[Any, ...] = ()  # values of the field at which it is no step forward
+    needs_gpu: bool = False  # whether it makes sense on a GPU only
+    along: Mapping[str, Any] = field(default_factory=dict)  # fields that a search sets with it, where not refused
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A field of ``Memory`` that decides a technique.
+    """A field of ``Memory`` that decides a technique."""
 
-    Args:
-        name: of the field.
-        values: that it can have, the default first, then the fastest first; none where any number will do.
-        words: what a plan is called that has turned it; ``{}`` is its value.
-        turns: what to try by itself, the cheapest first.
-        planned: whether the planner decides it where it is left open.
-        graded: whether each of ``values`` computes or moves more than the one before, so that it can only be slower.
-        lossy: whether it changes the result: the planner turns it only when it is allowed to.
-        to_host: whether it moves memory to the host, so that there is nothing to gain where the host is the device.
-        needs_ranks: whether it does nothing on one rank.
-        optimizers: that it is for; none stands for all.
-        off: values that change as little as the default.
-        column: its own in the planner's table; of a lossy one, what stands in the column of all those.
-    """
-
-    name: str
-    values: tuple[Any, ...] = ()
-    words: str = ""
-    turns: tuple[Turn, ...] = ()
-    planned: bool = False
-    graded: bool = True
-    lossy: bool = False
-    to_host: bool = False
-    needs_ranks: bool = False
-    optimizers: tuple[str, ...] = ()
-    off: tuple[Any, ...] = ()
-    column: str = ""
+    name: str  # of the field
+    values: tuple[Any, ...] = ()  # the default first, then the fastest first; none where any number will do
+    words: str = ""  # what a plan is called that has turned it; ``{}`` is its value
+    turns: tuple[Turn, ...] = ()  # what to try by itself, the cheapest first
+    planned: bool = False  # whether the planner decides it where it is left open
+    graded: bool = True  # whether each of ``values`` computes or moves more than the one before: it can only be slower
+    lossy: bool = False  # whether it changes the result: the planner turns it only when it is allowed to
+    to_host: bool = False  # whether it moves memory to the host: nothing to gain where the host is the device
+    needs_ranks: bool = False  # whether it does nothing on one rank
+    optimizers: tuple[str, ...] = ()  # that it is for; none stands for all
+    off: tuple[Any, ...] = ()  # values that change as little as the default
+    column: str = ""  # its own in the planner's table; of a lossy one, what stands in the column of all those
 
     @property
     def reach(self) -> int:

@@ -17,13 +17,9 @@ from trainer.engine.order import derive_seed
 from trainer.memory.sharding import local
 from trainer.recipe import Memory, Optim
 
-KINDS = {
+KINDS = {  # torchao has no Adam of 32 bits: its AdamW is turned into one
     "adamw": {32: torchao._AdamW, 8: torchao.AdamW8bit, 4: torchao.AdamW4bit},
-    "adam": {
-        32: torchao._AdamW,
-        8: torchao.Adam8bit,
-        4: torchao.Adam4bit,
-    },  # of 32 bits it has none: one is made of AdamW
+    "adam": {32: torchao._AdamW, 8: torchao.Adam8bit, 4: torchao.Adam4bit},
 }
 
 

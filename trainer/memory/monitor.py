@@ -69,24 +69,19 @@ class Monitor(Phases):
         if self.on_gpu:
             torch.cuda.init()
         self.phase: Phase | None = "init"
-        self.batch: Any = None
-        """What goes through the model at this moment, as it is on the host."""
-        self.step = 0
-        """Steps taken; a resumed run sets it."""
-        self.activity: str | None = "init"
-        """What this rank does: a phase, loading, or anything that was announced; ``None`` is what lies between."""
-        self.samples: Sequence[int] = ()
-        """The samples that it does it with, by their place in the dataset."""
-        self.moves = 0
-        """How often that changed since the last step ended."""
-        self.on_move: Callable[[], None] | None = None
-        """Called after each of them."""
-        self.fresh = True
-        """Whether no step has been taken yet with the module as it was built last: compiling may make it a long one."""
-        self.history: list[tuple[int, float]] = []
-        """Steps, and memory at their ends in GB: allocated on a GPU, resident elsewhere."""
-        self.warnings: list[str] = []
-        """What is to be told to the person; whoever does takes it out."""
+        self.batch: Any = None  # what goes through the model at this moment, as it is on the host
+        self.step = 0  # steps taken; a resumed run sets it
+        self.activity: str | None = "init"  # a phase, loading, or what was announced; ``None`` is what lies between
+        self.samples: Sequence[int] = ()  # that it is done with, by their place in the dataset
+        self.moves = 0  # how often that changed since the last step ended
+        self.on_move: Callable[[], None] | None = None  # called after each of them
+        self.fresh = (
+            True  # no step has been taken with the module as it was built last: compiling may make it a long one
+        )
+        self.history: list[
+            tuple[int, float]
+        ] = []  # steps, and GB at their ends: allocated on a GPU, resident elsewhere
+        self.warnings: list[str] = []  # to be told to the person; whoever does takes them out
         self.phases = dict.fromkeys(PHASES, Peaks())
         self._leaks = {"device": LeakCheck("allocated", 10 * MB), "host": LeakCheck("host", 100 * MB, 0.05)}
         self._looking, self._begun, self._levels, self._every = True, 0, 0, 1
@@ -195,9 +190,7 @@ class Monitor(Phases):
     def report(self, all_ranks: bool) -> dict[str, Any]:
         """The memory section of ``summary.json``, in GB.
 
-        Args:
-            all_ranks: whether every rank calls this, and with ``True``: figures are then the largest over the ranks.
-                It is a collective, which a rank that failed alone must not wait in.
+        With ``all_ranks`` the largest over the ranks, a collective, which a rank that failed alone must not wait in.
         """
         if self._looking and self.phase is not None:  # the phase that the run died in
             self._look()
@@ -282,10 +275,7 @@ def snapshot_path(run_dir: Path, rank: int, world_size: int) -> Path:
 
 @contextmanager
 def recorded(target: Path) -> Iterator[None]:
-    """Record within this context and write ``target`` at its end, also when that is an error.
-
-    The file is a pickle, which is torch's choice; nothing here ever reads one.
-    """
+    """Record within this context and write ``target``, a pickle that nothing here reads, at its end or an error's."""
     torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
     try:
         yield

@@ -19,23 +19,13 @@ CUT_MATTERS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided from a recipe's wishes, for a number of ranks.
+    """What was decided from a recipe's wishes, for a number of ranks."""
 
-    Args:
-        memory: the knobs, with nothing left open: strategy is single, ddp or fsdp, sync_every_micro_step true or
-            false.
-        world_size: ranks, over all nodes.
-        first_cut: how the batches of epoch 0 are cut; after a recovery, those of the epoch that it was in.
-        lossy: what of it changes the result by more than the order of summation, and is done because the recipe
-            asks for it.
-        deterministic: whether the result has the same bits on any number of ranks: see engine/deterministic.py.
-    """
-
-    memory: Memory
-    world_size: int
-    first_cut: Cut
-    lossy: tuple[str, ...] = ()
-    deterministic: bool = False
+    memory: Memory  # nothing is left open: strategy is single, ddp or fsdp, sync_every_micro_step true or false
+    world_size: int  # ranks, over all nodes
+    first_cut: Cut  # how the batches of epoch 0 are cut; after a recovery, those of the epoch that it was in
+    lossy: tuple[str, ...] = ()  # what changes the result beyond the order of summation, as the recipe asks for it
+    deterministic: bool = False  # the same bits on any number of ranks: see engine/deterministic.py
 
     @property
     def strategy(self) -> Strategy:

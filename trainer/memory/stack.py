@@ -18,8 +18,7 @@ from trainer.engine.sync import GradientSync, gradient_sync
 from trainer.memory.activation_checkpointing import checkpoint_blocks
 from trainer.memory.activation_offload import offload_activations
 from trainer.memory.initialize import HOST, materialise
-from trainer.memory.optimizer import build_optimizer
-from trainer.memory.optimizer_in_backward import AppliedInBackward, OptimizerInBackward
+from trainer.memory.optimizer import AppliedInBackward, OptimizerInBackward, build_optimizer
 from trainer.memory.optimizer_offload import HostGradients, StreamedGradients, reduce_after_carrying, take_home
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
@@ -32,21 +31,13 @@ from trainer.weights.streaming import tied_names
 
 @dataclass
 class Stack:
-    """A module with every technique of the plan applied.
+    """A module with every technique of the plan applied."""
 
-    Args:
-        module: as the model built it; its parameters may be sharded now.
-        wrapped: what forward is called on.
-        masters: weights in host memory, when the optimizer is offloaded: see ``take_home``.
-        blocks: the repeated modules that were found, in words.
-        warning: what is to be said of how it was done.
-    """
-
-    module: nn.Module
-    wrapped: nn.Module
-    masters: dict[nn.Parameter, Tensor] | None = None
-    blocks: str = ""
-    warning: str | None = None
+    module: nn.Module  # as the model built it; its parameters may be sharded now
+    wrapped: nn.Module  # what forward is called on
+    masters: dict[nn.Parameter, Tensor] | None = None  # in host memory, with the optimizer offloaded: see ``take_home``
+    blocks: str = ""  # the repeated modules that were found, in words
+    warning: str | None = None  # what is to be said of how it was done
 
     def become(self, other: Stack) -> None:
         """Hold what ``other`` holds from now on, for all who know this one."""

@@ -27,15 +27,7 @@ class BigBird(TextClassifier):
             every layer of every forward, and turns itself into full attention for good at the first short batch.
             block_sparse is the pattern of the paper; it needs memory.precision 32-true or 64-true.
         name: where the configuration comes from: a hub id, a local folder, or big_bird.
-        weights: a hub id or a local folder, as save_pretrained writes it; null for random weights.
-        tokenizer: a hub id or a local folder; null takes that of weights, or of name.
         config: entries of the configuration to override, such as {num_hidden_layers: 2}.
-        revision: of everything that comes from the hub: a branch, tag or commit.
-        num_classes: null takes the dataset's.
-        class_names: null takes the dataset's; saved with the model.
-        dropout: sets all dropout rates of the configuration; null leaves them.
-        train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
-        lora: train adapters in the blocks, and the head, instead of all weights.
     """
 
     name: str = "big_bird"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainer.contract import Model
 from trainer.errors import require, require_package
 from trainer.models.common import head_parameters
 from trainer.weights.blocks import find_blocks
@@ -48,9 +49,20 @@ class LoRA:
             f"{train_last_blocks} whole blocks and nothing before them: use one of the two",
         )
 
-    def describe(self) -> tuple[str, ...]:
-        """What it changes, in words: nothing, or one thing."""
-        return (f"LoRA of rank {self.rank}",) if self.rank else ()
+
+class Adaptable(Model):
+    """A model of which adapters may train instead of its weights."""
+
+    lora: LoRA
+
+    @property
+    def lossy(self) -> Sequence[str]:  # type: ignore[override]
+        """That adapters train, if they do."""
+        return (f"LoRA of rank {self.lora.rank}",) if self.lora.rank else ()
+
+    def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``state`` with the adapters merged into the weights."""
+        return merged_state(module, state) if self.lora.rank else dict(state)
 
 
 def add_adapters(

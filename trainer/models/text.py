@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.contract import Model
 from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, classification_loss, require_filled, train_last_blocks
 from trainer.models.hub import from_hub, is_local, local_folder, refuse_code
-from trainer.models.lora import LoRA, add_adapters, merged_state
+from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.values import Loss, Pretrained
 from trainer.weights.blocks import find_blocks, switch_cache_off
 
@@ -27,7 +26,7 @@ DROPOUT_FIELDS = (
 
 
 @dataclass
-class TextClassifier(Model):
+class TextClassifier(Adaptable):
     """Any ``AutoModelForSequenceClassification``: DistilBERT, BERT, RoBERTa, ...
 
     The loss is computed here from the logits, never by the model itself: the losses of transformers' sequence
@@ -63,11 +62,6 @@ class TextClassifier(Model):
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
         self.lora.require_alone(self.train_last_blocks)
         self._cached_tokenizer: Any = None
-
-    @property
-    def lossy(self) -> Sequence[str]:  # type: ignore[override]
-        """That adapters train, if they do."""
-        return self.lora.describe()
 
     def prepare(self) -> None:
         """Fetch configuration, tokenizer and weights into the hub's cache."""
@@ -208,10 +202,6 @@ class TextClassifier(Model):
         """The classifier whose configuration, weights and tokenizer ``save`` wrote to ``folder``."""
         source = str(folder)
         return replace(self, name=source, weights=source, tokenizer=source, config={}, revision=None, lora=LoRA())
-
-    def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``state`` with the adapters merged into the weights."""
-        return merged_state(module, state) if self.lora.rank else dict(state)
 
     def _configuration(self) -> Any:
         from transformers import AutoConfig

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from trainer.contract import Model
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.models.common import MOST_FEATURES, MOST_LAYERS, classification_loss, require_filled, train_last_blocks
-from trainer.models.lora import LoRA, add_adapters, merged_state
+from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.values import Loss, Pretrained
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ POSITIONS = "encoder.pos_embedding"
 
 
 @dataclass
-class VisionTransformer(Model):
+class VisionTransformer(Adaptable):
     """torchvision's ViT (Dosovitskiy et al. 2021): one of its five sizes, or a shape of your own.
 
     Args:
@@ -88,11 +87,6 @@ class VisionTransformer(Model):
 
         return (EncoderBlock,)
 
-    @property
-    def lossy(self) -> Sequence[str]:  # type: ignore[override]
-        """That adapters train, if they do."""
-        return self.lora.describe()
-
     def prepare(self) -> None:
         """Download torchvision's weights, or check that the local file is there."""
         if self.weights is not None:
@@ -130,10 +124,6 @@ class VisionTransformer(Model):
     def merged(self) -> VisionTransformer:
         """This model without adapters, as it is saved."""
         return replace(self, lora=LoRA())
-
-    def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``state`` with the adapters merged into the weights."""
-        return merged_state(module, state) if self.lora.rank else dict(state)
 
     def pretrained(self) -> Pretrained:
         """The tensors of ``weights`` by name; position embeddings are interpolated, the head may be new."""
