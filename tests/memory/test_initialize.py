@@ -15,9 +15,7 @@ from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer import Data, Memory, Model, Optim, Pretrained, Recipe, RecipeError, Run, Stored
-from trainer.data import Digits
-from trainer.fit import fit
+from trainer import Data, Memory, Model, Optim, Pretrained, Recipe, RecipeError, Stored
 from trainer.memory.initialize import build_module, build_on_meta, materialise
 from trainer.memory.plan import decide_plan
 from trainer.memory.precision import weights_dtype
@@ -40,10 +38,13 @@ def text(**changes):
     return TextClassifier(**(values | changes))
 
 
+def plan_of(model, **knobs):
+    memory = Memory(micro_batch_size=1, **knobs)
+    return decide_plan(Recipe(model=model, data=Data(), optim=Optim("sgd"), batch_size=1, memory=memory), 1)
+
+
 def on_device(model, precision="32-true"):
-    memory = Memory(precision=precision, micro_batch_size=1)
-    plan = decide_plan(Recipe(model=model, data=Data(), optim=Optim("sgd"), batch_size=1, memory=memory), 1)
-    return build_module(Fabric(accelerator="cpu", devices=1), model, SEED, plan)
+    return build_module(Fabric(accelerator="cpu", devices=1), model, SEED, plan_of(model, precision=precision))
 
 
 def on_meta(model, precision="32-true", seed=SEED):
@@ -124,20 +125,6 @@ def test_building_takes_no_more_than_the_weights(tmp_path, monkeypatch, kind, we
     assert {p.dtype for p in module.parameters()} == {weights_dtype(Memory(precision=precision)) or torch.float32}
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("vit", "32-true"), ("text", "bf16-true")])
-def test_streaming_takes_no_more_than_the_weights(tmp_path, precision, kind):
-    if kind == "vit":
-        model = vit(weights=saved_vit(tmp_path, width=256), width=256, num_classes=3)
-    else:
-        model = text(weights=saved_text(tmp_path, config=LARGE), config=LARGE, num_classes=3)
-    module = build_on_meta(model, SEED, weights_dtype(Memory(precision=precision)))
-    with LiveBytes() as live:
-        materialise(module, model, CPU, weights_dtype(Memory(precision=precision)), SEED)
-    head = sum(p.numel() * 4 for name, p in module.named_parameters() if "classifier" in name or "head." in name)
-    largest = max(p.numel() * 4 for p in module.parameters())  # of the second skeleton, before it goes to meta
-    assert live.peak <= 1.02 * weight_bytes(module) + head + largest
-
-
 def test_a_wide_tensor_is_converted_piece_by_piece(tmp_path, monkeypatch):
     """Float32 values for bfloat16 weights: beside the weights there is never more than a piece."""
     save_file({"weight": torch.randn(5000, 2000), "bias": torch.randn(5000)}, tmp_path / "w.safetensors")
@@ -159,7 +146,7 @@ def test_a_wide_tensor_is_converted_piece_by_piece(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("precision", "classes", "size"), [("32-true", 5, 16), ("bf16-true", 3, 24), ("16-true", 3, 16), ("64-true", 5, 24)]
+    ("precision", "classes", "size"), [("bf16-true", 3, 24), ("16-true", 5, 16), ("64-true", 5, 24)]
 )
 def test_a_vit_streamed_is_the_vit_built(tmp_path, precision, classes, size):
     model = vit(weights=saved_vit(tmp_path), num_classes=classes, image_size=size, train_last_blocks=1)
@@ -317,12 +304,11 @@ def test_tied_parameters_buffers_and_scalars_of_a_model_of_ones_own(tmp_path):
     assert torch.equal(module.hidden, torch.arange(3.0))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_build_is_made_of_skeleton_and_pretrained(tmp_path, precision):
+def test_build_is_made_of_skeleton_and_pretrained(tmp_path):
     file, network = saved_network(tmp_path)
     model = TiedModel(file, classes=6)
-    module = on_meta(model, precision)
-    assert_same(module, on_device(model, precision))
+    module = on_meta(model, "bf16-true")
+    assert_same(module, on_device(model, "bf16-true"))
     assert torch.equal(module.embedding.weight.float(), network.embedding.weight.to(module.scale.dtype).float())
     bound = 10**-0.5  # of Linear.reset_parameters
     assert 0.5 * bound < module.head.weight.abs().max() <= bound
@@ -372,14 +358,6 @@ def test_what_pretrained_leaves_open_is_refused(tmp_path, model, changes, messag
         Model().build()
 
 
-# --------------------------------------------------------------------------------------------- in a run
-
-
-def recipe(model, run_dir=None, **memory):
-    memory, run = Memory(micro_batch_size=32, **memory), Run(dir=str(run_dir), progress=False)
-    return Recipe(model=model, data=Digits(val_fraction=0.1), batch_size=64, max_steps=2, memory=memory, run=run)
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -390,19 +368,5 @@ def recipe(model, run_dir=None, **memory):
 )
 def test_meta_is_refused_where_it_cannot_work(model, message):
     with pytest.raises(RecipeError, match=message):
-        decide_plan(recipe(model, init="meta"), 1)
-    decide_plan(recipe(model), 1)
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_a_run_from_meta_is_the_run_from_the_device(tmp_path):
-    weights = saved_vit(tmp_path, image_size=8, num_classes=3)
-    model = vit(weights=weights, image_size=None, num_classes=None)
-    for init in ("device", "meta"):
-        fit(recipe(model, tmp_path / init, init=init, precision="bf16-true"))
-    rows = [(tmp_path / init / "metrics.csv").read_text().splitlines() for init in ("device", "meta")]
-    at = rows[0][0].split(",").index("loss")
-    device, meta = ([row.split(",")[at] for row in lines] for lines in rows)
-    assert device == meta
-    assert len(device) > 2
-    assert "meta init" in decide_plan(recipe(model, init="meta"), 1).describe()
+        plan_of(model, init="meta")
+    plan_of(model)
