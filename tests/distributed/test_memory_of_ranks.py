@@ -75,12 +75,9 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_the_run_and_says_why(tmp_path
     (tmp_path / "own.py").write_text(RECIPE)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("LT_", "TORCHELASTIC"))}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "own.py"), "--run.dir", str(tmp_path / "run")]
     done = subprocess.run(
-        [*command, str(tmp_path / "own.py"), "--run.dir", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        command, capture_output=True, text=True, timeout=240, env=environment | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 1
     assert "[rank 1] trainer: error: out of memory in forward on rank 1" in done.stderr

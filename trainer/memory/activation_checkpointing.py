@@ -33,12 +33,9 @@ KEPT = {getattr(aten, name).default for name in _EXPENSIVE if hasattr(aten, name
 
 
 def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str | float) -> None:
-    """Checkpoint ``blocks`` of ``module`` as ``memory.activation_checkpointing`` says.
+    """Checkpoint ``blocks`` of ``module``, which keeps no cache of keys and values from now on.
 
-    Args:
-        module: the network; keeps no cache of keys and values from now on.
-        blocks: the repeated modules, in order.
-        wish: none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly.
+    ``wish`` is none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly.
     """
     if wish == "none":
         return

@@ -26,11 +26,9 @@ IN_FLIGHT = 2
 
 
 def offload_activations(module: nn.Module, device: torch.device) -> None:
-    """Make every forward of ``module`` offload what it saves for backward; its parameters stay where they are.
+    """Make every forward of the whole ``module`` offload what it saves for backward; its parameters stay.
 
-    Args:
-        module: the whole network; with checkpointed blocks, what is saved are their inputs.
-        device: that computes. On a CPU the copies are made all the same, in vain.
+    With checkpointed blocks, what is saved are their inputs. On a CPU the copies are made all the same, in vain.
     """
     forward = module.forward
     sizes = {p.numel() for p in module.parameters()}
@@ -89,12 +87,9 @@ class Saved:
 
 
 class Shelf:
-    """What one forward has saved, in order.
+    """What one forward on ``device`` has saved, in order.
 
-    Args:
-        device: that computes.
-        least_bytes: size from which a tensor is moved.
-        stays: says of a large tensor whether it must stay all the same.
+    Tensors of ``least_bytes`` and more are moved, but for those of which ``stays`` says that they must stay.
     """
 
     def __init__(self, device: torch.device, least_bytes: int, stays: Callable[[Tensor], bool]) -> None:

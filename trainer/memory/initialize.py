@@ -56,8 +56,7 @@ def home_of_weights(fabric: Fabric, plan: Plan) -> torch.device:
 def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> nn.Module:
     """The module of ``model``, which has a ``skeleton``, with parameters on meta and real buffers on the CPU.
 
-    Shard it if you like, then :func:`materialise` it. ``seed`` is that of buffers, ``dtype`` of all that is
-    floating-point; ``None`` is torch's default.
+    Shard it if you like, then :func:`materialise` it. ``dtype`` is of all that is floating-point.
     """
     torch.manual_seed(seed)
     with default_dtype(dtype):

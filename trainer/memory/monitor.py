@@ -27,9 +27,7 @@ from trainer.system.text import GB, MB
 Phase = Literal["init", "forward", "backward", "step", "evaluation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-FIRST_STEPS = 3
-SHARE_OF_TIME = 0.01
-LONGEST_HISTORY = 4096
+FIRST_STEPS, SHARE_OF_TIME, LONGEST_HISTORY = 3, 0.01, 4096
 
 
 class Peaks(NamedTuple):
@@ -221,16 +219,15 @@ class LeakCheck:
         kind: which memory, for the message.
         least_bytes: growth since the first looks that is not yet a leak.
         least_share: the same, as a share of the first level.
-        warm_up: looks before growth counts: optimizer state, caches and buffers come to be in the first steps.
-        looks: how many of the last looks are judged; all but one of them must have grown.
     """
 
-    def __init__(
-        self, kind: str, least_bytes: float, least_share: float = 0.0, warm_up: int = 3, looks: int = 10
-    ) -> None:
-        self.kind, self.least_bytes, self.least_share, self.warm_up = kind, least_bytes, least_share, warm_up
+    def __init__(self, kind: str, least_bytes: float, least_share: float = 0.0) -> None:
+        self.kind, self.least_bytes, self.least_share = kind, least_bytes, least_share
+        self.warm_up = (
+            3  # looks before growth counts: optimizer state, caches and buffers come to be in the first steps
+        )
         self.first, self.told = (0, 0), False
-        self.levels: deque[int] = deque(maxlen=looks + 1)
+        self.levels: deque[int] = deque(maxlen=11)  # since 10 looks ago: all but one of them must have grown
 
     def look(self, step: int, level: int) -> str | None:
         """Take in the ``level`` in bytes after ``step``; a warning the first time that it must be a leak."""
@@ -243,7 +240,7 @@ class LeakCheck:
         levels = list(self.levels)
         still = sum(after <= before for before, after in zip(levels, levels[1:], strict=False))
         grown = level - first > max(self.least_bytes, self.least_share * first)
-        if self.told or len(levels) < (self.levels.maxlen or 0) or still > 1 or not grown:
+        if self.told or len(levels) < 11 or still > 1 or not grown:
             return None
         self.told = True
         return (

@@ -37,9 +37,8 @@ class OutOfMemory(RunError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that a device or the host has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and SIGNS.search(str(error)) is not None
-    )
+    said = isinstance(error, RuntimeError) and SIGNS.search(str(error)) is not None
+    return said or isinstance(error, torch.OutOfMemoryError)
 
 
 def describe_oom(
@@ -56,13 +55,11 @@ def describe_oom(
     """One line: where memory ran out, on what, under which plan, and what to try next.
 
     Args:
-        error: what was raised.
+        error: what was raised on ``rank``.
         phase: init, forward, backward, step or evaluation; ``None`` between them.
-        rank: that it happened on.
-        plan: of the run.
         lengths: tokens of each sample in the micro-batch, for texts.
         shapes: of the micro-batch's tensors; said where there are no lengths.
-        recipe: the wishes that the plan was decided from; without them no knob is named.
+        recipe: the wishes that ``plan`` was decided from; without them no knob is named.
         on_gpu: whether the device is one: on the CPU, moving things to host memory saves nothing.
     """
     parts = [f"out of memory {f'in {phase}' if phase else 'between phases'} on rank {rank}{_wanted(str(error))}"]

@@ -34,10 +34,9 @@ def build_optimizer(
     Matrices decay; biases and norm weights do not, for decay would pull scales to 0 (as in transformers and nanoGPT).
 
     Args:
-        parameters: weights, sharded already where they are to be, or their masters in host memory.
+        parameters: weights, sharded already where they are to be, or their masters in host memory; on ``device``.
         optim: which optimizer, and its learning rate and decay.
         memory: how many bits its state has, how it rounds, and whether it updates during the backward.
-        device: where the parameters are.
         fused: use torch's fused kernels where there are some; they take no complex parameters and no sparse gradients.
             On a CPU they round the last elements of a tensor otherwise than the others, so that a weight's update
             depends on where it is in its shard.

@@ -52,14 +52,9 @@ CAST_BY_AUTOCAST = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Parameter, Tensor]:
     """Make the master weights, and leave on ``device`` what forward and backward use.
 
-    Args:
-        module: its weights in fp32 (fp64 for ``64-true``): on the host, or sharded by FSDP.
-        plan: the decided knobs.
-        device: that computes.
-
-    Returns:
-        For each parameter that trains, or is not on the device in full precision, its weights: of the same shape (of
-        the local shard under FSDP), in host memory, pinned where there is a GPU.
+    The weights of ``module``, in fp32 (fp64 for ``64-true``), are on the host, or sharded by FSDP. Returns for each
+    parameter that trains, or is not on the device in full precision, its weights: of the same shape (of the local shard
+    under FSDP), in host memory, pinned where there is a GPU.
     """
     masters = {}
     half = _kept_in_half(module, plan.memory.precision)
@@ -339,7 +334,6 @@ class ReduceAfterCarrying(ReduceScatter):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """As FSDP's own."""
         return torch.distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 

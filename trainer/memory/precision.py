@@ -48,8 +48,7 @@ class ScaledPrecision(MixedPrecision):
     """The loss scaling of ``16-mixed`` without its autocast."""
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Nothing: the weights arrive in half precision."""
-        return nullcontext()
+        return nullcontext()  # the weights arrive in half precision
 
 
 class HostGradScaler(GradScaler):

@@ -23,15 +23,9 @@ DIVIDE_BY_SQUARES = (*ADAM, "adagrad", "rmsprop")
 
 
 def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
-    """Refuse wishes that contradict each other.
+    """Refuse wishes that contradict each other, with the key, the reason and what to change.
 
-    Args:
-        recipe: the wishes.
-        world_size: ranks.
-        cuts: how batches are cut, in every phase of an accumulation schedule.
-
-    Raises:
-        RecipeError: naming the key, the reason and what to change.
+    ``cuts`` are how batches are cut, in every phase of an accumulation schedule.
     """
     asked_for = {
         _meta: recipe.memory.init == "meta",
@@ -165,11 +159,7 @@ def _deterministic(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterato
 
 
 def require_able(module: nn.Module, plan: Plan) -> None:
-    """Refuse parameters that a technique of ``plan`` cannot hold, or not without changing what they learn.
-
-    Raises:
-        RecipeError: naming the parameter, the key and what to change.
-    """
+    """Refuse parameters that a technique of ``plan`` cannot hold, or not without changing what they learn."""
     memory, bits = plan.memory, plan.memory.optimizer_state_bits
     fsdp = [("memory.strategy=fsdp", "use ddp or single", plan.strategy == "fsdp")]
     dense = [

@@ -42,25 +42,18 @@ def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
 
 
 class BucketedStrategy(DDPStrategy):
-    """DDP, built on the stream that computes.
-
-    Lightning's is built on one of its own that nothing waits for, so that its broadcast of the initial weights might
-    overwrite those that are restored next.
-    """
+    """DDP, built on the stream that computes: nothing waits for that on which Lightning's is built, so that its
+    broadcast of the initial weights might overwrite those that are restored next."""
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Give every rank the first one's weights and buffers, and make the buckets."""
         return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
 class ReplicatedStrategy(DDPStrategy):
-    """The same weights on every rank, without the buckets of DDP.
-
-    For gradients that do not stay on the device (see offload), or that are summed in an order of their own.
-    """
+    """The same weights on every rank, without the buckets of DDP, for gradients that do not stay on the device or that
+    are summed in an order of their own."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        """Give every rank the first one's weights and buffers."""
         for tensor in [*module.parameters(), *module.buffers()]:
             torch.distributed.broadcast(tensor.detach(), 0)
         return module
@@ -80,21 +73,14 @@ class ShardedStrategy(ModelParallelStrategy):
         super().setup_environment()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Nothing: ``shard`` has done it all."""
         return module
 
 
 def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: torch.device) -> str | None:
     """Shard ``module`` over all ranks, in place: each of ``blocks`` is gathered as one, and the rest as another.
 
-    Args:
-        module: with its weights whole, on any device or on meta.
-        blocks: its repeated modules.
-        plan: the decided knobs.
-        device: that the ranks compute on.
-
-    Returns:
-        What is to be said of blocks that are gathered with the rest, as they share weights with it or each other.
+    Its weights are whole, on any device or on meta; the ranks compute on ``device``. Returns what is to be said of
+    blocks that are gathered with the rest, as they share weights with it or each other.
     """
     memory, half = plan.memory, plan.memory.precision in HALF
     streamed = memory.cpu_offload == "parameters"
