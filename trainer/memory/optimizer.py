@@ -82,9 +82,6 @@ def _has_fused_kernel(name: str, device: torch.device, parameters: Sequence[Tens
     return name in ("adamw", "adam", "sgd") or (name == "adagrad" and device.type == "cpu")
 
 
-# ``memory.optimizer_in_backward``: no more than a few gradients exist at a time.
-
-
 class OptimizerInBackward(Optimizer):
     """``optimizer``, taken apart: backward updates one parameter after the other and frees its gradient.
 
@@ -92,9 +89,7 @@ class OptimizerInBackward(Optimizer):
     so schedulers and checkpoints see no difference. The result is the same, as long as every backward is a step and
     nothing needs all gradients at once (no accumulation, no clipping, no skipped steps).
 
-    Args:
-        optimizer: any whose update of a parameter reads no other one, over parameters that are sharded already if
-            they are to be; it is used up.
+    The update of a parameter must read no other one. ``optimizer`` is used up.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

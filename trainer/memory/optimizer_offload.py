@@ -193,12 +193,9 @@ def _accumulators(masters: dict[nn.Parameter, Tensor], pinned: bool) -> tuple[li
 
 
 class StreamedGradients(HostGradients):
-    """Takes the gradients of each part of a module between FSDP's reducing and its copying.
+    """Takes the gradients of each part of ``module``, with shards in host memory, as soon as FSDP has reduced them.
 
-    Args:
-        module: after ``fully_shard``, its shards in host memory.
-        parameters: those that train, in fp32: FSDP divides and casts none of their gradients once it has reduced them.
-        options: the others of ``HostGradients``.
+    Its ``parameters`` are in fp32: FSDP divides and casts none of their gradients afterwards.
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], *options: Any) -> None:
@@ -250,11 +247,8 @@ class Carrier:
 
     One chunk comes from the host while the sum of another goes there: the bus has a lane for each way.
 
-    Args:
-        device: the GPU.
-        dtype: of the tensors in host memory.
-        told: whether the stream that gradients are allocated on calls ``follow`` before it allocates the next one, so
-            that each may be freed at once; otherwise the stream that carries them waits for the oldest ones.
+    Where it is ``told``, the stream that gradients are allocated on calls ``follow`` before it allocates the next one,
+    so that each may be freed at once; otherwise the stream that carries them waits for the oldest ones.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False) -> None:

@@ -29,7 +29,6 @@ class Plan:
 
     @property
     def strategy(self) -> Strategy:
-        """single, ddp or fsdp."""
         return self.memory.strategy
 
     def for_evaluation(self) -> Plan:
