@@ -267,6 +267,10 @@ class Zoo(Model):
 
     name: str = "plain"
 
+    @property
+    def loss_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("left", "right") if self.name == "two" else ("loss",)
+
     def build(self) -> nn.Module:
         return make(self.name)
 
@@ -281,13 +285,6 @@ class Zoo(Model):
         if self.name == "weighted":
             return {"loss": float(WEIGHTS[labels].double().sum())}
         return {"loss": float(((labels[:, 1:] if self.name in CAUSAL else labels) != -100).sum())}
-
-
-@dataclass
-class ZooOfTwo(Zoo):
-    """One with two losses."""
-
-    loss_names = ("left", "right")
 
 
 @dataclass
@@ -360,7 +357,7 @@ def run(case: Case, folder: str) -> Outcome:
     torch.set_num_threads(1)
     rest = {"evaluate": False, "predict": False, "recover": False}
     recipe = Recipe(
-        model=(ZooOfTwo if case.name == "two" else case.kind)(case.name),
+        model=case.kind(case.name),
         data=ZooData(case.name),
         optim=case.optim,
         batch_size=BATCH,
