@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import dataclasses
 import io
@@ -128,16 +127,6 @@ def test_a_peak_between_looks_counts_for_the_run_and_for_no_phase():
     assert after["phases"]["evaluation"]["host_gb"] is None
     assert after["host_peak_gb"] == monitor.use().host / GB > after["phases"]["forward"]["host_gb"] + MOST
     assert len(monitor.history) == 3
-
-
-def test_a_step_is_the_same_with_and_without_a_monitor():
-    ours = Heavy().build()
-    theirs, results = copy.deepcopy(ours), []
-    for module, phases in ((ours, always()), (theirs, None)):
-        stepper = stepper_of(Heavy(), phases, module)
-        results.append([stepper.step(window()) for _ in range(3)])
-    assert results[0] == results[1]
-    assert torch.equal(ours.weight, theirs.weight)
 
 
 def test_every_forward_and_backward_is_announced_with_its_samples():

@@ -81,16 +81,6 @@ def test_one_chunk_comes_while_another_goes(streams, monkeypatch):
     assert [stream for stream, _, _ in copies.seen] == [carrier.coming, carrier.going] * 3
 
 
-def test_activations_with_gaps_are_copied_without_a_detour(streams):
-    shelf = Shelf(CPU, 16, lambda tensor: False)
-    query = torch.randn(2, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)[0]  # packed with keys and values
-    with Copies() as copies:
-        ticket = shelf.put(query)
-    assert torch.equal(shelf.get(ticket), query)
-    assert copies.seen[-1][0] is shelf.stream
-    assert copies.seen[-1][1] == copies.seen[-1][2]  # torch copies to pinned memory directly where strides are equal
-
-
 def test_what_autocast_made_of_a_weight_is_not_moved():
     def gradients(shelf: Shelf) -> list[Tensor]:
         torch.manual_seed(0)

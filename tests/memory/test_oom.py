@@ -236,6 +236,9 @@ def hungry(tmp_path):
     return path
 
 
+LAST_CUT = "64 micro-batches of 1", "precision bf16-mixed"
+
+
 @pytest.mark.parametrize("phase", ["forward", "evaluation"])
 def test_a_run_that_dies_of_it_ends_in_one_line_and_says_failed(hungry, tmp_path, capsys, phase):
     run_dir = tmp_path / "run"
@@ -245,10 +248,9 @@ def test_a_run_that_dies_of_it_ends_in_one_line_and_says_failed(hungry, tmp_path
     assert all(line.startswith(f"out of memory in {phase} on rank 0: the step is taken again") for line in taken_again)
     assert last.startswith(f"trainer: error: out of memory in {phase} on rank 0 (1152921504.61 GB more were wanted); ")
     assert "micro-batch of pixel_values " in last
-    if phase == "evaluation":  # which is not taken again: smaller micro-batches are left to the person
-        assert "4 micro-batches of 16, single, 32-true; try next: --memory.micro_batch_size 8" in last
-    else:  # micro-batches were halved until nothing was left to halve
-        assert "64 micro-batches of 1, single, 32-true; try next: --memory.precision bf16-mixed" in last
+    # An evaluation is not taken again; of the step, micro-batches were halved until nothing was left to halve.
+    cut, knob = ("4 micro-batches of 16", "micro_batch_size 8") if phase == "evaluation" else LAST_CUT
+    assert f"{cut}, single, 32-true; try next: --memory.{knob}" in last
     content = json.loads((run_dir / "summary.json").read_text())
     assert (content["status"], content["steps"]) == ("failed", 6 if phase == "evaluation" else 1)
     assert content["memory"]["phases"]["forward"]["host_gb"] > 0

@@ -148,28 +148,6 @@ def test_stochastic_rounding_is_the_same_on_every_rank_and_another_every_step():
     assert torch.equal(*ranks)
 
 
-def test_lion_keeps_one_moment_and_learns():
-    module = network()
-    optimizer = build_optimizer(list(module.parameters()), Optim("lion", lr=1e-3, weight_decay=0.1), Memory(), CPU)
-    losses = train(module, optimizer)
-    assert losses[-1] < 0.85 * losses[0]
-    assert state_bytes(optimizer) == 4 * sum(p.numel() for p in module.parameters())
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-
-
-def test_training_goes_on_from_saved_state():
-    optim, memory = Optim("adamw", lr=1e-3), Memory(optimizer_state_bits=8)
-    whole, parts = network(), network()
-    train(whole, build_optimizer(list(whole.parameters()), optim, memory, CPU), 6)
-    first = build_optimizer(list(parts.parameters()), optim, memory, CPU)
-    train(parts, first, 3)
-    second = build_optimizer(list(parts.parameters()), optim, memory, CPU)
-    second.load_state_dict(first.state_dict())
-    train(parts, second, 3)
-    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("name", "memory", "package", "key"),
     [
