@@ -112,7 +112,7 @@ def test_a_combination_has_a_plan_or_a_reason():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_combinations_have_a_plan_or_a_reason():
-    asked = list(spread(20 * ASKED))
+    asked = list(spread(5 * ASKED))
     assert 0 < sum(map(check_answer, asked)) < len(asked)
     met = set().union(*(meetings(values, 3) for values in asked[: 2 * ASKED]))
     levels = [len(values) for values in KNOBS.values()]
@@ -137,13 +137,14 @@ def test_it_trains_three_steps_compiled(values, ranks):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_any_values_of_two_knobs_train_together(ranks):
-    check_all(covering(accepted(20_000, False), 2), ranks)
+    check_all(covering(accepted(10_000, False), 2), ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_any_values_of_two_knobs_train_together_compiled(ranks):
-    check_all(covering(accepted(20_000, True), 2, (*SEEN_BY_THE_COMPILER, "place")), ranks)
+def test_any_values_of_two_knobs_train_together_compiled_on_two_ranks(ranks):
+    compiled = [values for values in accepted(10_000, True) if values["place"][1] == 2]
+    check_all(covering(compiled, 2, SEEN_BY_THE_COMPILER), ranks)
 
 
 def check_all(cases: list[dict], ranks: object) -> None:

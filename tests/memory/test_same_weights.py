@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -18,13 +17,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer import Data, Memory, Model, Pretrained, Recipe, RecipeError
+from trainer import Data, Memory, Model, Recipe, RecipeError
 from trainer.memory.initialize import build_module, built_at_home
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.stack import Stack, apply_stack, whole_state
 from trainer.models import MLP, TextClassifier, VisionTransformer
 from trainer.models.lora import LoRA
-from trainer.weights.streaming import stored_in
 
 SEED = 6
 TYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
@@ -42,26 +40,6 @@ def text(**changes):
     return TextClassifier(**(values | changes))
 
 
-class Network(nn.Module):
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, classes)
-
-
-@dataclass
-class Streamed(Model):
-    """Of the two halves that ``build`` is made of, with a head that is drawn."""
-
-    file: str
-
-    def skeleton(self) -> nn.Module:
-        return Network(3)
-
-    def pretrained(self) -> Pretrained:
-        stored = {key: place for key, (place, _) in stored_in(self.file).items() if key.startswith("body.")}
-        return Pretrained(stored, ["head.weight", "head.bias"])
-
-
 def saved(folder: Path, kind: str) -> str:
     """Weights for five classes; where they are."""
     torch.manual_seed(1)
@@ -69,8 +47,7 @@ def saved(folder: Path, kind: str) -> str:
         model = text(num_classes=5)
         model.save(module := model.build(), folder, module.state_dict())
         return str(folder)
-    module = Network(5) if kind == "own" else vit(num_classes=5).build()
-    save_file(module.state_dict(), folder / "w.safetensors")
+    save_file(vit(num_classes=5).build().state_dict(), folder / "w.safetensors")
     return str(folder / "w.safetensors")
 
 
@@ -83,7 +60,6 @@ MODELS = {
     "text, new head": lambda folder: text(weights=saved(folder, "text")),
     "text, adapters": lambda folder: text(weights=saved(folder, "text"), lora=ADAPTERS),
     "bigbird": lambda folder: make_model("bigbird"),
-    "own, streamed": lambda folder: Streamed(saved(folder, "own")),
 }
 
 
@@ -168,13 +144,11 @@ def differing(model: Model, ranks: int, expected: dict[str, torch.Tensor]) -> tu
     """How many configurations there are, and the tensors of each that are not as ``expected``; called on every rank."""
     plans, found = configurations(model, ranks), []
     for plan in plans:
-        state = whole_state(stack_of(model, plan))
-        precision = TYPES[plan.memory.precision]
+        state, precision = whole_state(stack_of(model, plan)), plan.memory.precision
         for name, tensor in state.items():
-            ours = tensor.to(precision)
-            if plan.memory.precision == "bf16-true" and plan.memory.cpu_offload == "optimizer":
+            if precision == "bf16-true" and plan.memory.cpu_offload == "optimizer":
                 assert tensor.dtype == torch.float32, name  # a master
-            if not torch.equal(ours, expected[f"{plan.memory.precision} {name}"]):
+            if not torch.equal(tensor.to(TYPES[precision]), expected[f"{precision} {name}"]):
                 found.append(f"{plan.describe()}: {name}")
         assert not state or len(state) == len(expected) / len(TYPES)
     return len(plans), found
@@ -182,12 +156,8 @@ def differing(model: Model, ranks: int, expected: dict[str, torch.Tensor]) -> tu
 
 def reference(model: Model) -> dict[str, torch.Tensor]:
     """The weights of one rank without any technique, in either precision."""
-    plans = {precision: plan_of(model, 1, precision=precision) for precision in TYPES}
-    return {
-        f"{precision} {name}": tensor
-        for precision, plan in plans.items()
-        for name, tensor in whole_state(stack_of(model, plan)).items()
-    }
+    states = {p: whole_state(stack_of(model, plan_of(model, 1, precision=p))) for p in TYPES}
+    return {f"{precision} {name}": tensor for precision, state in states.items() for name, tensor in state.items()}
 
 
 @pytest.mark.parametrize(

@@ -63,15 +63,14 @@ def use_fused_attention(module: nn.Module) -> None:
 
     Only the class of the layers changes: parameters, their names and the result stay.
     """
-    from transformers.models.big_bird.modeling_big_bird import BigBirdSelfAttention
-
+    plain, fused = _attention_classes()
     for layer in module.modules():
-        if type(layer) is BigBirdSelfAttention:
-            layer.__class__ = _fused_class()
+        if type(layer) is plain:
+            layer.__class__ = fused
 
 
 @cache
-def _fused_class() -> type:
+def _attention_classes() -> tuple[type, type]:
     from torch.nn.functional import scaled_dot_product_attention
     from transformers.models.big_bird.modeling_big_bird import BigBirdSelfAttention
 
@@ -86,7 +85,7 @@ def _fused_class() -> type:
             context = scaled_dot_product_attention(query, key, value, attention_mask, dropout)
             return context.transpose(1, 2).flatten(2), None
 
-    return FusedSelfAttention
+    return BigBirdSelfAttention, FusedSelfAttention
 
 
 def pad_for_blocks(batch: dict[str, Any], module: nn.Module) -> dict[str, Any]:

@@ -23,12 +23,9 @@ def is_local(source: str) -> bool:
 
 
 def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a loader of transformers; whatever goes wrong, but for a lack of memory, becomes one line.
+    """Call ``load`` of transformers with the other arguments; what goes wrong, but lack of memory, becomes one line.
 
-    Args:
-        key: of the setting, without ``model.``.
-        source: its value: a hub id, a folder or a ``file://`` URL of one.
-        load: called with the other arguments.
+    That names the setting ``model.key``, whose value ``source`` is a hub id, a folder or a ``file://`` URL of one.
     """
     from safetensors import SafetensorError
 

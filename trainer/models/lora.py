@@ -43,11 +43,9 @@ class LoRA:
 
     def require_alone(self, train_last_blocks: int | None) -> None:
         """Refuse two answers to the question of what trains."""
-        require(
-            not self.rank or train_last_blocks is None,
-            f"model.lora.rank={self.rank} trains adapters in all blocks, and model.train_last_blocks="
-            f"{train_last_blocks} whole blocks and nothing before them: use one of the two",
-        )
+        both = f"model.lora.rank={self.rank} adapts all blocks, and model.train_last_blocks={train_last_blocks}"
+        alone = not self.rank or train_last_blocks is None
+        require(alone, f"{both} trains whole ones and nothing before them: use one of the two")
 
 
 class Adaptable(Model):
@@ -70,16 +68,8 @@ def add_adapters(
 ) -> None:
     """Give linear layers of the blocks of ``module`` adapters, in place, and freeze all but these and the head.
 
-    The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before.
-
-    Args:
-        module: built, with its weights.
-        lora: does nothing at rank 0.
-        blocks: the classes of the blocks; found by themselves when not given.
-        defaults: as ``lora.targets`` where those are ``None``; by default the layers with attention in their names.
-
-    Raises:
-        RecipeError: when peft is missing, or a target names no linear layer.
+    The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before. At rank 0 nothing is
+    done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted.
     """
     if not lora.rank:
         return
@@ -100,9 +90,7 @@ def add_adapters(
 def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``state`` with every adapter added to the weight that it adapts, under the names of a module without adapters.
 
-    Args:
-        module: what ``add_adapters`` made, possibly sharded since: only its structure is read.
-        state: its whole tensors, as ``state_dict`` names them; unchanged by this.
+    ``module`` is what ``add_adapters`` made, possibly sharded since; ``state`` its whole tensors, unchanged by this.
     """
     import torch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -215,8 +216,6 @@ class TextClassifier(Adaptable):
             config = self._load("name", self.name, AutoConfig.from_pretrained)
         unknown = [key for key in self.config if not hasattr(config, key)]
         if unknown:
-            from difflib import get_close_matches
-
             near = get_close_matches(unknown[0], list(config.to_dict()), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise RecipeError(f"model.config: {config.model_type} has no setting {unknown[0]!r}{hint}")

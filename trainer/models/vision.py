@@ -171,21 +171,18 @@ class VisionTransformer(Adaptable):
         file = Path(torch.hub.get_dir(), "checkpoints", url.rsplit("/", 1)[1])  # torchvision looks there as well
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
+            fix = "download it elsewhere and give the file's path, or use --model.weights null"
             try:
                 torch.hub.download_url_to_file(url, str(file), file.stem.rsplit("-", 1)[1], progress=False)
             except (OSError, RuntimeError) as error:
-                raise RecipeError(
-                    f"model.weights={weights}: cannot download {url} ({error}): "
-                    "download it elsewhere and give the file's path, or use --model.weights null"
-                ) from error
+                raise RecipeError(f"model.weights={weights}: cannot download {url} ({error}): {fix}") from error
         return file
 
     def _interpolated(self, patch_size: int, positions: Tensor) -> Tensor:
         """Position embeddings for ``image_size``, shape (1, 1 + patches, width)."""
         from torchvision.models.vision_transformer import interpolate_embeddings
 
-        assert self.image_size is not None
-        return interpolate_embeddings(self.image_size, patch_size, OrderedDict({POSITIONS: positions}))[POSITIONS]
+        return interpolate_embeddings(self.image_size or 0, patch_size, OrderedDict({POSITIONS: positions}))[POSITIONS]
 
     def _load_pretrained(self, module: nn.Module, state: dict[str, Tensor]) -> None:
         own, patch_size = module.state_dict(), cast(int, module.patch_size)
@@ -195,19 +192,13 @@ class VisionTransformer(Adaptable):
         module.load_state_dict(state | {key: own[key] for key in new})  # a new head starts at zero, as it was made
 
     def _new_parameters(self, own: Mapping[str, tuple], found: Mapping[str, tuple]) -> list[str]:
-        """The parameters of the head that the file has not, or of another shape; anything else must fit.
-
-        Args:
-            own: shapes in the module.
-            found: shapes in the file, of position embeddings after interpolation.
-        """
+        """The parameters of the head that are not ``found`` in the file, or in another shape; all else must fit."""
         from trainer.weights.files import shortened
 
         differ = [key for key in own if found.get(key) != own[key]]
         new = [key for key in differ if key.startswith("heads.")]
         wrong = [key for key in differ if key not in new] + [key for key in found if key not in own]
-        foreign = f"model.weights={self.weights} are not those of this {self.name}"
-        require(not wrong, f"{foreign}: {shortened(wrong)} differ")
+        require(not wrong, f"model.weights={self.weights} are not those of this {self.name}: {shortened(wrong)} differ")
         return new
 
 
