@@ -250,12 +250,12 @@ def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    kinds: Any = ([], [])  # renamings, converters
+    renamings, converters, prefix = [], [], skeleton.base_model_prefix
     for one in get_model_conversion_mapping(skeleton):
-        kinds[isinstance(one, WeightConverter)].append(one)
+        (converters if isinstance(one, WeightConverter) else renamings).append(one)
 
     def name_of(key: str) -> str:
-        name, converter = rename_source_key(key, *kinds, skeleton.base_model_prefix, own)  # type: ignore[arg-type]
+        name, converter = rename_source_key(key, renamings, converters, prefix, cast(Any, own))
         if name not in own and key in own:
             return key
         several = f"memory.init=meta cannot stream {key}: transformers computes {name} from several tensors of the file"

@@ -159,10 +159,9 @@ class VisionTransformer(Adaptable):
         import torch
         from torchvision import models
 
-        weights = str(self.weights).removeprefix("file://")
+        weights, sized = str(self.weights).removeprefix("file://"), self.name != "custom"
         if Path(weights).suffix or "/" in weights:
             return Path(weights)
-        sized = self.name != "custom"
         require(sized, f"model.weights={weights} is a torchvision name, which needs model.name of a torchvision size")
         known = models.get_model_weights(self.name)
         unknown = f"model.weights={weights!r} is neither a file nor one of torchvision's for {self.name}"
@@ -185,9 +184,9 @@ class VisionTransformer(Adaptable):
         return interpolate_embeddings(self.image_size or 0, patch_size, OrderedDict({POSITIONS: positions}))[POSITIONS]
 
     def _load_pretrained(self, module: nn.Module, state: dict[str, Tensor]) -> None:
-        own, patch_size = module.state_dict(), cast(int, module.patch_size)
+        own = module.state_dict()
         if POSITIONS in state:
-            state = state | {POSITIONS: self._interpolated(patch_size, state[POSITIONS])}
+            state = state | {POSITIONS: self._interpolated(cast(int, module.patch_size), state[POSITIONS])}
         new = self._new_parameters(_shapes(own), _shapes(state))
         module.load_state_dict(state | {key: own[key] for key in new})  # a new head starts at zero, as it was made
 
@@ -203,9 +202,8 @@ class VisionTransformer(Adaptable):
 
 
 def _initialise_head(skeleton: Any) -> None:
-    """As torchvision does: at zero."""
     for parameter in skeleton.heads.parameters():
-        parameter.zero_()
+        parameter.zero_()  # as torchvision does
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple]:
