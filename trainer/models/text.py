@@ -183,11 +183,8 @@ class TextClassifier(Adaptable):
         names, parameters = zip(*module.named_parameters(), strict=True)
         end = next((at for at, parameter in enumerate(parameters, 1) if parameter is last), len(names))
         lost = sorted(set(new) & set(names[:end]))
-        own = f"those of this {cast(Any, module).config.model_type}"
-        require(
-            not lost,
-            f"model.weights={self.weights!r} are not {own}: {shortened(lost)} are missing or of another shape",
-        )
+        foreign = f"model.weights={self.weights!r} are not those of this {cast(Any, module).config.model_type}"
+        require(not lost, f"{foreign}: {shortened(lost)} are missing or of another shape")
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy from the logits; the batch is a tokenizer's output plus ``labels`` (n,)."""
@@ -250,12 +247,12 @@ def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    renamings, converters, prefix = [], [], skeleton.base_model_prefix
-    for one in get_model_conversion_mapping(skeleton):
-        (converters if isinstance(one, WeightConverter) else renamings).append(one)
+    mapping, prefix = get_model_conversion_mapping(skeleton), skeleton.base_model_prefix
+    converters: Any = [one for one in mapping if isinstance(one, WeightConverter)]
+    renamings: Any = [one for one in mapping if not isinstance(one, WeightConverter)]
 
     def name_of(key: str) -> str:
-        name, converter = rename_source_key(key, renamings, converters, prefix, cast(Any, own))
+        name, converter = rename_source_key(key, renamings, converters, prefix, own)  # type: ignore[arg-type]
         if name not in own and key in own:
             return key
         several = f"memory.init=meta cannot stream {key}: transformers computes {name} from several tensors of the file"
