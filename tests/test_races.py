@@ -52,7 +52,7 @@ SUPERFLUOUS = {
     ("with stream", "trainer/memory/activation_offload.py", "_fetch"): 1,
     ("with stream", "trainer/memory/optimizer_offload.py", "carry"): 1,
     # From torch 2.15 on: backward ends on the stream of the computation, which waits for FSDP's.
-    ("record_stream", "trainer/memory/optimizer_in_backward.py", "_record_norm"): 1,
+    ("record_stream", "trainer/memory/optimizer.py", "_record_norm"): 1,
 }
 """How many orders of a kind may be forgotten in a function without harm."""
 

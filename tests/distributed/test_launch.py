@@ -25,7 +25,7 @@ recipe = Recipe(
     data=Digits(),
     optim=Optim("sgd", lr=0.1, momentum=0.9, clip_norm=1.0),
     batch_size=50,
-    max_steps=8,
+    max_steps=3,
     memory=Memory(micro_batch_size=5, precision="64-true"),
 )
 
@@ -44,7 +44,6 @@ LINES = {
     "torchrun.sh": "torchrun: 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
     "fabric": "fabric run: 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
     "accelerate": "accelerate launch (torchrun): 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
-    "devices": "python: 2 ranks on 1 node (2 a node), cpu, gloo, ddp",
 }
 
 
@@ -83,8 +82,8 @@ def alone(recipe_file, tmp_path_factory):
     return run_dir
 
 
-SLOW = ("devices", "accelerate", "fabric")
-"""--run.devices is what most tests of faults start, accelerate launch starts torchrun, and fabric run does, too."""
+SLOW = ("accelerate", "fabric")
+"""Both start torchrun; ``--run.devices`` is what most tests of faults start."""
 
 
 @pytest.mark.parametrize("launcher", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LINES])
@@ -95,7 +94,6 @@ def test_two_ranks_give_the_weights_of_one(launcher, recipe_file, alone, tmp_pat
         "torchrun.sh": [*TORCHRUN_SH, recipe_file, *flags],
         "accelerate": [*ACCELERATE, "--main_process_port", str(free_port()), recipe_file, *flags],
         "fabric": [*FABRIC, "--accelerator", "cpu", "--devices", "2", recipe_file, *flags],
-        "devices": [sys.executable, "-m", "trainer", "fit", recipe_file, "--run.devices", "2", *flags],
     }[launcher]
     done = start(command)
     assert done.returncode == 0, done.stderr
@@ -113,16 +111,6 @@ def test_two_ranks_give_the_weights_of_one(launcher, recipe_file, alone, tmp_pat
     assert done.stderr.count("plan: ") == 1  # one rank speaks
 
 
-@pytest.mark.slow
-def test_a_world_that_contradicts_the_launcher_is_refused(recipe_file, tmp_path):
-    done = start(
-        [*TORCHRUN, "-m", "trainer", "fit", recipe_file, "--run.devices", "3", "--run.dir", str(tmp_path / "r")]
-    )
-    assert done.returncode != 0
-    assert "run.devices=3 contradicts the launcher: torchrun started 2 process(es)" in done.stderr
-    assert not (tmp_path / "r").exists()
-
-
 def test_single_on_two_ranks_is_refused(recipe_file, tmp_path):
     flags = ["--run.devices", "2", "--memory.strategy", "single", "--run.dir", str(tmp_path / "r")]
     done = python("-m", "trainer", "fit", recipe_file, *flags)
@@ -131,10 +119,18 @@ def test_single_on_two_ranks_is_refused(recipe_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_data_that_fails_on_the_first_rank_ends_all(tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "messages"),
+    [
+        (["--run.devices", "3"], ["run.devices=3 contradicts the launcher: torchrun started 2 process(es)"]),
+        ([], ["nowhere", "first rank of a node"]),
+    ],
+)
+def test_what_only_the_first_rank_or_the_launcher_knows_ends_all(flags, messages, tmp_path):
     path = tmp_path / "own.py"
-    path.write_text(RECIPE.replace("data=Digits()", 'data=ImageFolder("nowhere")').replace("Digits", "ImageFolder"))
-    done = start([*TORCHRUN, "-m", "trainer", "fit", str(path), "--run.dir", str(tmp_path / "r")])
+    path.write_text(RECIPE.replace("Digits()", 'ImageFolder("nowhere")').replace("Digits", "ImageFolder"))
+    run_dir = tmp_path / "r"
+    done = start([*TORCHRUN, "-m", "trainer", "fit", str(path), *flags, "--run.dir", str(run_dir)])
     assert done.returncode != 0
-    assert "nowhere" in done.stderr
-    assert "first rank of a node" in done.stderr
+    assert all(message in done.stderr for message in messages)
+    assert not (run_dir / "model").exists()

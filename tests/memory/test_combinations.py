@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
+import torch
 from helpers.combinations import (
     KNOBS,
     ask,
@@ -23,14 +24,15 @@ from helpers.combinations import (
 )
 from helpers.matrix import Case, difference, stacked_run
 from helpers.problems import TwoLosses
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.contract import Model
 from trainer.errors import RecipeError
 from trainer.memory.plan import Plan
+from trainer.models import MLP
 from trainer.recipe import Memory, Optim
 
-ASKED = 10_000
+ASKED = 4_000
 
 EXACT = {"32-true": 1e-6, "64-true": 1e-12}
 """Relative error of the losses that is allowed where nothing is lossy."""
@@ -39,9 +41,6 @@ PACKAGES = {
     "torchao": lambda values: values["optimizer_state_bits"] < 32 or values["stochastic_rounding"],
     "timm": lambda values: values["optim"] == "lion",
 }
-
-DECISIVE = ("place", "activation_checkpointing", "cpu_offload", "optimizer_in_backward", "init", "accumulate")
-"""Where weights, gradients and activations are."""
 
 SEEN_BY_THE_COMPILER = ("compile", "activation_checkpointing", "activation_offload")
 
@@ -72,7 +71,7 @@ def accepted(count: int, compiled: bool) -> list[dict]:
     return [{**values, "frozen": bool(at % 2)} for at, values in enumerate(plans)]
 
 
-ON_ONE_RANK = [values for values in accepted(4_000, True) if values["place"][1] == 1]
+ON_ONE_RANK = [values for values in accepted(1_500, True) if values["place"][1] == 1]
 
 
 def check_trains(values: dict, ranks: object) -> None:
@@ -105,31 +104,27 @@ def check_answer(values: dict) -> bool:
 
 
 def test_a_combination_has_a_plan_or_a_reason():
-    """A part of them, evenly spread; ``-m slow`` asks about more."""
+    """A part of them, evenly spread; ``-m slow`` asks about more, and about all values of any three knobs."""
     plans = sum(check_answer(values) for values in spread(ASKED))
     assert 0 < plans < ASKED
 
 
 @pytest.mark.slow
-def test_all_values_of_any_three_knobs_are_asked_about():
-    met = set().union(*(meetings(values, 3) for values in spread(ASKED)))
+@pytest.mark.timeout(600)
+def test_many_combinations_have_a_plan_or_a_reason():
+    asked = list(spread(5 * ASKED))
+    assert 0 < sum(map(check_answer, asked)) < len(asked)
+    met = set().union(*(meetings(values, 3) for values in asked[: 2 * ASKED]))
     levels = [len(values) for values in KNOBS.values()]
     assert len(met) == sum(math.prod(three) for three in combinations(levels, 3))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_many_combinations_have_a_plan_or_a_reason():
-    plans = sum(check_answer(values) for values in spread(20 * ASKED))
-    assert 0 < plans < 20 * ASKED
+ACCEPTED = accepted(1_500, False)
 
 
-ACCEPTED = accepted(4_000, False)
-
-
-@pytest.mark.parametrize("values", covering(ACCEPTED, 2, DECISIVE) + covering(ACCEPTED, 1), ids=name_of)
+@pytest.mark.parametrize("values", covering(ACCEPTED, 1), ids=name_of)
 def test_it_trains_three_steps(values, ranks):
-    """Any value that any plan has, and any two of the knobs that decide most; ``-m slow`` has any two of all."""
+    """Any value that any plan has; ``-m slow`` has any two of all knobs."""
     check_trains(values, ranks)
 
 
@@ -142,19 +137,14 @@ def test_it_trains_three_steps_compiled(values, ranks):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_any_values_of_two_knobs_train_together(ranks):
-    check_all(covering(accepted(20_000, False), 2), ranks)
+    check_all(covering(accepted(10_000, False), 2), ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_any_values_of_three_knobs_that_decide_most_train_together(ranks):
-    check_all(covering(accepted(20_000, False), 3, DECISIVE), ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_any_values_of_two_knobs_train_together_compiled(ranks):
-    check_all(covering(accepted(20_000, True), 2, (*SEEN_BY_THE_COMPILER, "place", "precision")), ranks)
+def test_any_values_of_two_knobs_train_together_compiled_on_two_ranks(ranks):
+    compiled = [values for values in accepted(10_000, True) if values["place"][1] == 2]
+    check_all(covering(compiled, 2, SEEN_BY_THE_COMPILER), ranks)
 
 
 def check_all(cases: list[dict], ranks: object) -> None:
@@ -171,28 +161,64 @@ def failure(values: dict, ranks: object) -> str:
     return ""
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
-@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_several_losses_that_reach_different_parts(strategy, world_size, offload, accumulate, ranks):
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "offload", "accumulate"),
+    [
+        (1, "auto", "optimizer", 2),
+        (1, "fsdp", "parameters", 2),
+        (2, "auto", "none", 1),
+        (2, "auto", "optimizer", 2),
+        (2, "fsdp", "none", 2),
+        (2, "fsdp", "optimizer", 1),
+        (2, "fsdp", "parameters", 2),
+    ],
+)
+def test_several_losses_that_reach_different_parts(world_size, strategy, offload, accumulate, ranks):
     memory = Memory(strategy=strategy, cpu_offload=offload, micro_batch_size=8 // world_size // accumulate)
     ours = ranks(world_size).run(stacked_run, TwoParts("two", memory, world_size, optim=SGD))[0]
     alone = stacked_run(TwoParts("two", Memory(), optim=SGD))
     assert max(difference(ours, alone).values()) <= 1e-6
 
 
-@pytest.mark.parametrize("knobs", [{"strategy": "fsdp"}, {"activation_checkpointing": "full"}, {"compile": "blocks"}])
-def test_a_technique_that_needs_blocks_says_that_there_are_none(knobs, ranks):
-    (answer,) = ranks(1).run(refusal, TwoParts("two", Memory(**knobs), blocks=()))
-    ((key, value),) = knobs.items()
-    assert answer.startswith(f"memory.{key}={value} works on repeated modules")
-    assert "\n" not in answer
+class Block(nn.Module):
+    """A layer, and one that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(192, 192), nn.Linear(192, 192)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.used(features).tanh()
 
 
-def refusal(case: TwoParts) -> str | None:
-    try:
-        stacked_run(case)
-    except RecipeError as error:
-        return str(error)
-    return None
+class PartlyUsed(MLP):
+    """Two such blocks and a head."""
+
+    blocks = (Block,)
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), Block(), Block(), nn.Linear(192, 5))
+
+
+class PartlyUsedCase(Case):
+    @property
+    def model(self) -> Model:
+        return PartlyUsed([16], num_classes=5, image_size=8, channels=3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload"),
+    [("ddp", "none"), ("ddp", "optimizer"), ("fsdp", "none"), ("fsdp", "optimizer"), ("fsdp", "parameters")],
+)
+def test_a_parameter_that_no_loss_reaches_is_neither_updated_nor_decayed(strategy, offload, ranks):
+    plain = {"micro_batch_size": 3, "precision": "64-true"}
+    alone = stacked_run(PartlyUsedCase("vit", Memory(**plain)))
+    case = PartlyUsedCase("vit", Memory(strategy=strategy, cpu_offload=offload, **plain), 2)
+    ours = ranks(2).run(stacked_run, case)[0]
+    torch.testing.assert_close(ours["state"], alone["state"], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("key", "value"), [("activation_checkpointing", "full"), ("compile", "blocks")])
+def test_a_technique_that_needs_blocks_says_that_there_are_none(key, value):
+    with pytest.raises(RecipeError, match=rf"^memory\.{key}={value} works on repeated modules.*$"):
+        stacked_run(TwoParts("two", Memory(**{key: value}), blocks=()))

@@ -24,6 +24,7 @@ PLACES = {
     "fsdp-optimizer": {"strategy": "fsdp", "cpu_offload": "optimizer"},
     "fsdp-parameters": {"strategy": "fsdp", "cpu_offload": "parameters"},
 }
+ALTERNATING = list(zip(PLACES, (1, 3, 3, 3, 1, 1), strict=True))
 OPTIM = Optim("adamw", lr=1e-3, weight_decay=0.1, clip_norm=0.5)
 DECAY = 0.5
 
@@ -33,8 +34,7 @@ def case_at(place: str, precision: str = "32-true", **options: Any) -> Trained:
     return Trained("tower", memory, 2, optim=OPTIM, weights=tower_file(), **options)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "accumulate"), ALTERNATING)
 def test_a_batch_of_fewer_samples_than_ranks_counts_as_what_it_is(place, accumulate, ranks):
     case = case_at(place, size=13, accumulate=accumulate)  # batches of 12 and of 1
     for losses in ranks(2).run(train, case, seconds=60):
@@ -79,8 +79,7 @@ def state_of(stepper: Any, stack: Any) -> list[Tensor]:
     return [local(tensor.detach()).clone() for tensor in [*weights, *state, torch.tensor(rates)]]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "accumulate"), [(place, 4 - count) for place, count in ALTERNATING])
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(place, accumulate, ranks):
     case = case_at(place, accumulate=accumulate)
     results = ranks(2).run(steps_around, case, (0, 1, 2, 3), 1)
@@ -89,19 +88,19 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(place, 
         assert result["losses"] == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["ddp", "ddp-optimizer", "fsdp-replicas", "fsdp-parameters"])
 def test_all_ranks_lower_the_loss_scale_alike(place, ranks):
     """In fp16 a skipped step is how the scale is found: ranks with different ones would add up unlike gradients."""
     case = case_at(place, "16-mixed")
-    results = ranks(2).run(steps_around, case, (0, 1, 2, 3), 1)
-    unspoiled = ranks(2).run(steps_around, case, (0, 2, 3), None)
+    results = ranks(2).run(steps_around, case, (0, 1, 2), 1)
+    unspoiled = ranks(2).run(steps_around, case, (0, 2), None)
     for result in results:
         before, *after = result["scales"]
-        assert after == [before / 2] * 3
+        assert after == [before / 2] * 2
         assert result["losses"] == pytest.approx(unspoiled[0]["losses"], rel=1e-4)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["ddp-optimizer", "fsdp"])
 def test_weights_in_half_precision_skip_alike(place, ranks):
     first, second = ranks(2).run(steps_around, case_at(place, "bf16-true"), (0, 1, 2), 1)
     assert first == second

@@ -1,21 +1,25 @@
-"""Parts of offloading whose faults show on a GPU only: what can be seen of them without one."""
+"""Parts of offloading whose faults show on a GPU only: what can be seen of them without one.
+
+That is where each copy is made, and what is computed, bit for bit, by the branch for CUDA, with streams that do all at
+once: on a CPU the trainer takes other branches, and ``tests/test_races.py``, which takes these, computes nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers.matrix import Case, set_up
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.memory import activation_offload, optimizer_offload
 from trainer.memory.activation_offload import Shelf
-from trainer.memory.optimizer_offload import PIECE, Carrier, ReduceAfterCarrying, _accumulators
+from trainer.memory.optimizer_offload import PIECE, Carrier, _accumulators
 from trainer.memory.plan import decide_plan
-from trainer.memory.precision import precision_plugin
 from trainer.planner.fake_patches import FakeEvent, FakeStream, OnStream
 from trainer.recipe import Memory
 
@@ -35,15 +39,21 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Without a GPU no memory can be pinned."""
+    return lambda *args, pin_memory=False, **options: make(*args, **options)
+
+
 @pytest.fixture
 def streams(monkeypatch):
-    """Streams that run everything at once: what is left of a GPU on a CPU."""
-    empty_like = torch.empty_like
+    """Streams that run everything at once, what is left of a GPU on a CPU; every tensor is large enough to be moved."""
     for name, value in {"Stream": FakeStream, "Event": FakeEvent, "stream": OnStream}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream.current)
-    monkeypatch.setattr(torch, "empty_like", lambda *args, pin_memory=False, **options: empty_like(*args, **options))
     monkeypatch.setattr(activation_offload, "_stream", lambda device: FakeStream())
+    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 16)
+    for name in ("empty", "empty_like", "zeros"):
+        monkeypatch.setattr(torch, name, unpinned(getattr(torch, name)))
 
 
 def test_an_expanded_tensor_stays():
@@ -52,14 +62,6 @@ def test_an_expanded_tensor_stays():
     assert shelf.put(mask) is not mask
     expanded = mask.expand(2, 4, 8, 8)
     assert shelf.put(expanded) is expanded
-
-
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
-@pytest.mark.parametrize("offload", ["none", "optimizer"])
-def test_the_loss_scale_is_where_the_gradients_are(strategy, offload):
-    plugin = precision_plugin(Memory(strategy=strategy, precision="16-mixed", cpu_offload=offload), "cpu")
-    plugin.scaler._lazy_init_scale_growth_tracker(torch.device("meta"))  # as of a loss on a GPU
-    assert plugin.scaler._scale.device.type == ("cpu" if offload == "optimizer" else "meta")
 
 
 def test_accumulators_are_cut_between_parameters():
@@ -79,46 +81,8 @@ def test_one_chunk_comes_while_another_goes(streams, monkeypatch):
     assert [stream for stream, _, _ in copies.seen] == [carrier.coming, carrier.going] * 3
 
 
-def test_a_sum_is_read_when_it_has_been_written(streams, monkeypatch):
-    carrier, one, other = Carrier(CPU, torch.float32), torch.zeros(4), torch.zeros(4)
-    waits = []
-    monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: waits.append((stream, other)))
-    carrier.carry(torch.ones(4), one, adds=False)
-    carrier.carry(torch.ones(4), other, adds=False)
-    assert (carrier.coming, carrier.going) not in waits
-    carrier.carry(torch.ones(4), one, adds=True)
-    carrier.carry(torch.ones(4), other, adds=True)
-    assert waits.count((carrier.coming, carrier.going)) == 1  # once a micro-step, not once a gradient
-    carrier.carry(torch.ones(4), one, adds=True)
-    assert waits.count((carrier.coming, carrier.going)) == 2
-    assert torch.equal(one, torch.full((4,), 3.0))
-
-
-def test_of_all_streams_that_on_which_fsdp_makes_gradients_waits_for_them_to_leave(streams, monkeypatch):
-    carrier = Carrier(CPU, torch.float32, told=True)
-    comm, waits, reducing = ReduceAfterCarrying(carrier), [], FakeStream()
-    carrier.carry(torch.ones(4), torch.zeros(4), adds=False)
-    assert not carrier.in_flight  # so that its memory is FSDP's again
-    monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: waits.append((stream, other)))
-    comm.allocate((8,), dtype=torch.float32, device=CPU)
-    assert waits == []
-    with OnStream(reducing):
-        comm.allocate((4,), dtype=torch.float32, device=CPU)
-    assert waits == [(reducing, carrier.going)]
-
-
-def test_activations_with_gaps_are_copied_without_a_detour(streams):
-    shelf = Shelf(CPU, 16, lambda tensor: False)
-    query = torch.randn(2, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)[0]  # packed with keys and values
-    with Copies() as copies:
-        ticket = shelf.put(query)
-    assert torch.equal(shelf.get(ticket), query)
-    assert copies.seen[-1][0] is shelf.stream
-    assert copies.seen[-1][1] == copies.seen[-1][2]  # torch copies to pinned memory directly where strides are equal
-
-
 def test_what_autocast_made_of_a_weight_is_not_moved():
-    def gradients(shelf: Shelf) -> list[torch.Tensor]:
+    def gradients(shelf: Shelf) -> list[Tensor]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.MultiheadAttention(8, 2).out_proj)
         with saved_tensors_hooks(shelf.put, shelf.get), torch.autocast("cpu", torch.bfloat16):
@@ -144,3 +108,78 @@ def test_gradients_of_streamed_weights_add_up_in_memory_that_is_kept(precision):
         assert found == homes
         assert not stepper.sync.in_one.numel()  # nothing of what FSDP reduced is held
         stepper.abandon()
+
+
+class Branching(nn.Module):
+    """A convolution, linear layers, and a head that only some micro-batches reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(180, 11), nn.LayerNorm(11))
+        self.head = nn.Linear(11, 7)
+
+    def forward(self, x: Tensor, to_the_end: bool) -> Tensor:
+        x = self.stem(x)
+        return self.head(x) if to_the_end else x
+
+
+def trained(dtype: torch.dtype, carried: bool) -> list[Tensor]:
+    """The weights after three steps of three micro-steps."""
+    torch.manual_seed(0)
+    module = Branching()
+    masters: dict[nn.Parameter, Tensor] = {p: p.detach().clone().requires_grad_() for p in module.parameters()}
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    optimizer = torch.optim.AdamW(list(masters.values()), lr=0.1, fused=True)
+    sync = optimizer_offload.HostGradients(masters, CPU, optimizer, 1)
+    sync.carrier = Carrier(CPU, torch.float32) if carried else None
+    for step in range(3):
+        for micro in range(3):
+            x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(micro)).to(dtype)
+            module(x, to_the_end=micro == step).float().square().sum().backward()
+        sync.after()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_that_are_carried_in_chunks(dtype, streams, monkeypatch):
+    monkeypatch.setattr(optimizer_offload, "CHUNK", 37)
+    assert all(p.numel() % optimizer_offload.CHUNK for p in Branching().parameters())  # the last chunk is short
+    for plain, carried in zip(trained(dtype, False), trained(dtype, True), strict=True):
+        assert plain.dtype == dtype
+        assert torch.equal(plain, carried)
+
+
+class Packed(nn.Module):
+    """Attention whose queries, keys and values are slices of one tensor, with gaps between their elements."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, dtype=dtype)
+        self.block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(2, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 6, 16)
+        return self.block(y) * y.exp()
+
+
+def gradients(dtype: torch.dtype, offloaded: bool) -> list[Tensor]:
+    """Of two micro-steps."""
+    torch.manual_seed(0)
+    module = Packed(dtype)
+    if offloaded:
+        activation_offload.offload_activations(module, CPU)
+    for _ in range(2):
+        module(torch.randn(2, 6, 16, dtype=dtype)).sum().backward()
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_activations_that_were_away(dtype, streams):
+    plain = gradients(dtype, False)
+    offloaded = gradients(dtype, True)
+    assert len(plain) == len(list(Packed(dtype).parameters()))
+    assert all(map(torch.equal, plain, offloaded))

@@ -8,17 +8,13 @@ import sys
 import pytest
 import torch
 from helpers.problems import (
-    LR,
     Problem,
     collate,
     engine_run,
     errors,
-    flat,
     make_fabric,
     make_model,
     make_samples,
-    plain_indices,
-    textbook_loss,
     tokenizer_folder,
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -27,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 from trainer import RecipeError
 from trainer.checkpoint.export import load_model, save_model
 from trainer.models import LoRA, TextClassifier
-from trainer.models.lora import merged_state
 from trainer.weights.blocks import find_blocks
 
 MODELS = ["vit", "distilbert", "bigbird"]
@@ -75,82 +70,50 @@ def test_adapters_and_the_head_train_and_nothing_else(name):
     adapters = {parameter for parameter in trained if ".lora_" in parameter}
     assert {parameter.rsplit(".", 1)[0] for parameter in trained - adapters} == HEADS[name]
     assert {p.shape[0] for n, p in module.named_parameters() if ".lora_A." in n} == {2}
+    assert not any(p.any() for n, p in module.named_parameters() if ".lora_B." in n)  # it computes what it did before
     layers = {parameter.split(".lora_")[0] for parameter in adapters}
     assert len(layers) == 2 * len(FIRST_TARGETS[name])  # of two blocks
     assert all(any(layer.endswith(f".{target}") for target in FIRST_TARGETS[name]) for layer in layers)
     assert not any("lora_" in parameter for parameter, _ in make_model(name).build().named_parameters())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_class_stays_and_the_outputs_are_those_of_before_training(name):
-    torch.manual_seed(0)
-    model, plain = adapted(name, dropout=0.3), make_model(name)
-    module = model.build().double()
-    reference = plain.build().double()
-    assert type(module) is type(reference)
-    reference.load_state_dict(merged_state(module, module.state_dict()))
-    assert torch.equal(logits(model, module, batch_of(name)), logits(plain, reference, batch_of(name)))
-
-
 def engine_answer(problem, world_size):
-    """Three SGD steps of our engine on an adapted model, cut in micro-batches."""
+    """Three SGD steps of our engine on an adapted model."""
     model = adapted(problem.name)
     return engine_run(problem, world_size, of=(model, built(model).train()))
 
 
-def plain_answer(problem):
-    """The same by a plain loop over whole batches, on the same adapted module."""
-    module, samples = built(adapted(problem.name)).train(), make_samples(problem)
-    before = flat(module)
-    trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=LR)
-    losses, norms = [], []
-    for step in range(problem.steps):
-        batch = collate([samples[index] for index in plain_indices(problem, step)])
-        batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
-        loss = textbook_loss(problem.name, module, batch)
-        loss.backward()
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in trained]).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return {"before": before, "after": flat(module), "losses": losses, "norms": norms}
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_accumulation_stays_exact(name):
-    problem = Problem(name, 11, 7, 2)
-    found = errors(engine_answer(problem, 1), plain_answer(problem))
-    assert max(found.values()) < 1e-10, found
-
-
-@pytest.mark.parametrize("name", ["vit", "bigbird"])
-def test_accumulation_stays_exact_on_two_ranks(name, ranks):
-    problem = Problem(name, 11, 7, 2)
-    plain = plain_answer(problem)
-    for answer in ranks(2).run(engine_answer, problem, 2):
-        found = errors(answer, plain)
+def test_accumulation_stays_exact_on_any_number_of_ranks(name, ranks):
+    """Whole batches on one rank are those of a plain loop: tests/engine/test_equality.py."""
+    whole, cut = (Problem(name, 11, 7, size) for size in (7, 2))
+    expected = engine_answer(whole, 1)
+    for answer in [engine_answer(cut, 1), *(ranks(2).run(engine_answer, cut, 2) if name != "distilbert" else ())]:
+        found = errors(answer, expected)
         assert max(found.values()) < 1e-10, found
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_saved_model_gives_the_outputs_of_the_trained_one(name, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
     model = adapted(name, alpha=3.0)
     module = built(model, torch.float32)
+    assert type(module) is type(make_model(name).build())
     inputs = {k: v.float() if v.is_floating_point() else v for k, v in batch_of(name).items()}
     trained = logits(model, module, inputs)
     save_model(model, module, tmp_path)
     assert torch.equal(logits(model, module, inputs), trained)  # saving leaves it as it was
     loaded = load_model(model, tmp_path)
-    names = {parameter for parameter, _ in loaded.named_parameters()}
-    assert names == {parameter for parameter, _ in make_model(name).build().named_parameters()}
+    assert loaded.state_dict().keys() == make_model(name).build().state_dict().keys()
     torch.testing.assert_close(logits(model, loaded, inputs), trained, rtol=1e-5, atol=1e-6)
-    unadapted = dataclasses.replace(model, lora=LoRA())
-    bare = built(model, torch.float32)
-    for parameter, value in bare.named_parameters():
+    if name == "distilbert":
+        theirs = AutoModelForSequenceClassification.from_pretrained(next(tmp_path.rglob("config.json")).parent).eval()
+        torch.testing.assert_close(logits(model, theirs, inputs), trained, rtol=1e-5, atol=1e-6)
+    for parameter, value in module.named_parameters():
         if ".lora_B." in parameter:
             value.data.zero_()
-    assert not torch.allclose(logits(unadapted, bare, inputs), trained, rtol=1e-3)  # the adapters did matter
+    assert not torch.allclose(logits(model, module, inputs), trained, rtol=1e-3)  # the adapters did matter
 
 
 def _merged_from_shards(name):
@@ -171,20 +134,8 @@ def _merged_from_shards(name):
     return (logits(make_model(name), plain, batch) - trained).abs().max().item()
 
 
-@pytest.mark.parametrize("name", ["vit", "bigbird"])
-def test_a_sharded_model_is_merged_from_its_whole_state(name, ranks):
-    assert max(ranks(2).run(_merged_from_shards, name)) < 1e-10
-
-
-def test_a_saved_text_model_is_what_transformers_loads(tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
-    model = adapted("distilbert", targets=["q_lin", "ffn.lin1"])
-    module = built(model, torch.float32).eval()
-    model.save(module, tmp_path, module.state_dict())
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    inputs = {key: value for key, value in batch_of("distilbert").items() if key != "labels"}
-    torch.testing.assert_close(theirs(**inputs).logits, module(**inputs).logits, rtol=1e-5, atol=1e-6)
+def test_a_sharded_model_is_merged_from_its_whole_state(ranks):
+    assert max(ranks(2).run(_merged_from_shards, "bigbird")) < 1e-10
 
 
 def test_transposed_layers_are_merged_transposed(tmp_path):
@@ -198,7 +149,7 @@ def test_transposed_layers_are_merged_transposed(tmp_path):
     torch.testing.assert_close(logits(model, model.saved_in(tmp_path).build(), inputs), trained, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS[:2])
 def test_adapters_have_the_type_and_device_of_their_weights(name):
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -235,12 +186,9 @@ def test_a_target_that_matches_nothing_is_refused_with_the_candidates(name, targ
 def test_refusals_of_settings(options, message):
     with pytest.raises(RecipeError, match=message):
         LoRA(**options)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_adapters_and_whole_blocks_are_not_both_trained(name):
-    with pytest.raises(RecipeError, match=r"model\.lora\.rank=2 .*model\.train_last_blocks=1 .*use one of the two"):
-        dataclasses.replace(make_model(name), lora=LoRA(rank=2), train_last_blocks=1)
+    for name in MODELS[:2]:  # adapters and whole blocks are not both trained
+        with pytest.raises(RecipeError, match=r"model\.lora\.rank=2 .*model\.train_last_blocks=1 .*use one of the two"):
+            dataclasses.replace(make_model(name), lora=LoRA(rank=2), train_last_blocks=1)
 
 
 def test_without_peft_the_way_to_get_it_is_said(monkeypatch):

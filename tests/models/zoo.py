@@ -27,32 +27,11 @@ from trainer.engine.order import batch_indices
 from trainer.fit import fit
 
 WORDS, CLASSES, SIZE, BATCH, STEPS = 67, 5, 23, 8, 4
-SMALL = {
-    "vocab_size": WORDS,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "num_labels": CLASSES,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-LLAMA = {
-    "vocab_size": WORDS,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+BASE = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64}
+BASE |= {"num_hidden_layers": 3, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+SMALL = {**BASE, "num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SMALL |= {"num_labels": CLASSES}
+LLAMA = {**BASE, "num_attention_heads": 4, "num_key_value_heads": 2}
 SPECIAL = {"decoder_start_token_id": 0, "pad_token_id": 0}
 PICTURE = {"image_size": 16, "patch_size": 8, "num_labels": CLASSES}
 PICTURE |= {key: SMALL[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
@@ -62,12 +41,7 @@ T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers
 GPT2 = {"n_positions": 64, "n_embd": 16, "n_layer": 3, "n_head": 2}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 ALBERT = {**SMALL, "embedding_size": 8, "classifier_dropout_prob": 0.0}
-DEBERTA = {
-    "relative_attention": True,
-    "pos_att_type": ["c2p", "p2c"],
-    "pooler_dropout": 0,
-    "pooler_hidden_size": 16,
-}
+DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "pooler_dropout": 0, "pooler_hidden_size": 16}
 
 TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hf_vit": ("ViTForImageClassification", "ViTConfig", PICTURE),
@@ -86,20 +60,8 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 TORCHVISION = ("convnext", "resnet18", "mobilenet")
 CAUSAL, PAIRS = ("gpt2", "llama", "llama_tied"), ("t5", "bart")
 ODD = (
-    "plain",
-    "scale",
-    "shared_block",
-    "shared_weight",
-    "sparse",
-    "frozen",
-    "siamese",
-    "penalty",
-    "unused",
-    "buffer",
-    "complex",
-    "two",
-    "weighted",
-    "smooth",
+    *("plain", "scale", "shared_block", "shared_weight", "sparse", "frozen", "siamese", "penalty"),
+    *("unused", "buffer", "complex", "two", "weighted", "smooth"),
 )
 IMAGES = ("hf_vit", *TORCHVISION, "group", "batch")
 ALL = (*TRANSFORMERS, *TORCHVISION, "group", "batch", *ODD)
@@ -206,13 +168,9 @@ def _of_a_library(name: str) -> nn.Module:
     if name == "convnext":
         stages = [CNBlockConfig(8, 16, 1), CNBlockConfig(16, None, 2)]
         return ConvNeXt(stages, stochastic_depth_prob=0.0, num_classes=CLASSES)
-    make_it = {"resnet18": models.resnet18, "mobilenet": partial_dropout(models.mobilenet_v3_small)}[name]
-    return make_it(num_classes=CLASSES)
-
-
-def partial_dropout(make_it: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """The network without dropout."""
-    return lambda **options: make_it(dropout=0.0, **options)
+    if name == "resnet18":
+        return models.resnet18(num_classes=CLASSES)
+    return models.mobilenet_v3_small(dropout=0.0, num_classes=CLASSES)
 
 
 def samples(name: str) -> list[dict[str, Tensor]]:
@@ -309,6 +267,10 @@ class Zoo(Model):
 
     name: str = "plain"
 
+    @property
+    def loss_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("left", "right") if self.name == "two" else ("loss",)
+
     def build(self) -> nn.Module:
         return make(self.name)
 
@@ -323,13 +285,6 @@ class Zoo(Model):
         if self.name == "weighted":
             return {"loss": float(WEIGHTS[labels].double().sum())}
         return {"loss": float(((labels[:, 1:] if self.name in CAUSAL else labels) != -100).sum())}
-
-
-@dataclass
-class ZooOfTwo(Zoo):
-    """One with two losses."""
-
-    loss_names = ("left", "right")
 
 
 @dataclass
@@ -373,20 +328,12 @@ MOMENTUM = Optim("sgd", lr=0.05, momentum=0.9)
 
 @dataclass(frozen=True)
 class Case:
-    """A run; picklable, so that every rank can take part in it.
+    """A run; picklable, so that every rank can take part in it."""
 
-    Args:
-        name: of the model.
-        memory: the knobs.
-        world_size: ranks.
-        optim: SGD by default: others hide how long a gradient is.
-        kind: class of the model.
-    """
-
-    name: str
+    name: str  # of the model
     memory: Memory
     world_size: int = 1
-    optim: Optim = MOMENTUM
+    optim: Optim = MOMENTUM  # others hide how long a gradient is
     kind: type[Zoo] = Zoo
 
 
@@ -408,8 +355,9 @@ class Outcome:
 def run(case: Case, folder: str) -> Outcome:
     """``trainer fit`` of ``case`` in this process, one of ``case.world_size``, into ``folder``, which is empty."""
     torch.set_num_threads(1)
+    rest = {"evaluate": False, "predict": False, "recover": False}
     recipe = Recipe(
-        model=(ZooOfTwo if case.name == "two" else case.kind)(case.name),
+        model=case.kind(case.name),
         data=ZooData(case.name),
         optim=case.optim,
         batch_size=BATCH,
@@ -417,14 +365,7 @@ def run(case: Case, folder: str) -> Outcome:
         max_steps=STEPS,
         memory=case.memory,
         checkpoint=Checkpoint(every=None),
-        run=Run(
-            dir=f"{folder}/run",
-            devices=case.world_size,
-            accelerator="cpu",
-            evaluate=False,
-            predict=False,
-            recover=False,
-        ),
+        run=Run(dir=f"{folder}/run", devices=case.world_size, accelerator="cpu", **rest),
     )
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as stderr:
         code = _guarded(lambda: fit(recipe) and None)
@@ -445,14 +386,10 @@ def plain_run(name: str, optim: Optim, dtype: torch.dtype) -> tuple[dict[str, Te
     places = {value.data_ptr(): key for key, value in reversed(module.state_dict().items())}
     names = [key for key, value in module.state_dict().items() if places[value.data_ptr()] == key]
     start = {name: module.state_dict()[name].clone() for name in names}
-    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad}
+    kinds = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
     trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
     momentum = {"momentum": optim.momentum} if optim.momentum else {}
-    optimizer = kinds[optim.name](groups, lr=optim.lr, foreach=False, **momentum)
+    optimizer = kinds[optim.name](trained, lr=optim.lr, foreach=False, **momentum)
     a_epoch = math.ceil(SIZE / BATCH)
     for step in range(STEPS):
         chosen = batch_indices(0, step // a_epoch, step % a_epoch, SIZE, BATCH)

@@ -17,7 +17,7 @@ from trainer.engine.step import Stepper
 from trainer.engine.totals import LossTotals
 from trainer.launching import start
 from trainer.memory import activation_offload, optimizer_offload
-from trainer.memory.precision import _ScaleOnHost
+from trainer.memory.precision import HostGradScaler
 from trainer.models import MLP
 
 Met = list[Any]
@@ -79,7 +79,7 @@ def _on_another_stream(owner: Any, name: str) -> Met:
 def scale_on_the_device() -> Met:
     """The loss scale of offloaded gradients comes from the device, by a copy that nothing waits for."""
     name = "_lazy_init_scale_growth_tracker"
-    return _around(_ScaleOnHost, name, lambda original, *args: getattr(torch.amp.GradScaler, name)(*args))
+    return _around(HostGradScaler, name, lambda original, *args: getattr(torch.amp.GradScaler, name)(*args))
 
 
 def _around(owner: Any, name: str, other: Callable[..., Any]) -> Met:

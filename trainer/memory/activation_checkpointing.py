@@ -23,26 +23,19 @@ from trainer.memory.refusals import require_first_order
 from trainer.weights.blocks import switch_cache_off
 
 aten = torch.ops.aten
-
-# By name, as not every version and build of torch has all of them.
-_MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+_EXPENSIVE = (
+    *("mm", "addmm", "bmm", "baddbmm", "convolution"),
+    *(f"_scaled_dot_product_{name}" for name in _ATTENTION),
 )
-KEPT = {getattr(aten, name).default for name in (*_MATRIX_PRODUCTS, *_ATTENTION) if hasattr(aten, name)}
+KEPT = {getattr(aten, name).default for name in _EXPENSIVE if hasattr(aten, name)}  # not every build has all of them
 """What ``selective`` does not compute again: the operations that cost the most time for the memory of their output."""
 
 
 def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str | float) -> None:
-    """Checkpoint ``blocks`` of ``module`` as ``memory.activation_checkpointing`` says.
+    """Checkpoint ``blocks`` of ``module``, which keeps no cache of keys and values from now on.
 
-    Args:
-        module: the network; keeps no cache of keys and values from now on.
-        blocks: the repeated modules, in order.
-        wish: none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly.
+    ``wish`` is none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly.
     """
     if wish == "none":
         return
@@ -52,15 +45,11 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str 
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # torch 2.15; 2.11 has no choice
             options["respect_saved_tensors_hooks"] = True  # what is kept may be offloaded, too
-    for block in blocks if isinstance(wish, str) else evenly(blocks, wish):
-        layers = [layer for layer in block.modules() if isinstance(layer, _BatchNorm)]
-        block.forward = _checkpointed(type(block).__name__, block.forward, layers, options)
-
-
-def evenly(blocks: Sequence[nn.Module], fraction: float) -> list[nn.Module]:
-    """``fraction`` of ``blocks``, rounded to a whole number and spread evenly over them."""
-    count = round(fraction * len(blocks))
-    return [block for at, block in enumerate(blocks) if (at + 1) * count // len(blocks) > at * count // len(blocks)]
+    count = len(blocks) if isinstance(wish, str) else round(wish * len(blocks))
+    for at, block in enumerate(blocks):
+        if (at + 1) * count // len(blocks) > at * count // len(blocks):
+            layers = [layer for layer in block.modules() if isinstance(layer, _BatchNorm)]
+            block.forward = _checkpointed(type(block).__name__, block.forward, layers, options)
 
 
 def keep_expensive(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -92,10 +81,8 @@ def _checkpointed(
                 f"memory.activation_checkpointing computes {name} twice, which would append to its cache of keys and "
                 "values twice: call the model with use_cache=False and no past_key_values, or use none"
             )
-        if layers and not torch.compiler.is_compiling():  # what is compiled has no side effect the second time
-            output = checkpoint(_counting_once(forward, layers), *args, **options, **kwargs)
-        else:
-            output = checkpoint(forward, *args, **options, **kwargs)
+        counted = layers and not torch.compiler.is_compiling()  # what is compiled has no side effect the second time
+        output = checkpoint(_counting_once(forward, layers) if counted else forward, *args, **options, **kwargs)
         if "context_fn" in options:  # what is kept is given away in the first backward
             require_first_order(output, "memory.activation_checkpointing=selective", "use full")
         return output
@@ -105,12 +92,12 @@ def _checkpointed(
 
 def _counting_once(forward: Callable[..., Any], layers: list[_BatchNorm]) -> Callable[..., Any]:
     """``forward``, of which only the first call moves the running statistics of ``layers``."""
-    passes = 0
+    seen = False
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        if passes == 1:
+        nonlocal seen
+        if not seen:
+            seen = True
             return forward(*args, **kwargs)
         before = [(layer, layer.momentum, layer.num_batches_tracked) for layer in layers]
         for layer in layers:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +26,9 @@ IN_FLIGHT = 2
 
 
 def offload_activations(module: nn.Module, device: torch.device) -> None:
-    """Make every forward of ``module`` offload what it saves for backward; its parameters stay where they are.
+    """Make every forward of the whole ``module`` offload what it saves for backward; its parameters stay.
 
-    Args:
-        module: the whole network; with checkpointed blocks, what is saved are their inputs.
-        device: that computes. On a CPU the copies are made all the same, in vain.
+    With checkpointed blocks, what is saved are their inputs. On a CPU the copies are made all the same, in vain.
     """
     forward = module.forward
     sizes = {p.numel() for p in module.parameters()}
@@ -74,30 +74,22 @@ class Cast(NamedTuple):
         return self.weight.detach().to(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
+@dataclass(slots=True)
 class Saved:
-    """One tensor in host memory, which several operations may have saved.
+    """One tensor in host memory."""
 
-    Args:
-        host: the copy, complete once ``arrived``.
-        position: how many were put on the shelf before it.
-    """
-
-    __slots__ = ("arrived", "fetched", "host", "on_device", "position", "users")
-
-    def __init__(self, host: Tensor, position: int) -> None:
-        self.host, self.position, self.users = host, position, 1
-        self.on_device: Tensor | None = None
-        self.arrived: torch.cuda.Event | None = None
-        self.fetched: torch.cuda.Event | None = None
+    host: Tensor  # the copy, complete once ``arrived``
+    position: int  # how many were put on the shelf before it
+    users: int = 1  # operations that have saved it
+    on_device: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+    fetched: torch.cuda.Event | None = None
 
 
 class Shelf:
-    """What one forward has saved, in order.
+    """What one forward on ``device`` has saved, in order.
 
-    Args:
-        device: that computes.
-        least_bytes: size from which a tensor is moved.
-        stays: says of a large tensor whether it must stay all the same.
+    Tensors of ``least_bytes`` and more are moved, but for those of which ``stays`` says that they must stay.
     """
 
     def __init__(self, device: torch.device, least_bytes: int, stays: Callable[[Tensor], bool]) -> None:
@@ -113,16 +105,14 @@ class Shelf:
             return tensor
         if (cast := Cast.of(tensor)) is not None:
             return cast
-        # Queries, keys and values save the same input one after the other.
-        for other, saved in self.leaving:
+        for other, saved in self.leaving:  # queries, keys and values save the same input one after the other
             if _identity(other) == _identity(tensor):
                 saved.users += 1
                 return saved
         host = torch.empty_like(tensor, device="cpu", pin_memory=self.stream is not None)
-        saved = Saved(host, len(self.items))
-        self.items.append(saved)
-        self._send(tensor, saved)
-        return saved
+        self.items.append(Saved(host, len(self.items)))
+        self._send(tensor, self.items[-1])
+        return self.items[-1]
 
     def get(self, ticket: Tensor | Saved | Cast) -> Tensor:
         """Called by autograd when backward needs the tensor."""
@@ -192,12 +182,6 @@ def _identity(tensor: Tensor) -> tuple:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
 
 
-_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@cache
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(device)
-    return _STREAMS[device]
+    return torch.cuda.Stream(device) if device.type == "cuda" else None

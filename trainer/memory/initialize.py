@@ -18,77 +18,45 @@ HOST = torch.device("cpu")
 
 
 def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Module:
-    """The module of ``model`` as ``memory.init`` says; the same ``seed`` gives every rank the same weights."""
-    if plan.memory.init == "meta":
-        return build_on_meta(model, seed, weights_dtype(plan.memory))
-    return build_on_device(fabric, model, seed, plan)
+    """``model.build()`` with its weights where they will live: on the rank's device, or in host memory; or on meta.
 
-
-def build_on_device(fabric: Fabric, model: Model, seed: int, plan: Plan | None = None) -> nn.Module:
-    """``model.build()`` with its weights where they will live: on the rank's device, or in host memory.
-
-    They are made in host memory, in the precision's type: the same ``seed`` gives the same weights on every device and
-    under every technique, as only the host's generator draws.
+    They are made in host memory, in the precision's type: the same ``seed`` gives the same weights on every rank and
+    device and under every technique, as only the host's generator draws.
     """
+    dtype = weights_dtype(plan.memory)
+    if plan.memory.init == "meta":
+        return build_on_meta(model, seed, dtype)
     torch.manual_seed(seed)
     module = built_at_home(fabric, plan, model.build)
-    if plan is not None and _in_half(plan) != weights_dtype(plan.memory):
-        _round_alike(module, model, seed, plan)
+    in_half = weights_dtype(dataclasses.replace(plan.memory, cpu_offload="none"))
+    if in_half != dtype:  # masters round to the weights that the run has without them, and keep what they know beyond
+        torch.manual_seed(seed)
+        with default_dtype(in_half), HOST, torch.no_grad():
+            # The numbers that are drawn in half precision are not those in fp32, rounded; pretrained ones are.
+            for master, weight in zip(module.parameters(), model.build().parameters(), strict=True):
+                master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
     return module.train()
 
 
-def built_at_home(fabric: Fabric, plan: Plan | None, build: Callable[[], nn.Module]) -> nn.Module:
+def built_at_home(fabric: Fabric, plan: Plan, build: Callable[[], nn.Module]) -> nn.Module:
     """What ``build`` makes in host memory, moved to :func:`home_of_weights` tensor by tensor.
 
     Host memory holds one copy of the weights meanwhile; ``memory.init=meta`` needs none.
     """
-    if plan is None:
-        with fabric.init_module(empty_init=False), HOST:
-            module = build()
-    else:
-        with default_dtype(weights_dtype(plan.memory) or torch.float32), HOST:
-            module = build()
+    with default_dtype(weights_dtype(plan.memory) or torch.float32), HOST:
+        module = build()
     return module.to(home_of_weights(fabric, plan))
 
 
-def home_of_weights(fabric: Fabric, plan: Plan | None) -> torch.device:
+def home_of_weights(fabric: Fabric, plan: Plan) -> torch.device:
     """Where whole weights live: in host memory if they stay there, or are sharded from there block by block."""
-    if plan is None or (plan.strategy != "fsdp" and plan.memory.cpu_offload == "none"):
-        return fabric.device
-    return HOST
-
-
-def _in_half(plan: Plan) -> torch.dtype | None:
-    """The type of weights that have no masters."""
-    return weights_dtype(dataclasses.replace(plan.memory, cpu_offload="none"))
-
-
-@torch.no_grad()
-def _round_alike(module: nn.Module, model: Model, seed: int, plan: Plan) -> None:
-    """Let master weights round to the weights that the run has without masters, and keep what they know beyond that.
-
-    Pretrained ones do so already, but the numbers that are drawn in half precision are not those in fp32, rounded.
-    """
-    torch.manual_seed(seed)
-    with default_dtype(_in_half(plan)), HOST:
-        rounded = model.build()
-    for master, weight in zip(module.parameters(), rounded.parameters(), strict=True):
-        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
+    return fabric.device if plan.strategy != "fsdp" and plan.memory.cpu_offload == "none" else HOST
 
 
 def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> nn.Module:
-    """The module of ``model`` with parameters on meta, which need no memory, and real buffers on the CPU.
+    """The module of ``model``, which has a ``skeleton``, with parameters on meta and real buffers on the CPU.
 
-    Shard it if you like, then :func:`materialise` it.
-
-    Args:
-        model: with ``skeleton`` and ``pretrained``.
-        seed: of buffers, if any are random.
-        dtype: of floating-point parameters and buffers (``weights_dtype`` of the precision); ``None`` is torch's
-            default.
-
-    Raises:
-        RecipeError: when the model has no ``skeleton``.
+    Shard it if you like, then :func:`materialise` it. ``dtype`` is of all that is floating-point.
     """
     torch.manual_seed(seed)
     with default_dtype(dtype):
@@ -104,11 +72,11 @@ def materialise(
     tensor by tensor. An optimizer must be made afterwards: the parameters are other objects than before.
 
     Args:
-        module: from :func:`build_on_meta`.
-        model: the same.
+        module: what :func:`build_on_meta` made of ``model``.
+        model: says where its weights come from.
         device: where parameters live: the CPU when they are offloaded.
         dtype: as for :func:`build_on_meta`; ``None`` leaves what the skeleton has.
-        seed: of the parameters that no file has; the values are those that ``build_on_device`` draws for it.
+        seed: of the parameters that no file has; the values are those that ``model.build`` draws for it.
 
     Raises:
         RecipeError: naming what the files lack, have in another shape, or what is still on meta.

@@ -25,58 +25,33 @@ HALF = ("bf16-true", "16-true")
 
 @dataclass(frozen=True)
 class Turn:
-    """One value of a knob that is worth trying by itself.
+    """One value of a knob that is worth trying by itself."""
 
-    Args:
-        value: of the field of ``Memory``.
-        lowers: the phases whose peak it can lower; such a turn is advised when memory runs out there.
-        rung: of the ladder, that measures it.
-        stacked: whether the ladder also measures it on top of all stacked rungs before it.
-        unless: values of the field at which it is no step forward.
-        needs_gpu: whether it makes sense on a GPU only.
-        along: other fields of ``Memory`` that a search sets with it, where they are not refused.
-    """
-
-    value: Any
-    lowers: Phases = ()
-    rung: str = ""
-    stacked: bool = False
-    unless: tuple[Any, ...] = ()
-    needs_gpu: bool = False
-    along: Mapping[str, Any] = field(default_factory=dict)
+    value: Any  # of the field of ``Memory``
+    lowers: Phases = ()  # the phases whose peak it can lower; such a turn is advised when memory runs out there
+    rung: str = ""  # of the ladder, that measures it
+    stacked: bool = False  # whether the ladder also measures it on top of all stacked rungs before it
+    unless: tuple[Any, ...] = ()  # values of the field at which it is no step forward
+    needs_gpu: bool = False  # whether it makes sense on a GPU only
+    along: Mapping[str, Any] = field(default_factory=dict)  # fields that a search sets with it, where not refused
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A field of ``Memory`` that decides a technique.
+    """A field of ``Memory`` that decides a technique."""
 
-    Args:
-        name: of the field.
-        values: that it can have, the default first, then the fastest first; none where any number will do.
-        words: what a plan is called that has turned it; ``{}`` is its value.
-        turns: what to try by itself, the cheapest first.
-        planned: whether the planner decides it where it is left open.
-        graded: whether each of ``values`` computes or moves more than the one before, so that it can only be slower.
-        lossy: whether it changes the result: the planner turns it only when it is allowed to.
-        to_host: whether it moves memory to the host, so that there is nothing to gain where the host is the device.
-        needs_ranks: whether it does nothing on one rank.
-        optimizers: that it is for; none stands for all.
-        off: values that change as little as the default.
-        column: its own in the planner's table; of a lossy one, what stands in the column of all those.
-    """
-
-    name: str
-    values: tuple[Any, ...] = ()
-    words: str = ""
-    turns: tuple[Turn, ...] = ()
-    planned: bool = False
-    graded: bool = True
-    lossy: bool = False
-    to_host: bool = False
-    needs_ranks: bool = False
-    optimizers: tuple[str, ...] = ()
-    off: tuple[Any, ...] = ()
-    column: str = ""
+    name: str  # of the field
+    values: tuple[Any, ...] = ()  # the default first, then the fastest first; none where any number will do
+    words: str = ""  # what a plan is called that has turned it; ``{}`` is its value
+    turns: tuple[Turn, ...] = ()  # what to try by itself, the cheapest first
+    planned: bool = False  # whether the planner decides it where it is left open
+    graded: bool = True  # whether each of ``values`` computes or moves more than the one before: it can only be slower
+    lossy: bool = False  # whether it changes the result: the planner turns it only when it is allowed to
+    to_host: bool = False  # whether it moves memory to the host: nothing to gain where the host is the device
+    needs_ranks: bool = False  # whether it does nothing on one rank
+    optimizers: tuple[str, ...] = ()  # that it is for; none stands for all
+    off: tuple[Any, ...] = ()  # values that change as little as the default
+    column: str = ""  # its own in the planner's table; of a lossy one, what stands in the column of all those
 
     @property
     def reach(self) -> int:
@@ -84,75 +59,51 @@ class Knob:
         return max((len(turn.lowers) for turn in self.turns), default=0)
 
 
+MIXED = (
+    Turn("bf16-mixed", FORWARDS, "bf16-mixed", stacked=True, unless=("16-mixed", *HALF)),
+    Turn("16-mixed", rung="16-mixed", needs_gpu=True),
+)
+CHECKPOINTING = (
+    Turn("selective", rung="selective-checkpointing"),
+    Turn("full", GRAPH, "full-checkpointing", stacked=True, unless=(1,)),
+)
+ACTIVATIONS = (Turn(True, GRAPH, "activation-offload", stacked=True),)
+OFFLOAD = (
+    Turn("optimizer", OPTIMIZER, "optimizer-offload", stacked=True, unless=("parameters",)),
+    Turn("parameters", ALL, "parameter-offload", stacked=True),
+)
+IN_BACKWARD = (Turn(True, rung="optimizer-in-backward"),)
+BITS = (Turn(8, OPTIMIZER, "8-bit-state", unless=(4,)), Turn(4, OPTIMIZER, unless=(32,)))
+IN_HALF = (
+    Turn("bf16-true", ALL, "bf16-true", unless=("16-mixed", "16-true"), along={"stochastic_rounding": True}),
+    Turn("16-true", ALL, unless=("32-true", "64-true", "bf16-mixed", "bf16-true")),
+)
 KNOBS = (  # in the order to try them
     Knob("micro_batch_size", planned=True),
     Knob("micro_batch_tokens"),
-    Knob(
-        "precision",
-        ("32-true", "64-true", "bf16-mixed", "16-mixed"),
-        turns=(
-            Turn("bf16-mixed", FORWARDS, "bf16-mixed", stacked=True, unless=("16-mixed", *HALF)),
-            Turn("16-mixed", rung="16-mixed", needs_gpu=True),
-        ),
-    ),
+    Knob("precision", ("32-true", "64-true", "bf16-mixed", "16-mixed"), turns=MIXED),
     Knob(
         "activation_checkpointing",
         ("none", "selective", "full"),  # and any fraction of the blocks
         "{} checkpointing",
-        (
-            Turn("selective", rung="selective-checkpointing"),
-            Turn("full", GRAPH, "full-checkpointing", stacked=True, unless=(1,)),
-        ),
+        CHECKPOINTING,
         planned=True,
         off=(0,),
         column="checkpointing",
     ),
-    Knob(
-        "activation_offload",
-        (False, True),
-        "activations offloaded",
-        (Turn(True, GRAPH, "activation-offload", stacked=True),),
-        planned=True,
-        to_host=True,
-    ),
+    Knob("activation_offload", (False, True), "activations offloaded", ACTIVATIONS, planned=True, to_host=True),
     Knob("strategy", ("ddp", "fsdp"), turns=(Turn("fsdp", ALL),), planned=True, graded=False, needs_ranks=True),
     Knob("replicas", (1, 2), "{} replicas"),
-    Knob(
-        "reshard_after_forward", (True, False), "whole weights kept until backward", planned=True, graded=False
-    ),  # false is the faster one, and needs more memory
+    # false is the faster one, and needs more memory
+    Knob("reshard_after_forward", (True, False), "whole weights kept until backward", planned=True, graded=False),
     Knob("sync_every_micro_step", (None, True, False), "sync every micro-step", off=(False,)),
+    Knob("cpu_offload", ("none", "optimizer", "parameters"), "{} offloaded", OFFLOAD, planned=True, to_host=True),
+    Knob("optimizer_in_backward", (False, True), "optimizer in backward", IN_BACKWARD),
     Knob(
-        "cpu_offload",
-        ("none", "optimizer", "parameters"),
-        "{} offloaded",
-        (
-            Turn("optimizer", OPTIMIZER, "optimizer-offload", stacked=True, unless=("parameters",)),
-            Turn("parameters", ALL, "parameter-offload", stacked=True),
-        ),
-        planned=True,
-        to_host=True,
-    ),
-    Knob("optimizer_in_backward", (False, True), "optimizer in backward", (Turn(True, rung="optimizer-in-backward"),)),
-    Knob(
-        "optimizer_state_bits",
-        (32, 8, 4),
-        "{}-bit optimizer state",
-        (Turn(8, OPTIMIZER, "8-bit-state", unless=(4,)), Turn(4, OPTIMIZER, unless=(32,))),
-        lossy=True,
-        optimizers=ADAM,
-        column="{}-bit",
+        "optimizer_state_bits", (32, 8, 4), "{}-bit optimizer state", BITS, lossy=True, optimizers=ADAM, column="{}-bit"
     ),
     Knob("stochastic_rounding", (False, True), "stochastic rounding", optimizers=ADAM),
-    Knob(
-        "precision",  # of the weights themselves, too
-        HALF,
-        turns=(
-            Turn("bf16-true", ALL, "bf16-true", unless=("16-mixed", "16-true"), along={"stochastic_rounding": True}),
-            Turn("16-true", ALL, unless=("32-true", "64-true", "bf16-mixed", "bf16-true")),
-        ),
-        lossy=True,
-        column="{}",
-    ),
+    Knob("precision", HALF, turns=IN_HALF, lossy=True, column="{}"),  # of the weights themselves, too
     Knob("init", ("device", "meta"), "{} init"),
     Knob("compile", ("none", "blocks", "model"), "compiled {}"),
 )
@@ -178,9 +129,8 @@ def described(memory: Memory) -> list[str]:
     words = {knob.name: knob for knob in KNOBS if knob.words}
     kept = memory.activation_checkpointing
     shown = {"activation_checkpointing": kept if isinstance(kept, str) else f"{100 * kept:g} %"}
-    turned = {name: value for name, value in vars(memory).items() if name in words}
     return [
         words[name].words.format(shown.get(name, value))
-        for name, value in turned.items()
-        if value not in (words[name].values[0], *words[name].off)
+        for name, value in vars(memory).items()
+        if name in words and value not in (words[name].values[0], *words[name].off)
     ]

@@ -9,22 +9,17 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchao import optim as torchao
 from torchao.optim.adam import single_param_adam
 
 from trainer.engine.order import derive_seed
+from trainer.memory.sharding import local
 from trainer.recipe import Memory, Optim
 
-# torchao has no Adam of 32 bits: its AdamW is turned into one.
-KINDS = {
-    ("adamw", 32): torchao._AdamW,
-    ("adam", 32): torchao._AdamW,
-    ("adamw", 8): torchao.AdamW8bit,
-    ("adam", 8): torchao.Adam8bit,
-    ("adamw", 4): torchao.AdamW4bit,
-    ("adam", 4): torchao.Adam4bit,
+KINDS = {  # torchao has no Adam of 32 bits: its AdamW is turned into one
+    "adamw": {32: torchao._AdamW, 8: torchao.AdamW8bit, 4: torchao.AdamW4bit},
+    "adam": {32: torchao._AdamW, 8: torchao.Adam8bit, 4: torchao.Adam4bit},
 }
 
 
@@ -35,9 +30,8 @@ def lean_adam(groups: Any, optim: Optim, memory: Memory, device: torch.device) -
     of a number that blocks of 256 (8 bits) or 128 (4 bits) do not divide, keep such state, too. The learning rate of
     a group is a tensor on the CPU, which schedulers change in place.
     """
-    optimizer = _class(KINDS[optim.name, memory.optimizer_state_bits], can_compile(device))(
-        groups, lr=optim.lr, bf16_stochastic_round=memory.stochastic_rounding
-    )
+    kind = _class(KINDS[optim.name][memory.optimizer_state_bits], can_compile(device))
+    optimizer = kind(groups, lr=optim.lr, bf16_stochastic_round=memory.stochastic_rounding)
     optimizer.is_adamw = optim.name == "adamw"
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     optimizer.numbers = {parameter: number for number, parameter in enumerate(parameters)}
@@ -58,7 +52,6 @@ def can_compile(device: torch.device) -> bool:
 @lru_cache
 def _class(kind: type[Optimizer], compiled: bool) -> Any:
     """``kind``, with its update compiled or not, and with rounding that all ranks draw alike."""
-
     update = torch.compile(single_param_adam, fullgraph=True, dynamic=False) if compiled else single_param_adam
 
     class LeanAdam(kind):  # type: ignore[misc, valid-type]
@@ -80,20 +73,12 @@ def _class(kind: type[Optimizer], compiled: bool) -> Any:
                 state["exp_avg"] = self._new_buffer(parameter, True)
                 state["exp_avg_sq"] = self._new_buffer(parameter, False)
             state["step"] += 1
-            update(
-                _local(parameter.detach()),
-                _local(parameter.grad),
-                state["step"],
-                _local(state["exp_avg"]),
-                _local(state["exp_avg_sq"]),
-                None,
-                group["lr"],
-                *group["betas"],
-                group["weight_decay"],
-                group["eps"],
-                self.is_adamw,
-                self.bf16_stochastic_round and parameter.dtype is torch.bfloat16,
-            )
+            # This rank's shards: the update is elementwise, and DTensor does not know what becomes of quantised ones.
+            weight, gradient = local(parameter.detach()), local(parameter.grad)  # type: ignore[arg-type]
+            moments = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            settings = group["lr"], *group["betas"], group["weight_decay"], group["eps"], self.is_adamw
+            rounds = self.bf16_stochastic_round and parameter.dtype is torch.bfloat16
+            update(weight, gradient, state["step"], *moments, None, *settings, rounds)
 
         def _seed(self) -> None:
             """Replicas that rounded a weight differently would drift apart: draw from the numbers of step and weight.
@@ -106,8 +91,3 @@ def _class(kind: type[Optimizer], compiled: bool) -> Any:
 
     LeanAdam.__name__ = LeanAdam.__qualname__ = kind.__name__
     return LeanAdam
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's shard. The update is elementwise, and DTensor does not know what becomes of quantised shards."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

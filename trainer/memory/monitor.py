@@ -10,9 +10,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -27,39 +27,23 @@ from trainer.system.text import GB, MB
 Phase = Literal["init", "forward", "backward", "step", "evaluation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-FIRST_STEPS = 3
-SHARE_OF_TIME = 0.01
-LONGEST_HISTORY = 4096
+FIRST_STEPS, SHARE_OF_TIME, LONGEST_HISTORY = 3, 0.01, 4096
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    """Peaks so far in GB: of tensors and of what the allocator holds (``None`` without a GPU), and of the host."""
-
-    allocated_gb: float | None
-    reserved_gb: float | None
-    host_peak_gb: float
-
-    def describe(self) -> str:
-        """In one phrase: reserved memory on a GPU, resident memory elsewhere."""
-        if self.reserved_gb is not None:
-            return f"{self.reserved_gb:.2f} GB reserved"
-        return f"{self.host_peak_gb:.2f} GB host peak"
-
-
-@dataclass(slots=True)
-class Peaks:
-    """Highest memory in bytes, of three kinds; ``-1`` for one that was not measured."""
+class Peaks(NamedTuple):
+    """Highest memory in bytes: of tensors, of what the allocator holds, of the host; ``-1`` where not measured."""
 
     allocated: int = -1
     reserved: int = -1
     host: int = -1
 
-    def raise_to(self, other: Peaks) -> None:
-        """Take over what is higher in ``other``."""
-        self.allocated = max(self.allocated, other.allocated)
-        self.reserved = max(self.reserved, other.reserved)
-        self.host = max(self.host, other.host)
+    def raised_to(self, other: Peaks) -> Peaks:
+        """The higher of each."""
+        return Peaks(*map(max, self, other))
+
+    def describe(self) -> str:
+        """In one phrase: reserved memory on a GPU, resident memory elsewhere."""
+        return f"{self.reserved / GB:.2f} GB reserved" if self.reserved >= 0 else f"{self.host / GB:.2f} GB host peak"
 
 
 class Monitor(Phases):
@@ -83,37 +67,27 @@ class Monitor(Phases):
         if self.on_gpu:
             torch.cuda.init()
         self.phase: Phase | None = "init"
-        self.batch: Any = None
-        """What goes through the model at this moment, as it is on the host."""
-        self.step = 0
-        """Steps taken; a resumed run sets it."""
-        self.activity: str | None = "init"
-        """What this rank does: a phase, loading, or anything that was announced; ``None`` is what lies between."""
-        self.samples: Sequence[int] = ()
-        """The samples that it does it with, by their place in the dataset."""
-        self.moves = 0
-        """How often that changed since the last step ended."""
-        self.on_move: Callable[[], None] | None = None
-        """Called after each of them."""
-        self.fresh = True
-        """Whether no step has been taken yet with the module as it was built last: compiling may make it a long one."""
-        self.history: list[tuple[int, float]] = []
-        """Steps, and memory at their ends in GB: allocated on a GPU, resident elsewhere."""
-        self.warnings: list[str] = []
-        """What is to be told to the person; whoever does takes it out."""
-        self.phases = {phase: Peaks() for phase in PHASES}
-        self.whole = Peaks()
+        self.batch: Any = None  # what goes through the model at this moment, as it is on the host
+        self.step = 0  # steps taken; a resumed run sets it
+        self.activity: str | None = "init"  # a phase, loading, or what was announced; ``None`` is what lies between
+        self.samples: Sequence[int] = ()  # that it is done with, by their place in the dataset
+        self.moves = 0  # how often that changed since the last step ended
+        self.on_move: Callable[[], None] | None = None  # called after each of them
+        self.fresh = (
+            True  # no step has been taken with the module as it was built last: compiling may make it a long one
+        )
+        self.history: list[
+            tuple[int, float]
+        ] = []  # steps, and GB at their ends: allocated on a GPU, resident elsewhere
+        self.warnings: list[str] = []  # to be told to the person; whoever does takes them out
+        self.phases = dict.fromkeys(PHASES, Peaks())
         self._leaks = {"device": LeakCheck("allocated", 10 * MB), "host": LeakCheck("host", 100 * MB, 0.05)}
-        self._looking = True
-        self._begun = self._levels = 0
-        self._every = 1
+        self._looking, self._begun, self._levels, self._every = True, 0, 0, 1
         self._spent = self._next_look = 0.0
         before = self.host.read()
         self.host_idle = before.resident
-        self.whole.host = before.process_peak
+        self.whole = Peaks(host=before.process_peak)
         self._restart()
-
-    # ------------------------------------------------------------------------------------------------------- phases
 
     def enter(self, phase: Phase | None, micro: MicroBatch | None = None) -> None:
         """``phase`` begins, and the one before it ends; ``None`` is what lies between phases."""
@@ -149,12 +123,11 @@ class Monitor(Phases):
         self.step += 1
         self.fresh, self.moves = False, 0
         self.enter(None)
-        if not self._looking:
-            return
-        self._look_at_level()
-        self._looking = False
-        self._next_look = time.perf_counter() + self._spent / self.share_of_time
-        self._spent = 0.0
+        if self._looking:
+            self._look_at_level()
+            self._looking = False
+            self._next_look = time.perf_counter() + self._spent / self.share_of_time
+            self._spent = 0.0
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -166,18 +139,13 @@ class Monitor(Phases):
         self.batch = None
         self._looking = False
 
-    # ------------------------------------------------------------------------------------------------------ looking
-
     def _look(self) -> None:
         """Credit the peaks since the last look to the phase, and begin new ones."""
         began = time.perf_counter()
-        peaks = self._device_peaks()
-        reading = self.host.read()
-        peaks.host = reading.peak
+        on_device, reading = self._device_peaks(), self.host.read()
         if self.phase is not None:
-            self.phases[self.phase].raise_to(peaks)
-        peaks.host = reading.process_peak
-        self.whole.raise_to(peaks)
+            self.phases[self.phase] = self.phases[self.phase].raised_to(on_device._replace(host=reading.peak))
+        self.whole = self.whole.raised_to(on_device._replace(host=reading.process_peak))
         self._restart()
         self._spent += time.perf_counter() - began
 
@@ -196,12 +164,12 @@ class Monitor(Phases):
     def _look_at_level(self) -> None:
         """Note the memory at the end of a step, and whether it keeps growing."""
         reading = self.host.read()
-        warnings = [self._leaks["host"].look(self.step, reading.anonymous)]
+        found = [self._leaks["host"].look(self.step, reading.anonymous)]
         level = reading.resident
         if self.on_gpu:
             level = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["current"]
-            warnings.append(self._leaks["device"].look(self.step, level))
-        self.warnings += filter(None, warnings)
+            found.append(self._leaks["device"].look(self.step, level))
+        self.warnings += filter(None, found)
         self._remember(level / GB)
 
     def _remember(self, gigabytes: float) -> None:
@@ -213,64 +181,37 @@ class Monitor(Phases):
             self.history = self.history[::2]
             self._every *= 2
 
-    # ---------------------------------------------------------------------------------------------------- reporting
-
-    def use(self) -> MemoryUse:
+    def use(self) -> Peaks:
         """The peaks of the run so far, on this rank."""
-        peaks = self._so_far()
-        return MemoryUse(_gb(peaks.allocated), _gb(peaks.reserved), peaks.host / GB)
+        return self.whole.raised_to(self._device_peaks()._replace(host=process_peak()))
 
     def report(self, all_ranks: bool) -> dict[str, Any]:
         """The memory section of ``summary.json``, in GB.
 
-        Args:
-            all_ranks: whether every rank calls this, and with ``True``: figures are then the largest over the ranks.
-                It is a collective, which a rank that failed alone must not wait in.
+        With ``all_ranks`` the largest over the ranks, a collective, which a rank that failed alone must not wait in.
         """
         if self._looking and self.phase is not None:  # the phase that the run died in
             self._look()
-        rows = [self._so_far(), *self.phases.values()]
-        values = [self.host_idle, *(value for row in rows for value in (row.allocated, row.reserved, row.host))]
+        values = torch.tensor([self.host_idle, *chain(self.use(), *self.phases.values())])
         joined = all_ranks and torch.distributed.is_initialized()
         if joined:
-            values = _largest(values, self.device)
-        idle, allocated, reserved, host, *rest = [_gb(value) for value in values]
-        keys = ("allocated_gb", "reserved_gb", "host_gb")
-        by_phase = {
-            phase: dict(zip(keys, rest[3 * row : 3 * row + 3], strict=True)) for row, phase in enumerate(PHASES)
-        }
+            values = values.to(self.device)
+            torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+        idle, *others = [value / GB if value >= 0 else None for value in values.tolist()]
+        run, *phases = [others[at : at + 3] for at in range(0, len(others), 3)]
+        kinds = "allocated_gb", "reserved_gb"
         return {
-            "allocated_gb": allocated,
-            "reserved_gb": reserved,
-            "host_peak_gb": host,
+            **dict(zip((*kinds, "host_peak_gb"), run, strict=True)),
             "host_idle_gb": idle,
-            "phases": by_phase,
+            "phases": {
+                p: dict(zip((*kinds, "host_gb"), figures, strict=True))
+                for p, figures in zip(PHASES, phases, strict=True)
+            },
             "host_phase_peaks": self.host.peaks,
             "ranks_measured": torch.distributed.get_world_size() if joined else 1,
         }
 
-    def _so_far(self) -> Peaks:
-        peaks = self._device_peaks()
-        peaks.host = process_peak()
-        peaks.raise_to(self.whole)
-        return peaks
 
-
-def _largest(values: list[int], device: torch.device) -> list[int]:
-    """The largest over the ranks, value by value."""
-    tensor = torch.tensor(values, dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-    return tensor.tolist()
-
-
-def _gb(value: int) -> float | None:
-    return value / GB if value >= 0 else None
-
-
-# Does memory at the end of a step keep growing?
-
-
-@dataclass
 class LeakCheck:
     """Looks at memory at the ends of steps, and tells once when it keeps growing.
 
@@ -278,46 +219,34 @@ class LeakCheck:
         kind: which memory, for the message.
         least_bytes: growth since the first looks that is not yet a leak.
         least_share: the same, as a share of the first level.
-        warm_up: looks before growth counts: optimizer state, caches and buffers come to be in the first steps.
-        looks: how many of the last looks are judged; all but one of them must have grown.
     """
 
-    kind: str
-    least_bytes: float
-    least_share: float = 0.0
-    warm_up: int = 3
-    looks: int = 10
-    told: bool = False
-    _seen: int = 0
-    _first: tuple[int, int] = (0, 0)
-    _last: int = 0
-    _grew: deque[bool] = field(default_factory=deque)
+    def __init__(self, kind: str, least_bytes: float, least_share: float = 0.0) -> None:
+        self.kind, self.least_bytes, self.least_share = kind, least_bytes, least_share
+        self.warm_up = (
+            3  # looks before growth counts: optimizer state, caches and buffers come to be in the first steps
+        )
+        self.first, self.told = (0, 0), False
+        self.levels: deque[int] = deque(maxlen=11)  # since 10 looks ago: all but one of them must have grown
 
     def look(self, step: int, level: int) -> str | None:
         """Take in the ``level`` in bytes after ``step``; a warning the first time that it must be a leak."""
-        self._seen += 1
-        if self._seen <= self.warm_up:
-            self._first, self._last = (step, level), level
-            return None
-        self._grew.append(level > self._last)
-        self._last = level
-        if len(self._grew) > self.looks:
-            self._grew.popleft()
-        if self.told or len(self._grew) < self.looks or sum(self._grew) < self.looks - 1:
-            return None
-        _, first = self._first
-        if level - first <= max(self.least_bytes, self.least_share * first):
+        if self.warm_up > 0:
+            self.warm_up -= 1
+            self.first = step, level
+            self.levels.clear()
+        self.levels.append(level)
+        first_step, first = self.first
+        levels = list(self.levels)
+        still = sum(after <= before for before, after in zip(levels, levels[1:], strict=False))
+        grown = level - first > max(self.least_bytes, self.least_share * first)
+        if self.told or len(levels) < 11 or still > 1 or not grown:
             return None
         self.told = True
-        return self._message(step, level)
-
-    def _message(self, step: int, level: int) -> str:
-        first_step, first = self._first
-        each = (level - first) / (step - first_step) / MB
         return (
-            f"{self.kind} memory grows by {each:.2f} MB a step: {first / GB:.2f} GB after step {first_step}, "
-            f"{level / GB:.2f} GB after step {step}. Usually something keeps tensors with their graph, such as a list "
-            "of losses: keep loss.detach() instead"
+            f"{self.kind} memory grows by {(level - first) / (step - first_step) / MB:.2f} MB a step: "
+            f"{first / GB:.2f} GB after step {first_step}, {level / GB:.2f} GB after step {step}. Usually something "
+            "keeps tensors with their graph, such as a list of losses: keep loss.detach() instead"
         )
 
 
@@ -328,11 +257,7 @@ MOST_EVENTS = 100_000
 
 
 def require_recordable(recipe: Recipe, accelerator: str) -> None:
-    """Refuse ``run.snapshot`` where there is nothing to record.
-
-    Raises:
-        RecipeError: on any accelerator but cuda.
-    """
+    """Refuse ``run.snapshot`` where there is nothing to record: on any accelerator but cuda."""
     require(
         not recipe.run.snapshot or accelerator == "cuda",
         "run.snapshot=true records the history of torch's CUDA allocator, which a run on the CPU does not use: "
@@ -347,21 +272,14 @@ def snapshot_path(run_dir: Path, rank: int, world_size: int) -> Path:
 
 @contextmanager
 def recorded(target: Path) -> Iterator[None]:
-    """Record within this context and write ``target`` at its end, also when that is an error.
-
-    The file is a pickle, which is torch's choice; nothing here ever reads one.
-    """
+    """Record within this context and write ``target``, a pickle that nothing here reads, at its end or an error's."""
     torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
     try:
         yield
     finally:
-        _write(target)
+        try:
+            with staged_file(target) as part:
+                torch.cuda.memory._dump_snapshot(str(part))
+        except OSError as error:  # must not hide an error that the run ends with
+            warnings.warn(f"{target} could not be written: {error}", stacklevel=2)
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def _write(target: Path) -> None:
-    try:
-        with staged_file(target) as part:
-            torch.cuda.memory._dump_snapshot(str(part))
-    except OSError as error:  # must not hide an error that the run ends with
-        warnings.warn(f"{target} could not be written: {error}", stacklevel=2)

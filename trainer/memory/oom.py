@@ -37,9 +37,8 @@ class OutOfMemory(RunError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that a device or the host has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and SIGNS.search(str(error)) is not None
-    )
+    said = isinstance(error, RuntimeError) and SIGNS.search(str(error)) is not None
+    return said or isinstance(error, torch.OutOfMemoryError)
 
 
 def describe_oom(
@@ -56,18 +55,18 @@ def describe_oom(
     """One line: where memory ran out, on what, under which plan, and what to try next.
 
     Args:
-        error: what was raised.
+        error: what was raised on ``rank``.
         phase: init, forward, backward, step or evaluation; ``None`` between them.
-        rank: that it happened on.
-        plan: of the run.
         lengths: tokens of each sample in the micro-batch, for texts.
         shapes: of the micro-batch's tensors; said where there are no lengths.
-        recipe: the wishes that the plan was decided from; without them no knob is named.
+        recipe: the wishes that ``plan`` was decided from; without them no knob is named.
         on_gpu: whether the device is one: on the CPU, moving things to host memory saves nothing.
     """
     parts = [f"out of memory {f'in {phase}' if phase else 'between phases'} on rank {rank}{_wanted(str(error))}"]
     if lengths:
-        parts.append(f"micro-batch of {len(lengths)} sample{'s' * (len(lengths) > 1)} of {_listed(lengths)} tokens")
+        shown = ", ".join(map(str, lengths[:MOST_LENGTHS]))
+        longest = f" ... (longest {max(lengths)})" if len(lengths) > MOST_LENGTHS else ""
+        parts.append(f"micro-batch of {len(lengths)} sample{'s' * (len(lengths) > 1)} of {shown}{longest} tokens")
     elif shapes:
         named = [f"{name} {'×'.join(map(str, dims))}" for name, dims in shapes.items()]
         parts.append(f"micro-batch of {', '.join(named)}")
@@ -85,18 +84,18 @@ def next_knobs(plan: Plan, recipe: Recipe, phase: str | None = None, on_gpu: boo
     Left out are those that are on already, that cannot lower the peak of ``phase`` (``None``: of any), and that would
     be refused together with the rest of ``recipe``.
     """
-    lossless, lossy = [], []
+    found: dict[bool, list[str]] = {False: [], True: []}
     for remedy in _candidates(plan, recipe):
         if (phase is not None and phase not in remedy.phases) or (remedy.to_host and not on_gpu):
             continue
-        decided = _decided(remedy, recipe, plan.world_size)
-        if decided is None or (decided.memory == plan.memory and decided.first_cut == plan.first_cut):
+        try:
+            memory = dataclasses.replace(recipe.memory, **remedy.memory)
+            decided = decide_plan(recipe.replace(memory=memory, **remedy.recipe), plan.world_size)
+        except RecipeError:  # refused together with the rest
             continue
-        if set(decided.lossy) - set(plan.lossy):
-            lossy.append(f"{remedy.flags} (lossy)")
-        else:
-            lossless.append(remedy.flags)
-    return lossless + lossy
+        if decided.memory != plan.memory or decided.first_cut != plan.first_cut:
+            found[bool(set(decided.lossy) - set(plan.lossy))].append(remedy.flags)
+    return [*found[False], *(f"{flags} (lossy)" for flags in found[True])]
 
 
 def sample_lengths(batch: Any) -> list[int] | None:
@@ -126,46 +125,31 @@ class Remedy:
 
 def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Remedy]:
     """All that there is to try, in that order."""
-    yield from _smaller_micro_batches(plan, recipe)
+    if plan.first_cut.micro_batch_size > 1:  # one sample cannot be cut
+        yield _smaller_micro_batches(plan, recipe)
     for knob in KNOBS:
         now = getattr(recipe.memory, knob.name)
         for turn in knob.turns if plan.world_size > 1 or not knob.needs_ranks else ():
             if turn.lowers and now not in (turn.value, *turn.unless):
-                yield _remedy(knob.name, turn.value, turn.lowers, knob.to_host)
+                text = str(turn.value).lower() if isinstance(turn.value, bool) else turn.value
+                yield Remedy(f"--memory.{knob.name} {text}", {knob.name: turn.value}, turn.lowers, knob.to_host)
 
 
-def _remedy(key: str, value: Any, phases: Sequence[str], to_host: bool = False) -> Remedy:
-    text = str(value).lower() if isinstance(value, bool) else value
-    return Remedy(f"--memory.{key} {text}", {key: value}, phases, to_host)
-
-
-def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Iterator[Remedy]:
-    """The same batches in smaller pieces; a micro-batch of one sample cannot be cut."""
-    cut, memory = plan.first_cut, recipe.memory
-    if cut.micro_batch_size == 1:
-        return
-    if memory.micro_batch_tokens is not None:
-        yield _remedy("micro_batch_tokens", max(1, memory.micro_batch_tokens // 2), FORWARDS)
-        return
-    parts = next(n for n in range(2, cut.micro_batch_size + 1) if cut.micro_batch_size % n == 0)
+def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Remedy:
+    """The same batches in smaller pieces."""
+    cut, most = plan.first_cut, recipe.memory.micro_batch_tokens
+    if most is not None:
+        most = max(1, most // 2)
+        return Remedy(f"--memory.micro_batch_tokens {most}", {"micro_batch_tokens": most}, FORWARDS)
     if isinstance(recipe.accumulate, Mapping) and recipe.batch_size is None:  # a batch that changes from epoch to epoch
+        parts = next(n for n in range(2, cut.micro_batch_size + 1) if cut.micro_batch_size % n == 0)
         size, schedule = cut.micro_batch_size // parts, {epoch: n * parts for epoch, n in recipe.accumulate.items()}
-        flags = f"--memory.micro_batch_size {size} --accumulate '{schedule}'"
-        yield Remedy(flags, {"micro_batch_size": size}, FORWARDS, recipe={"accumulate": schedule})
-        return
+        flags, changes = f"--memory.micro_batch_size {size} --accumulate '{schedule}'", {"accumulate": schedule}
+        return Remedy(flags, {"micro_batch_size": size}, FORWARDS, recipe=changes)
     size = cut.micro_batch_size // 2
     keeps = f"--batch_size {cut.batch_size} " if recipe.batch_size is None else ""
-    changes = {"batch_size": cut.batch_size, "accumulate": None}  # which gives way to the flags
-    yield Remedy(f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, FORWARDS, recipe=changes)
-
-
-def _decided(remedy: Remedy, recipe: Recipe, world_size: int) -> Plan | None:
-    """The plan with ``remedy``; ``None`` when it is refused together with the rest."""
-    try:
-        changed = recipe.replace(memory=dataclasses.replace(recipe.memory, **remedy.memory), **remedy.recipe)
-        return decide_plan(changed, world_size)
-    except RecipeError:
-        return None
+    given_way = {"batch_size": cut.batch_size, "accumulate": None}  # to the flags
+    return Remedy(f"{keeps}--memory.micro_batch_size {size}", {"micro_batch_size": size}, FORWARDS, recipe=given_way)
 
 
 def _wanted(message: str) -> str:
@@ -177,8 +161,3 @@ def _wanted(message: str) -> str:
     number, unit = found[1].split()
     wanted = f"{float(number) / GB:.2f} GB" if unit == "bytes" else found[1]
     return f" ({wanted} more were wanted{f', the device has {total[1]}' if total else ''})"
-
-
-def _listed(lengths: Sequence[int]) -> str:
-    shown = ", ".join(map(str, lengths[:MOST_LENGTHS]))
-    return shown + (f" ... (longest {max(lengths)})" if len(lengths) > MOST_LENGTHS else "")

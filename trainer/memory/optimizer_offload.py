@@ -1,18 +1,22 @@
-"""``memory.cpu_offload optimizer``: gradients, fp32 master weights and optimizer state live in host memory.
+"""``memory.cpu_offload``: gradients, fp32 master weights and optimizer state live in host memory.
 
-The device holds the weights that forward and backward use, and nothing else that lasts. Each gradient leaves for an
-fp32 accumulator in host memory the moment it is ready, on a stream of its own, and is freed; the optimizer updates the
-master weights on the host (for AdamW with torch's fused CPU kernel), and the result goes back to the device.
+With ``optimizer``, the device holds the weights that forward and backward use, and nothing else that lasts. Each
+gradient leaves for an fp32 accumulator in host memory the moment it is ready, on a stream of its own, and is freed; the
+optimizer updates the master weights on the host (for AdamW with torch's fused CPU kernel), and the result goes back.
 
 In ``bf16-mixed`` and ``16-mixed`` the weights that autocast would cast before every use (those of linear layers,
 convolutions and attention) are kept in half precision on the device: what autocast makes of the fp32 weights, bit for
 bit, at half the memory. All others stay in fp32.
+
+With ``parameters``, FSDP streams the weights, and their gradients add up in host memory in the same way, unwaited for:
+FSDP alone copies each into pageable memory and waits for it, from the second micro-step on.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from torch.optim import Optimizer
 
 from trainer.engine.sync import GradientSync, mean_over_ranks, norm_over_ranks, ranks_that_reached, total_norm
 from trainer.memory.plan import Plan
-from trainer.memory.sharding import HALF, local
+from trainer.memory.sharding import HALF, local, move_buffers
 from trainer.recipe import Precision
 
 CHUNK = 2**19
@@ -35,9 +39,8 @@ IN_FLIGHT = 2
 """Gradients on their way to the host at most; a third one waits for the first, so that the peak is always the same."""
 
 BUCKET = 2**23
-"""Elements that are reduced over the ranks at once: 32 MB in fp32. The reduction takes place once a step, from the
-accumulators: for 47 million parameters on 2 gloo ranks 0.2 s, against 2.0 s for reducing each gradient of each of 4
-micro-steps. 8 MB and 128 MB took as long as 32 MB."""
+"""Elements that are reduced over the ranks at once, 32 MB in fp32, once a step, from the accumulators: of 47 million
+parameters on 2 gloo ranks in 0.2 s, against 2.0 s for reducing each gradient of each of 4 micro-steps."""
 
 PIECE = 2**24
 """Elements of the accumulators that are allocated at once, if no gradient is larger: torch rounds pinned memory up to a
@@ -49,35 +52,23 @@ CAST_BY_AUTOCAST = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 def take_home(module: nn.Module, plan: Plan, device: torch.device) -> dict[nn.Parameter, Tensor]:
     """Make the master weights, and leave on ``device`` what forward and backward use.
 
-    Args:
-        module: its weights in fp32 (fp64 for ``64-true``): on the host, or sharded by FSDP.
-        plan: the decided knobs.
-        device: that computes.
-
-    Returns:
-        For each parameter that trains, or is not on the device in full precision, its weights: of the same shape (of
-        the local shard under FSDP), in host memory, pinned where there is a GPU.
+    The weights of ``module``, in fp32 (fp64 for ``64-true``), are on the host, or sharded by FSDP. Returns for each
+    parameter that trains, or is not on the device in full precision, its weights: of the same shape (of the local shard
+    under FSDP), in host memory, pinned where there is a GPU.
     """
     masters = {}
     half = _kept_in_half(module, plan.memory.precision)
     for parameter in module.parameters():
         weights = local(parameter.detach())
         if parameter.requires_grad or parameter in half:
-            masters[parameter] = _on_host(weights, device, parameter.requires_grad)
+            host = torch.empty(weights.shape, dtype=weights.dtype, device="cpu", pin_memory=device.type == "cuda")
+            masters[parameter] = host.copy_(weights).requires_grad_(parameter.requires_grad)
         if not isinstance(parameter, DTensor):  # FSDP has put its shards on the device, and casts as it gathers
             dtype = HALF[plan.memory.precision] if parameter in half else weights.dtype
             # Contiguous, as the masters are: both are cut into chunks.
             parameter.data = weights.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = buffer.to(device)
+    move_buffers(module, device)
     return masters
-
-
-def _on_host(weights: Tensor, device: torch.device, trains: bool) -> Tensor:
-    host = torch.empty(weights.shape, dtype=weights.dtype, device="cpu", pin_memory=device.type == "cuda")
-    return host.copy_(weights).requires_grad_(trains)
 
 
 def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
@@ -87,10 +78,11 @@ def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
     if precision in ("bf16-true", "16-true"):
         statistics = [part for part in module.modules() if isinstance(part, _BatchNorm)]  # which are in fp32
         return set(module.parameters()) - {p for part in statistics for p in part.parameters()}
-    inside = [part for part in module.modules() if isinstance(part, CAST_BY_AUTOCAST)]
-    used_by = {id(part) for part in inside}
-    others = {p for part in module.modules() if id(part) not in used_by for p in part.parameters(recurse=False)}
-    return {p for part in inside for p in part.parameters(recurse=False)} - others  # not a tied embedding
+    inside: set[nn.Parameter] = set()
+    others: set[nn.Parameter] = set()  # a tied embedding is in both
+    for part in module.modules():
+        (inside if isinstance(part, CAST_BY_AUTOCAST) else others).update(part.parameters(recurse=False))
+    return inside - others
 
 
 class HostGradients(GradientSync):
@@ -135,10 +127,8 @@ class HostGradients(GradientSync):
         self.arrived.add(parameter)
         if self.carrier is not None:
             self.carrier.carry(gradient, home, adds)
-        elif adds:
-            home.add_(gradient)
         else:
-            home.copy_(gradient)
+            home.add_(gradient) if adds else home.copy_(gradient)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         """What has arrived for ``parameter``, where it was computed."""
@@ -185,20 +175,71 @@ class HostGradients(GradientSync):
 
 def _accumulators(masters: dict[nn.Parameter, Tensor], pinned: bool) -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
     """Room for all gradients: flat pieces of host memory, and for each parameter its part of one."""
-    groups: list[dict[nn.Parameter, Tensor]] = [{}]
+    groups: list[list[nn.Parameter]] = []
+    room = 0
     for parameter, master in masters.items():
-        if sum(other.numel() for other in groups[-1].values()) + master.numel() > PIECE and groups[-1]:
-            groups.append({})
-        groups[-1][parameter] = master
+        if master.numel() > room or not groups:
+            groups.append([])
+            room = PIECE
+        groups[-1].append(parameter)
+        room -= master.numel()
     pieces: list[Tensor] = []
     homes: dict[nn.Parameter, Tensor] = {}
     for group in groups:
-        sizes = [master.numel() for master in group.values()]
-        dtype = next(iter(group.values())).dtype
-        pieces.append(torch.zeros(sum(sizes), dtype=dtype, pin_memory=pinned))
-        parts = pieces[-1].split(sizes)
-        homes |= {p: part.view(master.shape) for (p, master), part in zip(group.items(), parts, strict=True)}
+        sizes = [masters[parameter].numel() for parameter in group]
+        pieces.append(torch.zeros(sum(sizes), dtype=masters[group[0]].dtype, pin_memory=pinned))
+        homes |= {p: part.view(masters[p].shape) for p, part in zip(group, pieces[-1].split(sizes), strict=True)}
     return pieces, homes
+
+
+class StreamedGradients(HostGradients):
+    """Takes the gradients of each part of ``module``, with shards in host memory, as soon as FSDP has reduced them.
+
+    Its ``parameters`` are in fp32: FSDP divides and casts none of their gradients afterwards.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], *options: Any) -> None:
+        super().__init__({p: local(p.detach()) for p in parameters}, *options)
+        self.in_one, self.expected, self.unused = torch.empty(0), 0, torch.empty(0)
+        self.shards: dict[nn.Parameter, DTensor] = {}
+        parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        part_of = {p: part for part in parts for p in part.parameters() if p.requires_grad}  # the innermost comes last
+        sizes = Counter(part_of.values())
+        for part in parts:
+            part.set_all_reduce_hook(partial(self._take, sizes[part]))
+
+    def _take(self, expected: int, reduced: Tensor) -> None:
+        """Called by FSDP with the shards of a part's gradients, one behind the other; gives it host memory instead.
+
+        Nobody reads or writes that memory, the same for all parts. FSDP cuts it up, and has nothing left to copy.
+        """
+        if len(self.unused) < len(reduced):
+            self.unused = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu")
+        self.in_one, self.expected = reduced.detach(), expected
+        reduced.data = self.unused[: len(reduced)]
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        shard = parameter.grad
+        assert isinstance(shard, DTensor)
+        cut = local(shard)
+        gradient = self.in_one.as_strided(cut.shape, cut.stride(), cut.storage_offset())
+        self.expected -= 1
+        if not self.expected:  # else, where a loss did not reach all of the part, it is freed with the next one
+            self.in_one = torch.empty(0)
+        shard._local_tensor = self.homes[parameter]  # ``from_local`` would move it to the device
+        self.shards[parameter] = shard
+        return gradient
+
+    @torch.no_grad()
+    def after(self) -> None:
+        """Wait for the last gradient; they are DTensors again, for the optimizer."""
+        super().after()
+        for parameter, master in self.masters.items():
+            if master.grad is not None:
+                parameter.grad = self.shards[parameter]
+
+    def send_back(self) -> None:
+        """Nothing: the weights are streamed from where the optimizer updates them."""
 
 
 class Carrier:
@@ -206,12 +247,8 @@ class Carrier:
 
     One chunk comes from the host while the sum of another goes there: the bus has a lane for each way.
 
-    Args:
-        device: the GPU.
-        dtype: of the tensors in host memory.
-        told: whether the stream that gradients are allocated on calls ``follow`` before it allocates the next one, so
-            that each may be freed at once; otherwise the stream that is current when they are carried waits for the
-            oldest ones.
+    Where it is ``told``, the stream that gradients are allocated on calls ``follow`` before it allocates the next one,
+    so that each may be freed at once; otherwise the stream that carries them waits for the oldest ones.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, told: bool = False) -> None:
@@ -278,8 +315,7 @@ class Carrier:
 class ReduceAfterCarrying(ReduceScatter):
     """FSDP's reduce-scatter, whose output takes the memory of gradients that have been carried away.
 
-    FSDP's stream waits for them to have left, and neither the host nor the computation does. They are on their way from
-    another stream where there are replicas, or a hook.
+    FSDP's stream waits for them to have left, and neither the host nor the computation does.
     """
 
     def __init__(self, carrier: Carrier) -> None:
@@ -292,7 +328,6 @@ class ReduceAfterCarrying(ReduceScatter):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """As FSDP's own."""
         return torch.distributed.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.engine.window import Cut, cut_at
 from trainer.errors import RecipeError
-from trainer.memory.knobs import described, left_open
+from trainer.memory.knobs import HALF, described, left_open
 from trainer.memory.refusals import require_compatible
 from trainer.recipe import Memory, Recipe, Strategy
 
@@ -19,47 +19,35 @@ CUT_MATTERS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided from a recipe's wishes, for a number of ranks.
+    """What was decided from a recipe's wishes, for a number of ranks."""
 
-    Args:
-        memory: the knobs, with nothing left open: strategy is single, ddp or fsdp, sync_every_micro_step true or
-            false.
-        world_size: ranks, over all nodes.
-        first_cut: how the batches of epoch 0 are cut; after a recovery, those of the epoch that it was in.
-        lossy: what of it changes the result by more than the order of summation, and is done because the recipe
-            asks for it.
-        deterministic: whether the result has the same bits on any number of ranks: see engine/deterministic.py.
-    """
-
-    memory: Memory
-    world_size: int
-    first_cut: Cut
-    lossy: tuple[str, ...] = ()
-    deterministic: bool = False
+    memory: Memory  # nothing is left open: strategy is single, ddp or fsdp, sync_every_micro_step true or false
+    world_size: int  # ranks, over all nodes
+    first_cut: Cut  # how the batches of epoch 0 are cut; after a recovery, those of the epoch that it was in
+    lossy: tuple[str, ...] = ()  # what changes the result beyond the order of summation, as the recipe asks for it
+    deterministic: bool = False  # the same bits on any number of ranks: see engine/deterministic.py
 
     @property
     def strategy(self) -> Strategy:
-        """single, ddp or fsdp."""
         return self.memory.strategy
 
     def for_evaluation(self) -> Plan:
         """The same weights on the same ranks, without what serves backward and the optimizer."""
-        memory = self.memory
-        streamed = memory.cpu_offload == "parameters"
-        kept = {key: getattr(memory, key) for key in ("strategy", "precision", "replicas", "micro_batch_tokens")}
+        streamed = self.memory.cpu_offload == "parameters"
+        kept = {key: getattr(self.memory, key) for key in ("strategy", "precision", "replicas", "micro_batch_tokens")}
         return dataclasses.replace(self, memory=Memory(cpu_offload="parameters" if streamed else "none", **kept))
 
     def describe(self) -> str:
         """The plan in one line, for a person."""
         cut = self.first_cut
-        tokens = f" of at most {cut.micro_batch_tokens} tokens" if cut.micro_batch_tokens else ""
         batch = (
             f"batch {cut.batch_size} = {_count(self.world_size, 'rank', 's')} × "
-            f"{_count(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}{tokens}"
+            f"{_count(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}"
         )
-        lossy = f" (lossy: {', '.join(self.lossy)})" if self.lossy else ""
+        batch += f" of at most {cut.micro_batch_tokens} tokens" if cut.micro_batch_tokens else ""
         deterministic = ["the same bits on any number of ranks"] if self.deterministic else []
-        return ", ".join([batch, self.strategy, self.memory.precision, *described(self.memory), *deterministic]) + lossy
+        words = [batch, self.strategy, self.memory.precision, *described(self.memory), *deterministic]
+        return ", ".join(words) + (f" (lossy: {', '.join(self.lossy)})" if self.lossy else "")
 
 
 def _count(number: int, noun: str, plural: str) -> str:
@@ -79,31 +67,25 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     epochs = sorted(recipe.accumulate) if isinstance(recipe.accumulate, dict) else [0]
     cuts = [cut_at(recipe, world_size, epoch) for epoch in epochs]  # a later one must not contradict itself either
     require_compatible(recipe, world_size, cuts)
-    memory = recipe.memory
-    strategy = decide_strategy(memory, world_size)
-    every, deterministic = memory.sync_every_micro_step, recipe.run.deterministic
+    memory, deterministic = recipe.memory, recipe.run.deterministic
+    strategy = memory.strategy
+    if memory.cpu_offload == "parameters":
+        strategy = "fsdp"  # which streams them, also on one rank
+    elif strategy == "auto":
+        strategy = "ddp" if world_size > 1 else "single"
+    every = memory.sync_every_micro_step
     if every is None:  # else whole gradients would stay on the device, or be summed over micro-steps first
         every = strategy == "fsdp" and (memory.cpu_offload != "none" or deterministic)
     decided = dataclasses.replace(memory, strategy=strategy, sync_every_micro_step=every)
     return Plan(decided, world_size, cuts[0], tuple(_lossy(recipe)), deterministic)
 
 
-def decide_strategy(memory: Memory, world_size: int) -> Strategy:
-    """``auto`` is single on one rank and ddp on several; FSDP streams offloaded parameters, also on one rank."""
-    if memory.cpu_offload == "parameters":
-        return "fsdp"
-    if memory.strategy == "auto":
-        return "ddp" if world_size > 1 else "single"
-    return memory.strategy
-
-
 def _lossy(recipe: Recipe) -> list[str]:
     memory = recipe.memory
     found = []
-    masters = memory.cpu_offload == "optimizer"
-    if memory.precision in ("bf16-true", "16-true") and not masters:
+    if memory.precision in HALF and memory.cpu_offload != "optimizer":
         found.append(f"{memory.precision} weights" + (" rounded at random" if memory.stochastic_rounding else ""))
-    if memory.precision == "16-true" and masters:
+    elif memory.precision == "16-true":
         found.append("16-true gradients without a loss scale")
     if memory.optimizer_state_bits < 32:
         found.append(f"{memory.optimizer_state_bits}-bit optimizer state")
@@ -112,13 +94,12 @@ def _lossy(recipe: Recipe) -> list[str]:
 
 def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
     """What a person should know before training with such a plan; a line each."""
-    memory, optim = recipe.memory, recipe.optim
+    memory = recipe.memory
     found = [CUT_MATTERS.format(type(recipe.model).__name__)] if recipe.model.samples_interact else []
-    loses = memory.precision in ("bf16-true", "16-true") and memory.cpu_offload != "optimizer"
-    if loses and not memory.stochastic_rounding:
+    if memory.precision in HALF and memory.cpu_offload != "optimizer" and not memory.stochastic_rounding:
         found.append(
             f"memory.precision={memory.precision} loses updates that are smaller than the rounding of a weight: at lr "
-            f"1e-5 AdamW loses most of them, and lr is {optim.lr:g}; use memory.stochastic_rounding true, "
+            f"1e-5 AdamW loses most of them, and lr is {recipe.optim.lr:g}; use memory.stochastic_rounding true, "
             "memory.cpu_offload optimizer (fp32 master weights) or bf16-mixed"
         )
     if not on_gpu and (memory.cpu_offload != "none" or memory.activation_offload):

@@ -5,14 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from lightning.fabric.plugins.precision import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-)
-from lightning.fabric.plugins.precision import (
-    Precision as FabricPrecision,
-)
+from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from trainer.recipe import Memory
@@ -36,36 +31,27 @@ def precision_plugin(memory: Memory, device_type: str) -> FabricPrecision:
     Under FSDP it leaves casting to the ``MixedPrecisionPolicy``, which takes the place of autocast.
     """
     precision, sharded = memory.precision, memory.strategy == "fsdp"
-    gradients_on_host = memory.cpu_offload != "none"
-    shards_are_masters = sharded and memory.cpu_offload == "optimizer" and precision != "64-true"
-    if precision == "32-true" or (sharded and precision == "bf16-mixed"):
-        return FabricPrecision()
-    if sharded and precision == "16-mixed":
+    if precision == "16-mixed":
         # An overflow in one rank's shards must lower the loss scale of all.
-        return ScaledPrecision(
-            precision, device_type, (HostShardedGradScaler if gradients_on_host else ShardedGradScaler)(device_type)
-        )
-    if shards_are_masters:
-        return FabricPrecision()
+        plain, offloaded = (ShardedGradScaler, HostShardedGradScaler) if sharded else (GradScaler, HostGradScaler)
+        scaler = (plain if memory.cpu_offload == "none" else offloaded)(device_type)
+        return (ScaledPrecision if sharded else MixedPrecision)(precision, device_type, scaler)
     if precision == "64-true":
         return DoublePrecision()
-    if precision in ("bf16-true", "16-true"):
-        return HalfPrecision(precision)
-    if precision == "16-mixed":
-        scaler = (HostGradScaler if gradients_on_host else torch.amp.GradScaler)(device_type)
-        return MixedPrecision(precision, device_type, scaler)
-    return MixedPrecision("bf16-mixed", device_type)
+    shards_are_masters = sharded and memory.cpu_offload == "optimizer"
+    if precision == "32-true" or shards_are_masters or (sharded and precision == "bf16-mixed"):
+        return FabricPrecision()
+    return MixedPrecision(precision, device_type) if precision == "bf16-mixed" else HalfPrecision(precision)
 
 
 class ScaledPrecision(MixedPrecision):
     """The loss scaling of ``16-mixed`` without its autocast."""
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Nothing: the weights arrive in half precision."""
-        return nullcontext()
+        return nullcontext()  # the weights arrive in half precision
 
 
-class _ScaleOnHost(torch.amp.GradScaler):
+class HostGradScaler(GradScaler):
     """Keeps the loss scale where offloaded gradients are.
 
     A scale on the GPU would be brought to them by a copy that nothing waits for (``_MultiDeviceReplicator`` copies with
@@ -77,9 +63,5 @@ class _ScaleOnHost(torch.amp.GradScaler):
         super()._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
 
-class HostGradScaler(_ScaleOnHost):
-    """The loss scale of offloaded gradients on one rank, or the same on all."""
-
-
-class HostShardedGradScaler(_ScaleOnHost, ShardedGradScaler):
+class HostShardedGradScaler(HostGradScaler, ShardedGradScaler):
     """The loss scale of offloaded gradients that are sharded."""

@@ -9,7 +9,7 @@ all-gathers (here a ``MixedPrecisionPolicy``), loses real buffers of a module on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,47 +23,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.memory.plan import Plan
 from trainer.memory.refusals import require_first_order
-from trainer.recipe import Precision
 
 HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
     """The Fabric strategy of ``plan`` on a ``"cpu"`` or ``"cuda"`` accelerator."""
-    if plan.strategy == "fsdp":
-        return ShardedStrategy(_backend(plan, accelerator))
     if plan.strategy == "single":
         return SingleDeviceStrategy(device="cuda:0" if accelerator == "cuda" else "cpu")
+    # Offloaded gradients are reduced in host memory, which NCCL cannot do.
+    both = accelerator == "cuda" and plan.memory.cpu_offload != "none"
+    backend = "cpu:gloo,cuda:nccl" if both else None
+    if plan.strategy == "fsdp":
+        return ShardedStrategy(backend)
     if plan.memory.cpu_offload == "optimizer" or plan.deterministic:
-        return ReplicatedStrategy(process_group_backend=_backend(plan, accelerator))
+        return ReplicatedStrategy(process_group_backend=backend)
     return BucketedStrategy(gradient_as_bucket_view=True)  # gradients live in DDP's buckets: one copy, not two
 
 
-def _backend(plan: Plan, accelerator: str) -> str | None:
-    """Offloaded gradients are reduced in host memory, which NCCL cannot do."""
-    return "cpu:gloo,cuda:nccl" if accelerator == "cuda" and plan.memory.cpu_offload != "none" else None
-
-
 class BucketedStrategy(DDPStrategy):
-    """DDP, built on the stream that computes.
-
-    Lightning's is built on one of its own that nothing waits for, so that its broadcast of the initial weights might
-    overwrite those that are restored next.
-    """
+    """DDP, built on the stream that computes: nothing waits for that on which Lightning's is built, so that its
+    broadcast of the initial weights might overwrite those that are restored next."""
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Give every rank the first one's weights and buffers, and make the buckets."""
         return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
 class ReplicatedStrategy(DDPStrategy):
-    """The same weights on every rank, without the buckets of DDP.
-
-    For gradients that do not stay on the device (see offload), or that are summed in an order of their own.
-    """
+    """The same weights on every rank, without the buckets of DDP, for gradients that do not stay on the device or that
+    are summed in an order of their own."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        """Give every rank the first one's weights and buffers."""
         for tensor in [*module.parameters(), *module.buffers()]:
             torch.distributed.broadcast(tensor.detach(), 0)
         return module
@@ -72,12 +62,9 @@ class ReplicatedStrategy(DDPStrategy):
 class ShardedStrategy(ModelParallelStrategy):
     """Processes and devices for modules that ``shard`` has sharded."""
 
-    def __init__(self, process_group_backend: str | None = None) -> None:
+    def __init__(self, backend: str | None = None) -> None:
         super().__init__(
-            lambda module, mesh: module,
-            data_parallel_size=1,
-            tensor_parallel_size=1,
-            process_group_backend=process_group_backend,
+            lambda module, mesh: module, data_parallel_size=1, tensor_parallel_size=1, process_group_backend=backend
         )
 
     def setup_environment(self) -> None:
@@ -86,31 +73,25 @@ class ShardedStrategy(ModelParallelStrategy):
         super().setup_environment()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Nothing: ``shard`` has done it all."""
         return module
 
 
 def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: torch.device) -> str | None:
     """Shard ``module`` over all ranks, in place: each of ``blocks`` is gathered as one, and the rest as another.
 
-    Args:
-        module: with its weights whole, on any device or on meta.
-        blocks: its repeated modules.
-        plan: the decided knobs.
-        device: that the ranks compute on.
-
-    Returns:
-        What is to be said of blocks that are gathered with the rest, as they share weights with it or each other.
+    Its weights are whole, on any device or on meta; the ranks compute on ``device``. Returns what is to be said of
+    blocks that are gathered with the rest, as they share weights with it or each other.
     """
-    memory = plan.memory
-    policy = mixed_precision_policy(memory.precision)
+    memory, half = plan.memory, plan.memory.precision in HALF
     streamed = memory.cpu_offload == "parameters"
     options: dict[str, Any] = {
         "mesh": _mesh(plan, device),
         "reshard_after_forward": memory.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if streamed else OffloadPolicy(),
     }
-    if memory.precision in HALF and any(p.dtype == torch.float32 for p in module.parameters()):
+    # Weights are gathered and used in half precision, gradients reduced in fp32.
+    policy = MixedPrecisionPolicy(HALF[memory.precision], torch.float32) if half else MixedPrecisionPolicy()
+    if half and any(p.dtype == torch.float32 for p in module.parameters()):
         # BatchNorm takes inputs in half precision, but its weights must be of the type of its running statistics.
         for layer in [part for part in module.modules() if isinstance(part, _BatchNorm)]:
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(), **options)
@@ -122,10 +103,7 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: to
     # Only the root hands its results to a loss, which is computed in fp32.
     outwards = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, policy.param_dtype and torch.float32)
     fully_shard(module, mp_policy=outwards, **options)
-    for buffers in (part._buffers for part in module.modules()):
-        for name, buffer in buffers.items():
-            if buffer is not None:
-                buffers[name] = buffer.to(device)
+    move_buffers(module, device)
     if len(alone) == len(blocks):
         return None
     return (
@@ -134,16 +112,17 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: to
     )
 
 
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of ``module``, and no parameter."""
+    for buffers in (part._buffers for part in module.modules()):
+        for name, buffer in buffers.items():
+            if buffer is not None:
+                buffers[name] = buffer.to(device)
+
+
 def _watch_backward(module: nn.Module, args: Any, output: Any) -> None:
     """FSDP frees weights in the first backward which the second reads: the process would end without a word."""
     require_first_order(output, "memory.strategy=fsdp", "use ddp or single")
-
-
-def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Weights gathered and used in half precision, gradients reduced in fp32."""
-    if precision not in HALF:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(HALF[precision], torch.float32)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -168,10 +147,9 @@ def _large_embeddings(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn
 
 def _sharing_nothing(module: nn.Module, parts: Sequence[nn.Module]) -> list[nn.Module]:
     """Those of ``parts`` whose parameters are in no other part of ``module``: FSDP gathers a parameter in one place."""
-    everywhere = _owners(module.modules())
-    return [part for part in parts if _owners(part.modules()).items() <= everywhere.items()]
 
+    def owners(whole: nn.Module) -> Counter[nn.Parameter]:
+        return Counter(p for part in whole.modules() for p in dict.fromkeys(part.parameters(recurse=False)))
 
-def _owners(modules: Iterable[nn.Module]) -> Counter[nn.Parameter]:
-    """How many of ``modules`` own each parameter."""
-    return Counter(p for part in modules for p in dict.fromkeys(part.parameters(recurse=False)))
+    everywhere = owners(module)
+    return [part for part in parts if owners(part).items() <= everywhere.items()]

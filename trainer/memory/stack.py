@@ -17,37 +17,27 @@ from trainer.engine.deterministic import tree_sync
 from trainer.engine.sync import GradientSync, gradient_sync
 from trainer.memory.activation_checkpointing import checkpoint_blocks
 from trainer.memory.activation_offload import offload_activations
-from trainer.memory.initialize import materialise
-from trainer.memory.optimizer import build_optimizer
-from trainer.memory.optimizer_in_backward import AppliedInBackward, OptimizerInBackward
-from trainer.memory.optimizer_offload import HostGradients, reduce_after_carrying, take_home
-from trainer.memory.parameter_offload import StreamedGradients
+from trainer.memory.initialize import HOST, materialise
+from trainer.memory.optimizer import AppliedInBackward, OptimizerInBackward, build_optimizer
+from trainer.memory.optimizer_offload import HostGradients, StreamedGradients, reduce_after_carrying, take_home
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.refusals import require_able, require_sparse, sparse_parameters
 from trainer.memory.sharding import shard
-from trainer.recipe import Compile, Optim
+from trainer.recipe import Optim
 from trainer.weights.blocks import describe_blocks, find_blocks, require_blocks
 from trainer.weights.streaming import tied_names
 
 
 @dataclass
 class Stack:
-    """A module with every technique of the plan applied.
+    """A module with every technique of the plan applied."""
 
-    Args:
-        module: as the model built it; its parameters may be sharded now.
-        wrapped: what forward is called on.
-        masters: weights in host memory, when the optimizer is offloaded: see ``take_home``.
-        blocks: the repeated modules that were found, in words.
-        warning: what is to be said of how it was done.
-    """
-
-    module: nn.Module
-    wrapped: nn.Module
-    masters: dict[nn.Parameter, Tensor] | None = None
-    blocks: str = ""
-    warning: str | None = None
+    module: nn.Module  # as the model built it; its parameters may be sharded now
+    wrapped: nn.Module  # what forward is called on
+    masters: dict[nn.Parameter, Tensor] | None = None  # in host memory, with the optimizer offloaded: see ``take_home``
+    blocks: str = ""  # the repeated modules that were found, in words
+    warning: str | None = None  # what is to be said of how it was done
 
     def become(self, other: Stack) -> None:
         """Hold what ``other`` holds from now on, for all who know this one."""
@@ -84,21 +74,17 @@ def apply_stack(
     blocks = _blocks(model, module, plan)
     found = describe_blocks(blocks)  # FSDP gives them other classes
     checkpoint_blocks(module, blocks, memory.activation_checkpointing)
-    compile_module(module, blocks, memory.compile)
+    if memory.compile != "none":
+        _compile(blocks if memory.compile == "blocks" else [module])
     if memory.activation_offload:
         offload_activations(module, fabric.device)
-    warning = shard(module, blocks, plan, fabric.device) if plan.strategy == "fsdp" else None
+    sharded = plan.strategy == "fsdp"
+    warning = shard(module, blocks, plan, fabric.device) if sharded else None
     if memory.init == "meta":
-        stream(module, model, _home(plan, fabric.device), weights_dtype(memory), seed)
+        on_host = memory.cpu_offload == "parameters" or (memory.cpu_offload == "optimizer" and not sharded)
+        stream(module, model, HOST if on_host else fabric.device, weights_dtype(memory), seed)
     masters = take_home(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
     return Stack(module, fabric.setup_module(module), masters, found, warning)
-
-
-def _home(plan: Plan, device: torch.device) -> torch.device:
-    """Where weights live before ``take_home``."""
-    offload = plan.memory.cpu_offload
-    on_host = offload == "parameters" or (offload == "optimizer" and plan.strategy != "fsdp")
-    return torch.device("cpu") if on_host else device
 
 
 def _blocks(model: Model, module: nn.Module, plan: Plan) -> Sequence[nn.Module]:
@@ -119,27 +105,27 @@ def build_updates(
     memory = plan.memory
     if stack.masters is not None:
         trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
-        optimizer = build_optimizer(list(trained.values()), optim, memory, torch.device("cpu"))
+        optimizer = build_optimizer(list(trained.values()), optim, memory, HOST)
         sync = HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas)
-        reduce_after_carrying(stack.module, sync)
-        return optimizer, sync
-    parameters = [p for p in stack.module.parameters() if p.requires_grad]
-    device = torch.device("cpu") if memory.cpu_offload == "parameters" else fabric.device
-    require_sparse(stack.module, optim)
-    fused = not plan.deterministic and not sparse_parameters(stack.module)
-    optimizer = build_optimizer(parameters, optim, memory, device, fused)
-    if isinstance(optimizer, OptimizerInBackward):
-        return optimizer, AppliedInBackward(optimizer)
-    forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
-    if plan.deterministic:
-        return optimizer, tree_sync(forward_module, parameters, plan.world_size)
-    if memory.cpu_offload == "parameters" and {p.dtype for p in parameters} == {torch.float32}:
+    else:
+        parameters = [p for p in stack.module.parameters() if p.requires_grad]
+        require_sparse(stack.module, optim)
+        fused = not plan.deterministic and not sparse_parameters(stack.module)
+        device = HOST if memory.cpu_offload == "parameters" else fabric.device
+        optimizer = build_optimizer(parameters, optim, memory, device, fused)
+        if isinstance(optimizer, OptimizerInBackward):
+            return optimizer, AppliedInBackward(optimizer)
+        forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
+        if plan.deterministic:
+            return optimizer, tree_sync(forward_module, parameters, plan.world_size)
+        if memory.cpu_offload != "parameters" or {p.dtype for p in parameters} != {torch.float32}:
+            every = bool(memory.sync_every_micro_step)
+            return optimizer, gradient_sync(
+                forward_module, model, parameters, every_micro_step=every, replicas=memory.replicas
+            )
         sync = StreamedGradients(stack.module, parameters, fabric.device, optimizer, plan.world_size, memory.replicas)
-        reduce_after_carrying(stack.module, sync)
-        return optimizer, sync
-    return optimizer, gradient_sync(
-        forward_module, model, parameters, every_micro_step=bool(memory.sync_every_micro_step), replicas=memory.replicas
-    )
+    reduce_after_carrying(stack.module, sync)
+    return optimizer, sync
 
 
 def whole_state(stack: Stack) -> dict[str, Tensor]:
@@ -153,25 +139,18 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
         gathered = get_model_state_dict(stack.module, options=options)
         first = {name: names[0] for names in tied_names(stack.module) for name in names}
         return {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}  # type: ignore[misc]
-    state = stack.module.state_dict()
-    masters = stack.masters or {}
-    in_full = {n: masters[p] for n, p in stack.module.named_parameters(remove_duplicate=False) if p in masters}
-    return state | {name: master.detach() for name, master in in_full.items()}
+    masters, named = stack.masters or {}, stack.module.named_parameters(remove_duplicate=False)
+    return stack.module.state_dict() | {name: masters[p].detach() for name, p in named if p in masters}
 
 
-# ``memory.compile``: ``torch.compile``, block by block or the model as a whole.
-
-
-def compile_module(module: nn.Module, blocks: Sequence[nn.Module], wish: Compile) -> None:
+def _compile(parts: Sequence[nn.Module]) -> None:
     """Compile in place, so that no parameter is renamed; happens at the first forward.
 
     Blocks share one compiled graph as they have the same code: compiling takes as long for 24 of them as for one.
     Dropout draws its masks from the generators that eager torch draws from, in the same order.
     """
-    if wish == "none":
-        return
     import torch._inductor.config as inductor
 
     inductor.fallback_random = True  # else the compiler's own random numbers, which no seed of ours replays
-    for target in blocks if wish == "blocks" else [module]:
-        target.compile()
+    for part in parts:
+        part.compile()

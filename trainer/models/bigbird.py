@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.errors import require_choice
@@ -26,15 +27,7 @@ class BigBird(TextClassifier):
             every layer of every forward, and turns itself into full attention for good at the first short batch.
             block_sparse is the pattern of the paper; it needs memory.precision 32-true or 64-true.
         name: where the configuration comes from: a hub id, a local folder, or big_bird.
-        weights: a hub id or a local folder, as save_pretrained writes it; null for random weights.
-        tokenizer: a hub id or a local folder; null takes that of weights, or of name.
         config: entries of the configuration to override, such as {num_hidden_layers: 2}.
-        revision: of everything that comes from the hub: a branch, tag or commit.
-        num_classes: null takes the dataset's.
-        class_names: null takes the dataset's; saved with the model.
-        dropout: sets all dropout rates of the configuration; null leaves them.
-        train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
-        lora: train adapters in the blocks, and the head, instead of all weights.
     """
 
     name: str = "big_bird"
@@ -70,37 +63,29 @@ def use_fused_attention(module: nn.Module) -> None:
 
     Only the class of the layers changes: parameters, their names and the result stay.
     """
-    from transformers.models.big_bird.modeling_big_bird import BigBirdSelfAttention
-
+    plain, fused = _attention_classes()
     for layer in module.modules():
-        if type(layer) is BigBirdSelfAttention:
-            layer.__class__ = _fused_class()
+        if type(layer) is plain:
+            layer.__class__ = fused
 
 
-def _fused_class() -> type:
+@cache
+def _attention_classes() -> tuple[type, type]:
     from torch.nn.functional import scaled_dot_product_attention
     from transformers.models.big_bird.modeling_big_bird import BigBirdSelfAttention
 
-    global _FUSED
-    if _FUSED is None:
+    class FusedSelfAttention(BigBirdSelfAttention):
+        """BigBirdSelfAttention for an encoder, in fused attention."""
 
-        class FusedSelfAttention(BigBirdSelfAttention):
-            """BigBirdSelfAttention for an encoder, in fused attention."""
+        def forward(self, hidden_states: Any, attention_mask: Any = None, *_: Any, **__: Any) -> Any:
+            heads = (*hidden_states.shape[:-1], -1, self.attention_head_size)
+            projections = (self.query, self.key, self.value)
+            query, key, value = (linear(hidden_states).view(heads).transpose(1, 2) for linear in projections)
+            dropout = self.dropout.p if self.training else 0.0
+            context = scaled_dot_product_attention(query, key, value, attention_mask, dropout)
+            return context.transpose(1, 2).flatten(2), None
 
-            def forward(self, hidden_states: Any, attention_mask: Any = None, *_: Any, **__: Any) -> Any:
-                heads = (*hidden_states.shape[:-1], -1, self.attention_head_size)
-                query, key, value = (
-                    linear(hidden_states).view(heads).transpose(1, 2) for linear in (self.query, self.key, self.value)
-                )
-                dropout = self.dropout.p if self.training else 0.0
-                context = scaled_dot_product_attention(query, key, value, attention_mask, dropout)
-                return context.transpose(1, 2).flatten(2), None
-
-        _FUSED = FusedSelfAttention
-    return _FUSED
-
-
-_FUSED: type | None = None
+    return BigBirdSelfAttention, FusedSelfAttention
 
 
 def pad_for_blocks(batch: dict[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -112,8 +97,5 @@ def pad_for_blocks(batch: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     missing = least - batch["input_ids"].shape[1]
     if missing <= 0:
         return batch
-    fill = {"input_ids": config.pad_token_id}
-    return {
-        key: value if key == "labels" else pad(value, (0, missing), value=fill.get(key, 0))
-        for key, value in batch.items()
-    }
+    padded = {key: pad(value, (0, missing)) for key, value in batch.items() if key not in ("input_ids", "labels")}
+    return batch | padded | {"input_ids": pad(batch["input_ids"], (0, missing), value=config.pad_token_id)}

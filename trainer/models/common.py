@@ -12,7 +12,6 @@ from trainer.weights.blocks import find_blocks
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-
 MOST_FEATURES = 10**7
 """Of a layer, classes or pixels: beyond it a size in bytes may not fit into 64 bits."""
 
@@ -44,10 +43,10 @@ def train_last_blocks(module: nn.Module, count: int, classes: Sequence[type] = (
     blocks = find_blocks(module, classes)
     if not 0 <= count <= len(blocks):
         raise RecipeError(f"model.train_last_blocks={count} must be between 0 and the number of blocks, {len(blocks)}")
-    head = set(head_parameters(module, blocks))
     trained = {p for block in blocks[len(blocks) - count :] for p in block.parameters()}
+    trained.update(head_parameters(module, blocks))
     for parameter in module.parameters():
-        parameter.requires_grad_(parameter in trained or parameter in head)
+        parameter.requires_grad_(parameter in trained)
 
 
 def head_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -62,7 +61,6 @@ def require_filled(model: str, **fields: object) -> None:
     """Refuse to build while a field that the dataset should have filled is still ``None``, or is no size."""
     for name, value in fields.items():
         if value is None:
-            raise RecipeError(
-                f"model.{name} of {model} is not set, and the dataset does not know it: give --model.{name}"
-            )
+            fix = f"give --model.{name}"
+            raise RecipeError(f"model.{name} of {model} is not set, and the dataset does not know it: {fix}")
         require_positive(f"model.{name}", value, MOST_FEATURES)

@@ -23,15 +23,9 @@ def is_local(source: str) -> bool:
 
 
 def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a loader of transformers; what goes wrong becomes one line that names the key.
+    """Call ``load`` of transformers with the other arguments; what goes wrong, but lack of memory, becomes one line.
 
-    Args:
-        key: of the setting, without ``model.``.
-        source: its value: a hub id, a folder or a ``file://`` URL of one.
-        load: called with the other arguments.
-
-    Raises:
-        RecipeError: whatever ``load`` raises, but for a lack of memory.
+    That names the setting ``model.key``, whose value ``source`` is a hub id, a folder or a ``file://`` URL of one.
     """
     from safetensors import SafetensorError
 
@@ -44,27 +38,21 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
     except Exception as error:  # transformers checks little of what is in a file before it uses it
         if isinstance(error, MemoryError | RuntimeError) and "memory" in str(error):
             raise  # no fault of the files
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        if "trust_remote_code" in str(error):
-            raise RecipeError(
-                f"model.{key}={source!r} cannot be loaded: it needs Python code that comes with it (auto_map), and no "
-                "such remote code is executed. Give a model of an architecture that transformers has itself, or read "
-                "the code and write a trainer.Model that imports it"
-            ) from error
+        reason = next(iter(str(error).strip().splitlines()), "")
         if not isinstance(error, OSError | ValueError | SafetensorError):
-            first_line = f"{type(error).__name__}: {first_line}."
-        raise RecipeError(
-            f"model.{key}={source!r} cannot be loaded: {first_line} Give a local folder as save_pretrained writes it, "
-            "or a hub id"
-        ) from error
+            reason = f"{type(error).__name__}: {reason}."
+        fix = "Give a local folder as save_pretrained writes it, or a hub id"
+        if "trust_remote_code" in str(error):
+            reason = "it needs Python code that comes with it (auto_map), and no such remote code is executed."
+            fix = (
+                "Give a model of an architecture that transformers has itself, or read the code and write a "
+                "trainer.Model that imports it"
+            )
+        raise RecipeError(f"model.{key}={source!r} cannot be loaded: {reason} {fix}") from error
 
 
 def _require_files(folder: Path) -> None:
-    """Refuse what transformers would wait for, or read without an end: a named pipe, a device, JSON of gigabytes.
-
-    Raises:
-        RecipeError: naming it.
-    """
+    """Refuse what transformers would wait for, or read without an end: a named pipe, a device, JSON of gigabytes."""
     for path in folder.iterdir():
         if path.exists() and not path.is_dir():
             try:
@@ -76,20 +64,17 @@ def _require_files(folder: Path) -> None:
 
 
 def refuse_code(name: str, config: Any) -> None:
-    """Refuse a configuration for which transformers would fetch and run compiled code from the hub.
-
-    Raises:
-        RecipeError: naming ``name``, the folder or hub id of ``config``, and the entry.
-    """
+    """Refuse a ``config`` of the folder or hub id ``name`` for which transformers would run code from the hub."""
     wished = [getattr(config, key, None) for key in ("_attn_implementation", "_experts_implementation")]
     kernels = [text for text in map(str, wished) if "/" in text]
+    asks = f"model.name={name!r}: its configuration asks for"
     require(
         not kernels,
-        f"model.name={name!r}: its configuration asks for the kernel {', '.join(kernels)}, which is code from the hub, "
-        "and is not executed: take attn_implementation out of its config.json",
+        f"{asks} the kernel {', '.join(kernels)}, which is code from the hub, and is not executed: take "
+        "attn_implementation out of its config.json",
     )
     require(
         getattr(config, "quantization_config", None) is None,
-        f"model.name={name!r}: its configuration asks for quantised weights, which cannot be trained and may need code "
-        "from the hub: give a model without quantization_config in its config.json",
+        f"{asks} quantised weights, which cannot be trained and may need code from the hub: give a model without "
+        "quantization_config in its config.json",
     )

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RecipeError, require, require_package
+from trainer.contract import Model
+from trainer.errors import require, require_package
 from trainer.models.common import head_parameters
 from trainer.weights.blocks import find_blocks
 
@@ -42,15 +43,24 @@ class LoRA:
 
     def require_alone(self, train_last_blocks: int | None) -> None:
         """Refuse two answers to the question of what trains."""
-        require(
-            not self.rank or train_last_blocks is None,
-            f"model.lora.rank={self.rank} trains adapters in all blocks, and model.train_last_blocks="
-            f"{train_last_blocks} whole blocks and nothing before them: use one of the two",
-        )
+        both = f"model.lora.rank={self.rank} adapts all blocks, and model.train_last_blocks={train_last_blocks}"
+        alone = not self.rank or train_last_blocks is None
+        require(alone, f"{both} trains whole ones and nothing before them: use one of the two")
 
-    def describe(self) -> tuple[str, ...]:
-        """What it changes, in words: nothing, or one thing."""
-        return (f"LoRA of rank {self.rank}",) if self.rank else ()
+
+class Adaptable(Model):
+    """A model of which adapters may train instead of its weights."""
+
+    lora: LoRA
+
+    @property
+    def lossy(self) -> Sequence[str]:  # type: ignore[override]
+        """That adapters train, if they do."""
+        return (f"LoRA of rank {self.lora.rank}",) if self.lora.rank else ()
+
+    def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``state`` with the adapters merged into the weights."""
+        return merged_state(module, state) if self.lora.rank else dict(state)
 
 
 def add_adapters(
@@ -58,17 +68,8 @@ def add_adapters(
 ) -> None:
     """Give linear layers of the blocks of ``module`` adapters, in place, and freeze all but these and the head.
 
-    The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before.
-
-    Args:
-        module: built, with its weights.
-        lora: does nothing at rank 0.
-        blocks: the classes of the blocks; found by themselves when not given.
-        defaults: ends of the names of the layers to adapt where ``lora.targets`` is ``None``; by default those with
-            attention in their names.
-
-    Raises:
-        RecipeError: when peft is missing, or a target names no linear layer.
+    The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before. At rank 0 nothing is
+    done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted.
     """
     if not lora.rank:
         return
@@ -76,15 +77,11 @@ def add_adapters(
     from peft import LoraConfig, inject_adapter_in_model
 
     found = find_blocks(module, blocks)
-    targets = _choose(_linear_layers(found), lora.targets or defaults)
-    full_names = {id(layer): name for name, layer in module.named_modules()}
+    adapted = set(map(id, _choose(_linear_layers(found), lora.targets or defaults)))
+    names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     head = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad]
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha or 2 * lora.rank,  # type: ignore[arg-type]  # any number will do
-        lora_dropout=lora.dropout,
-        target_modules=[full_names[id(layer)] for layer in targets],
-    )
+    alpha: Any = lora.alpha or 2 * lora.rank
+    config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=names)
     inject_adapter_in_model(config, module, ADAPTER)
     for parameter in head:  # peft froze whatever is not an adapter
         parameter.requires_grad_(True)
@@ -93,28 +90,23 @@ def add_adapters(
 def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``state`` with every adapter added to the weight that it adapts, under the names of a module without adapters.
 
-    Args:
-        module: what ``add_adapters`` made, possibly sharded since: only its structure is read.
-        state: its whole tensors, as ``state_dict`` names them; unchanged by this.
+    ``module`` is what ``add_adapters`` made, possibly sharded since; ``state`` its whole tensors, unchanged by this.
     """
+    import torch
+
     base, down = ".base_layer.", f".lora_A.{ADAPTER}.weight"
     merged = {name.replace(base, "."): tensor for name, tensor in state.items() if ".lora_" not in name}
     for name in state:
         if name.endswith(down):
-            layer = name.removesuffix(down)
-            weight = state[f"{layer}{base}weight"]
-            update = _update(module.get_submodule(layer), state[name], state[f"{layer}.lora_B.{ADAPTER}.weight"])
-            merged[f"{layer}.weight"] = (weight + update).to(weight.dtype)  # rounded once
+            path = name.removesuffix(down)
+            layer: Any = module.get_submodule(path)
+            weight, up = state[f"{path}{base}weight"], state[f"{path}.lora_B.{ADAPTER}.weight"].detach()
+            wide = torch.promote_types(up.dtype, torch.float32)
+            update = layer.scaling[ADAPTER] * (up.to(wide) @ state[name].detach().to(wide))
+            if layer.fan_in_fan_out:  # transformers' Conv1D keeps its weights transposed
+                update = update.T
+            merged[f"{path}.weight"] = (weight + update).to(weight.dtype)  # rounded once
     return merged
-
-
-def _update(layer: Any, down: Tensor, up: Tensor) -> Tensor:
-    """What an adapter adds to the weight of its layer, in at least fp32."""
-    import torch
-
-    wide = torch.promote_types(up.dtype, torch.float32)
-    product = layer.scaling[ADAPTER] * (up.detach().to(wide) @ down.detach().to(wide))
-    return product.T if layer.fan_in_fan_out else product  # transformers' Conv1D keeps its weights transposed
 
 
 def _linear_layers(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -136,18 +128,11 @@ def _choose(layers: Sequence[tuple[str, nn.Module]], targets: Sequence[str] | No
     names = ", ".join(dict.fromkeys(name for name, _ in layers)) or "none"
     if targets is None:
         chosen = [layer for name, layer in layers if "attn" in name.lower() or "attention" in name.lower()]
-        if not chosen:
-            raise RecipeError(
-                f"model.lora finds no attention among the linear layers of a block: give model.lora.targets, of {names}"
-            )
+        found_none = "model.lora finds no attention among the linear layers of a block: give model.lora.targets, of"
+        require(len(chosen) > 0, f"{found_none} {names}")
         return chosen
-    for target in targets:
-        if not any(_ends(name, target) for name, _ in layers):
-            raise RecipeError(
-                f"model.lora.targets: {target!r} is the end of no linear layer's name in a block: choose from {names}"
-            )
-    return [layer for name, layer in layers if any(_ends(name, target) for target in targets)]
-
-
-def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+    ends = {target: [layer for name, layer in layers if f".{name}".endswith(f".{target}")] for target in targets}
+    for target, chosen in ends.items():
+        unknown = f"model.lora.targets: {target!r} is the end of no linear layer's name in a block: choose from"
+        require(len(chosen) > 0, f"{unknown} {names}")
+    return [layer for chosen in ends.values() for layer in chosen]

@@ -43,15 +43,13 @@ class MLP(Model):
         """Linear layers, from ``channels × image_size²`` inputs to ``num_classes`` logits."""
         from torch import nn
 
-        require_filled("MLP", image_size=self.image_size, channels=self.channels, num_classes=self.num_classes)
-        assert self.image_size is not None
-        assert self.channels is not None
-        assert self.num_classes is not None
-        widths = [self.channels * self.image_size**2, *self.hidden]
+        sizes: dict[str, Any] = {key: getattr(self, key) for key in ("image_size", "channels", "num_classes")}
+        require_filled("MLP", **sizes)
+        widths = [sizes["channels"] * sizes["image_size"] ** 2, *self.hidden]
         layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in zip(widths, widths[1:], strict=False):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()] + [nn.Dropout(self.dropout)] * (self.dropout > 0)
-        return nn.Sequential(*layers, nn.Linear(widths[-1], self.num_classes))
+        return nn.Sequential(*layers, nn.Linear(widths[-1], sizes["num_classes"]))
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy; the batch has ``pixel_values`` (n, channels, height, width) and ``labels`` (n,)."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from trainer.contract import Model
 from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, classification_loss, require_filled, train_last_blocks
 from trainer.models.hub import from_hub, is_local, local_folder, refuse_code
-from trainer.models.lora import LoRA, add_adapters, merged_state
+from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.values import Loss, Pretrained
 from trainer.weights.blocks import find_blocks, switch_cache_off
 
@@ -20,22 +21,13 @@ if TYPE_CHECKING:
 
 # The names under which configurations keep their dropout rates.
 DROPOUT_FIELDS = (
-    "dropout",
-    "attention_dropout",
-    "seq_classif_dropout",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "hidden_dropout",
-    "classifier_dropout_prob",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
+    *("dropout", "attention_dropout", "seq_classif_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+    *("classifier_dropout", "hidden_dropout", "classifier_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
 )
 
 
 @dataclass
-class TextClassifier(Model):
+class TextClassifier(Adaptable):
     """Any ``AutoModelForSequenceClassification``: DistilBERT, BERT, RoBERTa, ...
 
     The loss is computed here from the logits, never by the model itself: the losses of transformers' sequence
@@ -72,17 +64,12 @@ class TextClassifier(Model):
         self.lora.require_alone(self.train_last_blocks)
         self._cached_tokenizer: Any = None
 
-    @property
-    def lossy(self) -> Sequence[str]:  # type: ignore[override]
-        """That adapters train, if they do."""
-        return self.lora.describe()
-
     def prepare(self) -> None:
         """Fetch configuration, tokenizer and weights into the hub's cache."""
         self.tokenizer_or_none()
         self._configuration()
-        if self.weights is not None and not is_local(self.weights):
-            self._snapshot()
+        if self.weights is not None:
+            self._folder(self.weights)
 
     def tokenizer_or_none(self) -> Any:
         """The tokenizer, loaded once."""
@@ -90,29 +77,17 @@ class TextClassifier(Model):
             from transformers import AutoTokenizer
 
             source = self.tokenizer or self.weights or self.name
-            if not is_local(source) and _is_model_type(source):
-                raise RecipeError(
-                    f"model.tokenizer is missing: model.name={source} is a model type and has no tokenizer"
-                )
-            self._cached_tokenizer = from_hub(
-                "tokenizer",
-                source,
-                AutoTokenizer.from_pretrained,
-                local_folder(source),
-                revision=self.revision,
-                trust_remote_code=False,
-            )
+            has_none = f"model.tokenizer is missing: model.name={source} is a model type and has no tokenizer"
+            require(is_local(source) or not _is_model_type(source), has_none)
+            self._cached_tokenizer = self._load("tokenizer", source, AutoTokenizer.from_pretrained)
             # Of a folder that has a configuration only, transformers makes one to which every word is unknown.
             words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
-            require(
-                words > 0, f"model.tokenizer={source!r} has no vocabulary: give a folder or hub id with a tokenizer"
-            )
+            fix = "give a folder or hub id with a tokenizer"
+            require(words > 0, f"model.tokenizer={source!r} has no vocabulary: {fix}")
         return self._cached_tokenizer
 
     def unloaded(self) -> TextClassifier:
         """This classifier with random weights, and the tokenizer that it has."""
-        import copy
-
         model = copy.copy(self)  # with the tokenizer that is loaded already
         model.tokenizer, model.weights = self.tokenizer or self.weights, None
         return model
@@ -127,20 +102,19 @@ class TextClassifier(Model):
         import torch
         from transformers import AutoModelForSequenceClassification
 
+        from trainer.weights.streaming import draw_new, skeleton_on_meta
+
         require_filled(type(self).__name__, num_classes=self.num_classes)
         require(
             not Path(local_folder(weights), "adapter_config.json").exists(),  # transformers would load what it names
             f"model.weights={weights} is or holds a PEFT adapter: merge it into its model and save that",
         )
-        module, found = from_hub(
+        module, found = self._load(
             "weights",
             weights,
             AutoModelForSequenceClassification.from_pretrained,
-            local_folder(weights),
             config=self._configuration(),
             dtype=torch.get_default_dtype(),  # it does not look at it itself
-            revision=self.revision,
-            trust_remote_code=False,
             use_safetensors=True,  # never a pickle
             ignore_mismatched_sizes=True,  # a head for another number of classes is replaced
             output_loading_info=True,
@@ -149,7 +123,10 @@ class TextClassifier(Model):
         new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
         self._require_body(module, new)
         module = module.to(torch.get_default_device())
-        self._draw_head(module, new)
+        if new:  # drawn again, as when the weights are streamed: the way of loading then changes no result
+            with torch.no_grad():
+                for name, value in draw_new(skeleton_on_meta(self), new, _initialise, torch.initial_seed()).items():
+                    module.get_parameter(name).copy_(value)
         return self._finished(module)
 
     def skeleton(self) -> nn.Module:
@@ -158,62 +135,37 @@ class TextClassifier(Model):
         from transformers import AutoModelForSequenceClassification
 
         require_filled(type(self).__name__, num_classes=self.num_classes)
-        dtype = torch.get_default_dtype()  # from_config does not look at it itself
-        module = from_hub(
-            "name",
-            self.name,
-            AutoModelForSequenceClassification.from_config,
-            self._configuration(),
-            dtype=dtype,
-            trust_remote_code=False,
-        )
-        return self._finished(module)
+        options = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}  # it does not look at it itself
+        load = AutoModelForSequenceClassification.from_config
+        return self._finished(from_hub("name", self.name, load, self._configuration(), **options))
+
+    def _load(self, key: str, source: str, load: Any, **options: Any) -> Any:
+        """What a loader of transformers makes of ``source``, with no code executed that comes from there."""
+        options |= {"revision": self.revision, "trust_remote_code": False}
+        return from_hub(key, source, load, local_folder(source), **options)
 
     def pretrained(self) -> Pretrained:
-        """The tensors of ``weights`` under the names that transformers loads them to; the head may be new.
-
-        Raises:
-            RecipeError: when the weights are missing, not safetensors, of another model, or must be computed from
-                several tensors.
-        """
+        """The tensors of ``weights`` under the names that transformers loads them to; the head may be new."""
         from trainer.weights.streaming import skeleton_on_meta, stored_in, tied_names
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         skeleton = skeleton_on_meta(self)
         own = skeleton.state_dict()
         name_of = _renaming(skeleton, own)
-        stored = {}
-        for key, (place, shape) in stored_in(self._folder()).items():
-            name = name_of(key)
-            if name in own and tuple(own[name].shape) == shape:
-                stored[name] = place
+        found = [(name_of(key), *value) for key, value in stored_in(self._folder(self.weights or "")).items()]
+        stored = {name: place for name, place, shape in found if name in own and tuple(own[name].shape) == shape}
         new = {names[0] for names in tied_names(skeleton) if not stored.keys() & set(names)}
         self._require_body(skeleton, new)
         return Pretrained(stored, new, _initialise)
 
-    def _folder(self) -> Path:
-        """Where the files of ``weights`` are: a local folder, or one in the hub's cache, filled by ``prepare``."""
-        source = str(self.weights)
-        if is_local(source) or source.startswith(("file://", "/", "./", "../")):
-            require(is_local(source), f"model.weights={source} is not a folder")
-            return Path(local_folder(source))
-        return self._snapshot()
-
-    def _snapshot(self) -> Path:
-        """The folder of ``weights`` in the hub's cache; what is not there is fetched."""
+    def _folder(self, weights: str) -> Path:
+        """Where the files of ``weights`` are: a local folder, or one in the hub's cache, which is filled."""
+        if is_local(weights):
+            return Path(local_folder(weights))
         from huggingface_hub import snapshot_download
 
-        patterns = ["*.json", "*.safetensors", "*.txt", "*.model"]
-        return Path(
-            from_hub(
-                "weights",
-                str(self.weights),
-                snapshot_download,
-                self.weights,
-                revision=self.revision,
-                allow_patterns=patterns,
-            )
-        )
+        options = {"revision": self.revision, "allow_patterns": ["*.json", "*.safetensors", "*.txt", "*.model"]}
+        return Path(from_hub("weights", weights, snapshot_download, weights, **options))
 
     def _finished(self, module: nn.Module) -> nn.Module:
         """The module without a cache, and with the parameters frozen that do not train."""
@@ -222,34 +174,17 @@ class TextClassifier(Model):
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module
 
-    def _draw_head(self, module: nn.Module, new: Collection[str]) -> None:
-        """Draw new parameters again, as when the weights are streamed: the way of loading then changes no result."""
-        import torch
-
-        from trainer.weights.streaming import draw_new, skeleton_on_meta
-
-        if not new:
-            return
-        with torch.no_grad():
-            for name, value in draw_new(skeleton_on_meta(self), new, _initialise, torch.initial_seed()).items():
-                module.get_parameter(name).copy_(value)
-
     def _require_body(self, module: nn.Module, new: Collection[str]) -> None:
         """Only the head may be new; transformers would fill anything else with random numbers as well."""
         from trainer.weights.files import shortened
 
         blocks = find_blocks(module, self.blocks)
         last = list(blocks[-1].parameters())[-1] if blocks else None
-        body = []
-        for name, parameter in module.named_parameters():
-            body.append(name)
-            if parameter is last:
-                break
-        if lost := sorted(set(new) & set(body)):
-            raise RecipeError(
-                f"model.weights={self.weights!r} are not those of this {module.config.model_type}: "  # type: ignore[union-attr]
-                f"{shortened(lost)} are missing or of another shape"
-            )
+        names, parameters = zip(*module.named_parameters(), strict=True)
+        end = next((at for at, parameter in enumerate(parameters, 1) if parameter is last), len(names))
+        lost = sorted(set(new) & set(names[:end]))
+        foreign = f"model.weights={self.weights!r} are not those of this {cast(Any, module).config.model_type}"
+        require(not lost, f"{foreign}: {shortened(lost)} are missing or of another shape")
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy from the logits; the batch is a tokenizer's output plus ``labels`` (n,)."""
@@ -263,36 +198,21 @@ class TextClassifier(Model):
 
     def saved_in(self, folder: Path) -> TextClassifier:
         """The classifier whose configuration, weights and tokenizer ``save`` wrote to ``folder``."""
-        from dataclasses import replace
-
         source = str(folder)
         return replace(self, name=source, weights=source, tokenizer=source, config={}, revision=None, lora=LoRA())
-
-    def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``state`` with the adapters merged into the weights."""
-        return merged_state(module, state) if self.lora.rank else dict(state)
 
     def _configuration(self) -> Any:
         from transformers import AutoConfig
 
-        is_type = _is_model_type(self.name) and not is_local(self.name)
+        is_type = not is_local(self.name) and _is_model_type(self.name)
         if is_type:
             config = AutoConfig.for_model(self.name)
             tokenizer = self.tokenizer_or_none()
             config.vocab_size, config.pad_token_id = len(tokenizer), tokenizer.pad_token_id
         else:
-            config = from_hub(
-                "name",
-                self.name,
-                AutoConfig.from_pretrained,
-                local_folder(self.name),
-                revision=self.revision,
-                trust_remote_code=False,
-            )
+            config = self._load("name", self.name, AutoConfig.from_pretrained)
         unknown = [key for key in self.config if not hasattr(config, key)]
         if unknown:
-            from difflib import get_close_matches
-
             near = get_close_matches(unknown[0], list(config.to_dict()), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise RecipeError(f"model.config: {config.model_type} has no setting {unknown[0]!r}{hint}")
@@ -327,20 +247,16 @@ def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    mapping = get_model_conversion_mapping(skeleton)
+    mapping, prefix = get_model_conversion_mapping(skeleton), skeleton.base_model_prefix
     converters: Any = [one for one in mapping if isinstance(one, WeightConverter)]
     renamings: Any = [one for one in mapping if not isinstance(one, WeightConverter)]
-    prefix = skeleton.base_model_prefix
 
     def name_of(key: str) -> str:
         name, converter = rename_source_key(key, renamings, converters, prefix, own)  # type: ignore[arg-type]
         if name not in own and key in own:
             return key
-        require(
-            converter is None or name not in own,
-            f"memory.init=meta cannot stream {key}: transformers computes {name} from several tensors of the file; "
-            "use memory.init device",
-        )
+        several = f"memory.init=meta cannot stream {key}: transformers computes {name} from several tensors of the file"
+        require(converter is None or name not in own, f"{several}; use memory.init device")
         return name
 
     return name_of

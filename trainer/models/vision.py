@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from trainer.contract import Model
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.models.common import MOST_FEATURES, MOST_LAYERS, classification_loss, require_filled, train_last_blocks
-from trainer.models.lora import LoRA, add_adapters, merged_state
+from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.values import Loss, Pretrained
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ POSITIONS = "encoder.pos_embedding"
 
 
 @dataclass
-class VisionTransformer(Model):
+class VisionTransformer(Adaptable):
     """torchvision's ViT (Dosovitskiy et al. 2021): one of its five sizes, or a shape of your own.
 
     Args:
@@ -76,15 +75,10 @@ class VisionTransformer(Model):
             require(not missing, f"model.name=custom needs {', '.join(missing)}")
             for key in SHAPE_FIELDS:
                 require_positive(f"model.{key}", getattr(self, key), MOST_LAYERS if key == "layers" else MOST_FEATURES)
-            require(
-                self._shape()["width"] % self._shape()["heads"] == 0,
-                f"model.width={self.width} must be a multiple of model.heads={self.heads}",
-            )
-        else:
-            require(
-                not given,
-                f"model.{given[0] if given else ''} is fixed by model.name={self.name}: use model.name custom",
-            )
+            fits = (self.width or 0) % (self.heads or 1) == 0
+            require(fits, f"model.width={self.width} must be a multiple of model.heads={self.heads}")
+        elif given:
+            raise RecipeError(f"model.{given[0]} is fixed by model.name={self.name}: use model.name custom")
 
     @property
     def blocks(self) -> Sequence[type]:  # type: ignore[override]
@@ -92,11 +86,6 @@ class VisionTransformer(Model):
         from torchvision.models.vision_transformer import EncoderBlock
 
         return (EncoderBlock,)
-
-    @property
-    def lossy(self) -> Sequence[str]:  # type: ignore[override]
-        """That adapters train, if they do."""
-        return self.lora.describe()
 
     def prepare(self) -> None:
         """Download torchvision's weights, or check that the local file is there."""
@@ -113,8 +102,21 @@ class VisionTransformer(Model):
 
     def skeleton(self) -> nn.Module:
         """The module with random weights, without adapters."""
+        from torchvision import models
+
         require_filled("VisionTransformer", num_classes=self.num_classes, image_size=self.image_size)
-        module = self._random()
+        names = ("image_size", "num_classes", "dropout", "attention_dropout")
+        options = {name: getattr(self, name) for name in names}
+        patch_size = self.patch_size or int(self.name.rsplit("_", 1)[1])
+        size = self.image_size or 0
+        nearest = max(1, round(size / patch_size)) * patch_size
+        no_multiple = f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}"
+        require(size % patch_size == 0, f"{no_multiple}: use --data.image_size {nearest}")
+        if self.name == "custom":
+            shape: Any = {"num_layers": self.layers, "num_heads": self.heads, "hidden_dim": self.width}
+            module = models.VisionTransformer(patch_size=patch_size, mlp_dim=self.mlp_width or 0, **shape, **options)
+        else:
+            module = models.get_model(self.name, weights=None, **options)
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module
@@ -123,34 +125,22 @@ class VisionTransformer(Model):
         """This model without adapters, as it is saved."""
         return replace(self, lora=LoRA())
 
-    def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``state`` with the adapters merged into the weights."""
-        return merged_state(module, state) if self.lora.rank else dict(state)
-
     def pretrained(self) -> Pretrained:
-        """The tensors of ``weights`` by name; position embeddings are interpolated, the head may be new.
-
-        Raises:
-            RecipeError: when the weights are missing, not in a safetensors file, or of another model.
-        """
+        """The tensors of ``weights`` by name; position embeddings are interpolated, the head may be new."""
         from trainer.weights.streaming import skeleton_on_meta, stored_in
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         file = self._weights_file()
-        require(
-            file.suffix == ".safetensors",
-            f"model.weights={self.weights} is a pickle, of which no slices can be read: convert it with "
-            "safetensors.torch.save_file, or use memory.init device",
-        )
-        skeleton = skeleton_on_meta(self)
-        shapes = {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}
-        found = stored_in(file)
+        fix = "convert it with safetensors.torch.save_file, or use memory.init device"
+        pickled = f"model.weights={self.weights} is a pickle, of which no slices can be read"
+        require(file.suffix == ".safetensors", f"{pickled}: {fix}")
+        skeleton: Any = skeleton_on_meta(self)
+        shapes, found = _shapes(skeleton.state_dict()), stored_in(file)
         stored = {key: place for key, (place, _) in found.items()}
         known = {key: shape for key, (_, shape) in found.items()}
         if POSITIONS in stored and known[POSITIONS] != shapes[POSITIONS]:
-            patch_size: Any = skeleton.patch_size
-            stored[POSITIONS] = replace(stored[POSITIONS], transform=partial(self._interpolated, patch_size))
-            known[POSITIONS] = shapes[POSITIONS]
+            transform = partial(self._interpolated, skeleton.patch_size)
+            stored[POSITIONS], known[POSITIONS] = replace(stored[POSITIONS], transform=transform), shapes[POSITIONS]
         new = self._new_parameters(shapes, known)
         return Pretrained({key: stored[key] for key in stored if key not in new}, new, _initialise_head)
 
@@ -158,41 +148,6 @@ class VisionTransformer(Model):
         """Cross entropy; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels`` (n,)."""
         pixels = batch["pixel_values"].expand(-1, 3, -1, -1)  # grey becomes three equal channels
         yield classification_loss(module(pixels), batch["labels"])
-
-    def _shape(self) -> dict[str, int]:
-        return {key: getattr(self, key) or 0 for key in SHAPE_FIELDS}
-
-    def _random(self) -> nn.Module:
-        from torchvision import models
-
-        options: dict[str, Any] = {
-            "image_size": self.image_size,
-            "num_classes": self.num_classes,
-            "dropout": self.dropout,
-            "attention_dropout": self.attention_dropout,
-        }
-        if self.name == "custom":
-            shape = self._shape()
-            self._require_whole_patches(shape["patch_size"])
-            return models.VisionTransformer(
-                patch_size=shape["patch_size"],
-                num_layers=shape["layers"],
-                num_heads=shape["heads"],
-                hidden_dim=shape["width"],
-                mlp_dim=shape["mlp_width"],
-                **options,
-            )
-        self._require_whole_patches(int(self.name.rsplit("_", 1)[1]))
-        return models.get_model(self.name, weights=None, **options)
-
-    def _require_whole_patches(self, patch_size: int) -> None:
-        size = self.image_size or 0
-        nearest = max(1, round(size / patch_size)) * patch_size
-        require(
-            size % patch_size == 0,
-            f"image_size={size} is not a multiple of the patch size {patch_size} of {self.name}: "
-            f"use --data.image_size {nearest}",
-        )
 
     def _read_weights(self) -> dict[str, Tensor]:
         from trainer.weights.files import read_weights
@@ -204,71 +159,51 @@ class VisionTransformer(Model):
         import torch
         from torchvision import models
 
-        weights = str(self.weights).removeprefix("file://")
+        weights, sized = str(self.weights).removeprefix("file://"), self.name != "custom"
         if Path(weights).suffix or "/" in weights:
             return Path(weights)
-        if self.name == "custom":
-            raise RecipeError(
-                f"model.weights={weights} is a torchvision name, which needs model.name of a torchvision size"
-            )
+        require(sized, f"model.weights={weights} is a torchvision name, which needs model.name of a torchvision size")
         known = models.get_model_weights(self.name)
-        if weights not in known.__members__:
-            names = ", ".join(known.__members__)
-            raise RecipeError(
-                f"model.weights={weights!r} is neither a file nor one of torchvision's for {self.name}: {names}"
-            )
+        unknown = f"model.weights={weights!r} is neither a file nor one of torchvision's for {self.name}"
+        require(weights in known.__members__, f"{unknown}: {', '.join(known.__members__)}")
         url = known[weights].url
         file = Path(torch.hub.get_dir(), "checkpoints", url.rsplit("/", 1)[1])  # torchvision looks there as well
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            digest = file.stem.rsplit("-", 1)[1]
+            fix = "download it elsewhere and give the file's path, or use --model.weights null"
             try:
-                torch.hub.download_url_to_file(url, str(file), digest, progress=False)
+                torch.hub.download_url_to_file(url, str(file), file.stem.rsplit("-", 1)[1], progress=False)
             except (OSError, RuntimeError) as error:
-                raise RecipeError(
-                    f"model.weights={weights}: cannot download {url} ({error}): "
-                    "download it elsewhere and give the file's path, or use --model.weights null"
-                ) from error
+                raise RecipeError(f"model.weights={weights}: cannot download {url} ({error}): {fix}") from error
         return file
 
     def _interpolated(self, patch_size: int, positions: Tensor) -> Tensor:
         """Position embeddings for ``image_size``, shape (1, 1 + patches, width)."""
         from torchvision.models.vision_transformer import interpolate_embeddings
 
-        assert self.image_size is not None
-        return interpolate_embeddings(self.image_size, patch_size, OrderedDict({POSITIONS: positions}))[POSITIONS]
+        return interpolate_embeddings(self.image_size or 0, patch_size, OrderedDict({POSITIONS: positions}))[POSITIONS]
 
     def _load_pretrained(self, module: nn.Module, state: dict[str, Tensor]) -> None:
         own = module.state_dict()
-        patch_size: Any = module.patch_size
         if POSITIONS in state:
-            state = state | {POSITIONS: self._interpolated(patch_size, state[POSITIONS])}
+            state = state | {POSITIONS: self._interpolated(cast(int, module.patch_size), state[POSITIONS])}
         new = self._new_parameters(_shapes(own), _shapes(state))
         module.load_state_dict(state | {key: own[key] for key in new})  # a new head starts at zero, as it was made
 
     def _new_parameters(self, own: Mapping[str, tuple], found: Mapping[str, tuple]) -> list[str]:
-        """The parameters of the head that the file has not, or of another shape; anything else must fit.
-
-        Args:
-            own: shapes in the module.
-            found: shapes in the file, of position embeddings after interpolation.
-        """
+        """The parameters of the head that are not ``found`` in the file, or in another shape; all else must fit."""
         from trainer.weights.files import shortened
 
         differ = [key for key in own if found.get(key) != own[key]]
         new = [key for key in differ if key.startswith("heads.")]
         wrong = [key for key in differ if key not in new] + [key for key in found if key not in own]
-        if wrong:
-            raise RecipeError(
-                f"model.weights={self.weights} are not those of this {self.name}: {shortened(wrong)} differ"
-            )
+        require(not wrong, f"model.weights={self.weights} are not those of this {self.name}: {shortened(wrong)} differ")
         return new
 
 
 def _initialise_head(skeleton: Any) -> None:
-    """As torchvision does: at zero."""
     for parameter in skeleton.heads.parameters():
-        parameter.zero_()
+        parameter.zero_()  # as torchvision does
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple]:

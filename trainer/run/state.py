@@ -19,7 +19,7 @@ from trainer.engine.loop import Engine
 from trainer.engine.order import derive_seed
 from trainer.engine.rehearsal import make_state
 from trainer.engine.step import Stepper, StepResult
-from trainer.memory.optimizer_in_backward import OptimizerInBackward
+from trainer.memory.optimizer import OptimizerInBackward
 from trainer.memory.sharding import local
 from trainer.memory.stack import Stack
 from trainer.run.listeners import Stopwatch
