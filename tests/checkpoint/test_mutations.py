@@ -17,7 +17,7 @@ from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest, verify_files
 from trainer.checkpoint.parts import on_host, share_out, whole
 from trainer.checkpoint.writer import Snapshot, Writer
-from trainer.run.resume import Found, _open
+from trainer.run.resume import Found
 
 RANKS = 2
 MUTATIONS = 1000
@@ -247,7 +247,7 @@ def tensors_of(folder):
     """All tensors of a checkpoint, read as an export reads them."""
     found = Found(folder, read_manifest(folder))
     verify_files(folder, found.manifest)
-    reader, _ = _open(found)
+    reader, _ = found.open()
     return {name: reader.read(name) for name in reader.shapes}
 
 
@@ -337,7 +337,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_is_missing(tmp_pa
     def full(*args):
         raise OSError(28, "No space left on device", "file")
 
-    monkeypatch.setattr("trainer.checkpoint.parts._write_all", full)
+    monkeypatch.setattr("trainer.checkpoint.parts.os.fsync", full)
     with pytest.raises(RunError, match=r"no space for the checkpoint of step 2: .* bytes are missing on"):
         save(folder, 2, 1)
     verify(first)

@@ -15,12 +15,7 @@ def test_the_folder_may_get_its_name_as_soon_as_the_last_sign_is_there(tmp_path,
     folder = CheckpointFolder(tmp_path)
     writer = Writer(folder, 1, 2, "attempt", patience=1.0, keep_last=2, keep_best=0, score=lambda figures: 0.0)
     snapshot = Snapshot(
-        step=3,
-        parts={"weights/w": whole(torch.ones(2))},
-        own={},
-        common={},
-        history=b"",
-        manifest=lambda files: None,
+        step=3, parts={"weights/w": whole(torch.ones(2))}, own={}, common={}, history=b"", manifest=lambda files: None
     )
     named = tmp_path / "step-00000003"
     replace = os.replace

@@ -234,7 +234,7 @@ def evaluate(world_size, split, limit, micro=2):
     )
     torch.manual_seed(0)
     module = fabric.setup_module(recipe.model.build().double())
-    session = Session.of(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
+    session = Session(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
     run_evaluation = evaluation(session, Forward(fabric, recipe.model, module), "test")
     first = run_evaluation()
     second = run_evaluation()

@@ -20,7 +20,7 @@ from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import host_as_device
 from trainer.planner.knobs import applied, combinations, free_knobs, micro_batch_sizes, wants_plan
-from trainer.run.forecast import Forecast, _awaited, _leave, _meeting_place, _through_file, forecast, planned
+from trainer.run.forecast import Forecast, _awaited, _meeting_place, _through_file, forecast, planned
 from trainer.system.children import Child
 
 pytestmark = pytest.mark.forecast
@@ -163,7 +163,7 @@ def test_a_plan_of_an_earlier_launch_is_not_taken(tmp_path, monkeypatch) -> None
         for attempt in "01":
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
             places.append(_meeting_place())
-            _leave(places[-1], {"settings": {"began": began, "attempt": attempt}})
+            places[-1].write_text(json.dumps({"settings": {"began": began, "attempt": attempt}}))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert len(set(places)) == 4
     assert _through_file(places[2], dict) == {"began": 2, "attempt": "0"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +32,11 @@ def manifest(settings: dict[str, Any], dataset: str = "d", tokenizer: str | None
 
 
 def compare(before: Recipe, after: Recipe, allowed: list[str] | None = None) -> list[str]:
-    settings = flat_settings(after)
-    return require_same_run(Path("c"), manifest(flat_settings(before)), settings, "d", "t", allowed or [])
+    return require_same_run(Path("c"), manifest(flat_settings(before)), origin(flat_settings(after)), allowed or [])
+
+
+def origin(settings: dict[str, Any]) -> Any:
+    return SimpleNamespace(recipe=settings, dataset="d", tokenizer="t", data_files={})
 
 
 def other(value: Any) -> list[Any]:
@@ -88,7 +92,7 @@ def test_every_setting_that_changes_is_noticed(name):
 def told(before: Recipe, now: dict[str, Any]) -> list[str]:
     """What the person is told of the difference, refused or not."""
     try:
-        return require_same_run(Path("c"), manifest(flat_settings(before)), now, "d", "t", [])
+        return require_same_run(Path("c"), manifest(flat_settings(before)), origin(now), [])
     except RecipeError as error:
         return [str(error)]
 
@@ -156,8 +160,8 @@ def test_other_data_and_another_tokenizer_are_refused(what, tmp_path):
     found = {"dataset": "d", "tokenizer": "t"} | {what: "other"}
     key = "data" if what == "dataset" else what
     with pytest.raises(RecipeError, match=f'{key}: "other" in the checkpoint, "{what[0]}" now'):
-        require_same_run(Path("c"), manifest(settings, **found), settings, "d", "t", [])
-    lines = require_same_run(Path("c"), manifest(settings, **found), settings, "d", "t", [key])
+        require_same_run(Path("c"), manifest(settings, **found), origin(settings), [])
+    lines = require_same_run(Path("c"), manifest(settings, **found), origin(settings), [key])
     assert len(lines) == 1
 
 

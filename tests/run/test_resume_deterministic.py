@@ -26,8 +26,7 @@ def weights(run_dir: Path) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy"),
-    [(1, "single"), (2, "ddp"), (2, "fsdp"), pytest.param(4, "fsdp", marks=pytest.mark.slow)],
+    ("size", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp"), pytest.param(4, "fsdp", marks=pytest.mark.slow)]
 )
 def test_the_rest_of_a_run_is_the_same_on_any_ranks(size, strategy, ranks, tmp_path):
     memory = {"micro_batch_size": 4, "strategy": "ddp"}
