@@ -15,8 +15,7 @@ from trainer.errors import RunError, require
 from trainer.system.files import aside, remove, swap_in, sync_to_disk
 
 NAME = re.compile(r"step-\d{8,}")
-MARGIN = 2**20
-"""Bytes that the JSON files of a checkpoint and the file system's own records may take, besides the tensors."""
+MARGIN = 2**20  # bytes that JSON files and the file system's own records may take, besides the tensors
 
 Score = Callable[[Mapping[str, float]], float]
 
@@ -57,10 +56,8 @@ class CheckpointFolder:
         )
 
     def clean(self) -> list[str]:
-        """Remove what a run that died here has left half-written, and put back what it was about to replace.
-
-        Returns what is wrong with what could not be removed.
-        """
+        """Remove what a run that died here has left half-written, and put back what it was about to replace; what is
+        wrong with what could not be removed."""
         for path in self._hidden("old"):
             home = self.path / path.name.split(".")[1]
             if not os.path.lexists(home):
@@ -83,18 +80,14 @@ class CheckpointFolder:
         """The hidden folder that the checkpoint of ``step`` grows in; ``attempt`` tells this start of the run."""
         return self.path / f".{folder_name(step)}.{attempt}.part"
 
-    def commit(self, staging: Path, step: int) -> Path:
+    def commit(self, staging: Path, step: int) -> None:
         """Give a complete checkpoint its name. One of that name, of a run that was resumed before it, gives way."""
         sync_to_disk(staging)
-        target = self.path / folder_name(step)
-        swap_in(staging, target)
-        return target
+        swap_in(staging, self.path / folder_name(step))
 
     def rotate(self, keep_last: int, keep_best: int, score: Score) -> list[str]:
         """Delete all but the newest and the best, by their manifests; one that cannot be read is left for a person.
-
-        Returns what is wrong with those that could not be removed: they take space, and harm nobody.
-        """
+        What is wrong with those that could not be removed: they take space, and harm nobody."""
         figures: dict[Path, Mapping[str, float] | None] = {}  # of the newest first
         for path in self.newest_first():
             with suppress(CorruptCheckpoint):

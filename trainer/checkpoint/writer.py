@@ -196,8 +196,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def sign_of(rank: int, ending: str = "json") -> str:
-    """The file that says that the tensors of ``rank``, in ``.safetensors``, are on disk, and what they are; or, in
-    ``.failed``, why they are not."""
+    """The file that says that the tensors of ``rank``, in ``.safetensors``, are on disk, or, ``.failed``, why not."""
     return f"rank-{rank:05d}.{ending}"
 
 

@@ -214,9 +214,7 @@ def padding_shares(windows: Windows) -> tuple[float, float]:
 # Whether all machines see the same run directory: found out before training, not when the first checkpoint fails.
 
 PREFIX = ".shared-"
-SECONDS_TO_SEE = 10.0
-"""How long a file may take to be seen on another machine."""
-
+SECONDS_TO_SEE = 10.0  # how long a file may take to be seen on another machine
 SECONDS_BETWEEN_LOOKS = 0.2
 
 

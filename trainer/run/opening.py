@@ -28,8 +28,7 @@ from trainer.run.session import Session
 from trainer.system.reports import placed
 from trainer.system.text import parse_budget
 
-SECONDS_TO_START = 60.0
-"""How much later than on the first machine a rank may have started on another, at least."""
+SECONDS_TO_START = 60.0  # how much later than on the first machine a rank may have started on another, at least
 
 
 @contextmanager

@@ -18,8 +18,7 @@ from trainer.run.directory import write_status
 from trainer.run.session import Session, host_sum
 from trainer.run.state import Tensors
 
-GRAPH = ("forward", "backward")
-"""The phases that a smaller micro-batch helps, and in which no weight has been updated yet."""
+GRAPH = ("forward", "backward")  # which a smaller micro-batch helps, and in which no weight has been updated yet
 
 
 class Recovery:

@@ -152,8 +152,7 @@ class Resumption:
 
 # Model and optimizer filled from a checkpoint, each rank with what it holds.
 
-MOST_HISTORY = 2 * 2**30
-"""Bytes of ``metrics.csv``: some hundred a step."""
+MOST_HISTORY = 2 * 2**30  # bytes of metrics.csv: some hundred a step
 
 
 @dataclass(frozen=True)
