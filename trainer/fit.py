@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.export import load_model
-from trainer.checkpoint.seal import require_run
+from trainer.checkpoint.seal import require_sealed, require_sealed_text
 from trainer.checkpoint.writer import require_failpoint
 from trainer.contract import Model
 from trainer.engine.deterministic import deterministic_algorithms
@@ -42,8 +42,8 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
 
     Args:
         recipe: what to do.
-        source: the packaged name or the path of the recipe file, kept in ``recipe.yaml`` so that the run can be
-            repeated and evaluated; ``None`` for a recipe that has no file.
+        source: the packaged name or the path of the recipe file, if it has one: kept in ``recipe.yaml``, so that the
+            run can be repeated and evaluated.
 
     Returns:
         What ``summary.json`` holds.
@@ -57,18 +57,18 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
     require_failpoint()
     with training_session(recipe, source) as session, session.guarded(), ExitStack() as closing:
         closing.enter_context(deterministic_algorithms(recipe.run.deterministic))
-        run_dir = Path(str(session.recipe.run.dir))
-        closing.enter_context(written_to(run_dir))
+        fabric, lock = session.fabric, RunLock(session.run_dir)
+        closing.enter_context(written_to(session.run_dir))
         if recipe.run.snapshot:
-            closing.enter_context(recorded(snapshot_path(run_dir, session.fabric.global_rank, session.plan.world_size)))
-        progress = Progress(recipe.run.progress, session.fabric.global_rank)
-        lock = RunLock(run_dir)
+            path = snapshot_path(session.run_dir, fabric.global_rank, session.plan.world_size)
+            closing.enter_context(recorded(path))
+        progress = Progress(recipe.run.progress, fabric.global_rank)
         closing.callback(lock.release)
-        if notice := on_first(session.fabric, lock.acquire):
+        if notice := on_first(fabric, lock.acquire):
             progress.notice(notice)
-        resumption = Resumption(session, run_dir, progress)
+        resumption = Resumption(session, progress)
         closing.enter_context(status_kept(session))
-        return Training(session, run_dir, source, progress, resumption).run()
+        return Training(session, source, progress, resumption).run()
 
 
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
@@ -94,10 +94,9 @@ def predict(
     model: Any = recipe.model.saved_in(folder) if recipe.model.own_format else recipe.model
     data: Any = recipe.data
     tokenizer = model.tokenizer_or_none()
-    require(not texts or tokenizer is not None, f"--text needs a text model; {type(model).__name__} reads images")
-    require(
-        not images or hasattr(data, "load_image"), f"--image needs an image model; {type(model).__name__} reads texts"
-    )
+    name = type(model).__name__
+    require(not texts or tokenizer is not None, f"--text needs a text model; {name} reads images")
+    require(not images or hasattr(data, "load_image"), f"--image needs an image model; {name} reads texts")
     module = load_model(model, folder).eval()
     samples = texts or images or []
     names = model.class_names or []
@@ -121,10 +120,12 @@ def _checked(run_dir: str | Path) -> Path:
     Raises:
         CorruptCheckpoint: naming the file that is not.
     """
+    recipe, model = Path(run_dir) / "recipe.yaml", Path(run_dir) / "model"
     if first_here():  # before any process is started, or met
-        for problem in require_run(Path(run_dir)):
+        found = require_sealed_text(recipe) if recipe.exists() else None, require_sealed(model)  # else from elsewhere
+        for problem in filter(None, found):
             warn(problem)
-    return Path(run_dir) / "model"
+    return model
 
 
 @torch.no_grad()

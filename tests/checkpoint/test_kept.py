@@ -49,13 +49,12 @@ def _require_equal(before: Tensors, after: Tensors) -> None:
 
 
 MEMORIES = [
-    {"strategy": "ddp"},
     {"strategy": "ddp", "cpu_offload": "optimizer", "precision": "bf16-mixed"},
-    {"strategy": "fsdp", "cpu_offload": "parameters"},
-    {"strategy": "ddp", "optimizer_state_bits": 8},
     {"strategy": "fsdp", "optimizer_state_bits": 8},
-    {"strategy": "fsdp", "optimizer_state_bits": 4},
-    {"strategy": "fsdp", "precision": "bf16-true", "stochastic_rounding": True},
+    pytest.param({"strategy": "fsdp", "cpu_offload": "parameters"}, marks=pytest.mark.slow),
+    pytest.param({"strategy": "ddp", "optimizer_state_bits": 8}, marks=pytest.mark.slow),
+    pytest.param({"strategy": "fsdp", "optimizer_state_bits": 4}, marks=pytest.mark.slow),
+    pytest.param({"strategy": "fsdp", "precision": "bf16-true", "stochastic_rounding": True}, marks=pytest.mark.slow),
 ]
 
 

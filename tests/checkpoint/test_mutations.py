@@ -1,4 +1,5 @@
-"""Whatever happens to the files of a checkpoint, it is found before anything of it is used."""
+"""Whatever happens to the files of a checkpoint, it is found before anything of it is used; and how the ranks meet
+over them."""
 
 from __future__ import annotations
 
@@ -16,47 +17,39 @@ import torch
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, read_manifest, verify_files
 from trainer.checkpoint.parts import on_host, share_out, whole
-from trainer.checkpoint.writer import Snapshot, Writer
-from trainer.run.resume import Found, _open
+from trainer.checkpoint.writer import Snapshot, Writer, sign_of
+from trainer.errors import RunError
+from trainer.run.resume import Found
 
 RANKS = 2
-MUTATIONS = 1000
+MUTATIONS = 400
 
 
-def save(folder: CheckpointFolder, step: int, ranks: int = RANKS, figures: dict | None = None, **options) -> Path:
-    """A checkpoint of a few tensors, written as a run of ``ranks`` ranks writes it; the first rank comes last."""
+def save(folder, step, ranks=range(RANKS - 1, -1, -1), world_size=RANKS, figures=None, **options) -> Path:
+    """A checkpoint of a few tensors, written as ``ranks`` of a run write it; the first rank comes last."""
     tensors = {f"t{number}": whole(torch.full((5, number + 1), float(step + number))) for number in range(6)}
-
-    def manifest(files):
-        return Manifest(
-            run="r", step=step, epoch=0, step_in_epoch=step, seed=0, world_size=ranks, plan="p", recipe={"seed": 0},
-            dataset="d", tokenizer=None, versions={}, figures=figures, created="now", files=files,
-        )  # fmt: skip
-
-    for rank in reversed(range(ranks)):
+    facts = {"run": "r", "step": step, "epoch": 0, "step_in_epoch": step, "seed": 0, "world_size": world_size}
+    facts |= {"plan": "p", "recipe": {"seed": 0}, "dataset": "d", "tokenizer": None, "versions": {}, "created": "now"}
+    for rank in ranks:
         snapshot = Snapshot(
             step=step,
-            parts=on_host(share_out(tensors, rank, ranks)),
+            parts=on_host(share_out(tensors, rank, world_size)),
             own={"random": {}, "values": {}},
             common={"counters": {"step": step}},
             history=b"step,loss\n1,0.5\n",
-            manifest=manifest,
+            manifest=lambda files: Manifest(figures=figures, files=files, **facts),
         )
         settings = {"keep_last": 9, "keep_best": 0, "score": lambda figures: -figures["loss"]} | options
-        Writer(folder, rank, ranks, "attempt", 5.0, **settings).write(snapshot)
+        Writer(folder, rank, world_size, "attempt", 5.0, **settings).write(snapshot)
     return folder.path / f"step-{step:08d}"
+
+
+def save_alone(folder, step, **options) -> Path:
+    return save(folder, step, (0,), 1, **options)
 
 
 def verify(path: Path) -> None:
     verify_files(path, read_manifest(path))
-
-
-def complaint_about(path: Path) -> str | None:
-    try:
-        verify(path)
-    except CorruptCheckpoint as error:
-        return str(error)
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -65,35 +58,39 @@ def originals(tmp_path_factory):
     return [save(folder, step) for step in (10, 20)]
 
 
+@pytest.fixture
+def copy(originals, tmp_path):
+    return Path(shutil.copytree(originals[0], tmp_path / originals[0].name))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return CheckpointFolder(tmp_path / "checkpoints")
+
+
+KINDS = ["bit", "byte", "cut", "append", "zeros", "delete", "swap", "foreign", "insert", "link", "extra"]
+
+
 def mutate(path: Path, other: Path, draw: random.Random) -> str:
     """Do something to the checkpoint ``path`` that makes it another, and say what."""
-    victim = path / draw.choice(sorted(os.listdir(path)))
+    victim, kind = path / draw.choice(sorted(os.listdir(path))), draw.choice(KINDS)
     content = bytearray(victim.read_bytes())
-    kind = draw.choice(
-        ["bit", "byte", "cut", "append", "zeros", "delete", "swap", "foreign", "insert", "link", "extra"]
-    )
+    at = draw.randrange(len(content))
     if kind == "bit":
-        at = draw.randrange(len(content))
         content[at] ^= 1 << draw.randrange(8)
     elif kind == "byte":
-        at = draw.randrange(len(content))
         content[at] = (content[at] + draw.randrange(1, 256)) % 256
     elif kind == "cut":
-        del content[draw.randrange(len(content)) :]
+        del content[at:]
     elif kind == "append":
         content += draw.randbytes(draw.randrange(1, 9))
     elif kind == "insert":
-        at = draw.randrange(len(content))
         content[at:at] = draw.choice([b" ", b"\n", b"0", b"\x00"])
     elif kind == "zeros":  # a block that the disk lost
-        start = draw.randrange(len(content))
-        length = min(512, len(content) - start)
-        if not any(content[start : start + length]):
+        length = min(512, len(content) - at)
+        if not any(content[at : at + length]):
             return mutate(path, other, draw)
-        content[start : start + length] = bytes(length)
-    elif kind == "delete":
-        victim.unlink()
-        return f"{kind} {victim.name}"
+        content[at : at + length] = bytes(length)
     elif kind == "swap":  # with another file of the same checkpoint
         second = path / draw.choice([name for name in sorted(os.listdir(path)) if name != victim.name])
         content = bytearray(second.read_bytes())
@@ -102,55 +99,52 @@ def mutate(path: Path, other: Path, draw: random.Random) -> str:
         content = bytearray((other / victim.name).read_bytes())
         if content == victim.read_bytes():
             return mutate(path, other, draw)
-    elif kind == "link":
-        victim.unlink()
-        victim.symlink_to(other / victim.name)
-        return f"{kind} {victim.name}"
-    else:
+    elif kind == "extra":
         (path / draw.choice(["notes.txt", "model.pt", "rank-00002.safetensors", "manifest.json.bak"])).write_text("x")
         return kind
-    victim.write_bytes(content)
+    victim.unlink()
+    if kind == "link":
+        victim.symlink_to(other / victim.name)
+    elif kind != "delete":
+        victim.write_bytes(content)
     return f"{kind} {victim.name}"
 
 
-def test_no_mutation_is_accepted(originals, tmp_path):
-    draw = random.Random(0)
-    accepted, kinds = [], set()
+def test_no_mutation_is_accepted_and_the_file_is_named(originals, tmp_path):
+    draw, accepted, kinds = random.Random(0), [], set()
     for trial in range(MUTATIONS):
-        copy = tmp_path / originals[0].name
-        shutil.copytree(originals[0], copy)
-        what = mutate(copy, originals[1], draw)
-        kinds.add(what)
-        complaint = complaint_about(copy)
-        if complaint is None or str(copy) not in complaint:  # it names the file
-            accepted.append((trial, what, complaint))
-        shutil.rmtree(copy)
+        path = shutil.copytree(originals[0], tmp_path / originals[0].name)
+        kinds.add(mutate(path, originals[1], draw))
+        try:
+            verify(path)
+        except CorruptCheckpoint as error:
+            assert str(path) in str(error)  # noqa: PT017
+        else:
+            accepted.append(trial)
+        shutil.rmtree(path)
     assert accepted == []
     assert len(kinds) > 40
 
 
-def test_untouched_checkpoints_are_valid(originals):
+def test_untouched_checkpoints_are_valid_also_from_within(originals, monkeypatch):
     for path in originals:
         verify(path)
+    monkeypatch.chdir(originals[0])
+    verify(Path("."))
 
 
-def test_a_manifest_of_a_later_version_is_refused(originals, tmp_path):
-    copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
+def test_a_manifest_of_a_later_version_or_another_step_is_refused(originals, copy, tmp_path):
     content = json.loads((copy / MANIFEST).read_text())
     (copy / MANIFEST).write_text(json.dumps({**content, "format": 99}))
     with pytest.raises(CorruptCheckpoint, match="has format 99, of a later version; this one reads format 1"):
         read_manifest(copy)
-
-
-def test_a_checkpoint_under_another_steps_name_is_refused(originals, tmp_path):
-    copy = shutil.copytree(originals[0], tmp_path / "step-00000011")
+    other = shutil.copytree(originals[0], tmp_path / "step-00000011")
     with pytest.raises(CorruptCheckpoint, match="is of step 10, not of step-00000011: files were swapped"):
-        read_manifest(copy)
+        read_manifest(other)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '"x"', "{}", '{"digest": 1}', "[" * 100_000, "\ufeff{}"])
-def test_a_manifest_that_is_none_is_refused(originals, tmp_path, text):
-    copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
+def test_a_manifest_that_is_none_is_refused(copy, text):
     (copy / MANIFEST).write_text(text)
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is corrupt"):
         read_manifest(copy)
@@ -168,8 +162,7 @@ def test_a_manifest_that_is_none_is_refused(originals, tmp_path, text):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_manifest_with_a_right_hash_and_wrong_content_is_refused(originals, tmp_path, changes):
-    copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
+def test_a_manifest_with_a_right_hash_and_wrong_content_is_refused(copy, changes):
     content = dataclasses.asdict(read_manifest(copy)) | changes
     (copy / MANIFEST).write_text(Manifest(**content).to_json())
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is corrupt: it holds something else") as caught:
@@ -178,8 +171,7 @@ def test_a_manifest_with_a_right_hash_and_wrong_content_is_refused(originals, tm
 
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a device", "a directory", "larger than"])
-def test_a_manifest_that_has_no_end_is_refused_at_once(originals, tmp_path, kind):
-    copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
+def test_a_manifest_that_has_no_end_is_refused_at_once(copy, kind):
     manifest = copy / MANIFEST
     manifest.unlink()
     if kind == "a named pipe":
@@ -189,29 +181,14 @@ def test_a_manifest_that_has_no_end_is_refused_at_once(originals, tmp_path, kind
     elif kind == "a directory":
         manifest.mkdir()
     else:
-        with open(manifest, "wb") as file:
-            file.truncate(1 << 40)  # a sparse file
+        manifest.touch()
+        os.truncate(manifest, 1 << 40)  # a sparse file
     with pytest.raises(CorruptCheckpoint, match=rf"manifest\.json cannot be read: it is {kind}"):
         read_manifest(copy)
 
 
-WRONG = [
-    None,
-    True,
-    -1,
-    0.5,
-    10**14,
-    10**30,
-    "x",
-    "../../secrets",
-    [],
-    [-1],
-    [10**14],
-    [10**14] * 2,
-    ["x"],
-    {},
-    {"a": 1},
-]
+WRONG = [None, True, -1, 0.5, 10**14, 10**30, "x", "../../secrets", [], [-1], [10**14], [10**14] * 2, ["x"], {}]
+WRONG += [{"a": 1}]
 
 
 def places(content, path=()):
@@ -230,36 +207,28 @@ def forge(folder, name, path, value):
     for key in way:
         inner = inner[key]
     inner[last] = value
-    (folder / name).write_text(json.dumps(content))
-    stated = dataclasses.asdict(read_manifest_of(folder))
-    written = (folder / name).read_bytes()
+    written = json.dumps(content).encode()
+    (folder / name).write_bytes(written)
+    stated = json.loads((folder / MANIFEST).read_text())
+    del stated["digest"]
     stated["files"][name] = {"bytes": len(written), "sha256": hashlib.sha256(written).hexdigest()}
     (folder / MANIFEST).write_text(Manifest(**stated).to_json())
-
-
-def read_manifest_of(folder):
-    content = json.loads((folder / MANIFEST).read_text())
-    del content["digest"]
-    return Manifest(**content)
 
 
 def tensors_of(folder):
     """All tensors of a checkpoint, read as an export reads them."""
     found = Found(folder, read_manifest(folder))
     verify_files(folder, found.manifest)
-    reader, _ = _open(found)
+    reader, _ = found.open()
     return {name: reader.read(name) for name in reader.shapes}
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
-def test_what_is_forged_with_hashes_that_fit_is_named_or_changes_nothing(originals, tmp_path, rank):
-    name = f"rank-{rank:05d}.json"
-    original = tensors_of(originals[0])
-    ways = list(places(json.loads((originals[0] / name).read_text())))
-    refused = 0
+def test_what_is_forged_with_hashes_that_fit_is_named_or_changes_nothing(originals, copy):
+    name, refused = sign_of(1), 0
+    original, untouched = tensors_of(originals[0]), {path: (copy / path).read_bytes() for path in (name, MANIFEST)}
+    ways = list(places(json.loads(untouched[name])))
     for way in ways:
         for value in WRONG:
-            copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
             forge(copy, name, way, value)
             try:
                 found = tensors_of(copy)
@@ -268,108 +237,99 @@ def test_what_is_forged_with_hashes_that_fit_is_named_or_changes_nothing(origina
                 assert str(copy) in str(error)  # noqa: PT017
             else:
                 assert all(torch.equal(tensor, original[key]) for key, tensor in found.items()), (way, value)
-            shutil.rmtree(copy)
+            for path, content in untouched.items():
+                (copy / path).write_bytes(content)
     assert refused > len(ways) * len(WRONG) // 3
 
 
-def test_a_shape_that_no_file_can_hold_takes_no_memory(originals, tmp_path):
-    copy = shutil.copytree(originals[0], tmp_path / originals[0].name)
-    name, key = next(
-        (path.name, key) for path in sorted(copy.glob("rank-*.json")) for key in json.loads(path.read_text())["tensors"]
-    )
-    forge(copy, name, ("tensors", key, "shape"), [10**7, 10**7])
+def test_a_shape_that_no_file_can_hold_takes_no_memory(copy):
+    key = next(iter(json.loads((copy / sign_of(0)).read_text())["tensors"]))
+    forge(copy, sign_of(0), ("tensors", key, "shape"), [10**7, 10**7])
     with pytest.raises(CorruptCheckpoint, match=rf"{key} is incomplete: \d+ of 100000000000000 numbers"):
         tensors_of(copy)
 
 
-def test_a_checkpoint_is_found_valid_from_within(originals, monkeypatch):
-    monkeypatch.chdir(originals[0])
-    verify(Path("."))
+def names_in(folder: CheckpointFolder) -> list[str]:
+    return sorted(path.name for path in folder.path.iterdir())
 
 
-def test_the_newest_and_the_best_are_kept_by_their_manifests(tmp_path):
-    folder = CheckpointFolder(tmp_path / "checkpoints")
+def test_the_newest_and_the_best_are_kept_by_their_manifests(folder):
     losses = {1: 0.9, 2: 0.1, 3: 0.5, 4: 0.2, 5: 0.7, 6: None}
     for step, loss in losses.items():
-        path = save(folder, step, 1, None if loss is None else {"loss": loss}, keep_last=2, keep_best=2)
+        path = save_alone(folder, step, figures=None if loss is None else {"loss": loss}, keep_last=2, keep_best=2)
         os.utime(path, (0, 0))  # times are not asked
     assert [path.name[-1] for path in folder.newest_first()] == ["6", "5", "4", "2"]
-    assert not list(folder.path.glob(".*"))
+    assert len(names_in(folder)) == 4
 
 
-def test_one_that_cannot_be_removed_is_told_ends_nothing_and_goes_later(tmp_path, monkeypatch):
-    folder = CheckpointFolder(tmp_path / "checkpoints")
-    save(folder, 1, 1)
-
+def test_one_that_cannot_be_removed_is_told_ends_nothing_and_goes_later(folder, monkeypatch):
     def stale(path, *args, **kwargs):
         raise OSError(116, "Stale file handle", str(path))
 
+    save_alone(folder, 1)
     warned = []
     monkeypatch.setattr("trainer.system.files.shutil.rmtree", stale)
-    second = save(folder, 2, 1, keep_last=1, warn=warned.append)
+    second = save_alone(folder, 2, keep_last=1, warn=warned.append)
     monkeypatch.undo()
     verify(second)
     (line,) = warned
     assert "step-00000001 could not be removed: Stale file handle" in line
-    third = save(folder, 3, 1, keep_last=1)
-    assert [path.name for path in folder.path.iterdir()] == [third.name]
+    third = save_alone(folder, 3, keep_last=1)
+    assert names_in(folder) == [third.name]
 
 
-def test_a_checkpoint_that_was_moved_elsewhere_stays_there(tmp_path):
-    folder = CheckpointFolder(tmp_path / "checkpoints")
-    moved = Path(shutil.move(save(folder, 1, 1), tmp_path / "step-00000001"))
+def test_a_checkpoint_that_was_moved_elsewhere_stays_there(folder, tmp_path):
+    moved = Path(shutil.move(save_alone(folder, 1), tmp_path / "step-00000001"))
     (folder.path / "step-00000001").symlink_to(moved)
     (folder.path / ".step-00000009.dead.part").symlink_to(moved)
-    warned = []
     assert folder.clean() == []
-    second = save(folder, 2, 1, keep_last=1, warn=warned.append)
-    assert warned == []
-    assert [path.name for path in folder.path.iterdir()] == [second.name]
+    second = save_alone(folder, 2, keep_last=1, warn=pytest.fail)
+    assert names_in(folder) == [second.name]
     verify(moved)
 
 
-def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_is_missing(tmp_path, monkeypatch):
-    from trainer.errors import RunError
-
-    folder = CheckpointFolder(tmp_path / "checkpoints")
-    first = save(folder, 1, 1)
-
+def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_is_missing(folder, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device", "file")
 
-    monkeypatch.setattr("trainer.checkpoint.parts._write_all", full)
+    first = save_alone(folder, 1)
+    monkeypatch.setattr("trainer.checkpoint.parts.os.fsync", full)
     with pytest.raises(RunError, match=r"no space for the checkpoint of step 2: .* bytes are missing on"):
-        save(folder, 2, 1)
+        save_alone(folder, 2)
     verify(first)
-    assert [path.name for path in folder.path.iterdir()] == [first.name]
+    assert names_in(folder) == [first.name]
 
 
-def test_a_failure_on_another_rank_is_told_to_the_first(tmp_path, monkeypatch):
-    from trainer.errors import RunError
+def test_a_failure_on_another_rank_is_told_to_the_first(folder, monkeypatch):
+    def broken(path, *args):
+        raise OSError(5, "Input/output error", str(path))
 
-    folder = CheckpointFolder(tmp_path / "checkpoints")
-    original = Writer._write_own
-
-    def broken(self, staging, snapshot):
-        if self.rank == 1:
-            raise OSError(5, "Input/output error", str(staging))
-        original(self, staging, snapshot)
-
-    monkeypatch.setattr(Writer, "_write_own", broken)
-    with pytest.raises(RunError, match="could not be written: Input/output error"):
-        save(folder, 3)
-    first = Writer(folder, 0, 2, "attempt", 5.0, 1, 0, lambda figures: 0.0)
-    snapshot = Snapshot(step=3, parts={}, own={}, common={}, history=b"", manifest=lambda files: None)
+    with monkeypatch.context() as patched:
+        patched.setattr("trainer.checkpoint.writer.write_parts", broken)
+        with pytest.raises(RunError, match="could not be written: Input/output error"):
+            save(folder, 3, ranks=(1,))
     with pytest.raises(RunError, match="rank 1: the checkpoint of step 3 could not be written: Input/output error"):
-        first.write(snapshot)
-    assert list(folder.path.iterdir()) == []
+        save(folder, 3, ranks=(0,))
+    assert names_in(folder) == []
 
 
-def test_what_a_dead_run_left_is_cleared_away(tmp_path):
-    folder = CheckpointFolder(tmp_path / "checkpoints")
-    path = save(folder, 4, 1)
+def test_the_folder_may_get_its_name_as_soon_as_the_last_sign_is_there(folder, monkeypatch):
+    named, replace = folder.path / "step-00000003", os.replace
+
+    def replace_and_name(part, path):
+        replace(part, path)
+        if os.path.basename(path) == sign_of(1):  # the first rank was waiting for it
+            os.rename(os.path.dirname(path), named)
+
+    monkeypatch.setattr("trainer.system.files.os.replace", replace_and_name)
+    save(folder, 3, ranks=(1,))
+    assert sorted(path.name for path in named.iterdir()) == ["rank-00001.json", "rank-00001.safetensors"]
+
+
+def test_what_a_dead_run_left_is_cleared_away(folder):
+    path = save_alone(folder, 4)
     (folder.path / ".step-00000005.abcd.part").mkdir()
     os.rename(path, folder.path / f".{path.name}.0123.old")  # died between the two moves of a replacement
     folder.clean()
     verify(path)
-    assert [found.name for found in folder.path.iterdir()] == [path.name]
+    assert names_in(folder) == [path.name]

@@ -11,17 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from trainer.checkpoint.parts import (
-    DTYPES,
-    HostCopies,
-    Part,
-    PartsReader,
-    describe_parts,
-    on_host,
-    share_out,
-    whole,
-    write_parts,
-)
+from trainer.checkpoint import parts as made
+from trainer.checkpoint.parts import DTYPES, HostCopies, Part, on_host, share_out, whole, write_parts
 from trainer.errors import RecipeError, RunError
 
 
@@ -40,13 +31,8 @@ def save(folder, tensors, ranks):
         name = f"rank-{rank}.safetensors"
         parts = on_host(share_out({key: rows(t, ranks, rank) for key, t in tensors.items()}, rank, ranks))
         write_parts(folder / name, parts)
-        indices.append(describe_parts(name, parts))
-    return PartsReader(folder, indices)
-
-
-def test_a_type_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(RunError, match=r"buffers/b is of torch\.complex128, which safetensors has no name for"):
-        write_parts(tmp_path / "file", {"buffers/b": whole(torch.zeros(2, dtype=torch.complex128))})
+        indices.append(made.describe_parts(name, parts))
+    return made.PartsReader(folder, indices)
 
 
 @given(
@@ -83,37 +69,37 @@ def test_a_file_is_plain_safetensors_and_the_hash_is_that_of_the_file(tmp_path, 
         assert torch.equal(tensor.view(-1).view(torch.uint8), tensors[name].reshape(-1).view(torch.uint8))
 
 
-def test_an_existing_file_is_never_written_over(tmp_path):
+def test_an_existing_file_is_never_written_over_and_a_type_without_a_name_refused(tmp_path):
     write_parts(tmp_path / "a.safetensors", {})
     with pytest.raises(FileExistsError):
         write_parts(tmp_path / "a.safetensors", {})
+    with pytest.raises(RunError, match=r"buffers/b is of torch\.complex128, which safetensors has no name for"):
+        write_parts(tmp_path / "file", {"buffers/b": whole(torch.zeros(2, dtype=torch.complex128))})
 
 
-def test_replicated_tensors_are_dealt_out_by_their_bytes():
+def test_replicated_tensors_are_dealt_out_by_their_bytes_and_copies_of_a_shard_are_not_written():
     parts = {f"t{number}": whole(torch.zeros(size)) for number, size in enumerate((100, 1, 60, 30, 9))}
     shares = [share_out(parts, rank, 3) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(parts)
     assert max(sum(part.tensor.numel() for part in share.values()) for share in shares) == 100
-
-
-def test_a_copy_of_another_ranks_shard_is_not_written():
     copy = Part(torch.ones(2), (0,), (4,), writer=-1)
     assert share_out({"w": copy}, 0, 2) == share_out({"w": copy}, 1, 2) == {}
 
 
-def test_what_is_copied_to_the_host_does_not_change_with_the_original():
+def test_what_is_copied_to_the_host_does_not_change_with_the_original_as_what_is_there_does():
     tensor = torch.zeros(3, requires_grad=True)
     (copy,) = HostCopies().of({"w": whole(tensor)}).values()
+    (same,) = on_host({"w": whole(tensor)}).values()
     with torch.no_grad():
         tensor.add_(1)
     assert not copy.tensor.any()
+    assert same.tensor.data_ptr() == tensor.data_ptr()
 
 
 def test_the_memory_of_copies_is_kept_as_long_as_it_fits():
     copies = HostCopies()
-    first = copies.of(
-        {"a": whole(torch.ones(3).bfloat16()), "b": whole(torch.ones(2, 3).t()), "c": whole(torch.ones(1))}
-    )
+    tensors = {"a": torch.ones(3).bfloat16(), "b": torch.ones(2, 3).t(), "c": torch.ones(1)}
+    first = copies.of({name: whole(tensor) for name, tensor in tensors.items()})
     again = copies.of({"a": whole(torch.ones(3)), "b": whole(torch.arange(6.0).view(2, 3).t())})
     assert again["b"].tensor is first["b"].tensor
     assert again["b"].tensor.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
@@ -122,18 +108,12 @@ def test_the_memory_of_copies_is_kept_as_long_as_it_fits():
     assert copies.kept.keys() == {"a", "b"}
 
 
-def test_on_the_host_is_no_copy():
-    tensor = torch.zeros(3)
-    (part,) = on_host({"w": whole(tensor)}).values()
-    assert part.tensor.data_ptr() == tensor.data_ptr()
-
-
 def test_what_is_missing_or_of_another_shape_is_named(tmp_path):
     reader = save(tmp_path, {"w": torch.ones(4, 2)}, 2)
     with pytest.raises(RecipeError, match=r"v is not there, and the model needs it of shape \(2,\)"):
         reader.read_into("v", whole(torch.empty(2)))
     with pytest.raises(RecipeError, match=r"w is of shape \(4, 2\), and the model needs it of shape \(4, 3\)"):
         reader.read_into("w", whole(torch.empty(4, 3)))
-    del reader.parts["w"][1]
+    del reader.parts["w"]["rank-1.safetensors"]
     with pytest.raises(RecipeError, match="w is incomplete: 4 of 8 numbers were found"):
         reader.read_into("w", whole(torch.empty(4, 2)))

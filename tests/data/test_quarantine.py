@@ -214,7 +214,7 @@ def evaluate(world_size, split, limit, micro=2):
     recipe = recipe_of(split, limit, micro, batch=8)
     torch.manual_seed(0)
     module = fabric.setup_module(recipe.model.build().double())
-    session = Session.of(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
+    session = Session(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
     run_evaluation = evaluation(session, Forward(fabric, recipe.model, module), "test")
     first, second = run_evaluation(), run_evaluation()
     assert (first.loss, first.samples) == pytest.approx((second.loss, second.samples))

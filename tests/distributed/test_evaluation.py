@@ -37,7 +37,7 @@ def evaluate_on(size, world_size):
     recipe = Recipe(model=model, data=Own(size), batch_size=8, memory=Memory(micro_batch_size=2))
     forward = Forward(fabric, model, module)
     forward.module.train()
-    session = Session.of(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
+    session = Session(recipe, decide_plan(recipe, world_size), fabric, World("python", "cpu", world_size))
     result = evaluation(session, forward, "test")()
     assert forward.module.training
     return result.loss, result.accuracy, result.samples, result.confusion.tolist()
@@ -67,7 +67,7 @@ def test_one_process_agrees_with_plain_pytorch():
 def test_evaluation_is_cut_as_training_is_after_a_recovery():
     model, fabric = make_model("mlp"), make_fabric("64-true", 1)
     recipe = Recipe(model=model, data=Own(31), batch_size=16, memory=Memory(micro_batch_size=8))
-    session = Session.of(recipe, decide_plan(recipe, 1), fabric, World("python", "cpu", 1))
+    session = Session(recipe, decide_plan(recipe, 1), fabric, World("python", "cpu", 1))
     forward = Forward(fabric, model, fabric.setup_module(model.build().double()))
     sizes = []
     losses = forward.losses

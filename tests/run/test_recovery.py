@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from helpers.memory_hog import Hungry
 from helpers.ranks import RankPool
+from helpers.resumed import losses
 from safetensors.torch import load_file
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
@@ -25,10 +25,10 @@ SHAPE = {"patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32}
 OPTIM = Optim("adamw", lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=2, clip_norm=1.0)
 
 
-def run(hunger: dict, memory: dict, folder: str | None = None, optim: Optim = OPTIM, **changes: Any) -> dict:
+def run(hunger: dict, memory: dict, folder: Any = None, optim: Optim = OPTIM, **changes: Any) -> dict:
     """Train five steps of 24 samples, over an epoch's end, in float64; what came out is read on the first rank."""
-    folder = Path(folder or tempfile.mkdtemp())
-    settings = {"dir": str(folder / "run"), "progress": False, "evaluate": False} | changes.pop("run", {})
+    run_dir = Path(folder or tempfile.mkdtemp()) / "run"
+    settings = {"dir": str(run_dir), "progress": False, "evaluate": False} | changes.pop("run", {})
     recipe = Recipe(
         model=Hungry("custom", **SHAPE, **hunger),
         data=Digits(test_fraction=0.97),  # 54 samples to train on
@@ -43,15 +43,12 @@ def run(hunger: dict, memory: dict, folder: str | None = None, optim: Optim = OP
     fit(recipe)
     if torch.distributed.is_initialized() and torch.distributed.get_rank():
         return {}
-    with open(folder / "run" / "metrics.csv", newline="") as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file)]
-    summary = json.loads((folder / "run" / "summary.json").read_text())
-    weights = load_file(folder / "run" / "model" / "model.safetensors")
-    return {"weights": weights, "losses": losses, "summary": summary, "status": status_in(folder)}
+    weights, summary = load_file(run_dir / "model" / "model.safetensors"), read(run_dir, "summary")
+    return {"weights": weights, "losses": losses(run_dir), "summary": summary, "status": read(run_dir, "status")}
 
 
-def status_in(folder: Path) -> dict:
-    return json.loads((folder / "run" / "status.json").read_text())
+def read(run_dir: Path, name: str) -> dict:
+    return json.loads((run_dir / f"{name}.json").read_text())
 
 
 def error(a: dict, b: dict) -> float:
@@ -63,7 +60,7 @@ def error(a: dict, b: dict) -> float:
 def ranks():
     """Processes of their own: whatever other tests have left there might refer to the process group."""
     pool = RankPool(2)
-    yield lambda world_size: pool
+    yield pool
     pool.close()
 
 
@@ -75,42 +72,45 @@ def undisturbed() -> dict:
 def require_recovered(disturbed: dict, undisturbed: dict, micro_batch_size: int, recoveries: int) -> None:
     assert error(disturbed, undisturbed) <= 1e-12
     assert disturbed["losses"] == pytest.approx(undisturbed["losses"], rel=1e-12)  # five, each step once
-    assert disturbed["summary"]["micro_batch_size"] == micro_batch_size
-    assert disturbed["summary"]["recoveries"] == recoveries
-    assert disturbed["summary"]["steps"] == 5
+    expected = {"micro_batch_size": micro_batch_size, "recoveries": recoveries, "steps": 5}
+    assert expected.items() <= disturbed["summary"].items()
     assert disturbed["status"]["cut"] == {"batch_size": 24, "micro_batch_size": micro_batch_size}
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(
-    "memory",
-    [{}, {"cpu_offload": "optimizer"}, {"cpu_offload": "parameters"}, {"activation_checkpointing": "full"}],
+    ("phase", "memory"),
+    [
+        ("forward", {}),
+        ("backward", {"cpu_offload": "optimizer"}),
+        ("forward", {"cpu_offload": "parameters"}),
+        ("backward", {"activation_checkpointing": "full"}),
+    ],
     ids=str,
 )
 def test_one_rank_takes_the_step_again_in_smaller_micro_batches(phase, memory, undisturbed):
-    disturbed = run({"phase": phase, "most": 3, "after": 4}, memory)
-    require_recovered(disturbed, undisturbed, 2, 2)
+    require_recovered(run({"phase": phase, "most": 3, "after": 4}, memory), undisturbed, 2, 2)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+SLOW = [("backward", {"strategy": "ddp"}), ("forward", {"strategy": "fsdp"})]
+SLOW += [("forward", {"strategy": "ddp", "cpu_offload": "optimizer"})]
+
+
 @pytest.mark.parametrize(
-    "memory",
+    ("phase", "memory"),
     [
-        {"strategy": "ddp"},
-        {"strategy": "fsdp"},
-        {"strategy": "ddp", "cpu_offload": "optimizer"},
-        {"strategy": "fsdp", "cpu_offload": "parameters"},
+        ("forward", {"strategy": "ddp"}),
+        ("backward", {"strategy": "fsdp", "cpu_offload": "parameters"}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
     ids=str,
 )
 def test_all_ranks_take_the_step_again_when_one_had_no_memory(phase, memory, undisturbed, ranks, tmp_path):
     hunger = {"phase": phase, "rank": 1, "most": 3, "after": 4}
-    disturbed = ranks(2).run(run, hunger, memory, str(tmp_path))[0]
-    require_recovered(disturbed, undisturbed, 2, 2)
+    require_recovered(ranks.run(run, hunger, memory, str(tmp_path))[0], undisturbed, 2, 2)
 
 
 def test_a_resumed_run_keeps_to_the_smaller_micro_batches(tmp_path):
-    hunger, options = {"most": 3, "after": 4}, {"folder": str(tmp_path), "checkpoint": Checkpoint(every=2)}
+    hunger, options = {"most": 3, "after": 4}, {"folder": tmp_path, "checkpoint": Checkpoint(every=2)}
     run(hunger, {}, **options)
     again = run(hunger, {}, **options, run={"resume": "auto"})
     assert again["summary"]["micro_batch_size"] == 2  # which evaluations follow, too
@@ -120,27 +120,24 @@ def test_a_resumed_run_keeps_to_the_smaller_micro_batches(tmp_path):
 
 
 @pytest.mark.parametrize("memory", [{}, {"strategy": "fsdp"}, {"cpu_offload": "optimizer"}], ids=str)
-def test_auto_finds_the_micro_batch_before_the_first_step_and_leaves_no_trace(memory, undisturbed, tmp_path):
-    auto = run({"most": 7}, memory | {"micro_batch_size": "auto"}, str(tmp_path))
-    require_recovered(auto, undisturbed, 6, 2)  # 24, 12, 6
+def test_auto_finds_the_micro_batch_before_the_first_step_and_leaves_no_trace(memory, undisturbed):
+    require_recovered(run({"most": 7}, memory | {"micro_batch_size": "auto"}), undisturbed, 6, 2)  # 24, 12, 6
 
 
 def test_auto_finds_it_on_all_ranks(undisturbed, ranks, tmp_path):
     memory = {"strategy": "ddp", "micro_batch_size": "auto"}
-    auto = ranks(2).run(run, {"most": 7, "rank": 1, "phase": "backward"}, memory, str(tmp_path))[0]
+    auto = ranks.run(run, {"most": 7, "rank": 1, "phase": "backward"}, memory, str(tmp_path))[0]
     require_recovered(auto, undisturbed, 6, 1)
 
 
-def test_auto_with_enough_memory_changes_nothing(undisturbed):
-    auto = run({}, {"micro_batch_size": "auto"})
-    whole = run({}, {"micro_batch_size": 24})
+def test_auto_with_enough_memory_changes_nothing():
+    auto, whole = run({}, {"micro_batch_size": "auto"}), run({}, {"micro_batch_size": 24})
     assert error(auto, whole) == 0
     assert auto["losses"] == whole["losses"]
 
 
-def test_a_later_epoch_of_larger_micro_batches_is_cut_though_the_first_cannot_be(undisturbed, tmp_path):
-    memory, schedule = {"micro_batch_size": "auto"}, {0: 24, 1: 3}
-    disturbed = run({"most": 3}, memory, str(tmp_path), accumulate=schedule)
+def test_a_later_epoch_of_larger_micro_batches_is_cut_though_the_first_cannot_be(undisturbed):
+    disturbed = run({"most": 3}, {"micro_batch_size": "auto"}, accumulate={0: 24, 1: 3})
     assert error(disturbed, undisturbed) <= 1e-12
     assert disturbed["summary"]["recoveries"] == 2  # 8, 4, 2
     assert disturbed["status"]["cut"] is None  # each epoch has one of its own
@@ -148,24 +145,17 @@ def test_a_later_epoch_of_larger_micro_batches_is_cut_though_the_first_cannot_be
 
 def test_a_micro_batch_of_one_sample_cannot_be_cut(tmp_path):
     with pytest.raises(OutOfMemory, match=r"out of memory in backward on rank 0.*try next: "):
-        run({"most": 0, "phase": "backward"}, {}, str(tmp_path))
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
-    assert (status_in(tmp_path)["status"], status_in(tmp_path)["attempt"]) == ("failed", 1)
+        run({"most": 0, "phase": "backward"}, {}, tmp_path)
+    assert read(tmp_path / "run", "summary")["status"] == "failed"
+    assert (read(tmp_path / "run", "status")["status"], read(tmp_path / "run", "status")["attempt"]) == ("failed", 1)
 
 
 def test_weights_that_are_updated_in_backward_cannot_be_taken_back(tmp_path):
     memory = {"optimizer_in_backward": True, "micro_batch_size": 24}
     with pytest.raises(OutOfMemory):
-        run({"most": 3, "after": 2}, memory, str(tmp_path), Optim("adamw", lr=1e-3))
+        run({"most": 3, "after": 2}, memory, tmp_path, Optim("adamw", lr=1e-3))
 
 
 def test_a_run_that_must_not_recover_ends(tmp_path):
-    recipe = Recipe(
-        model=Hungry("custom", **SHAPE, most=3),
-        data=Digits(test_fraction=0.97),
-        batch_size=24,
-        memory=Memory(micro_batch_size=8),
-        run=Run(dir=str(tmp_path / "run"), progress=False, recover=False),
-    )
     with pytest.raises(OutOfMemory, match=r"try next: --memory\.micro_batch_size 4"):
-        fit(recipe)
+        run({"most": 3}, {}, tmp_path, run={"recover": False})

@@ -29,16 +29,11 @@ CONFIG = "config.json"
 
 
 def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-    """Write ``module`` to ``folder`` so that :func:`load_model` restores it.
+    """Write the unwrapped ``module`` to ``folder`` so that :func:`load_model` restores it.
 
-    That is its weights and the fields of ``model``, or what a model with ``own_format`` makes of it, and the hashes of
-    all that. Tied tensors are written once, under the first of their names.
-
-    Args:
-        model: what built the module.
-        module: unwrapped; may be sharded if ``state`` is given.
-        folder: where to write.
-        state: all weights and buffers of the module, whole; by default its own.
+    That is its weights (``state``, whole; by default those of the module, which is not sharded then) and the fields of
+    ``model``, or what a model with ``own_format`` makes of it, and the hashes of all that. Tied tensors are written
+    once, under the first of their names.
     """
     state = module.state_dict() if state is None else state
     try:
@@ -46,24 +41,18 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
             with as_it_came(module):
                 model.save(module, folder, state)
         else:
-            _save_plainly(model, folder, model.merged_state(module, state))
+            with staged_file(folder / WEIGHTS) as part:
+                save_file(_unique_tensors(model.merged_state(module, state)), part, metadata={"format": "pt"})
+            config = json.dumps(_config(model), indent=2, allow_nan=False, ensure_ascii=False)
+            write_atomic(folder / CONFIG, f"{config}\n")
     except SafetensorError as error:  # of the disk; its text has the error's name, but not its number
         raise RunError(f"{folder / WEIGHTS} could not be written: {error}") from error
     seal_folder(folder)
 
 
-def _save_plainly(model: Model, folder: Path, state: Mapping[str, Tensor]) -> None:
-    with staged_file(folder / WEIGHTS) as part:
-        save_file(_unique_tensors(state), part, metadata={"format": "pt"})
-    write_atomic(folder / CONFIG, json.dumps(_config(model), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-
-
 def load_model(model: Model, folder: Path) -> nn.Module:
-    """Build the module of ``model`` on the current default device, with the weights that are in ``folder``.
-
-    Raises:
-        RecipeError: when the weights are missing, corrupt or those of another model.
-    """
+    """Build the module of ``model`` on the current default device, with the weights that are in ``folder``; a
+    ``RecipeError`` says that they are missing, corrupt or those of another model."""
     if model.own_format:
         return model.saved_in(folder).build()
     model = model.merged()
@@ -82,14 +71,15 @@ def load_weights(module: nn.Module, path: Path) -> None:
     """
     found, expected = read_weights(path), module.state_dict()
     present = {_identity(expected[name]) for name in expected.keys() & found.keys()}
-    missing = [name for name, tensor in expected.items() if name not in found and _identity(tensor) not in present]
-    unexpected = [name for name in found if name not in expected]
-    reshaped = [
-        f"{name} {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in found and found[name].shape != tensor.shape
-    ]
-    faults = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    faults = {
+        "missing": [n for n, tensor in expected.items() if n not in found and _identity(tensor) not in present],
+        "unexpected": [name for name in found if name not in expected],
+        "of another shape": [
+            f"{name} {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in found and found[name].shape != tensor.shape
+        ],
+    }
     text = "; ".join(f"{fault}: {shortened(names)}" for fault, names in faults.items() if names)
     require(not text, f"{path} does not fit the model, were they made with the same settings? {text}")
     module.load_state_dict(found, strict=False)
@@ -128,5 +118,5 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return all(_is_json(item) for item in value)
+        return all(map(_is_json, value))
     return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))

@@ -7,15 +7,15 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manifest, folder_name, read_manifest
+from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, folder_name, read_manifest
 from trainer.errors import RunError, require
 from trainer.system.files import aside, remove, swap_in, sync_to_disk
 
 NAME = re.compile(r"step-\d{8,}")
-MARGIN = 2**20
-"""Bytes that the JSON files of a checkpoint and the file system's own records may take, besides the tensors."""
+MARGIN = 2**20  # bytes that JSON files and the file system's own records may take, besides the tensors
 
 Score = Callable[[Mapping[str, float]], float]
 
@@ -47,9 +47,6 @@ class CheckpointFolder:
         """Refuse a folder that is a link to that of another run, whose checkpoints would be taken up and removed.
 
         A link to anywhere else, such as a larger disk, is welcome: no name but those of checkpoints is touched there.
-
-        Raises:
-            RecipeError: naming both.
         """
         home = Path(os.path.realpath(self.path)).parent
         require(
@@ -59,22 +56,18 @@ class CheckpointFolder:
         )
 
     def clean(self) -> list[str]:
-        """Remove what a run that died here has left half-written, and put back what it was about to replace.
-
-        Returns:
-            What is wrong with what could not be removed.
-        """
+        """Remove what a run that died here has left half-written, and put back what it was about to replace; what is
+        wrong with what could not be removed."""
         for path in self._hidden("old"):
             home = self.path / path.name.split(".")[1]
             if not os.path.lexists(home):
                 os.rename(path, home)
-        return self._without(self._hidden("*"), remove)
+        return self._remove_all(self._hidden("*"), remove)
 
     def _hidden(self, kind: str) -> list[Path]:
         return list(self.path.glob(f".step-*.{kind}")) if self.path.is_dir() else []
 
-    def _without(self, paths: Iterable[Path], remove_one: Callable[[Path], None]) -> list[str]:
-        """Remove each of ``paths``; why some could not be."""
+    def _remove_all(self, paths: Iterable[Path], remove_one: Callable[[Path], None]) -> list[str]:
         problems = []
         for path in paths:
             try:
@@ -87,52 +80,37 @@ class CheckpointFolder:
         """The hidden folder that the checkpoint of ``step`` grows in; ``attempt`` tells this start of the run."""
         return self.path / f".{folder_name(step)}.{attempt}.part"
 
-    def commit(self, staging: Path, step: int) -> Path:
+    def commit(self, staging: Path, step: int) -> None:
         """Give a complete checkpoint its name. One of that name, of a run that was resumed before it, gives way."""
         sync_to_disk(staging)
-        target = self.path / folder_name(step)
-        swap_in(staging, target)
-        return target
+        swap_in(staging, self.path / folder_name(step))
 
     def rotate(self, keep_last: int, keep_best: int, score: Score) -> list[str]:
         """Delete all but the newest and the best, by their manifests; one that cannot be read is left for a person.
-
-        Returns:
-            What is wrong with those that could not be removed: they take space, and harm nobody.
-        """
-        manifests = self.manifests()
-        newest = sorted(manifests, key=lambda path: manifests[path].step, reverse=True)[:keep_last]
-        rated = {path: manifest.figures for path, manifest in manifests.items() if manifest.figures}
-        best = sorted(rated, key=lambda path: score(rated[path]), reverse=True)[:keep_best]
-        left = self._without(self._hidden("gone"), remove)  # the disk may be well again
-        return left + self._without(sorted(manifests.keys() - {*newest, *best}), self.remove)
-
-    def manifests(self) -> dict[Path, Manifest]:
-        """The manifests that can be read, by checkpoint."""
-        found = {}
+        What is wrong with those that could not be removed: they take space, and harm nobody."""
+        figures: dict[Path, Mapping[str, float] | None] = {}  # of the newest first
         for path in self.newest_first():
-            try:
-                found[path] = read_manifest(path)
-            except CorruptCheckpoint:  # noqa: PERF203
-                continue
-        return found
+            with suppress(CorruptCheckpoint):
+                figures[path] = read_manifest(path).figures
+        rated = {path: found for path, found in figures.items() if found}
+        best = sorted(rated, key=lambda path: score(rated[path]), reverse=True)[:keep_best]
+        left = self._remove_all(self._hidden("gone"), remove)  # the disk may be well again
+        return left + self._remove_all(sorted(figures.keys() - {*list(figures)[:keep_last], *best}), self.remove)
 
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint: under another name first, so that half of it is never taken for one.
-
-        Where a person has moved it elsewhere and left a link, the link alone goes.
-        """
+        """Delete a checkpoint: under another name first, so that half of it is never taken for one. Where a person has
+        moved it elsewhere and left a link, the link alone goes."""
         doomed = aside(path, "gone")
         os.rename(path, doomed)
         remove(doomed)
 
     def set_aside(self, path: Path, why: str) -> Path:
         """Give a checkpoint that no run shall take up again another name, such as ``step-00000100.corrupt``."""
-        aside = path.with_name(f"{path.name}.{why}")
-        if aside.exists():
-            aside = path.with_name(f"{path.name}.{why}-{secrets.token_hex(4)}")
-        os.rename(path, aside)
-        return aside
+        target = path.with_name(f"{path.name}.{why}")
+        if target.exists():
+            target = path.with_name(f"{target.name}-{secrets.token_hex(4)}")
+        os.rename(path, target)
+        return target
 
 
 def missing_space(folder: Path, needed: int) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ MOST_BYTES = 64 * 2**20
 """Of a JSON file of a checkpoint: a manifest takes 170 bytes a file of it, two files a rank, and 60 a file of the data;
 what a rank says of its tensors takes 200 bytes for each of them."""
 
-HASH = re.compile("[0-9a-f]{64}")
-
 
 class CorruptCheckpoint(RunError):
     """A checkpoint is not what was saved. The message names the file."""
@@ -34,54 +32,42 @@ class UnknownFormat(CorruptCheckpoint):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What ``manifest.json`` holds.
+    """What ``manifest.json`` holds."""
 
-    Args:
-        run: the run that saved it: a random name, kept when it is resumed.
-        step: optimizer steps taken.
-        epoch: epochs completed.
-        step_in_epoch: steps taken in the epoch that comes next or goes on.
-        seed: of the recipe; the seeds of everything else follow from it and the position.
-        world_size: ranks that saved it.
-        plan: the memory knobs that were decided, in words.
-        recipe: the settings of the recipe by their dotted names.
-        dataset: fingerprint of the data.
-        tokenizer: hash of the tokenizer; ``None`` without one.
-        versions: of the trainer and of the libraries.
-        figures: of the last evaluation, if it was made after this very step.
-        created: when, UTC.
-        files: ``{"bytes", "sha256"}`` of every other file, by name.
-        data_files: a short hash of every file of the data, by its name, where those are kept apart.
-    """
-
-    run: str
-    step: int
-    epoch: int
-    step_in_epoch: int
-    seed: int
-    world_size: int
-    plan: str
-    recipe: Mapping[str, Any]
-    dataset: str
-    tokenizer: str | None
-    versions: Mapping[str, str | None]
-    figures: Mapping[str, float] | None
-    created: str
-    files: Mapping[str, Mapping[str, Any]]
+    run: str  # that saved it: a random name, kept when it is resumed
+    step: int  # optimizer steps taken
+    epoch: int  # epochs completed
+    step_in_epoch: int  # taken in the epoch that comes next or goes on
+    seed: int  # of the recipe; the seeds of everything else follow from it and the position
+    world_size: int  # ranks that saved it
+    plan: str  # the memory knobs that were decided, in words
+    recipe: Mapping[str, Any]  # its settings by their dotted names
+    dataset: str  # fingerprint of the data
+    tokenizer: str | None  # its hash, if there is one
+    versions: Mapping[str, str | None]  # of the trainer and of the libraries
+    figures: Mapping[str, float] | None  # of the last evaluation, if it was made after this very step
+    created: str  # when, UTC
+    files: Mapping[str, Mapping[str, Any]]  # {"bytes", "sha256"} of every other file, by name
     format: int = FORMAT
-    data_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    data_files: Mapping[str, str] = field(default_factory=dict)  # a short hash of each, where they are kept apart
 
     def to_json(self) -> str:
         """With a hash of its own content, so that a changed manifest is found as well as a changed file."""
-        content = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        content = dict(vars(self))
         if not self.data_files:  # as in manifests from before there was such a thing
             del content["data_files"]
-        return json.dumps({**content, "digest": _digest(content)}, indent=1, ensure_ascii=False) + "\n"
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        digest = hashlib.sha256(canonical.encode()).hexdigest()
+        return json.dumps({**content, "digest": digest}, indent=1, ensure_ascii=False) + "\n"
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+@contextmanager
+def reading(path: Path, hint: str = "") -> Iterator[None]:
+    """Say of an error of the disk, as a corrupt checkpoint, which file, ``path`` or another, cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise CorruptCheckpoint(f"{error.filename or path} cannot be read: {error.strerror}{hint}") from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -91,49 +77,35 @@ def read_manifest(folder: Path) -> Manifest:
         CorruptCheckpoint: naming the file that is missing, changed, or not one of the checkpoint.
     """
     path = folder / MANIFEST
-    try:
-        written = read_regular(path, MOST_BYTES)
-        content = json.loads(written)
-    except FileNotFoundError:
-        raise CorruptCheckpoint(f"{path} is missing: the checkpoint was never complete") from None
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path} is corrupt: {error}") from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if isinstance(found, int) and found > FORMAT:
-        raise UnknownFormat(f"{path} has format {found}, of a later version; this one reads format {FORMAT}")
-    manifest = _parsed(path, content)
-    if manifest.to_json().encode(errors="surrogatepass") != written:  # down to the last blank
-        raise CorruptCheckpoint(f"{path} is corrupt: its content does not have the hash that it states")
-    if folder.absolute().name != folder_name(manifest.step):
-        raise CorruptCheckpoint(f"{path} is of step {manifest.step}, not of {folder.name}: files were swapped")
-    try:
+    with reading(path):
+        try:
+            written = read_regular(path, MOST_BYTES)
+            content = json.loads(written)
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{path} is missing: the checkpoint was never complete") from None
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(f"{path} is corrupt: {error}") from error
+        found = content.get("format") if isinstance(content, dict) else None
+        if isinstance(found, int) and found > FORMAT:
+            raise UnknownFormat(f"{path} has format {found}, of a later version; this one reads format {FORMAT}")
+        what = f"{path} is corrupt: it holds something else than a run has written"
+        try:
+            manifest = Manifest(**{name: value for name, value in content.items() if name != "digest"})
+        except (AttributeError, TypeError):
+            raise CorruptCheckpoint(what) from None
+        for name, fits in FIELDS.items():  # a hash that fits does not say who has made it
+            if not fits(getattr(manifest, name)):
+                raise CorruptCheckpoint(f"{what}: {name}={cut_off(repr(getattr(manifest, name)))}")
+        if manifest.to_json().encode(errors="surrogatepass") != written:  # down to the last blank
+            raise CorruptCheckpoint(f"{path} is corrupt: its content does not have the hash that it states")
+        if folder.absolute().name != folder_name(manifest.step):
+            raise CorruptCheckpoint(f"{path} is of step {manifest.step}, not of {folder.name}: files were swapped")
         _require_sizes(folder, manifest)
-    except OSError as error:
-        raise CorruptCheckpoint(f"{error.filename or folder} cannot be read: {error.strerror}") from error
     return manifest
 
 
-def _parsed(path: Path, content: Any) -> Manifest:
-    """The manifest with this content.
-
-    Raises:
-        CorruptCheckpoint: naming the field that is not of its type: a hash that fits does not say who has made it.
-    """
-    what = f"{path} is corrupt: it holds something else than a run has written"
-    try:
-        manifest = Manifest(**{name: value for name, value in content.items() if name != "digest"})
-    except (AttributeError, TypeError):
-        raise CorruptCheckpoint(what) from None
-    for name, fits in FIELDS.items():
-        if not fits(getattr(manifest, name)):
-            raise CorruptCheckpoint(f"{what}: {name}={_short(getattr(manifest, name))}")
-    return manifest
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
+def cut_off(text: str) -> str:
+    """At most 60 characters of ``text``."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -149,17 +121,14 @@ def _is_figure(value: Any) -> bool:
     return (isinstance(value, float) and math.isfinite(value)) or _is_count(value)
 
 
-def _is_entry(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and _is_count(entry.get("bytes"))
-        and _is_text(entry.get("sha256"))
-        and HASH.fullmatch(entry["sha256"]) is not None
-    )
+def _is_entry(value: Any) -> bool:
+    if not isinstance(value, dict) or not _is_text(value.get("sha256")):
+        return False
+    return _is_count(value.get("bytes")) and re.fullmatch("[0-9a-f]{64}", value["sha256"]) is not None
 
 
 def _maps_to(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(fits(item) for item in value.values())
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
 
 
 def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -207,22 +176,13 @@ def fault_of(folder: Path, share: int = 0, shares: int = 1) -> CorruptCheckpoint
         verify_files(folder, manifest, sorted(manifest.files)[share::shares])
     except CorruptCheckpoint as error:
         return error
-    except OSError as error:  # its folder went while its files were listed
-        return CorruptCheckpoint(f"{error.filename or folder} cannot be read: {error.strerror}")
     return None
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Sequence[str] | None = None) -> None:
-    """Check the hashes of the files ``names`` (by default of all).
-
-    Raises:
-        CorruptCheckpoint: naming the first file that is not what was saved.
-    """
+    """Check the hashes of the files ``names`` (by default of all); an error names the first that is not as saved."""
     for name in manifest.files if names is None else names:
-        path = folder / name
-        try:
-            found = hash_file(path)
-        except OSError as error:
-            raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        with reading(folder / name):
+            found = hash_file(folder / name)
         if found != manifest.files[name]["sha256"]:
-            raise CorruptCheckpoint(f"{path} is corrupt: it does not have the hash that {MANIFEST} states")
+            raise CorruptCheckpoint(f"{folder / name} is corrupt: it does not have the hash that {MANIFEST} states")

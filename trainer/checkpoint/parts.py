@@ -23,27 +23,13 @@ from torch import Tensor
 from trainer.checkpoint.manifest import CorruptCheckpoint
 from trainer.errors import RecipeError, RunError
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The names that safetensors has for types."""
+NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NAMES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool}
+NAMES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+NAMES |= {"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8}
+"""Types by the names that safetensors has for them."""
 
-NAMES = {name: dtype for dtype, name in DTYPES.items()}
+DTYPES = {dtype: name for name, dtype in NAMES.items()}
 
 CHUNK = 16 * 2**20
 """Bytes that are written and hashed at once."""
@@ -51,19 +37,12 @@ CHUNK = 16 * 2**20
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a tensor.
-
-    Args:
-        tensor: on any device.
-        offset: where it begins in the whole tensor, one number a dimension.
-        shape: of the whole tensor.
-        writer: the rank that writes it, ``None`` for one that every rank has the same of.
-    """
+    """What one rank holds of a tensor, on any device."""
 
     tensor: Tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    writer: int | None = None
+    offset: tuple[int, ...]  # where it begins in the whole tensor, one number a dimension
+    shape: tuple[int, ...]  # of the whole tensor
+    writer: int | None = None  # the rank that writes it, None for one that every rank has the same of
 
 
 def whole(tensor: Tensor) -> Part:
@@ -84,10 +63,8 @@ def share_out(parts: Mapping[str, Part], rank: int, world_size: int) -> dict[str
 
 
 class HostCopies:
-    """Copies in host memory, which training does not change any more.
-
-    Their memory is kept for the next ones: to get fresh memory from the system takes longer than to copy.
-    """
+    """Copies in host memory, which training does not change any more. Their memory is kept for the next ones: to get
+    fresh memory from the system takes longer than to copy."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
@@ -95,28 +72,19 @@ class HostCopies:
     @torch.no_grad()
     def of(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """Copies of ``parts``; those that were made before are written over."""
+        kinds = {name: (part.tensor.shape, part.tensor.dtype) for name, part in parts.items()}
         # What does not fit any more is given back first: never more than one copy of everything.
-        self.kept = {name: old for name, old in self.kept.items() if name in parts and _alike(old, parts[name].tensor)}
-        for name, part in parts.items():
+        self.kept = {name: old for name, old in self.kept.items() if (old.shape, old.dtype) == kinds.get(name)}
+        for name, (shape, dtype) in kinds.items():
             if name not in self.kept:
-                self.kept[name] = torch.empty(
-                    part.tensor.shape, dtype=part.tensor.dtype, pin_memory=part.tensor.is_cuda
-                )
-            self.kept[name].copy_(part.tensor)
-        return _with_tensors(parts, self.kept)
+                self.kept[name] = torch.empty(shape, dtype=dtype, pin_memory=parts[name].tensor.is_cuda)
+            self.kept[name].copy_(parts[name].tensor)
+        return {name: replace(part, tensor=self.kept[name]) for name, part in parts.items()}
 
 
 def on_host(parts: Mapping[str, Part]) -> dict[str, Part]:
     """``parts`` in host memory: the tensors themselves where they are there, so training must wait meanwhile."""
-    return _with_tensors(parts, {name: part.tensor.detach().cpu().contiguous() for name, part in parts.items()})
-
-
-def _with_tensors(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    return {name: replace(part, tensor=tensors[name]) for name, part in parts.items()}
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+    return {name: replace(part, tensor=part.tensor.detach().cpu().contiguous()) for name, part in parts.items()}
 
 
 def write_parts(path: Path, parts: Mapping[str, Part], on_chunk: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -126,31 +94,26 @@ def write_parts(path: Path, parts: Mapping[str, Part], on_chunk: Callable[[], No
         ``{"bytes": its size, "sha256": the hash of what was to be written}``: the hash is made of the memory, while the
         file is written, so that a disk that writes something else is found out.
     """
-    header = _header(parts)
-    digest = hashlib.sha256()
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+    header, digest = _header(parts), hashlib.sha256()
+    with open(path, "xb") as file, ThreadPoolExecutor(1) as beside:
         for chunk in _chunks(header, parts):
             hashed = beside.submit(digest.update, chunk)
-            _write_all(file.fileno(), chunk)
+            file.write(chunk)
             hashed.result()
             on_chunk()
+        file.flush()
         os.fsync(file.fileno())
-        size = file.tell()
-    return {"bytes": size, "sha256": digest.hexdigest()}
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def _header(parts: Mapping[str, Part]) -> bytes:
-    entries, position = {}, 0
+    entries, end = {}, 0
     for name, part in parts.items():
-        if part.tensor.dtype not in DTYPES:
-            raise RunError(f"{name} is of {part.tensor.dtype}, which safetensors has no name for: use another type")
-        end = position + part.tensor.nbytes
-        entries[name] = {
-            "dtype": DTYPES[part.tensor.dtype],
-            "shape": list(part.tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
+        tensor, start = part.tensor, end
+        if tensor.dtype not in DTYPES:
+            raise RunError(f"{name} is of {tensor.dtype}, which safetensors has no name for: use another type")
+        end = start + tensor.nbytes
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at multiples of eight bytes
     return len(text).to_bytes(8, "little") + text
@@ -164,91 +127,65 @@ def _chunks(header: bytes, parts: Mapping[str, Part]) -> Iterator[memoryview]:
             yield content[start : start + CHUNK]
 
 
-def _write_all(descriptor: int, content: memoryview) -> None:
-    """One ``write`` may take a part only, and says how much."""
-    while len(content):
-        content = content[os.write(descriptor, content) :]
-
-
 def describe_parts(file: str, parts: Mapping[str, Part]) -> dict[str, Any]:
     """Where the parts in ``file`` belong, as JSON: by name, the whole shape, and file, offset and size of the part."""
-    return {
-        name: {
-            "shape": list(part.shape),
-            "parts": [{"file": file, "offset": list(part.offset), "size": list(part.tensor.shape)}],
-        }
-        for name, part in parts.items()
-    }
+    described: dict[str, Any] = {}
+    for name, part in parts.items():
+        place = {"file": file, "offset": list(part.offset), "size": list(part.tensor.shape)}
+        described[name] = {"shape": list(part.shape), "parts": [place]}
+    return described
 
 
 class PartsReader:
-    """Reads tensors, or slices of them, from the files of all ranks that have written a checkpoint.
-
-    Args:
-        folder: the checkpoint.
-        indices: what :func:`describe_parts` gave on each of those ranks.
-    """
+    """Reads tensors, or slices of them, from the files in ``folder`` of all ranks that have written a checkpoint, each
+    of which :func:`describe_parts` has given one of the ``indices``."""
 
     def __init__(self, folder: Path, indices: Sequence[Mapping[str, Any]] = ()) -> None:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.parts: dict[str, list[Mapping[str, Any]]] = {}
+        self.parts: dict[str, dict[str, Mapping[str, Any]]] = {}
+        """The parts of every tensor, by their files."""
         self.files: dict[str, Any] = {}
-        self.known: set[tuple[str, str]] = set()
         for index in indices:
             self.add(index)
 
     def add(self, index: Mapping[str, Any]) -> None:
-        """Take in what :func:`describe_parts` gave on one more rank.
-
-        Raises:
-            ValueError: (or TypeError, LookupError, AttributeError) when it gave nothing of the kind.
-        """
+        """Take in what :func:`describe_parts` gave on one more rank; a ``ValueError``, ``TypeError``, ``LookupError``
+        or ``AttributeError`` says that it is nothing of the kind."""
         for name, entry in index.items():
             shape = _counts(name, entry["shape"])
             if self.shapes.setdefault(name, shape) != shape:
                 raise ValueError(f"{name} is of shape {shape} on one rank, {self.shapes[name]} on another")
+            known = self.parts.setdefault(name, {})
             for part in entry["parts"]:
-                self._add_part(name, shape, part)
-
-    def _add_part(self, name: str, shape: tuple[int, ...], part: Mapping[str, Any]) -> None:
-        offset, size = _counts(name, part["offset"]), _counts(name, part["size"])
-        if not len(offset) == len(size) == len(shape):
-            raise ValueError(f"{name} of {len(shape)} dimensions has a part of {len(size)} at {len(offset)}")
-        if any(start + length > whole for start, length, whole in zip(offset, size, shape, strict=True)):
-            raise ValueError(f"{name} of shape {shape} has a part of {size} at {offset}")
-        if not isinstance(part["file"], str):
-            raise ValueError(f"{name} has a part in the file {part['file']!r}")  # noqa: TRY004
-        if (name, part["file"]) in self.known:
-            raise ValueError(f"{name} has two parts in {part['file']}")
-        self.known.add((name, part["file"]))
-        self.parts.setdefault(name, []).append(part)
+                offset, size = _counts(name, part["offset"]), _counts(name, part["size"])
+                if not len(offset) == len(size) == len(shape):
+                    raise ValueError(f"{name} of {len(shape)} dimensions has a part of {len(size)} at {len(offset)}")
+                if any(start + length > most for start, length, most in zip(offset, size, shape, strict=True)):
+                    raise ValueError(f"{name} of shape {shape} has a part of {size} at {offset}")
+                if not isinstance(part["file"], str):
+                    raise ValueError(f"{name} has a part in the file {part['file']!r}")  # noqa: TRY004
+                if known.setdefault(part["file"], part) is not part:
+                    raise ValueError(f"{name} has two parts in {part['file']}")
 
     @torch.no_grad()
     def read_into(self, name: str, target: Part) -> None:
-        """Fill the tensor of ``target``, a part of the tensor ``name``, in place.
-
-        Raises:
-            RecipeError: when the checkpoint has another shape of it, or does not have all of it.
-        """
+        """Fill the tensor of ``target``, a part of the tensor ``name``, in place; a ``RecipeError`` says that the
+        checkpoint has another shape of it, or does not have all of it."""
         if self.shapes.get(name) != target.shape:
             found = f"of shape {self.shapes[name]}" if name in self.shapes else "not there"
             raise RecipeError(f"{self.folder}: {name} is {found}, and the model needs it of shape {target.shape}")
-        filled = 0
-        for part in self.parts.get(name, ()):
-            filled += self._copy(name, part, target)
-        if filled != target.tensor.numel():
-            raise RecipeError(
-                f"{self.folder}: {name} is incomplete: {filled} of {target.tensor.numel()} numbers were found"
-            )
+        filled, wanted = (
+            sum(self._copy(name, part, target) for part in self.parts[name].values()),
+            target.tensor.numel(),
+        )
+        if filled != wanted:
+            raise RecipeError(f"{self.folder}: {name} is incomplete: {filled} of {wanted} numbers were found")
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor ``name``, in the type that it was saved in.
-
-        Raises:
-            CorruptCheckpoint: when the files hold less than its shape says; no memory was taken for it, then.
-        """
-        stored = [self._stored(name, part) for part in self.parts.get(name, ())]
+        """The whole tensor ``name``, in the type that it was saved in; no memory is taken for one of which the files
+        hold less than its shape says."""
+        stored = [self._stored(name, part) for part in self.parts[name].values()]
         there, wanted = sum(math.prod(part.get_shape()) for part in stored), math.prod(self.shapes[name])
         if there != wanted or not stored:
             raise CorruptCheckpoint(f"{self.folder}: {name} is incomplete: {there} of {wanted} numbers were found")
@@ -258,28 +195,20 @@ class PartsReader:
 
     def _copy(self, name: str, part: Mapping[str, Any], target: Part) -> int:
         """Copy what ``part`` and ``target`` have in common, and say how many numbers that is."""
-        starts = [max(a, b) for a, b in zip(part["offset"], target.offset, strict=True)]
-        ends = [
-            min(a + n, b + m)
-            for a, n, b, m in zip(part["offset"], part["size"], target.offset, target.tensor.shape, strict=True)
-        ]
-        if any(start >= end for start, end in zip(starts, ends, strict=True)):
-            return 0
-        stored = self._stored(name, part)
-        if not starts:
-            target.tensor.copy_(self._open(part["file"]).get_tensor(name))
-            return 1
-        there = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, part["offset"], strict=True))
-        here = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, target.offset, strict=True))
-        target.tensor[here].copy_(stored[there])
-        return math.prod(e - s for s, e in zip(starts, ends, strict=True))
+        there, here, count = [], [], 1
+        for a, n, b, m in zip(part["offset"], part["size"], target.offset, target.tensor.shape, strict=True):
+            start, end = max(a, b), min(a + n, b + m)
+            there.append(slice(start - a, end - a))
+            here.append(slice(start - b, end - b))
+            count *= max(0, end - start)
+        if count:
+            stored = self._stored(name, part)
+            found = stored[tuple(there)] if there else self._open(part["file"]).get_tensor(name)  # a number is whole
+            target.tensor[tuple(here)].copy_(found)
+        return count
 
     def _stored(self, name: str, part: Mapping[str, Any]) -> Any:
-        """A part in its file, not read yet.
-
-        Raises:
-            CorruptCheckpoint: naming the file, when it is not there as it was described.
-        """
+        """A part in its file, not read yet, as it was described."""
         path = self.folder / part["file"]
         try:
             stored = self._open(part["file"]).get_slice(name)

@@ -33,28 +33,19 @@ STATE = "state.json"
 HISTORY = "metrics.csv"
 SECONDS_BETWEEN_LOOKS = 0.02
 SECONDS_BETWEEN_COUNTS = 1.0
-MOST_REASON = 1 << 20
-"""Bytes of what another rank says of its failure."""
+MOST_REASON = 1 << 20  # bytes of what another rank says of its failure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The state of training at a step boundary, in host memory: this rank's share.
-
-    Args:
-        parts: what this rank writes.
-        own: what else belongs to this rank, as JSON: numbers of its optimizer's state, its random generators.
-        common: what all ranks have the same of, as JSON; only the first rank's is written.
-        history: ``metrics.csv`` so far; only of the first rank.
-        manifest: from the files' sizes and hashes to the manifest.
-    """
+    """The state of training at a step boundary, in host memory: this rank's share."""
 
     step: int
-    parts: Mapping[str, Part]
-    own: Mapping[str, Any]
-    common: Mapping[str, Any]
-    history: bytes
-    manifest: Callable[[Mapping[str, Any]], Manifest]
+    parts: Mapping[str, Part]  # what this rank writes
+    own: Mapping[str, Any]  # what else is this rank's, as JSON: numbers of its optimizer's state, its random generators
+    common: Mapping[str, Any]  # what all ranks have the same of, as JSON; only the first rank's is written
+    history: bytes  # metrics.csv so far; only of the first rank
+    manifest: Callable[[Mapping[str, Any]], Manifest]  # from the files' sizes and hashes
 
     @property
     def nbytes(self) -> int:
@@ -64,38 +55,22 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes snapshots into ``folder``.
-
-    Args:
-        folder: of the run's checkpoints.
-        rank: this one.
-        world_size: how many write.
-        attempt: a name for this start of the run, the same on all ranks.
-        patience: seconds that the first rank waits while nothing of the others arrives.
-        keep_last: how many of the newest are kept.
-        keep_best: how many of the best are kept besides.
-        score: of an evaluation's figures; higher is better.
-        on_progress: called whenever something has reached the disk.
-        warn: called with what is wrong and does not keep a checkpoint from being whole.
-    """
+    """Writes snapshots into ``folder``."""
 
     folder: CheckpointFolder
     rank: int
     world_size: int
-    attempt: str
-    patience: float
+    attempt: str  # a name for this start of the run, the same on all ranks
+    patience: float  # seconds that the first rank waits while nothing of the others arrives
     keep_last: int
     keep_best: int
-    score: Score
-    on_progress: Callable[[], None] = lambda: None
-    warn: Callable[[str], None] = lambda problem: None
+    score: Score  # of an evaluation's figures; higher is better
+    on_progress: Callable[[], None] = lambda: None  # called whenever something has reached the disk
+    warn: Callable[[str], None] = lambda problem: None  # of what does not keep a checkpoint from being whole
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write this rank's share and, on the first rank, complete the checkpoint.
-
-        Raises:
-            RunError: when the disk is full, or cannot be written to; older checkpoints are then untouched.
-        """
+        """Write this rank's share and, on the first rank, complete the checkpoint; a ``RunError`` says that the disk is
+        full, or cannot be written to, and older checkpoints are then untouched."""
         staging = self.folder.staging(snapshot.step, self.attempt)
         try:
             staging.mkdir(parents=True, exist_ok=True)
@@ -111,7 +86,7 @@ class Writer:
             raise
 
     def _write_own(self, staging: Path, snapshot: Snapshot) -> None:
-        name = rank_file(self.rank)
+        name = sign_of(self.rank, "safetensors")
         failpoint("before tensors")
         entry = write_parts(staging / name, snapshot.parts, self.on_progress)
         failpoint("after tensors")
@@ -134,32 +109,26 @@ class Writer:
         failpoint("before name")
         self.folder.commit(staging, snapshot.step)
         failpoint("after name")
-        self._rotate()
-        failpoint("after rotation")
-
-    def _rotate(self) -> None:
-        """What is left of older ones is told, and no reason to end a training whose state is saved."""
-        try:
+        try:  # what is left of older ones is told, and no reason to end a training whose state is saved
             problems = self.folder.rotate(self.keep_last, self.keep_best, self.score)
         except OSError as error:
             problems = [f"{error.filename or self.folder.path} could not be looked through: {error.strerror}"]
         for problem in problems:
             self.warn(problem)
+        failpoint("after rotation")
 
     def _wait_for(self, staging: Path, rank: int) -> bytes:
         """The sign of ``rank``, as soon as it is there."""
         arrived, looked, since = -1, 0.0, time.monotonic()
         while (now := time.monotonic()) - since < self.patience:
-            try:
+            with suppress(FileNotFoundError):
                 return (staging / sign_of(rank)).read_bytes()
-            except FileNotFoundError:
-                pass
             if now - looked > SECONDS_BETWEEN_COUNTS:
                 looked, before, arrived = now, arrived, _bytes_in(staging)
                 if arrived != before:
                     since = now
                     self.on_progress()
-            failure = staging / failure_of(rank)
+            failure = staging / sign_of(rank, "failed")
             if failure.exists():
                 raise RunError(f"rank {rank}: {read_regular(failure, MOST_REASON).decode(errors='replace')}")
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -170,11 +139,10 @@ class Writer:
 
     def _give_up(self, staging: Path, why: str) -> None:
         """Tell the first rank; the first rank leaves nothing behind."""
-        if self.rank:
-            with suppress(OSError):  # the first rank's patience ends, then
-                (staging / failure_of(self.rank)).write_text(redact(why))
-        elif staging.exists():
-            with suppress(OSError):  # the next start clears it away
+        with suppress(OSError):  # the first rank's patience ends, then, or the next start clears it away
+            if self.rank:
+                (staging / sign_of(self.rank, "failed")).write_text(redact(why))
+            else:
                 remove(staging)
 
     def _explained(self, error: OSError, snapshot: Snapshot) -> RunError:
@@ -190,9 +158,8 @@ class Writer:
 class Background:
     """Runs one piece of work at a time beside the main thread, and hands its failure over when it is asked."""
 
-    def __init__(self) -> None:
-        self.thread: threading.Thread | None = None
-        self.failure: BaseException | None = None
+    thread: threading.Thread | None = None
+    failure: BaseException | None = None
 
     def run(self, work: Callable[[], None]) -> None:
         """Begin ``work``, as soon as what was begun before has ended."""
@@ -204,10 +171,7 @@ class Background:
         """Wait so long, by default for as long as it takes, for what is at work; whether nothing is at work then."""
         if self.thread is not None:
             self.thread.join(seconds)
-            if self.thread.is_alive():
-                return False
-            self.thread = None
-        return True
+        return self.thread is None or not self.thread.is_alive()
 
     def wait(self) -> None:
         """Until nothing is at work; raises what the last work raised."""
@@ -231,50 +195,26 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def rank_file(rank: int) -> str:
-    """The file with the tensors of ``rank``."""
-    return f"rank-{rank:05d}.safetensors"
-
-
-def sign_of(rank: int) -> str:
-    """The file that says that those tensors are on disk, and what they are."""
-    return f"rank-{rank:05d}.json"
-
-
-def failure_of(rank: int) -> str:
-    """The file that says why there is no such sign."""
-    return f"rank-{rank:05d}.failed"
+def sign_of(rank: int, ending: str = "json") -> str:
+    """The file that says that the tensors of ``rank``, in ``.safetensors``, are on disk, or, ``.failed``, why not."""
+    return f"rank-{rank:05d}.{ending}"
 
 
 def _entry(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-# Places in the writing of a checkpoint where a test lets the process be killed.
-#
-# ``TRAINER_FAILPOINT="before name@3@1"`` kills rank 1 the third time that it comes to that place. Without the
-# variable a failpoint does nothing, and a run that is started with one that names no place is refused: it is nobody's
-# by accident.
+# Places in the writing of a checkpoint where a test lets the process be killed: "before name@3@1" in the variable kills
+# rank 1 the third time that it comes to that place. A run that is started with one that names no place is refused.
 
 VARIABLE = "TRAINER_FAILPOINT"
-NAMES = (
-    "before tensors",
-    "after tensors",
-    "after sign",
-    "before manifest",
-    "before name",
-    "after name",
-    "after rotation",
-)
+NAMES: tuple[str, ...] = ("before tensors", "after tensors", "after sign")
+NAMES += ("before manifest", "before name", "after name", "after rotation")
 _PASSED: Counter[str] = Counter()
 
 
 def require_failpoint() -> None:
-    """Refuse a variable that says nothing of the kind, before a save would end with it.
-
-    Raises:
-        RecipeError: saying what it must be.
-    """
+    """Refuse a variable that says nothing of the kind, before a save would end with it."""
     wanted = os.environ.get(VARIABLE)
     require(
         wanted is None or re.fullmatch(rf"({'|'.join(NAMES)})@\d{{1,9}}@\d{{1,9}}", wanted) is not None,

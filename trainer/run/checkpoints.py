@@ -13,7 +13,6 @@ from trainer.checkpoint.folder import missing_space, no_space
 from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.parts import HostCopies, on_host, share_out
 from trainer.checkpoint.writer import Background, Snapshot, Writer
-from trainer.engine.events import Counters
 from trainer.engine.loop import Engine
 from trainer.errors import RunError, Stopped
 from trainer.report.metrics import score
@@ -33,19 +32,13 @@ SECONDS_BETWEEN_LOOKS = 1.0
 class Checkpointer:
     """Called by the engine at every step boundary: saves what is due there, and ends training that is to stop.
 
-    Args:
-        session: launched.
-        resumption: where the checkpoints are, and what they say of the run.
-        state: what is saved, besides that of the engine.
-        history: the bytes of ``metrics.csv``; called on the first rank only.
+    Saved are the engine's state, ``state`` and, on the first rank, what ``history`` gives: ``metrics.csv``.
     """
 
     def __init__(self, session: Session, resumption: Resumption, state: State, history: Callable[[], bytes]) -> None:
         self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
-        self.state, self.history = state, history
-        recipe, fabric = session.recipe, session.fabric
-        self.wishes = recipe.checkpoint
-        every = self.wishes.every
+        self.state, self.history, self.wishes = state, history, session.recipe.checkpoint
+        every, fabric = self.wishes.every, session.fabric
         self.every_steps = every if isinstance(every, int) else None
         self.every_seconds = parse_duration("checkpoint.every", every) if isinstance(every, str) else math.inf
         self.versions = versions()
@@ -53,36 +46,21 @@ class Checkpointer:
         self.background = Background()
         self.on_host = HostCopies().of if self.wishes.asynchronous else on_host
         self.moves = 0
-        self.writer = Writer(
-            self.folder,
-            fabric.global_rank,
-            fabric.world_size,
-            self.origin.attempt,
-            recipe.run.hang_after,
-            self.wishes.keep_last,
-            self.wishes.keep_best,
-            score,
-            self._move,
-            warn,
-        )
-        session.agreement.ask(self._votes)
+        who = fabric.global_rank, fabric.world_size, self.origin.attempt, session.recipe.run.hang_after
+        kept = self.wishes.keep_last, self.wishes.keep_best, score
+        self.writer = Writer(self.folder, *who, *kept, self._move, warn)
+        session.agreement.votes = self._votes
 
     def _votes(self) -> tuple[float, float, float]:
-        """Whether this rank was asked to stop, whether it is time for a checkpoint, whether one could not be written.
-
-        The time is that of the first rank's clock.
-        """
+        """Whether this rank was asked to stop, whether it is time for a checkpoint (by the clock of the first rank),
+        whether one could not be written."""
         is_time = self.session.is_first and time.monotonic() - self.saved_when >= self.every_seconds
         has_failed = self.background.failure is not None
-        return float(self.session.guard.asked_to_stop() is not None), float(is_time), float(has_failed)
+        return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
 
     def __call__(self, engine: Engine) -> None:
-        """Before a step: save what is due.
-
-        Raises:
-            Stopped: on all ranks alike, when any of them was asked to stop; all is saved then.
-            RunError: on all ranks alike, when a checkpoint could not be written.
-        """
+        """Before a step: save what is due. On all ranks alike :class:`Stopped` says that one was asked to stop, and all
+        is saved then, or a ``RunError`` that a checkpoint could not be written."""
         stop, is_time, has_failed = self.session.agreement.agreed
         if has_failed:
             self._wait()
@@ -92,16 +70,15 @@ class Checkpointer:
             self.stop(engine)
 
     def stop(self, engine: Engine) -> NoReturn:
-        """End training between two steps; what is not saved yet is saved before.
-
-        Raises:
-            Stopped: always, on all ranks alike.
-            RunError: on all ranks alike, when the checkpoint could not be written.
-        """
+        """End training between two steps, on all ranks alike; what is not saved yet is saved before."""
         if engine.counters.step > self.saved_at:
             self.save(engine)
         self._wait()
-        raise Stopped(self._stopped(engine))
+        signal = self.session.asked_to_stop() or "a signal to another rank"
+        raise Stopped(
+            f"stopped by {signal} after step {engine.counters.step}; nothing is lost: go on with "
+            f"--run.dir {self.folder.path.parent} --run.resume auto"
+        )
 
     def begin_at(self, step: int) -> None:
         """What there is at ``step`` is saved already, or is the start."""
@@ -123,18 +100,14 @@ class Checkpointer:
         self.moves += 1
 
     def _wait(self) -> None:
-        """Until the last checkpoint is on disk. A collective.
-
-        Raises:
-            RunError: on all ranks alike, why it is not.
-        """
+        """Until the last checkpoint is on disk; on all ranks alike an error that says why it is not. A collective."""
         with self._announced():
             moves = self.moves
             while not self.background.ends(SECONDS_BETWEEN_LOOKS):
                 if self.moves != moves:  # the watchdog waits for a disk as long as it takes something
                     moves = self.moves
                     self.session.monitor.doing("checkpoint")
-            (failures,) = self.session.agreement.total([float(self.background.failure is not None)])
+            failures = self._total(self.background.failure is not None)
         self.background.wait()
         if failures:
             raise RunError("another rank could not write its part of a checkpoint; its message says why")
@@ -147,13 +120,10 @@ class Checkpointer:
         self.session.monitor.doing(None)
 
     def _is_due(self, engine: Engine) -> bool:
-        step = engine.counters.step
-        due = self.every_steps is not None and step // self.every_steps > self.saved_at // self.every_steps
-        return due or self._is_among_the_best(engine)
-
-    def _is_among_the_best(self, engine: Engine) -> bool:
-        """Whether the model was just evaluated, on all ranks alike, and ``checkpoint.keep_best`` wants to know it."""
-        return bool(self.wishes.keep_best) and self._figures(engine) is not None
+        """By the steps, or because the model was just evaluated and ``checkpoint.keep_best`` wants to know it."""
+        step, every = engine.counters.step, self.every_steps
+        due = every is not None and step // every > self.saved_at // every
+        return due or (self.wishes.keep_best > 0 and self._figures(engine) is not None)
 
     def _figures(self, engine: Engine) -> dict[str, float] | None:
         """Of the model as it is now; ``None`` where it was not evaluated, or a figure is not finite."""
@@ -163,73 +133,46 @@ class Checkpointer:
         return figures if all(map(math.isfinite, figures.values())) else None
 
     def save(self, engine: Engine) -> None:
-        """Copy the state to host memory and write it, beside the training unless that is not wanted.
-
-        Raises:
-            RunError: on all ranks alike, when there is no space for it.
-        """
-        self.session.monitor.doing("checkpoint")
+        """Copy the state to host memory and write it, beside the training unless that is not wanted. On all ranks alike
+        a ``RunError`` says that there is no space for it."""
         self._wait()  # one copy in host memory at a time
         with self._announced():
             snapshot = self._snapshot(engine)
-            self._require_space(snapshot)
+            # The first rank looks, and all hear of it: none may write while another gives up.
+            needed = int(self._total(snapshot.nbytes))
+            self.folder.make()
+            missing = int(self._total(missing_space(self.folder.path, needed) if self.session.is_first else 0))
+            if missing:
+                raise no_space(self.folder.path, snapshot.step, needed, missing)
         self.saved_at, self.saved_when = engine.counters.step, time.monotonic()
         self.writes += 1
         self.background.run(partial(self.writer.write, snapshot))
         if not self.wishes.asynchronous:
             self._wait()
-        self.session.monitor.doing(None)
+
+    def _total(self, value: float) -> float:
+        return self.session.agreement.total([float(value)])[0]
 
     def _snapshot(self, engine: Engine) -> Snapshot:
-        fabric, counters, tensors = self.session.fabric, engine.counters, self.state.tensors
+        fabric, tensors = self.session.fabric, self.state.tensors
         return Snapshot(
-            step=counters.step,
+            step=engine.counters.step,
             parts=self.on_host(share_out(tensors.parts(), fabric.global_rank, fabric.world_size)),
             own={"random": self.state.generators.state_dict(), "values": tensors.numbers()},
             common=self.state.common(engine),
             history=self.history() if self.session.is_first else b"",
-            manifest=self._manifest(counters, self._figures(engine)),
+            manifest=self._manifest(engine),
         )
 
-    def _manifest(
-        self, counters: Counters, figures: dict[str, float] | None
-    ) -> Callable[[Mapping[str, Any]], Manifest]:
-        """From the files to the manifest; everything is read now, the data only on the rank that writes it.
-
-        Not beside the training: reading samples seeds the random generators that dropout draws from.
-        """
-        session, origin = self.session, self.origin
-        data: dict[str, Any] = {}
+    def _manifest(self, engine: Engine) -> Callable[[Mapping[str, Any]], Manifest]:
+        """From the files to the manifest. Everything is read now, the data only on the rank that writes it, and not
+        beside the training: reading samples seeds the random generators that dropout draws from."""
+        session = self.session
+        facts = {name: getattr(engine.counters, name) for name in ("step", "epoch", "step_in_epoch")}
+        facts |= {"seed": session.recipe.seed, "world_size": session.fabric.world_size, "plan": session.plan.describe()}
+        facts |= {"versions": self.versions, "figures": self._figures(engine)}
+        facts["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if session.is_first:
-            data = {"dataset": origin.dataset, "tokenizer": origin.tokenizer, "data_files": origin.data_files}
-        facts: dict[str, Any] = {
-            "run": origin.run,
-            "step": counters.step,
-            "epoch": counters.epoch,
-            "step_in_epoch": counters.step_in_epoch,
-            "seed": session.recipe.seed,
-            "world_size": session.fabric.world_size,
-            "plan": session.plan.describe(),
-            "recipe": origin.recipe,
-            "versions": self.versions,
-            "figures": figures,
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        return lambda files: Manifest(files=files, **facts, **data)
-
-    def _require_space(self, snapshot: Snapshot) -> None:
-        """The first rank looks, and all hear of it: none may write while another gives up."""
-        (needed,) = self.session.agreement.total([float(snapshot.nbytes)])
-        self.folder.make()
-        own = missing_space(self.folder.path, int(needed)) if self.session.is_first else 0
-        (missing,) = self.session.agreement.total([float(own)])
-        if missing:
-            raise no_space(self.folder.path, snapshot.step, int(needed), int(missing))
-
-    def _stopped(self, engine: Engine) -> str:
-        signal = self.session.guard.asked_to_stop() or "a signal to another rank"
-        run_dir = self.folder.path.parent
-        return (
-            f"stopped by {signal} after step {engine.counters.step}; nothing is lost: go on with "
-            f"--run.dir {run_dir} --run.resume auto"
-        )
+            names = ("run", "recipe", "dataset", "tokenizer", "data_files")
+            facts |= {name: getattr(self.origin, name) for name in names}
+        return lambda files: Manifest(files=files, **facts)

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.errors import RecipeError, RunError
+from trainer.errors import RecipeError, RunError, require
 from trainer.launching.world import World
 from trainer.memory.plan import Plan
 from trainer.planner.gpus import GPU, host_as_device
@@ -37,8 +36,7 @@ PATIENCE = 20.0
 MOST_SECONDS = 1800.0
 """How long the other ranks of a machine wait for the plan of the first one: its search may tokenise a large dataset."""
 
-MOST_BYTES = 1 << 20
-"""Of an answer: some settings, or why there are none."""
+MOST_BYTES = 1 << 20  # of an answer: some settings, or why there are none
 
 IN_A_GROUP = (
     "this process has joined its group of ranks already, whose connections a forked process would keep open when a "
@@ -58,25 +56,17 @@ def this_device(accelerator: str) -> GPU:
     """The device that ranks of this machine compute on."""
     if accelerator == "cpu":
         return host_as_device()
-    found = gpu_here()
-    if found is None:
+    if (found := gpu_here()) is None:
         raise RunError("torch sees a GPU, but cannot say which")
     return found
 
 
-# ------------------------------------------------------------------------------------------------------------ deciding
-
-
 def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> Recipe:
-    """The recipe with the knobs decided that it leaves to the planner; all ranks of a machine get the same.
-
-    Raises:
-        RecipeError: when no plan fits the budget; it says what is missing.
-    """
+    """The recipe with the knobs decided that it leaves to the planner; all ranks of a machine get the same. Where no
+    plan fits the budget, a ``RecipeError`` says what is missing."""
     if not wants_plan(recipe):
         return recipe
-    settings = _agreed(recipe, world, lambda: _search(recipe, world, say))
-    return applied(recipe, settings)
+    return applied(recipe, _agreed(recipe, world, lambda: _search(recipe, world, say)))
 
 
 def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[str, Any]:
@@ -109,19 +99,7 @@ def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) 
 
 
 def _meeting_place() -> Path:
-    """A file that the processes of this machine and launch have in common, where nobody else can put one."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    launcher = ProcessId.of(os.getppid())  # with its start: an earlier one may have had its number
-    launch = "|".join([str(launcher), str(os.getuid()), *(os.environ.get(name, "") for name in names)])
-    return _own_folder() / f"plan-{hashlib.sha256(launch.encode()).hexdigest()[:20]}.json"
-
-
-def _own_folder() -> Path:
-    """A folder that this user alone may look into, among the temporary ones of this machine.
-
-    Raises:
-        RunError: when somebody else has taken its name, or may write to it.
-    """
+    """A file that the processes of this machine and launch have in common, where nobody else can look or put one."""
     folder = Path(tempfile.gettempdir()) / f"trainer-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(0o700)
@@ -131,27 +109,25 @@ def _own_folder() -> Path:
             f"{folder} must be a folder of yours that nobody else may use (mode 0700), for the ranks of this machine "
             "to agree on a plan: remove it, or set TMPDIR to a folder of your own"
         )
-    return folder
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    launcher = ProcessId.of(os.getppid())  # with its start: an earlier one may have had its number
+    launch = "|".join([str(launcher), str(os.getuid()), *(os.environ.get(name, "") for name in names)])
+    return folder / f"plan-{hashlib.sha256(launch.encode()).hexdigest()[:20]}.json"
 
 
 def _through_file(place: Path, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    if first_here():
-        _leave(place, {"decides": ProcessId.own().to_dict()})
-        try:
-            answer: dict[str, Any] = {"settings": decide()}
-        except BaseException as error:
-            _leave(place, {"error": str(error) or type(error).__name__})  # else the others wait for it
-            raise
-        _leave(place, answer)
-    else:
+    if not first_here():
         answer = _awaited(place)
-    if "error" in answer:
-        raise RecipeError(answer["error"])
-    return answer["settings"]
-
-
-def _leave(place: Path, answer: dict[str, Any]) -> None:
-    write_atomic(place, json.dumps(answer))
+        require("error" not in answer, str(answer.get("error")))
+        return answer["settings"]
+    write_atomic(place, json.dumps({"decides": ProcessId.own().to_dict()}))
+    try:
+        settings = decide()
+    except BaseException as error:
+        write_atomic(place, json.dumps({"error": str(error) or type(error).__name__}))  # else the others wait for it
+        raise
+    write_atomic(place, json.dumps({"settings": settings}))
+    return settings
 
 
 def forget_plan(world: World) -> None:
@@ -163,7 +139,10 @@ def forget_plan(world: World) -> None:
 def _awaited(place: Path) -> dict[str, Any]:
     until = time.monotonic() + MOST_SECONDS
     while time.monotonic() < until:
-        answer = json.loads(read_regular(place, MOST_BYTES)) if _is_there(place) else {"decides": None}
+        answer: dict[str, Any] = {"decides": None}
+        with suppress(FileNotFoundError):
+            if place.lstat().st_uid == os.getuid():
+                answer = json.loads(read_regular(place, MOST_BYTES))
         if "decides" not in answer:
             return answer
         first = answer["decides"] and ProcessId.from_dict(answer["decides"])
@@ -173,35 +152,20 @@ def _awaited(place: Path) -> dict[str, Any]:
     raise RunError(f"the first rank of this machine decided on no plan within {MOST_SECONDS:g} s: look at what it says")
 
 
-def _is_there(place: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return place.lstat().st_uid == os.getuid()
-    return False
-
-
-# ---------------------------------------------------------------------------------------------------------- predicting
-
-
 @dataclass
 class Forecast:
-    """The prediction of a run that is about to start, made beside it.
+    """The prediction of a run that is about to start, made beside it."""
 
-    Args:
-        child: the process that makes it; ``None`` where there can be none, and ``failure`` says why.
-        device: that is predicted for.
-        limit: bytes that the run may take: the budget, or what the device has.
-    """
-
-    child: Child | None
+    child: Child | None  # the process that makes it; None where there can be none, and failure says why
     device: GPU
-    limit: int
+    limit: int  # bytes that the run may take: the budget, or what the device has
     prediction: Prediction | None = None
     failure: str | None = None
 
     def ready(self, seconds: float = PATIENCE) -> bool:
         """Whether the prediction is there, after waiting ``seconds`` for it."""
-        pending = self.prediction is None and self.failure is None
-        if self.child is not None and pending and self.child.wait(seconds):
+        is_pending = self.prediction is None and self.failure is None
+        if self.child is not None and is_pending and self.child.wait(seconds):
             result = self.child.result()
             if isinstance(result, Exception):
                 self.failure = str(result)
@@ -211,11 +175,11 @@ class Forecast:
 
     def lines(self) -> list[str]:
         """What a person should know before training."""
-        if not self.ready():
+        found = self.prediction if self.ready() else None
+        if found is None:
             late = "it takes longer than usual and is shown at the end"
             return [f"predicted peak: not known: {self.failure or late}"]
-        assert self.prediction is not None
-        kind, found = _kind(self.device), self.prediction
+        kind = "of host memory over the idle process" if self.device.name == "cpu" else "reserved"
         verdict = "fits" if found.reserved <= self.limit else "DOES NOT FIT"
         near = " (but hardly)" if verdict == "fits" and found.reserved * (1 + MARGIN) > self.limit else ""
         lines = [f"predicted peak: {found.reserved / GB:.2f} GB {kind} of {self.limit / GB:.2f} GB: {verdict}{near}"]
@@ -224,18 +188,16 @@ class Forecast:
         return lines + [f"note: {note}" for note in found.notes]
 
     def beside(self, measured: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``summary.json`` says of the prediction, beside what was measured.
-
-        Args:
-            measured: the memory section of the summary.
-        """
+        """What ``summary.json`` says of the prediction, beside what was ``measured``, its section of memory."""
         if not self.ready(0.0) or self.prediction is None:
             return {}
-        reserved, allocated = self.prediction.reserved / GB, self.prediction.allocated / GB
-        peak = _measured(measured, self.device)
+        reserved, peak = self.prediction.reserved / GB, measured.get("reserved_gb")
+        if self.device.name == "cpu":
+            highest, idle = measured.get("host_peak_gb"), measured.get("host_idle_gb")
+            peak = None if highest is None or idle is None else highest - idle
         return {
             "predicted_reserved_gb": reserved,
-            "predicted_allocated_gb": allocated,
+            "predicted_allocated_gb": self.prediction.allocated / GB,
             "predicted_host_gb": self.prediction.host / GB,
             "prediction_error": reserved / peak - 1 if peak else None,
         }
@@ -255,19 +217,5 @@ def forecast(recipe: Recipe, plan: Plan, world: World) -> Forecast | None:
     if torch.distributed.is_initialized():
         return Forecast(None, device, limit, failure=IN_A_GROUP)
     target = Target.here(device)
-    return Forecast(Child(partial(_predict, recipe, plan, world, target)), device, limit)
-
-
-def _predict(recipe: Recipe, plan: Plan, world: World, target: Target) -> dict[str, Any]:
-    return predict_here(prepared(recipe), plan, target, world.nodes, False)
-
-
-def _kind(device: GPU) -> str:
-    return "of host memory over the idle process" if device.name == "cpu" else "reserved"
-
-
-def _measured(memory: Mapping[str, Any], device: GPU) -> float | None:
-    if device.name != "cpu":
-        return memory.get("reserved_gb")
-    peak, idle = memory.get("host_peak_gb"), memory.get("host_idle_gb")
-    return None if peak is None or idle is None else peak - idle
+    job = Child(lambda: predict_here(prepared(recipe), plan, target, world.nodes, False))
+    return Forecast(job, device, limit)

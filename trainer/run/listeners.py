@@ -100,7 +100,7 @@ class LoggingListener(Listener):
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
         figures = {f"{self.split}_{name}": value for name, value in result.figures().items()}
-        self.log({"epoch": counters.epoch} | figures, counters.step)
+        self.log({"epoch": counters.epoch, **figures}, counters.step)
 
     def on_fit_end(self, counters: Counters) -> None:
         for logger in self.loggers:
@@ -112,19 +112,11 @@ class LoggingListener(Listener):
             logger.log_metrics(figures, step)
 
 
-# What a run tells of the samples that it left out: a warning each, and a file of all.
-
-FILE = "quarantine.json"
-
-
 def report_bad_samples(quarantine: Quarantine, new: list[BadSampleAt], run_dir: str | None) -> None:
-    """Warn of each ``new`` finding, and write all findings to ``quarantine.json`` in ``run_dir``, if there is one.
-
-    The file holds ``max_bad_samples`` and ``samples``: of each its split, its index there, its file or row, and why it
-    could not be loaded.
-    """
+    """Warn of each ``new`` finding, and write all to ``quarantine.json`` in ``run_dir``, if there is one: of each its
+    split, its index there, its file or row, and why it could not be loaded."""
     for finding in new:
         warn(f"left out: {finding.describe()}")
     if run_dir is not None:
         content = {"max_bad_samples": quarantine.limit, **redact_value(quarantine.state_dict())}
-        write_atomic(Path(run_dir) / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_atomic(Path(run_dir) / "quarantine.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from lightning.fabric import Fabric
 
-from trainer.contract import Data
 from trainer.engine.feed import fill_from_data
 from trainer.errors import require
 from trainer.faults.regroup import keep_ranks_alive, recovers
@@ -29,18 +28,13 @@ from trainer.run.session import Session
 from trainer.system.reports import placed
 from trainer.system.text import parse_budget
 
-SECONDS_TO_START = 60.0
-"""How much later than on the first machine a rank may have started on another, at least."""
+SECONDS_TO_START = 60.0  # how much later than on the first machine a rank may have started on another, at least
 
 
 @contextmanager
 def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Session]:
-    """Decide what the recipe leaves open, launch the processes, prepare model and data, and make the run directory.
-
-    Args:
-        recipe: what to train.
-        source: the packaged name or the path of its file, if it has one.
-    """
+    """Decide what the recipe leaves open, launch the processes, prepare model and data, and make the run directory;
+    ``source`` is the packaged name or the path of its file, if it has one."""
     require_loggers(recipe.run.logger)
     recipe, world = find_world(recipe)
     require_recordable(recipe, world.accelerator)
@@ -55,9 +49,7 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
         on_first_rank_first(fabric, partial(_prepare, recipe, model=True, data=still))
         have_started()
         forget_plan(world)
-        recipe = _filled(recipe)
-        recipe = with_run_dir(recipe, fabric, source)
-        yield Session.of(recipe, plan, fabric, world, outlook)
+        yield Session(with_run_dir(_filled(recipe), fabric, source), plan, fabric, world, outlook)
 
 
 @contextmanager
@@ -71,7 +63,7 @@ def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
     with _launched(recipe, plan, world) as (fabric, world):
         on_first_rank_first(fabric, partial(_prepare, recipe, model=False, data=True))
         have_started()
-        yield Session.of(_filled(recipe), plan, fabric, world)
+        yield Session(_filled(recipe), plan, fabric, world)
 
 
 @contextmanager
@@ -86,7 +78,10 @@ def _launched(
         fabric = launch(plan, world, watch_start, patience)
         del meeting
         world = announced(world, plan, Progress(recipe.run.progress, fabric.global_rank).message)
-        keep_to_budget(recipe, fabric.device)
+        if recipe.memory.budget is not None and fabric.device.type == "cuda":  # a run that errs must not take it all
+            total = torch.cuda.get_device_properties(fabric.device).total_memory
+            share = min(1.0, parse_budget(recipe.memory.budget, total) / total)
+            torch.cuda.set_per_process_memory_fraction(share, fabric.device)
         yield fabric, world
     finally:
         if outlook is not None:
@@ -96,37 +91,19 @@ def _launched(
                 torch.distributed.destroy_process_group()  # else gloo aborts one process in five at its exit
 
 
-def keep_to_budget(recipe: Recipe, device: torch.device) -> None:
-    """Let torch's allocator take no more of a GPU than ``memory.budget`` says: a run that errs must not take it all."""
-    if recipe.memory.budget is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, parse_budget(recipe.memory.budget, total) / total), device)
-
-
 def _prepare(recipe: Recipe, model: bool, data: bool) -> None:
     with placed("preparing model and data"):
         if model:
             recipe.model.prepare()
         if data:
             recipe.data.prepare(recipe.model.tokenizer_or_none())
-        _require_samples(recipe.data)
+        name = type(recipe.data).__name__
+        require(recipe.data.train is not None, f"{name}.prepare() has not set train: set it to the samples to train on")
+        for split, words in (("train", "training"), ("val", "validation"), ("test", "test")):
+            samples = getattr(recipe.data, split)
+            hint = "" if split == "train" else f": leave {name}.{split} at None"
+            require(samples is None or len(samples) > 0, f"the {words} set is empty{hint}")
 
 
 def _filled(recipe: Recipe) -> Recipe:
     return recipe.replace(model=fill_from_data(recipe.model, recipe.data))
-
-
-def _require_samples(data: Data) -> None:
-    """A training set there must be, and none may be empty.
-
-    Raises:
-        RecipeError: naming the dataset.
-    """
-    name = type(data).__name__
-    require(data.train is not None, f"{name}.prepare() has not set train: set it to the samples to train on")
-    for split, words in (("train", "training"), ("val", "validation"), ("test", "test")):
-        samples = getattr(data, split)
-        empty = samples is not None and len(samples) == 0
-        require(
-            not empty, f"the {words} set is empty" + ("" if split == "train" else f": leave {name}.{split} at None")
-        )

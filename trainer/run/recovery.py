@@ -15,26 +15,18 @@ from trainer.faults.regroup import Regrouping, recovers
 from trainer.memory.oom import is_out_of_memory
 from trainer.memory.stack import Stack
 from trainer.run.directory import write_status
-from trainer.run.session import Session
+from trainer.run.session import Session, host_sum
 from trainer.run.state import Tensors
 
-GRAPH = ("forward", "backward")
-"""The phases that a smaller micro-batch helps, and in which no weight has been updated yet."""
+GRAPH = ("forward", "backward")  # which a smaller micro-batch helps, and in which no weight has been updated yet
 
 
 class Recovery:
     """Mends a step that ran out of memory on any rank: called by the engine with the error that ended it.
 
     On one device without FSDP the step is given up and taken again. Otherwise a rank may have failed inside a
-    collective, so all ranks leave the process group, keep in host memory what training has changed, meet in a new
-    group, build and shard the model anew, put everything back and take the step again.
-
-    Args:
-        session: launched.
-        tensors: what is kept meanwhile.
-        windows: cut smaller after an error.
-        build: gives stack and stepper a new model, optimizer, gradient sync and schedule, as at the start.
-        say: tells the person.
+    collective, so all ranks leave the process group, keep in host memory what training has changed (``tensors``), meet
+    in a new group, ``build`` and shard the model anew, put everything back and take the step again.
     """
 
     def __init__(
@@ -76,17 +68,18 @@ class Recovery:
 
     def _reason(self, error: Exception) -> str | None:
         """What happened, if it is an out of memory, here or on another rank, that smaller micro-batches may mend."""
+        phase, regrouping = self.session.monitor.phase, self.regrouping
         if is_out_of_memory(error):
-            if self.session.monitor.phase not in GRAPH or not self.windows.can_halve():
+            if phase not in GRAPH or not self.windows.can_halve():
                 return None
-            why = f"out of memory in {self.session.monitor.phase} on rank {self.session.fabric.global_rank}"
-            if self.regrouping is not None:
-                self.regrouping.call(why)
+            why = f"out of memory in {phase} on rank {self.session.fabric.global_rank}"
+            if regrouping is not None:
+                regrouping.call(why)
             return why
         # Once this rank's part is aborted there is no group any more, of which torch says so by a ValueError.
         is_broken = isinstance(error, RuntimeError) or not torch.distributed.is_initialized()
         is_broken = is_broken and not isinstance(error, RunError)
-        return self.regrouping.called() if is_broken and self.regrouping is not None else None
+        return regrouping.called() if is_broken and regrouping is not None else None
 
     def _start_again(self) -> None:
         """Build everything on the ranks anew, with what training has changed."""
@@ -94,7 +87,7 @@ class Recovery:
         assert stepper.scheduler is not None
         kept, position = self.tensors.on_host(), stepper.scheduler.state_dict()
         self._let_go()
-        session.agreement.leave()
+        session.agreement.total = list  # the other one keeps the connections of its group
         if self.regrouping is not None:
             self.regrouping.meet()
         self.build()
@@ -102,14 +95,13 @@ class Recovery:
         self.tensors.make_state(kept)
         self.tensors.load_state_dict(kept)
         stepper.module.train()
-        session.agreement.meet(session.fabric)
+        session.agreement.total = host_sum(session.fabric)
 
     def _let_go(self) -> None:
         """Free the device of the old model before there is a new one."""
-        empty = torch.nn.Module()
+        empty, parameter = torch.nn.Module(), torch.nn.Parameter(torch.zeros(()))
         self.tensors.stack.become(Stack(empty, empty))
         self.stepper.scheduler = None
-        parameter = torch.nn.Parameter(torch.zeros(()))
         self.session.monitor.fresh = True
         self.stepper.attach(empty, torch.optim.SGD([parameter]), GradientSync([parameter]))
         gc.collect()

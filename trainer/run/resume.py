@@ -17,170 +17,124 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.checkpoint.manifest import MOST_BYTES, CorruptCheckpoint, Manifest, UnknownFormat, fault_of, read_manifest
-from trainer.checkpoint.parts import Part, PartsReader
+from trainer.checkpoint.parts import PartsReader
 from trainer.checkpoint.writer import HISTORY, STATE, sign_of
 from trainer.contract import Model
 from trainer.engine.loop import Engine
 from trainer.engine.rehearsal import rehearse
 from trainer.errors import RecipeError, RunError, require
 from trainer.report.progress import Progress, warn
-from trainer.run.directory import restore_history, write_status
+from trainer.run.directory import write_status
 from trainer.run.identity import Origin, require_same_run
 from trainer.run.session import Session, from_all, from_first, on_first
 from trainer.run.state import State, Tensors
-from trainer.system.files import read_object, read_regular
+from trainer.system.files import read_object, read_regular, write_atomic
 
 FOLDER = "checkpoints"
 
 
-def find_checkpoint(session: Session, own: CheckpointFolder) -> tuple[Found | None, list[tuple[Path, str]]]:
-    """The checkpoint that ``run.resume`` names, or the newest valid one; the same on all ranks, all of which call it.
-
-    Every rank checks the hashes of a share of the files. A checkpoint that is not what was saved is passed over for the
-    one before it.
-
-    Args:
-        session: launched.
-        own: the checkpoints in the run directory.
-
-    Returns:
-        The checkpoint, and those that were passed over: what is wrong with each.
-
-    Raises:
-        RecipeError: when there is none to resume from, or none that is valid.
-    """
-    wanted = session.recipe.run.resume
-    if wanted == "none":
-        return None, []
-    if wanted != "auto" and is_checkpoint(Path(wanted)):
-        candidates = [Path(os.path.realpath(wanted))]  # a link such as latest has another name than what it is
-    else:
-        folder = own if wanted == "auto" else CheckpointFolder(_checkpoints_of(Path(wanted)))
-        candidates = [Path(path) for path in from_first(session.fabric, list(map(str, folder.newest_first())))]
-        require(bool(candidates) or wanted == "auto", f"run.resume={wanted}: there is no checkpoint in {folder.path}")
-    problems: list[tuple[Path, str]] = []
-    for path in candidates:
-        problem = _problem(session, path)
-        if problem is None:
-            return Found(path, read_manifest(path)), problems
-        problems.append((path, problem))
-    if problems:
-        raise RecipeError(_none_valid(problems))
-    return None, []
-
-
-def _checkpoints_of(path: Path) -> Path:
-    return path / FOLDER if os.path.isdir(path / FOLDER) else path
-
-
-def _none_valid(problems: list[tuple[Path, str]]) -> str:
-    rest = f" (and {len(problems) - 1} older ones are not valid, either)" if len(problems) > 1 else ""
-    return f"{problems[0][1]}{rest}: give another checkpoint to run.resume, or start anew in another run.dir"
-
-
-def _problem(session: Session, path: Path) -> str | None:
-    """What is wrong with the checkpoint ``path``, if anything: the files are dealt out to the ranks."""
-    rank, size = session.fabric.global_rank, session.fabric.world_size
-    error = fault_of(path, rank, size)
-    found = from_all(session.fabric, (None if error is None else str(error), isinstance(error, UnknownFormat)))
-    problem, is_unknown = next((one for one in found if one[0] is not None), (None, False))
-    require(not is_unknown, f"{problem}: resume with the version that has written it")
-    return problem
-
-
-def _set_aside(own: CheckpointFolder, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
-    """Keep those after ``chosen`` in the run's own directory from being taken for the newest again.
-
-    Args:
-        corrupt: the names of those that are not what was saved.
-    """
-    if os.path.realpath(chosen.absolute().parent) != os.path.realpath(own.path):
-        return
-    for path in own.newest_first():
-        if path.name == chosen.name:
-            break
-        aside = own.set_aside(path, "corrupt" if path.name in corrupt else "abandoned")
-        say(f"{path.name} is after the checkpoint that is resumed: renamed to {aside.name}")
-
-
-def _refuse_finished(run_dir: Path) -> None:
-    """Training all of it again would write over what a finished run has left."""
-    require(
-        read_object(run_dir / "summary.json", MOST_BYTES).get("status") != "finished",
-        f"run.dir={run_dir} holds a run that has finished, and no checkpoint to go on from: choose another directory",
-    )
-
-
 class Resumption:
-    """What a run goes on from, if it does, and what its own checkpoints say of it. Made by all ranks together.
+    """What a run goes on from, if it does, and what its own checkpoints say of it. Made by all ranks together, and
+    refused when there is nothing valid to resume from, or it is of another recipe, dataset or tokenizer."""
 
-    Args:
-        session: launched.
-        run_dir: of this run.
-        progress: tells the person.
-
-    Raises:
-        RecipeError: when there is nothing valid to resume from, or it is of another recipe, dataset or tokenizer.
-    """
-
-    def __init__(self, session: Session, run_dir: Path, progress: Progress) -> None:
-        say = progress.notice
-        self.session, self.folder = session, CheckpointFolder(run_dir / FOLDER)
-        on_first(session.fabric, self.folder.require_own)
-        for problem in on_first(session.fabric, self.folder.clean):
+    def __init__(self, session: Session, progress: Progress) -> None:
+        say, fabric = progress.notice, session.fabric
+        self.session, self.folder = session, CheckpointFolder(session.run_dir / FOLDER)
+        on_first(fabric, self.folder.require_own)
+        for problem in on_first(fabric, self.folder.clean):
             if session.is_first:
                 warn(problem)
-        self.found, problems = find_checkpoint(session, self.folder)
-        self.origin = Origin(session, self.found.manifest.run if self.found is not None else None)
-        if self.found is not None:
-            for _, problem in problems if session.is_first else []:
-                progress.warning(f"{problem}; resuming from {self.found.path.name} instead")
-            for line in on_first(session.fabric, partial(self._compare, self.found)):
+        self.found, problems = self._find()
+        found = self.found
+        self.step = found.manifest.step if found is not None else 0
+        self.origin = Origin(session, found.manifest.run if found is not None else None)
+        if found is not None:
+            for problem in problems.values() if session.is_first else ():
+                progress.warning(f"{problem}; resuming from {found.path.name} instead")
+            same = partial(require_same_run, found.path, found.manifest, self.origin, session.recipe.run.allow_change)
+            for line in on_first(fabric, same):  # the others need make no fingerprint
                 say(f"changed since the checkpoint: {line}")
             if session.is_first:  # only now is it certain that the run goes on from there
-                _set_aside(self.folder, self.found.path, {path.name for path, _ in problems}, say)
-            say(f"resuming from {self.found.path}, after step {self.found.manifest.step:,}")
+                self._set_aside(found.path, {path.name for path in problems}, say)
+            say(f"resuming from {found.path}, after step {found.manifest.step:,}")
         elif session.recipe.run.resume == "auto":
-            on_first(session.fabric, partial(_refuse_finished, run_dir))
+            on_first(fabric, self._refuse_finished)
             say(f"no checkpoint in {self.folder.path}: starting from step 0")
 
-    def _compare(self, found: Found) -> list[str]:
-        """On the first rank: what is different now, a line each. The others need make no fingerprint."""
-        return require_same_run(
-            found.path,
-            found.manifest,
-            self.origin.recipe,
-            self.origin.dataset,
-            self.origin.tokenizer,
-            self.session.recipe.run.allow_change,
-            self.origin.data_files,
-        )
+    def _find(self) -> tuple[Found | None, dict[Path, str]]:
+        """The checkpoint that ``run.resume`` names, or the newest valid one, and what is wrong with those that were
+        passed over for it; the same on all ranks, each of which checks the hashes of a share of the files."""
+        wanted, problems = self.session.recipe.run.resume, dict[Path, str]()
+        if wanted == "none":
+            return None, problems
+        if wanted != "auto" and is_checkpoint(Path(wanted)):
+            candidates = [Path(os.path.realpath(wanted))]  # a link such as latest has another name than what it is
+        else:
+            folder, path = self.folder, Path(wanted)
+            if wanted != "auto":
+                folder = CheckpointFolder(path / FOLDER if os.path.isdir(path / FOLDER) else path)
+            names = from_first(self.session.fabric, list(map(str, folder.newest_first())))
+            require(bool(names) or wanted == "auto", f"run.resume={wanted}: there is no checkpoint in {folder.path}")
+            candidates = list(map(Path, names))
+        for path in candidates:
+            problem = self._problem(path)
+            if problem is None:
+                return Found(path, read_manifest(path)), problems
+            problems[path] = problem
+        if problems:
+            rest = f" (and {len(problems) - 1} older ones are not valid, either)" if len(problems) > 1 else ""
+            fix = "give another checkpoint to run.resume, or start anew in another run.dir"
+            raise RecipeError(f"{problems[candidates[0]]}{rest}: {fix}")
+        return None, problems
 
-    @property
-    def step(self) -> int:
-        """The last one that was taken before; 0 when training begins."""
-        return self.found.manifest.step if self.found is not None else 0
+    def _problem(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint, if anything: the files are dealt out to the ranks."""
+        fabric = self.session.fabric
+        error = fault_of(path, fabric.global_rank, fabric.world_size)
+        found = from_all(fabric, (None if error is None else str(error), isinstance(error, UnknownFormat)))
+        problem, is_unknown = next((one for one in found if one[0] is not None), (None, False))
+        require(not is_unknown, f"{problem}: resume with the version that has written it")
+        return problem
 
-    def restore_history(self, run_dir: Path) -> None:
-        """Put ``metrics.csv`` back, on the first rank."""
-        if self.session.is_first:
-            restore_history(run_dir, self.found.history() if self.found is not None else b"")
+    def _set_aside(self, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
+        """Keep those after ``chosen`` in the run's own directory from being taken for the newest again; ``corrupt``
+        are the names of those that are not what was saved."""
+        if os.path.realpath(chosen.absolute().parent) != os.path.realpath(self.folder.path):
+            return
+        for path in self.folder.newest_first():
+            if path.name == chosen.name:
+                break
+            aside = self.folder.set_aside(path, "corrupt" if path.name in corrupt else "abandoned")
+            say(f"{path.name} is after the checkpoint that is resumed: renamed to {aside.name}")
+
+    def _refuse_finished(self) -> None:
+        """Training all of it again would write over what a finished run has left."""
+        run_dir = self.session.run_dir
+        unfinished = read_object(run_dir / "summary.json", MOST_BYTES).get("status") != "finished"
+        what = "holds a run that has finished, and no checkpoint to go on from: choose another directory"
+        require(unfinished, f"run.dir={run_dir} {what}")
 
     def restore_tensors(self, tensors: Tensors) -> None:
-        """Put model and optimizer back. First, for it may refuse: nothing of an earlier run is changed until then."""
+        """Put model and optimizer back, and on the first rank ``metrics.csv``: the steps after the checkpoint are
+        taken, and logged, again. The tensors first, for they may be refused: nothing is changed until then."""
         if self.found is not None:
             restore_tensors(self.found, tensors)
+        if self.session.is_first:
+            if history := self.found.history() if self.found is not None else b"":
+                write_atomic(self.session.run_dir / HISTORY, history)
+            else:
+                (self.session.run_dir / HISTORY).unlink(missing_ok=True)
 
     def restore(self, engine: Engine, state: State) -> None:
         """Put everything else back; the random generators when training starts."""
         if self.found is None:
             return
-        session, stepper, windows = self.session, engine.stepper, engine.windows
+        session, stepper, windows, manifest = self.session, engine.stepper, engine.windows, self.found.manifest
         with self.found.explained(STATE):
             saved = self.found.json(STATE)
             require_alike(saved, state.common(engine))
             state.load_common(engine, saved)
-            stated = {name: getattr(self.found.manifest, name) for name in ("step", "epoch", "step_in_epoch")}
+            stated = {name: getattr(manifest, name) for name in ("step", "epoch", "step_in_epoch")}
             if any(getattr(engine.counters, name) != number for name, number in stated.items()):
                 raise ValueError(f"{engine.counters}, where the manifest has {stated}")
         if windows.halvings:  # evaluations are cut as small
@@ -190,7 +144,7 @@ class Resumption:
         if stepper.sync.overlapped and session.fabric.world_size > 2 and engine.counters.step > 1:
             # DDP orders its buckets anew after the first gradients, and sums of three depend on what shares a bucket.
             rehearse(stepper, windows.longest(session.recipe.epochs))
-        if self.found.manifest.world_size == session.fabric.world_size:
+        if manifest.world_size == session.fabric.world_size:
             sign = sign_of(session.fabric.global_rank)
             with self.found.explained(sign):
                 state.generators.load_state_dict(self.found.json(sign)["random"])
@@ -198,8 +152,7 @@ class Resumption:
 
 # Model and optimizer filled from a checkpoint, each rank with what it holds.
 
-MOST_HISTORY = 2 * 2**30
-"""Bytes of ``metrics.csv``: some hundred a step."""
+MOST_HISTORY = 2 * 2**30  # bytes of metrics.csv: some hundred a step
 
 
 @dataclass(frozen=True)
@@ -216,20 +169,14 @@ class Found:
 
     @contextmanager
     def explained(self, name: str) -> Iterator[None]:
-        """Say that the file ``name`` is what cannot be used. Its hash is right, but anybody can write a manifest.
-
-        Raises:
-            CorruptCheckpoint: naming the file.
-        """
+        """Say that the file ``name`` is what cannot be used. Its hash is right, but anybody can write a manifest."""
         try:
             yield
         except (RecipeError, RunError):
             raise
         except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise CorruptCheckpoint(
-                f"{self.path / name} holds something else than a run has written: {what}"
-            ) from error
+            what = f"holds something else than a run has written: {type(error).__name__}: {error}"
+            raise CorruptCheckpoint(f"{self.path / name} {what}") from error
 
     def history(self) -> bytes:
         """``metrics.csv`` as it was then."""
@@ -238,17 +185,34 @@ class Found:
             content.decode()  # what is no text could not be gone on with
             return content
 
+    def open(self) -> tuple[PartsReader, dict[str, Any]]:
+        """A reader of the tensors of all ranks that saved it, and the numbers beside them."""
+        reader, values = PartsReader(self.path), dict[str, Any]()
+        for rank in range(self.manifest.world_size):
+            with self.explained(sign_of(rank)):
+                sign = self.json(sign_of(rank))
+                reader.add(sign["tensors"])
+                values.update(sign["values"])
+        return reader, values
+
 
 def restore_tensors(found: Found, tensors: Tensors) -> None:
-    """Fill the model and the optimizer from the checkpoint: every rank reads what it holds, wherever that was saved.
-
-    Raises:
-        RecipeError: naming the tensor that is missing, of another shape, or not needed.
-    """
-    reader, values = _open(found)
+    """Fill the model and the optimizer from the checkpoint: every rank reads what it holds, wherever that was saved; a
+    ``RecipeError`` names the tensor that is missing, of another shape, or not needed."""
+    reader, values = found.open()
     tensors.make_state({*reader.shapes, *values})
     parts, numbers = tensors.parts(), tensors.numbers()
-    _require_all(found, reader, parts)
+    # Under several ranks each holds some parts of quantised state, so only what is missing here can be told of that.
+    missing = sorted(parts.keys() - reader.shapes.keys())
+    surplus = sorted(name for name in reader.shapes.keys() - parts.keys() if "@" not in name)
+    require(
+        not any("@" in name for name in missing),
+        f"{found.path}: the optimizer's state of 8 or 4 bits was quantised in other shards: resume with the "
+        f"memory.strategy and the number of ranks ({found.manifest.world_size}) that it was saved with",
+    )
+    faults = {"missing": missing, "left over": surplus}
+    text = "; ".join(f"{fault}: {', '.join(names[:3])}" for fault, names in faults.items() if names)
+    require(not text, f"{found.path} does not fit the model and its optimizer: {text}")
     with torch.no_grad():
         for name, part in parts.items():
             reader.read_into(name, part)
@@ -261,67 +225,25 @@ def restore_tensors(found: Found, tensors: Tensors) -> None:
 
 
 def load_whole_model(found: Found, model: Model) -> nn.Module:
-    """The module of ``model`` in host memory, with the weights and buffers of the checkpoint in the types saved there.
-
-    Raises:
-        RecipeError: naming what is missing.
-    """
-    reader, _ = _open(found)
-    module = model.unloaded().build()
+    """The module of ``model`` in host memory, with what the checkpoint has of it in the types saved there."""
+    reader, _ = found.open()
+    module, misfit = model.unloaded().build(), f"{found.path} does not fit the model"
     wanted: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in module.named_parameters()}
     wanted |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
     missing = sorted(wanted.keys() - reader.shapes.keys())
-    require(not missing, f"{found.path} does not fit the model: missing: {', '.join(missing[:3])}")
+    require(not missing, f"{misfit}: missing: {', '.join(missing[:3])}")
     for name, tensor in wanted.items():
-        require(
-            reader.shapes[name] == tuple(tensor.shape),
-            f"{found.path} does not fit the model: {name} is of shape {reader.shapes[name]}, not {tuple(tensor.shape)}",
-        )
-        with found.explained(reader.parts[name][0]["file"] if reader.parts.get(name) else sign_of(0)):
+        shape = reader.shapes[name]
+        require(shape == tuple(tensor.shape), f"{misfit}: {name} is of shape {shape}, not {tuple(tensor.shape)}")
+        with found.explained(next(iter(reader.parts[name]), sign_of(0))):
             tensor.data = reader.read(name)
     return module
-
-
-def _open(found: Found) -> tuple[PartsReader, dict[str, Any]]:
-    """A reader of the tensors of all ranks that saved the checkpoint, and the numbers beside them."""
-    reader, values = PartsReader(found.path), dict[str, Any]()
-    for rank in range(found.manifest.world_size):
-        with found.explained(sign_of(rank)):
-            sign = found.json(sign_of(rank))
-            reader.add(sign["tensors"])
-            values.update(sign["values"])
-    return reader, values
-
-
-def _require_all(found: Found, reader: PartsReader, wanted: Mapping[str, Part]) -> None:
-    """Under several ranks each holds some parts of quantised state, so only what is missing here can be told."""
-    missing = sorted(wanted.keys() - reader.shapes.keys())
-    quantised = [name for name in missing if "@" in name]
-    require(
-        not quantised,
-        f"{found.path}: the optimizer's state of 8 or 4 bits was quantised in other shards: resume with the "
-        f"memory.strategy and the number of ranks ({found.manifest.world_size}) that it was saved with",
-    )
-    surplus = sorted(name for name in reader.shapes.keys() - wanted.keys() if "@" not in name)
-    require(
-        not missing and not surplus,
-        f"{found.path} does not fit the model and its optimizer: "
-        + "; ".join(
-            f"{what}: {', '.join(names[:3])}" for what, names in (("missing", missing), ("left over", surplus)) if names
-        ),
-    )
 
 
 def require_alike(found: Any, own: Any, where: str = "it") -> None:
     """Check that JSON is of the kinds that this run would write: a hash that fits does not say who has made it.
 
-    Args:
-        found: what was read.
-        own: what this run would write in its place; of a list the first item stands for all, and ``None`` for anything.
-        where: its name, for the message.
-
-    Raises:
-        ValueError: naming what is of another kind.
+    Of a list in ``own`` the first item stands for all, and ``None`` for anything. A ``ValueError`` names what is not.
     """
     if own is None or (isinstance(own, Mapping) and found is None):  # of a part that only one of the two runs has
         return

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,58 +20,104 @@ from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch
-from trainer.errors import EvaluationStopped, RecipeError, require
+from trainer.errors import EvaluationStopped, RecipeError, RunError, Stopped, require
+from trainer.faults.signals import StopSignals, end_start_watch
+from trainer.faults.watchdog import Watchdog
 from trainer.launching.world import World
 from trainer.memory.monitor import Monitor
+from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, sample_lengths, shapes_of
 from trainer.memory.plan import Plan
 from trainer.recipe import Recipe
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.run.forecast import Forecast
-from trainer.run.guard import Guard
 from trainer.run.listeners import report_bad_samples
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
 class Session:
-    """A recipe whose processes are launched and whose data is prepared. Nothing of it changes but the plan's cut."""
+    """A recipe whose processes are launched and whose data is prepared, and the watch over its ranks.
 
-    recipe: Recipe
-    plan: Plan
-    fabric: Fabric
-    world: World
-    forecast: Forecast | None
-    monitor: Monitor
-    agreement: Agreement
-    quarantine: Quarantine
-    guard: Guard
+    Made by all ranks together, when everything is imported and nothing of the model is there. Nothing of it changes but
+    the plan's cut, by :meth:`recut`, and who watches, by :meth:`guarded`.
+    """
 
-    @classmethod
-    def of(cls, recipe: Recipe, plan: Plan, fabric: Fabric, world: World, forecast: Forecast | None = None) -> Session:
-        """Made when everything is imported, and nothing of the model is there. A collective."""
+    def __init__(
+        self, recipe: Recipe, plan: Plan, fabric: Fabric, world: World, forecast: Forecast | None = None
+    ) -> None:
+        self.recipe, self.plan, self.fabric, self.world, self.forecast = recipe, plan, fabric, world, forecast
+        self.monitor, self.agreement = Monitor(fabric.device), Agreement(host_sum(fabric))
+        self.quarantine = Quarantine(recipe.data.max_bad_samples, self._report)
+        self.watchdog: Watchdog | None = None
+        self.signals: StopSignals | None = None
 
-        def announce(quarantine: Quarantine, new: list[BadSampleAt]) -> None:
-            if fabric.global_rank == 0:
-                report_bad_samples(quarantine, new, recipe.run.dir)
-
-        monitor, agreement = Monitor(fabric.device), Agreement(host_sum(fabric))
-        quarantine = Quarantine(recipe.data.max_bad_samples, announce)
-        guard = Guard(recipe, fabric, monitor)
-        return cls(recipe, plan, fabric, world, forecast, monitor, agreement, quarantine, guard)
-
-    def recut(self, cut: Cut) -> None:
-        """Batches are cut like this from now on."""
-        object.__setattr__(self, "plan", replace(self.plan, first_cut=cut))
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Watch over this rank and the others meanwhile; see :class:`Guard`."""
-        return self.guard.watching(lambda: self.plan)
+    def _report(self, quarantine: Quarantine, new: list[BadSampleAt]) -> None:
+        if self.is_first:
+            report_bad_samples(quarantine, new, self.recipe.run.dir)
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that prints and writes."""
         return self.fabric.global_rank == 0
+
+    @property
+    def run_dir(self) -> Path:
+        """What a run that trains writes to."""
+        return Path(str(self.recipe.run.dir))
+
+    def recut(self, cut: Cut) -> None:
+        """Batches are cut like this from now on."""
+        self.plan = replace(self.plan, first_cut=cut)
+
+    def asked_to_stop(self) -> str | None:
+        """The name of the signal that asked this process to stop, if one has."""
+        return self.signals.received if self.signals is not None else None
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Watch over this rank and the others meanwhile, and note signals that ask to stop.
+
+        What is raised within is reported with rank, step, phase and samples, and told to the other ranks; a collective
+        that broke because another rank ended becomes the :class:`PeerError` that says why that one did. Within another
+        such block it is only this: errors are told before what lies between the two is cleaned up.
+
+        Raises:
+            OutOfMemory: for any out of memory: where it was and what to try.
+        """
+        if self.watchdog is not None:
+            with self._explained(self.watchdog):
+                yield
+            return
+        fabric = self.fabric
+        watchdog = Watchdog(self.monitor, fabric.global_rank, fabric.world_size, self.recipe.run.hang_after)
+        end_start_watch()
+        try:
+            with StopSignals(self.is_first, lambda: watchdog.heard is not None) as signals:
+                self.watchdog, self.signals = watchdog, signals
+                with self._explained(watchdog):
+                    yield
+        finally:
+            watchdog.close()
+            self.watchdog = None
+
+    @contextmanager
+    def _explained(self, watchdog: Watchdog) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Stopped) and self.signals is not None:
+                self.signals.leaving = True
+            raw = not isinstance(error, RunError) and is_out_of_memory(error)  # else a message, which may quote one
+            explained = watchdog.explain(self._out_of_memory(error) if raw else error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def _out_of_memory(self, error: BaseException) -> OutOfMemory:
+        monitor, batch = self.monitor, self.monitor.batch
+        place = monitor.phase, self.fabric.global_rank, self.plan, sample_lengths(batch)
+        shapes = shapes_of(batch)
+        return OutOfMemory(describe_oom(error, *place, shapes=shapes, recipe=self.recipe, on_gpu=monitor.on_gpu))
 
 
 def _loader(session: Session, split: Any) -> Loader:
@@ -81,74 +128,36 @@ def _loader(session: Session, split: Any) -> Loader:
 
 def training_windows(session: Session) -> Windows:
     """This rank's share of the training batches."""
-    recipe, fabric = session.recipe, session.fabric
+    recipe, ranks = session.recipe, (session.fabric.global_rank, session.fabric.world_size)
     loader = _loader(session, recipe.data.train)
-    windows = windows_of(
-        recipe, loader, fabric.global_rank, fabric.world_size, session.agreement, quarantine=session.quarantine
-    )
+    windows = windows_of(recipe, loader, *ranks, session.agreement, quarantine=session.quarantine)
     windows.on_load = session.monitor.load
     return windows
 
 
-def host_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
-    """Sums floats over the ranks on the host: through gloo, so that no rank waits for its GPU."""
-    if fabric.world_size == 1:
-        return list
-    on_gpu = fabric.device.type == "cuda"
-    group: Any = torch.distributed.new_group(backend="gloo") if on_gpu else None
-
-    def total(values: list[float]) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64)
-        torch.distributed.all_reduce(tensor, group=group)
-        return tensor.tolist()
-
-    return total
-
-
-def device_sum(fabric: Fabric) -> Callable[[list[float]], list[float]]:
-    """Sums floats over the ranks on the device, in whatever group the ranks are in by then."""
-
-    def total(values: list[float]) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64, device=fabric.device)
-        if fabric.world_size > 1:
-            torch.distributed.all_reduce(tensor)
-        return tensor.tolist()
-
-    return total
-
-
 def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
     """A function that evaluates on ``split``, every sample once over all ranks; ``None`` if there is no such split."""
-    data, fabric = session.recipe.data, session.fabric
-    dataset = getattr(data, split)
+    model, fabric, monitor = session.recipe.model, session.fabric, session.monitor
+    dataset = getattr(session.recipe.data, split)
     if dataset is None:
         return None
     loader = _loader(session, dataset)
-    num_classes = getattr(session.recipe.model, "num_classes", None)
-    metrics = ClassificationMetrics(num_classes, fabric.device, session.recipe.model.loss_names)
+    metrics = ClassificationMetrics(getattr(model, "num_classes", None), fabric.device, model.loss_names)
+    ranks = fabric.global_rank, fabric.world_size, _sum_over(fabric, fabric.device)
 
     def micro_batches() -> Iterator[MicroBatch]:
         cut = evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
         pieces = cut_batch(range(len(dataset)), cut, fabric.world_size, getattr(dataset, "lengths", None))
-        found = evaluation_micro_batches(
-            split,
-            pieces,
-            loader,
-            session.quarantine,
-            fabric.global_rank,
-            fabric.world_size,
-            device_sum(fabric),
-            on_load=partial(session.monitor.doing, "evaluation"),
-        )
-        for micro in found:
+        on_load = partial(monitor.doing, "evaluation")
+        for micro in evaluation_micro_batches(split, pieces, loader, session.quarantine, *ranks, on_load=on_load):
             # An evaluation may take longer than a scheduler waits after its signal.
-            if any(session.agreement.total([float(session.guard.asked_to_stop() is not None)])):
+            if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
                 raise EvaluationStopped(f"the evaluation of {split} was left: a rank was asked to stop")
-            session.monitor.batch = micro.batch
+            monitor.batch = micro.batch
             yield micro
 
     def run() -> EvaluationResult:
-        with session.monitor.evaluating():
+        with monitor.evaluating():
             return evaluate(forward, micro_batches(), metrics)
 
     return run
@@ -163,29 +172,14 @@ Sum = Callable[[list[float]], list[float]]
 
 
 class Agreement:
-    """Sums floats over the ranks, and the votes of this rank with them.
-
-    Args:
-        total: sums a list of floats over all ranks.
-    """
+    """Sums floats over the ranks, and the votes of this rank with them."""
 
     def __init__(self, total: Sum) -> None:
         self.total = total
         self.votes: Callable[[], Sequence[float]] = tuple
+        """Gives numbers, as many on every rank, whenever all sum something."""
         self.agreed: list[float] = []
         """The sums of the votes, as of the last call."""
-
-    def ask(self, votes: Callable[[], Sequence[float]]) -> None:
-        """Ask this rank for ``votes``, numbers, as many on every rank, whenever all sum something."""
-        self.votes = votes
-
-    def leave(self) -> None:
-        """Let go of the group of the ranks, whose connections it keeps."""
-        self.total = list
-
-    def meet(self, fabric: Fabric) -> None:
-        """Sum over the group that the ranks are in now. A collective."""
-        self.total = host_sum(fabric)
 
     def __call__(self, values: list[float]) -> list[float]:
         totals = self.total([*values, *self.votes()])
@@ -193,12 +187,25 @@ class Agreement:
         return totals[: len(values)]
 
 
-def on_first(fabric: Fabric, decide: Callable[[], T]) -> T:
-    """What ``decide`` returns on the first rank, on all ranks, as JSON has it; what it refuses, all refuse alike.
+def host_sum(fabric: Fabric) -> Sum:
+    """Sums floats over the ranks on the host: through gloo, so that no rank waits for its GPU. A collective."""
+    beside = fabric.world_size > 1 and fabric.device.type == "cuda"
+    return _sum_over(fabric, torch.device("cpu"), torch.distributed.new_group(backend="gloo") if beside else None)
 
-    Raises:
-        RecipeError: the first rank's.
-    """
+
+def _sum_over(fabric: Fabric, device: torch.device, group: Any = None) -> Sum:
+    """Sums on ``device``, by default in whatever group the ranks are in by then."""
+
+    def total(values: list[float]) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(tensor, group=group)
+        return tensor.tolist()
+
+    return total if fabric.world_size > 1 else list
+
+
+def on_first(fabric: Fabric, decide: Callable[[], T]) -> T:
+    """What ``decide`` returns on the first rank, on all ranks, as JSON has it; what it refuses, all refuse alike."""
     outcome: tuple[Any, str | None] = (None, None)
     if fabric.global_rank == 0:
         try:
@@ -239,5 +246,4 @@ def from_all(fabric: Fabric, value: Any) -> list[Any]:
 
 
 def _packed(fabric: Fabric, value: Any) -> torch.Tensor:
-    content = bytearray(json.dumps(value).encode())
-    return torch.frombuffer(content, dtype=torch.uint8).to(fabric.device)
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(fabric.device)

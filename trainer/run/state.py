@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,19 +26,10 @@ from trainer.run.listeners import Stopwatch
 
 
 class Tensors:
-    """Weights, buffers and optimizer state of this rank: its shards under FSDP, masters where they are on the host.
-
-    Args:
-        stack: the model with its techniques.
-        stepper: has the optimizer.
-    """
+    """Weights, buffers and optimizer state of this rank: its shards under FSDP, masters where they are on the host."""
 
     def __init__(self, stack: Stack, stepper: Stepper) -> None:
         self.stack, self.stepper = stack, stepper
-
-    def state_dict(self) -> dict[str, Any]:
-        """``weights/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``: tensors, not copied, and numbers."""
-        return {name: value for name, value, _ in self._named()}
 
     def parts(self) -> dict[str, Part]:
         """The tensors as a checkpoint keeps them."""
@@ -58,7 +49,7 @@ class Tensors:
         frozen = {f"weights/{name}" for name, p in self.stack.module.named_parameters() if not p.requires_grad}
         return {
             name: local(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-            for name, value in self.state_dict().items()
+            for name, value, _ in self._named()
             if name not in frozen
         }
 
@@ -88,7 +79,8 @@ class Tensors:
             local(parameter).copy_(master)
 
     def _named(self) -> Iterator[tuple[str, Any, nn.Parameter | None]]:
-        """Every tensor and number, and the parameter that says how it is sharded."""
+        """``weights/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``: every tensor and number, not copied, and the
+        parameter that says how it is sharded."""
         masters = self.stack.masters or {}
         for name, parameter in self.stack.module.named_parameters():
             yield f"weights/{name}", masters.get(parameter, parameter), parameter
@@ -113,9 +105,8 @@ class Tensors:
 
 def part_of(value: Tensor, parameter: Tensor | None) -> Part:
     """``value`` as a part of a whole: the shard that the ``parameter`` it belongs to is, or all of it."""
-    if not isinstance(parameter, DTensor) or value.shape not in (parameter.shape, parameter.to_local().shape):
-        return whole(local(value))
-    if value.ndim == 0:
+    shapes = (parameter.shape, parameter.to_local().shape) if isinstance(parameter, DTensor) else ()
+    if not isinstance(parameter, DTensor) or value.ndim == 0 or value.shape not in shapes:
         return whole(local(value))
     mesh = parameter.device_mesh
     _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
@@ -134,21 +125,12 @@ def _parts_of(name: str, value: Tensor, parameter: nn.Parameter | None) -> dict[
         return {name: part}
     shard = "x".join(f"{o}+{n}" for o, n in zip(part.offset, inner.shape, strict=True))
     names, _ = inner.__tensor_flatten__()
-    return {
-        f"{name}/{key}@{shard}": Part(tensor, (0,) * tensor.ndim, tuple(tensor.shape), part.writer)
-        for key, tensor in ((key, getattr(inner, key)) for key in names)
-    }
+    return {f"{name}/{key}@{shard}": replace(whole(getattr(inner, key)), writer=part.writer) for key in names}
 
 
 @dataclass(frozen=True)
 class State:
-    """What a checkpoint keeps of a run, besides its engine: each part gives it, and takes it back.
-
-    Args:
-        tensors: of this rank.
-        stopwatch: of the training so far.
-        generators: of this rank.
-    """
+    """What a checkpoint keeps of a run, besides its engine: each part gives it, and takes it back."""
 
     tensors: Tensors
     stopwatch: Stopwatch
@@ -164,10 +146,8 @@ class State:
         self.stopwatch.load_state_dict(state["stopwatch"])
 
 
-# The state of the random generators of a process, as JSON.
-#
-# The engine seeds torch's generator before every micro-step and needs none of this. It is for models of one's own that
-# draw from ``random``, NumPy or torch in between, and for datasets that do so in this process (``data.workers`` 0).
+# The random generators of a process. The engine seeds torch's before every micro-step and needs none of this: it is for
+# models of one's own that draw from ``random``, NumPy or torch in between, and for datasets that do so in this process.
 
 
 def seed_random_state(seed: int, rank: int) -> None:
@@ -178,13 +158,10 @@ def seed_random_state(seed: int, rank: int) -> None:
 
 
 class RandomState(Listener):
-    """The generators as they are between two steps, before the next batch is loaded: what a checkpoint keeps.
+    """The generators, of the host and of ``device``, as they are between two steps, before the next batch is loaded.
 
     When a step is saved the next batch is there already, and loading it may have drawn numbers. A run that goes on from
     there loads it again, and must draw the same.
-
-    Args:
-        device: whose generator is kept besides those of the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -207,12 +184,9 @@ class RandomState(Listener):
     def state_dict(self) -> dict[str, Any]:
         """As JSON."""
         (version, numbers, gauss), (name, keys, *rest), on_host, on_device = self._state
-        state: dict[str, Any] = {
-            "python": [version, list(numbers), gauss],
-            "numpy": [name, np.asarray(keys).tolist(), *rest],
-            "torch": _text(on_host),
-        }
-        return state if on_device is None else state | {"cuda": _text(on_device)}
+        state: dict[str, Any] = {"python": [version, list(numbers), gauss]}
+        state |= {"numpy": [name, np.asarray(keys).tolist(), *rest], "torch": bytes(on_host.tolist()).hex()}
+        return state if on_device is None else state | {"cuda": bytes(on_device.tolist()).hex()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the generators into ``state``, that of a GPU only where there is one, now and when training starts."""
@@ -223,18 +197,11 @@ class RandomState(Listener):
         random.setstate((version, tuple(numbers), gauss))
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-        torch.set_rng_state(_bytes(state["torch"]))
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
         if self.device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(_bytes(state["cuda"]), self.device)
+            content = torch.tensor(list(bytes.fromhex(state["cuda"])), dtype=torch.uint8)
+            torch.cuda.set_rng_state(content, self.device)
 
     def _note(self) -> None:
         on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         self._state: Any = random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device
-
-
-def _text(state: torch.Tensor) -> str:
-    return bytes(state.tolist()).hex()
-
-
-def _bytes(text: str) -> torch.Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

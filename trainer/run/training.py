@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.checkpoint.writer import HISTORY
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import LearningRate, lr_factor
 from trainer.engine.step import Stepper
@@ -14,20 +13,12 @@ from trainer.engine.sync import GradientSync
 from trainer.errors import EvaluationStopped, Stopped
 from trainer.memory.initialize import build_module
 from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
+from trainer.report.loggers import close_loggers
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
-from trainer.report.summary import Summary
+from trainer.report.summary import Summary, summary_text, versions
 from trainer.run.checkpoints import Checkpointer
-from trainer.run.directory import (
-    describe_run,
-    open_loggers,
-    print_results,
-    read_history,
-    summarise,
-    write_recipe,
-    write_results,
-    written_to,
-)
+from trainer.run.directory import describe_run, open_loggers, report_text, write_recipe, write_results, written_to
 from trainer.run.listeners import LoggingListener, ProgressListener, Stopwatch
 from trainer.run.recovery import Recovery
 from trainer.run.resume import Resumption
@@ -36,21 +27,10 @@ from trainer.run.state import RandomState, State, Tensors, seed_random_state
 
 
 class Training:
-    """The parts of one run.
+    """The parts of one run; ``source`` is the packaged name or the path of the recipe file, if there is one."""
 
-    Args:
-        session: launched.
-        run_dir: where it writes.
-        source: the packaged name or the path of the recipe file, if there is one.
-        progress: what the person sees.
-        resumption: what it goes on from, and what its checkpoints say of it.
-    """
-
-    def __init__(
-        self, session: Session, run_dir: Path, source: str | None, progress: Progress, resumption: Resumption
-    ) -> None:
-        self.session, self.run_dir, self.progress = session, run_dir, progress
-        recipe = session.recipe
+    def __init__(self, session: Session, source: str | None, progress: Progress, resumption: Resumption) -> None:
+        self.session, self.progress, recipe = session, progress, session.recipe
         seed_random_state(recipe.seed, session.fabric.global_rank)
         self.stack, optimizer, sync = build(session)
         # It alone holds the optimizer, so that a recovery can free it.
@@ -70,10 +50,9 @@ class Training:
         self.schedule()
         tensors = Tensors(self.stack, self.stepper)
         resumption.restore_tensors(tensors)
-        resumption.restore_history(run_dir)
-        self.loggers = open_loggers(session, run_dir, resumption.step)
+        self.loggers = open_loggers(session, resumption.step)
         if session.is_first:
-            write_recipe(session, run_dir, source)
+            write_recipe(session, source)
             for line in describe_run(session, self.stack, self.windows):
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
         self.split = "val" if recipe.data.val is not None else "test"
@@ -116,16 +95,19 @@ class Training:
 
     def run(self) -> Summary:
         """Train and evaluate, and write the results however that ends."""
-        session, engine = self.session, self.engine
+        session, engine, recipe = self.session, self.engine, self.session.recipe
         result: EvaluationResult | None = None
         state: dict[str, Tensor] = {}
         status = "failed"
         all_ranks = False  # whether it is certain that every rank ends in this way
         try:
             # What is raised is told to the other ranks before results are written.
-            with session.guarded(), written_to(self.run_dir):
+            with session.guarded(), written_to(session.run_dir):
                 try:
-                    self._train()
+                    if recipe.memory.micro_batch_size == "auto" and not self.stepper.sync.applied:
+                        engine.rehearse(recipe.epochs)
+                    engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
+                    self.checkpointer.at_end(engine)
                     result = self._test()
                 except EvaluationStopped:
                     self.checkpointer.stop(engine)
@@ -144,22 +126,43 @@ class Training:
             self.checkpointer.close()
             self.recovery.close()
             self.progress.close()
-            summary = summarise(
-                session, status, engine.counters, self.stopwatch, result, self.recovery.recoveries, all_ranks
-            )
+            summary = self._summary(status, result, all_ranks)
             if session.is_first:
-                write_results(session, self.run_dir, self.stack.module, state, summary, result, self.loggers)
+                close_loggers(self.loggers, status)
+                write_results(session, self.stack.module, state, summary, result)
         if session.is_first:
-            print_results(session, self.run_dir, summary, result)
+            if result is not None:
+                print(report_text(result, session.recipe.data))
+            print(summary_text(summary, session.run_dir))
         session.fabric.barrier()
         return summary
 
-    def _train(self) -> None:
-        recipe, engine = self.session.recipe, self.engine
-        if recipe.memory.micro_batch_size == "auto" and not self.stepper.sync.applied:
-            engine.rehearse(recipe.epochs)
-        engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
-        self.checkpointer.at_end(engine)
+    def _summary(self, status: str, result: EvaluationResult | None, all_ranks: bool) -> Summary:
+        """What ``summary.json`` will hold; a collective if ``all_ranks`` of the run are known to come here."""
+        session, counters, stopwatch = self.session, self.engine.counters, self.stopwatch
+        recipe, world, cut = session.recipe, session.world, session.plan.first_cut
+        memory = session.monitor.report(all_ranks)
+        if session.forecast is not None:
+            memory |= session.forecast.beside(memory)
+        final_split = "val" if recipe.data.test is None else "test"
+        return Summary(
+            status=status,
+            steps=counters.step,
+            skipped_steps=counters.skipped_steps,
+            recoveries=self.recovery.recoveries,
+            world_size=session.plan.world_size,
+            launcher=world.launcher,
+            nodes=world.nodes,
+            backend=world.backend,
+            batch_size=cut.batch_size,
+            micro_batch_size=cut.micro_batch_size,
+            accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else cut.accumulate,
+            metrics={final_split: {"accuracy": result.accuracy, "loss": result.loss}} if result else {},
+            memory=memory,
+            samples_per_second=stopwatch.samples_per_second,
+            seconds=stopwatch.seconds,
+            versions=versions(),
+        )
 
     def _test(self) -> EvaluationResult | None:
         """The final figures: on the test set, or on what was evaluated last."""
@@ -181,7 +184,8 @@ class Training:
         """``metrics.csv`` up to now."""
         for logger in self.loggers:
             logger.save()
-        return read_history(self.run_dir)
+        path = self.session.run_dir / HISTORY
+        return path.read_bytes() if path.exists() else b""
 
 
 def build(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
