@@ -201,12 +201,7 @@ class Report:
     """
 
     def __init__(
-        self,
-        out: Path,
-        reference: str,
-        machine: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        rungs: Sequence[Rung],
+        self, out: Path, reference: str, machine: Mapping[str, Any], settings: Mapping[str, Any], rungs: Sequence[Rung]
     ) -> None:
         self.out, self.machine, self.reference = out, machine, reference
         self.environment = {

@@ -191,11 +191,7 @@ def _add_up(backend: str, rank: int, size: int, listener: socket.socket) -> bool
         listener.close()
         store = dist.TCPStore(ADDRESS, port, wait_for_workers=False, timeout=timedelta(seconds=MEETING_SECONDS))
     dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=MEETING_SECONDS),
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=MEETING_SECONDS)
     )
     value = torch.tensor(float(rank + 1), device="cuda" if backend == "nccl" else "cpu")
     dist.all_reduce(value)
