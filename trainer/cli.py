@@ -156,10 +156,8 @@ def _report(error: BaseException) -> int:
 
 
 def _quiet_libraries() -> None:
-    """Keep from stderr what libraries say to nobody: bars, each an endless line in a log file, and two warnings.
-
-    These come with every model of transformers, which imports torchao, which registers classes in torch's old way.
-    """
+    """Keep from stderr what libraries say to nobody: bars, each an endless line in a log file, and what torch says of
+    torchao's classes, which come with every model of transformers."""
     logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_torchao)
     os.environ["MPLBACKEND"] = "agg"  # for files; a name of no backend would end the import of torchmetrics
     if not sys.stderr.isatty():

@@ -65,8 +65,7 @@ class Model:
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
     def unloaded(self) -> Model:
-        """This model with random weights (by default without its field ``weights``), so that ``build`` reads none: to
-        predict what it needs before it is there."""
+        """This model with random weights, so that ``build`` reads none: by default without its field ``weights``."""
         if getattr(self, "weights", None) is None:
             return self
         return dataclasses.replace(self, weights=None)  # type: ignore[type-var]

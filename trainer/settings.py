@@ -66,10 +66,9 @@ def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
 
 
 def dump_recipe(recipe: Recipe, source: str | None) -> str:
-    """``recipe`` as YAML: the name or path of its file first, then every field; ``trainer fit`` reads it back.
+    """``recipe`` as YAML for ``trainer fit``: the name or path of its file first, then every field, secrets redacted.
 
-    Without a file (``None``) the YAML is a record only: the classes of model and data are not in it. Secrets are
-    redacted; what lacks them is refused when it is read back, until they are given again.
+    Without a file (``None``) it is a record only: the classes of model and data are not in it.
     """
     # Not with jsonargparse's dump, which writes the epochs of a schedule as strings: {'0': 8, '4': 2}.
     values = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}

@@ -114,12 +114,7 @@ def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[P
 
 
 def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool = False) -> None:
-    """Write the model of the first valid one of ``paths`` to ``out``; ``trusted`` as for ``load_recipe``.
-
-    Raises:
-        RecipeError: when there is no recipe to build the model from, or ``out`` exists.
-        CorruptCheckpoint: when none is valid.
-    """
+    """Write the model of the first valid one of ``paths`` to ``out``; ``trusted`` as for ``load_recipe``."""
     for path in paths:
         problem = fault_of(path)
         if problem is None:

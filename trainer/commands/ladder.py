@@ -146,8 +146,7 @@ def choose(rungs: Sequence[Rung], wanted: str | None) -> list[Rung]:
 
 
 class Report:
-    """The table that is printed row by row, ``ladder.json`` and ``ladder.png``, for a ``machine`` as ``probe_machine``
-    found it."""
+    """The table that is printed row by row, ``ladder.json`` and ``ladder.png``."""
 
     def __init__(
         self, out: Path, reference: str, machine: Mapping[str, Any], settings: Mapping[str, Any], rungs: Sequence[Rung]
@@ -167,9 +166,8 @@ class Report:
 
     def announce(self, number: int, rung: Rung) -> None:
         """Say which rung is being measured; on a terminal its row then takes the line's place."""
-        end = "\r" if sys.stderr.isatty() else "\n"
-        line = f"rung {number}/{len(self.rungs)}: {rung.name}"
-        print(f"{line:<{self._width}}", end=end, file=sys.stderr, flush=True)
+        line = f"rung {number}/{len(self.rungs)}: {rung.name}".ljust(self._width)
+        print(line, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
     def add(self, rung: Rung, trial: Trial) -> None:
         """Print and write a row, with the relative difference of its last loss from the baseline's."""
@@ -207,18 +205,17 @@ class Report:
             kinds = ["allocated", "reserved"] if self.cuda else ["resident"]
             bars = [(rung.label, [*self._memory(trial)], trial.status) for rung, trial, _ in self.rows]
             plot_ladder(bars, kinds, f"{self.reference} on {self.machine['device']}", self.out / "ladder.png")
-        missing = "" if self._complete() else f" (stopped after {len(self.rows)} of {len(self.rungs)} rungs)"
+        done, wanted = len(self.rows), len(self.rungs)
+        missing = "" if done == wanted else f" (stopped after {done} of {wanted} rungs)"
         print(f"files: {escaped(self.out)}: ladder.json, ladder.png and a folder and a log for each rung{missing}")
-
-    def _complete(self) -> bool:
-        return len(self.rows) == len(self.rungs)
 
     def _write(self) -> None:
         rows = [
             {"name": rung.name, "note": rung.note, "loss_difference": difference} | trial.to_json()
             for rung, trial, difference in self.rows
         ]
-        content = {"recipe": self.reference, "date": self._date, "complete": self._complete()}
+        complete = len(self.rows) == len(self.rungs)
+        content = {"recipe": self.reference, "date": self._date, "complete": complete}
         content |= {"settings": {**self.settings, "rungs": [rung.name for rung in self.rungs]}, "machine": self.machine}
         content |= {"environment": self.environment, "versions": self._versions, "rungs": rows}
         write_atomic(self.out / "ladder.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -45,10 +45,9 @@ class Trial:
         status: finished, refused (the settings cannot work), out of memory, killed, too slow, or failed.
         reason: of a run that did not finish, the first line that says why.
         command: what repeats it; ``to_json`` leaves out where Python and the run directory are on this machine.
-        seconds: wall time of the process, from start to end.
+        seconds: wall time of the process.
         plan: the line in which the run said what it decided.
-        steps: that were taken.
-        losses: of every step, the mean loss before its update.
+        steps: that were taken; ``losses`` of each, before its update.
         samples_per_second: over all ranks, without the first step, which warms up, unless there is no other.
         memory: what ``summary.json`` says under that key: GB (1e9 bytes).
     """

@@ -121,10 +121,7 @@ def _write(path: Path, reference: str, found: dict[str, Any]) -> dict[str, Any]:
 def chosen_command(
     reference: str, passed: Sequence[tuple[str, str | None]], recipe: Recipe, report: PlanReport
 ) -> list[str]:
-    """The command that trains the chosen plan, with the flags that were given; what belongs together is one word.
-
-    Empty when nothing was chosen.
-    """
+    """The command that trains the chosen plan, with the flags that were given, a word each; empty without a plan."""
     if report.chosen is None:
         return []
     here = report.devices // report.nodes

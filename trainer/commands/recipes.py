@@ -20,6 +20,9 @@ from trainer.system.redact import refuse_redacted
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags, RecipeParser
 
+MOST = 1_000_000
+"""Of whatever a command's own flags count: devices, nodes, steps, trials."""
+
 
 def recipes_folder() -> Path:
     """The packaged recipes: inside the installed package, or beside it in a checkout."""
@@ -146,14 +149,7 @@ def asked_for(
 ) -> Asked | None:
     """Read the command line of a command that takes a recipe, or the directory of a run, and then flags.
 
-    Args:
-        command: its name.
-        what: RECIPE or RUN_DIR; ``named`` finds the recipe of one.
-        argv: the words after its name.
-        own: its own flags.
-
-    Returns:
-        ``None`` when printing was all that was asked for.
+    ``what`` is RECIPE, or RUN_DIR, whose recipe ``named`` finds. ``None`` when printing was all that was asked for.
     """
     from trainer.commands.flags import scan
 
@@ -189,12 +185,6 @@ def resolve(recipe: Recipe, source: str, flags: Flags, usage: str, own: OwnFlags
         print(dump_recipe(resolved, source), end="")
         return None
     return resolved
-
-
-# What the flags of commands have in common that are not a recipe's. Imports no torch.
-
-MOST = 1_000_000
-"""Of whatever is counted: devices, nodes, steps, trials."""
 
 
 def count(name: str, text: str) -> int:

@@ -155,9 +155,6 @@ def keys(split: Any) -> dict[int, bytes]:
     return found
 
 
-# The model and its data: whether they can be prepared, and fit each other.
-
-
 def vocabulary(subject: Subject) -> Iterator[Finding]:
     """Whether the model has a row for every token that the tokenizer makes."""
     tokenizer = subject.recipe.model.tokenizer_or_none()

@@ -38,10 +38,8 @@ CUT = ("batch_size", "accumulate", "memory.micro_batch_size")
 
 
 class FitCommand(NamedTuple):
-    """A ``trainer fit`` that resumes by itself; ``flags`` are those that were given, without what the others say.
-
-    ``cut`` are the samples of a batch and of a micro-batch, where the supervisor has changed how batches are cut.
-    """
+    """A ``trainer fit`` that resumes by itself; ``flags`` are those that were given, without what the others say;
+    ``cut`` is the samples of a batch and of a micro-batch, where the supervisor has changed how batches are cut."""
 
     recipe: str
     flags: tuple[str, ...]
@@ -167,10 +165,8 @@ VMSTAT, CGROUPS, CGROUP_ROOT = Path("/proc/vmstat"), Path("/proc/self/cgroup"), 
 
 
 def kernel_kills() -> int:
-    """How many processes the kernel has killed for want of memory, of this control group, or else of this machine.
-
-    0 where neither is told. Only a difference between two calls means something.
-    """
+    """How many processes the kernel has killed for want of memory, of this control group or else of this machine; 0
+    where neither is told. Only a difference between two calls means something."""
     told = [VMSTAT]
     with suppress(OSError, StopIteration):
         line = next(line for line in CGROUPS.read_text().splitlines() if line.startswith("0::"))
@@ -194,11 +190,8 @@ def attempts(run_dir: Path) -> int:
 
 
 def known_cut(run_dir: Path, before: int) -> tuple[int, int] | None:
-    """How an attempt's batches were cut in the end: the samples of a batch and of a micro-batch.
-
-    ``None`` where micro-batches cannot be made smaller, for each epoch has a batch of its own, or where the attempt,
-    the one after ``before`` others, has ended before it was decided.
-    """
+    """An attempt's samples of a batch and of a micro-batch in the end; ``None`` where each epoch has its own batch,
+    or where the attempt, the one after ``before`` others, has ended before it was decided."""
     cut = read_object(run_dir / STATUS, MOST_BYTES).get("cut")
     if attempts(run_dir) == before or not isinstance(cut, dict):
         return None
@@ -207,10 +200,7 @@ def known_cut(run_dir: Path, before: int) -> tuple[int, int] | None:
 
 
 class Journal:
-    """``supervisor.json``, every attempt so far: written anew whenever one begins or ends, without secrets.
-
-    What an earlier supervisor wrote is kept.
-    """
+    """``supervisor.json``: every attempt, an earlier supervisor's too; written anew whenever one begins or ends."""
 
     def __init__(self, run_dir: Path, command: list[str]) -> None:
         self.path = run_dir / "supervisor.json"

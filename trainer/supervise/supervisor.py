@@ -77,9 +77,9 @@ def split(argv: Sequence[str]) -> tuple[SimpleNamespace, list[str]]:
     """The flags of ``trainer run``, and the words of the recipe; the two dashes between may be left out."""
     own = SimpleNamespace(**{name: value for name, (value, _) in FLAGS.items()})
     rest = list(argv)
+    one = "trainer run starts the ranks of one machine; for several, run launch/nodes.sh on each, which starts them"
     while rest and rest[0].startswith("--") and rest[0] != "--":
         name, equals, text = rest.pop(0)[2:].partition("=")
-        one = "trainer run starts the ranks of one machine; for several, run launch/nodes.sh on each, which starts them"
         require(name not in SEVERAL_MACHINES, f"--{name}: {one} again, too")
         require(name in FLAGS, f"unknown flag --{name}: flags of the recipe come after it (trainer run --help)")
         require(bool(equals or rest), f"flag --{name} needs a value")
@@ -99,7 +99,7 @@ def _number(name: str, text: str) -> float:
 
 
 def fit_command(words: Sequence[str], ranks: int | None) -> FitCommand:
-    """What is started for the words after the flags of ``trainer run``: not with flags that it gives itself."""
+    """What is started for the words after the flags of ``trainer run``; flags that it gives itself are refused."""
     named = bool(words) and not words[0].startswith("-")
     require(named, "run needs a RECIPE after its own flags: see trainer run --help")
     launched = "TORCHELASTIC_RUN_ID" in os.environ
@@ -131,10 +131,7 @@ Outcome = tuple[str, int]
 
 
 class Supervisor:
-    """Starts the attempts of one run, one after the other.
-
-    One that was asked to stop may take ``grace`` seconds; for ``None``, as long as it takes.
-    """
+    """The attempts of one run; one that is asked to stop may take ``grace`` seconds (``None``: as long as it takes)."""
 
     def __init__(self, command: FitCommand, policy: Policy, grace: float | None = None) -> None:
         self.command, self.policy, self.grace = command, policy, grace
@@ -250,13 +247,10 @@ class Decision(NamedTuple):
 
 @dataclass
 class Policy:
-    """Counts restarts and crashes; both counts begin anew when a newer checkpoint is there.
+    """Counts restarts, of which so many are ``allowed``, and crashes in a row, of which ``patience`` are too many.
 
-    Args:
-        allowed: restarts, at most.
-        patience: crashes in a row with the same newest checkpoint after which it is no use.
-        first_wait: seconds before the first restart; twice as long before each further one, up to a minute.
-        newest: step of the newest checkpoint; -1 for none.
+    Both counts begin anew when there is a checkpoint after the step ``newest`` (-1: none). It waits ``first_wait``
+    seconds before the first restart, and twice as long before each further one, up to a minute.
     """
 
     allowed: int
