@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import pytest
 import torch
 from helpers.warm import python
 from safetensors.torch import save_file
@@ -91,17 +90,11 @@ RECIPES = ("vit_digits", "mlp_fashion_mnist", "distilbert_imdb", "bigbird_imdb")
 
 def test_every_setting_that_a_page_names_exists():
     known = {key for name in RECIPES for key in settings_of(load_recipe(name)[0])}
-    known |= {
-        f"data.{field.name}" for kind in (ImageFolder, TextFiles, StreamedText) for field in dataclasses.fields(kind)
-    }
+    kinds = (ImageFolder, TextFiles, StreamedText)
+    known |= {f"data.{field.name}" for kind in kinds for field in dataclasses.fields(kind)}
     known |= {key.rsplit(".", 1)[0] for key in known}
-    files = {
-        "memory.png",
-        "model.safetensors",
-        "model.safetensors.index",
-        "model.parameters",
-        "run.lock",
-    }  # and what code calls so
+    files = {"memory.png", "model.safetensors", "model.safetensors.index", "run.lock"}
+    files |= {"model.parameters"}  # what code calls so
     own_models = {"data.size"}  # of the network in docs/your-own-model.md
     named = {(page, key) for page in [*PAGES, "CHANGELOG.md", "benchmarks/README.md"] for key in found_in(page)}
     assert len({key for _, key in named}) > 40
@@ -119,13 +112,12 @@ def test_every_memory_setting_is_on_the_page_of_techniques():
 
 def test_links_within_the_page_of_techniques_lead_to_its_headings():
     text = (ROOT / "docs/techniques.md").read_text()
-    headings = {
-        re.sub(r"[^a-z0-9 -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^## (.*)", text, re.M)
-    }
+    lines = re.findall(r"^## (.*)", text, re.M)
+    headings = {re.sub(r"[^a-z0-9 -]", "", line.lower()).replace(" ", "-") for line in lines}
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) - headings == set()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
-        assert ((ROOT / page).parent / target).exists(), target
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
+            assert ((ROOT / page).parent / target).exists(), (page, target)

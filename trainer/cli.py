@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NoReturn
 
 import trainer
 from trainer.errors import EXIT_REQUEUE, NothingNamed, RecipeError, RunError, Stopped
@@ -24,7 +24,17 @@ usage: trainer COMMAND ...
 {summary}
 
 commands:
-{commands}
+  fit RECIPE [flags]        train, evaluate and write a run directory
+  run [--restarts N] -- RECIPE [flags]
+                            fit, started again from its newest checkpoint when it dies; `trainer run --help`
+  doctor RECIPE [flags]     check this machine, the data and the model before a run: each finding with its fix
+  plan RECIPE [flags]       find the fastest plan that fits a memory budget, for GPUs that need not be there
+  ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
+  evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
+  checkpoint list|verify|export DIR
+                            look at the checkpoints of a run, check them, or make a model of one
+  predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]
+                            classify texts or images with the trained model of a run directory
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
 names is executed only with --trust-recipe.
@@ -34,83 +44,36 @@ options:
   -h, --help                show this page; `trainer fit RECIPE --help` lists every flag, with its value in that recipe
   --version                 show the version
 """
-
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
 """What a collective says when another rank is gone."""
 
 
-class Command(NamedTuple):
-    """A row of the table of commands.
-
-    Args:
-        runs: the module and, after the colon, the function that takes the words after the command's name and may
-            return an exit code. It is imported when the command is given.
-        words: that follow its name; the first says what it takes.
-        help: what it does.
-    """
-
-    runs: str
-    words: str
-    help: str
-
-    def run(self, argv: list[str]) -> int:
-        """Carry it out; its exit code."""
-        module, _, function = self.runs.partition(":")
-        return getattr(import_module(f"trainer.{module}"), function)(argv) or 0
-
-
 COMMANDS = {
-    "fit": Command("commands.runs:fit", "RECIPE [flags]", "train, evaluate and write a run directory"),
-    "run": Command(
-        "supervise.command:run_command",
-        "[--restarts N] -- RECIPE [flags]",
-        "fit, started again from its newest checkpoint when it dies; `trainer run --help`",
-    ),
-    "doctor": Command(
-        "commands.doctor:doctor",
-        "RECIPE [flags]",
-        "check this machine, the data and the model before a run: each finding with its fix",
-    ),
-    "plan": Command(
-        "commands.plan:plan",
-        "RECIPE [flags]",
-        "find the fastest plan that fits a memory budget, for GPUs that need not be there",
-    ),
-    "ladder": Command(
-        "commands.ladder:ladder",
-        "RECIPE [flags]",
-        "measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss",
-    ),
-    "evaluate": Command("commands.runs:evaluate", "RUN_DIR [flags]", "evaluate the trained model of a run directory"),
-    "checkpoint": Command(
-        "commands.checkpoint:checkpoint",
-        "list|verify|export DIR",
-        "look at the checkpoints of a run, check them, or make a model of one",
-    ),
-    "predict": Command(
-        "commands.runs:predict",
-        "RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]",
-        "classify texts or images with the trained model of a run directory",
-    ),
+    "fit": "commands.runs:fit",
+    "run": "supervise.supervisor:run_command",
+    "doctor": "commands.doctor:doctor",
+    "plan": "commands.plan:plan",
+    "ladder": "commands.ladder:ladder",
+    "evaluate": "commands.runs:evaluate",
+    "checkpoint": "commands.checkpoint:checkpoint",
+    "predict": "commands.runs:predict",
 }
+"""What carries a command out: a function, imported when it is given, of the words after its name; and maybe a code."""
 
 
 def entry() -> None:
     """The ``trainer`` command."""
     keep_streams()
     argv = sys.argv[1:]
-    code = run(argv) or _output_lost(argv)
-    _leave_failed_ranks(code)
-    sys.exit(code)
+    _end(run(argv) or _output_lost(argv))
 
 
 def run(argv: Sequence[str]) -> int:
     """Run a command line, without the program's name, and return its exit code.
 
-    A setting that cannot work is one line on stderr and exit code 2, a run that could not go on one line and exit
-    code 1, an error of anybody's own code in a run, ``sys.exit()`` among them, a line that says where it was, its
-    traceback and exit code 1, and a run that stopped because it was asked to exit code 75; any other exception is
-    passed on.
+    A setting that cannot work is one line on stderr and 2; a run that could not go on, one line and 1; an error of
+    anybody's own code in a run, ``sys.exit()`` among them, a line that says where, its traceback and 1; a run that
+    was asked to stop, 75. Any other exception is passed on.
     """
     return _guarded(lambda: _dispatch(list(argv)))
 
@@ -118,24 +81,36 @@ def run(argv: Sequence[str]) -> int:
 def main(recipe: Recipe) -> None:
     """Train ``recipe``, with the flags of ``trainer fit``: for ``python my_recipe.py --epochs 3``."""
     keep_streams()
-    if code := _guarded(lambda: _script(recipe)) or _output_lost(["fit", *sys.argv[1:]]):
-        _leave_failed_ranks(code)
-        sys.exit(code)
+
+    def script() -> None:
+        require_numbers()
+        from trainer.commands.runs import fit_script
+
+        fit_script(recipe)
+
+    if code := _guarded(script) or _output_lost(["fit", *sys.argv[1:]]):
+        _end(code)
 
 
 def fit_command(argv: Sequence[str]) -> None:
     """``trainer fit``, raising what :func:`run` prints: for a launcher with a way of its own to report errors."""
-    COMMANDS["fit"].run(list(argv))
+    _carry_out("fit", list(argv))
 
 
-def _leave_failed_ranks(code: int) -> None:
-    """End a rank that failed among several without Python's own end: gloo would abort in it, with another code."""
+def _carry_out(command: str, argv: list[str]) -> int:
+    module, _, function = COMMANDS[command].partition(":")
+    return getattr(import_module(f"trainer.{module}"), function)(argv) or 0
+
+
+def _end(code: int) -> NoReturn:
+    """Exit; a rank that failed among several without Python's own end: gloo would abort in it, with another code."""
     launched = sys.modules.get("trainer.faults.signals")  # else nothing was begun that could abort
     if code and launched is not None and number("WORLD_SIZE", 1) > 1:
         launched.wait_for_children()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    sys.exit(code)
 
 
 def _output_lost(argv: Sequence[str]) -> int:
@@ -181,11 +156,8 @@ def _report(error: BaseException) -> int:
 
 
 def _quiet_libraries() -> None:
-    """Keep from stderr what libraries say to nobody: bars, each an endless line in a log file, and two warnings.
-
-    They come with every import of a model of transformers, which imports torchao, which registers two of its classes
-    in a way that torch will not take any more one day.
-    """
+    """Keep from stderr what libraries say to nobody: bars, each an endless line in a log file, and what torch says of
+    torchao's classes, which come with every model of transformers."""
     logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_torchao)
     os.environ["MPLBACKEND"] = "agg"  # for files; a name of no backend would end the import of torchmetrics
     if not sys.stderr.isatty():
@@ -194,8 +166,7 @@ def _quiet_libraries() -> None:
 
 
 def _is_not_of_torchao(record: logging.LogRecord) -> bool:
-    told = record.args if isinstance(record.args, tuple) else ()
-    return not any(str(getattr(value, "__module__", "")).startswith("torchao.") for value in told)
+    return not any(str(getattr(value, "__module__", "")).startswith("torchao.") for value in record.args or ())
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -203,13 +174,15 @@ def _dispatch(argv: list[str]) -> int:
     if first in COMMANDS:
         require_numbers()
         try:
-            return COMMANDS[first].run(argv[1:])
+            return _carry_out(first, argv[1:])
         except NothingNamed:
             if not {"-h", "--help"} & set(argv):
                 raise
             first = "--help"
     if first in ("-h", "--help"):
-        _print_usage()
+        from trainer.commands.recipes import packaged_recipes
+
+        print(USAGE.format(summary=trainer.__doc__, recipes=", ".join(packaged_recipes())), end="")
     elif first == "--version":
         print(f"trainer {trainer.__version__}")
     else:
@@ -219,19 +192,3 @@ def _dispatch(argv: list[str]) -> int:
         suggestion = did_you_mean(first.lstrip("-"), COMMANDS)
         raise RecipeError(f"unknown {kind} {first}{suggestion} (commands: {', '.join(COMMANDS)})")
     return 0
-
-
-def _print_usage() -> None:
-    from trainer.commands.recipes import packaged_recipes
-
-    rows = [(f"{name} {command.words}", command.help) for name, command in COMMANDS.items()]
-    table = [f"  {line:<26}{text}" if len(line) < 26 else f"  {line}\n{'':28}{text}" for line, text in rows]
-    names = ", ".join(packaged_recipes())
-    print(USAGE.format(summary=trainer.__doc__, commands="\n".join(table), recipes=names), end="")
-
-
-def _script(recipe: Recipe) -> None:
-    require_numbers()
-    from trainer.commands.runs import fit_script
-
-    fit_script(recipe)

@@ -21,10 +21,8 @@ PADDING_MULTIPLE = 8
 class Model:
     """What is trained. A model of one's own is a dataclass that subclasses this and defines ``build`` and ``losses``.
 
-    To start on meta as well (``memory.init=meta``), it defines ``skeleton`` and ``pretrained``; ``build`` is then made
-    of the two.
-
-    Fields that the dataset knows better (``num_classes``, ``image_size``, ``class_names``) may be left at ``None``:
+    To start on meta as well (``memory.init=meta``), it defines ``skeleton`` and ``pretrained``, of which ``build`` is
+    then made. Fields that the dataset knows better (``num_classes``, ``image_size``, ``class_names``) may be ``None``:
     they are filled from the dataset's attributes of the same names before ``build`` is called.
     """
 
@@ -49,10 +47,8 @@ class Model:
         """Fetch what ``build`` reads (weights, configuration); called once a node before any rank builds."""
 
     def build(self) -> nn.Module:
-        """Create the module on the current default device and in the current default dtype.
-
-        For a model with ``skeleton`` and ``pretrained`` this is the one filled from the other.
-        """
+        """Create the module on the current default device, in the current default dtype; by default the ``skeleton``,
+        filled from what is ``pretrained``."""
         if not self.starts_on_meta():
             raise NotImplementedError(f"{type(self).__name__} must define build() -> nn.Module")
         from trainer.weights.streaming import build_streamed
@@ -60,10 +56,8 @@ class Model:
         return build_streamed(self)
 
     def skeleton(self) -> nn.Module:
-        """Create the module as ``build`` does, in the current default dtype, but load no weights.
-
-        It is called where parameters go to meta as soon as they are made, and buffers are real.
-        """
+        """Create the module as ``build`` does, in the current default dtype, but load no weights: called where
+        parameters go to meta as soon as they are made, and buffers are real."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
     def pretrained(self) -> Pretrained:
@@ -71,10 +65,7 @@ class Model:
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
     def unloaded(self) -> Model:
-        """This model with random weights, so that ``build`` reads none: to predict what it needs before it is there.
-
-        The default leaves out a field ``weights``, if there is one.
-        """
+        """This model with random weights, so that ``build`` reads none: by default without its field ``weights``."""
         if getattr(self, "weights", None) is None:
             return self
         return dataclasses.replace(self, weights=None)  # type: ignore[type-var]
@@ -89,11 +80,8 @@ class Model:
         raise NotImplementedError(f"{type(self).__name__} must define losses(module, batch) -> Iterator[Loss]")
 
     def weigh(self, batch: Any) -> dict[str, float]:
-        """The weight of every loss of a micro-batch, from its host copy, before any forward.
-
-        The default counts the entries of ``batch["labels"]`` that are not ``-100``: samples for a classifier, tokens
-        for a tagger or a language model.
-        """
+        """The weight of every loss of a micro-batch, from its host copy, before any forward: by default the entries of
+        ``batch["labels"]`` that are not ``-100``, samples for a classifier, tokens for a tagger or a language model."""
         try:
             labels = batch["labels"]
             entries = labels.numel()
@@ -106,8 +94,7 @@ class Model:
             ignored = labels.flatten().tolist().count(IGNORED_LABEL)
         else:
             ignored = int((labels == IGNORED_LABEL).count_nonzero())
-        count = float(entries - ignored)
-        return dict.fromkeys(self.loss_names, count)
+        return dict.fromkeys(self.loss_names, float(entries - ignored))
 
     def tokenizer_or_none(self) -> Any:
         """The tokenizer that the dataset must use, for text models."""
@@ -126,13 +113,8 @@ class Model:
         return dict(state)
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write the trained model to ``folder``, for a model with ``own_format``.
-
-        Args:
-            module: what ``build`` made; its own weights may be sharded.
-            folder: an empty folder.
-            state: all weights and persistent buffers by name, whole.
-        """
+        """Write the trained model to an empty ``folder``, for a model with ``own_format``. The weights of ``module``
+        may be sharded; ``state`` holds all weights and persistent buffers by name, whole."""
         raise NotImplementedError(f"{type(self).__name__} has own_format and must define save(module, folder, state)")
 
     def saved_in(self, folder: Path) -> Model:

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_origin, get_type_hints
 
 from trainer.contract import Data, Model
 from trainer.errors import require, require_choice, require_positive, require_types
@@ -15,15 +16,11 @@ from trainer.system.text import parse_budget, parse_duration
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Schedule = Literal["constant", "cosine", "linear"]
-OptimizerName = Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion"]
-CPUOffload = Literal["none", "optimizer", "parameters", "auto"]
-Init = Literal["device", "meta"]
 Compile = Literal["none", "blocks", "model"]
-StateBits = Literal[32, 8, 4]
 ScaleLR = Literal["none", "linear", "sqrt"]
-Accelerator = Literal["auto", "cpu", "cuda"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 
+_hints: Any = cache(get_type_hints)
 MOST_WORKERS = 1024
 """Processes that a run may start on a machine."""
 
@@ -47,7 +44,7 @@ class Optim:
         reference_batch_size: the batch size that lr was chosen for; needed by scale_lr.
     """
 
-    name: OptimizerName = "adamw"
+    name: Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion"] = "adamw"
     _: KW_ONLY
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -59,30 +56,18 @@ class Optim:
     reference_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        require_types("optim.", self)
-        require_choice("optim.name", self.name, OptimizerName)
-        require_choice("optim.schedule", self.schedule, Schedule)
-        require_choice("optim.scale_lr", self.scale_lr, ScaleLR)
+        _check("optim.", self, positive=("reference_batch_size",))
         require(0 < self.lr < math.inf, f"optim.lr={self.lr} must be greater than 0, and finite")
         decay = self.weight_decay
         require(0 <= decay < math.inf, f"optim.weight_decay={decay} must not be negative, and be finite")
         require(0 <= self.momentum < 1, f"optim.momentum={self.momentum} must be in [0, 1)")
-        require(
-            not self.momentum or self.name in ("sgd", "rmsprop"),
-            f"optim.momentum={self.momentum} has no meaning for {self.name}: use optim.name sgd or rmsprop",
-        )
+        why = f"optim.momentum={self.momentum} has no meaning for {self.name}: use optim.name sgd or rmsprop"
+        require(not self.momentum or self.name in ("sgd", "rmsprop"), why)
         require(self.warmup_steps >= 0, f"optim.warmup_steps={self.warmup_steps} must not be negative")
-        require(
-            self.clip_norm is None or self.clip_norm > 0,
-            f"optim.clip_norm={self.clip_norm} must be greater than 0; null turns clipping off",
-        )
-        if self.reference_batch_size is not None:
-            require_positive("optim.reference_batch_size", self.reference_batch_size)
-        require(
-            self.scale_lr == "none" or self.reference_batch_size is not None,
-            f"optim.scale_lr={self.scale_lr} needs optim.reference_batch_size, the batch size that optim.lr was chosen "
-            "for",
-        )
+        why = f"optim.clip_norm={self.clip_norm} must be greater than 0; null turns clipping off"
+        require(self.clip_norm is None or self.clip_norm > 0, why)
+        why = f"optim.scale_lr={self.scale_lr} needs optim.reference_batch_size, the batch size that optim.lr was"
+        require(self.scale_lr == "none" or self.reference_batch_size is not None, f"{why} chosen for")
 
 
 @dataclass(frozen=True)
@@ -133,36 +118,22 @@ class Memory:
     sync_every_micro_step: bool | None = None
     activation_checkpointing: Literal["none", "selective", "full", "auto"] | float = "none"
     activation_offload: bool | Literal["auto"] = False
-    cpu_offload: CPUOffload = "none"
-    optimizer_state_bits: StateBits = 32
+    cpu_offload: Literal["none", "optimizer", "parameters", "auto"] = "none"
+    optimizer_state_bits: Literal[32, 8, 4] = 32
     stochastic_rounding: bool = False
     optimizer_in_backward: bool = False
-    init: Init = "device"
+    init: Literal["device", "meta"] = "device"
     compile: Compile = "none"
     correct_batchnorm: bool = True
 
     def __post_init__(self) -> None:
-        require_types("memory.", self)
-        require_choice("memory.precision", self.precision, Precision)
-        require_choice("memory.strategy", self.strategy, Strategy)
-        require_choice("memory.cpu_offload", self.cpu_offload, CPUOffload)
-        require_choice("memory.init", self.init, Init)
-        require_choice("memory.compile", self.compile, Compile)
-        require_choice("memory.optimizer_state_bits", self.optimizer_state_bits, StateBits)
-        require_positive("memory.replicas", self.replicas)
-        if self.micro_batch_size != "auto":
-            require_positive("memory.micro_batch_size", self.micro_batch_size)
-        if self.micro_batch_tokens is not None:
-            require_positive("memory.micro_batch_tokens", self.micro_batch_tokens)
+        _check("memory.", self, positive=("replicas", "micro_batch_size", "micro_batch_tokens"))
         if self.budget is not None:
             parse_budget(self.budget, 0)
         kept = self.activation_checkpointing
-        require(
-            kept in ("none", "selective", "full", "auto")
-            or (isinstance(kept, int | float) and not isinstance(kept, bool) and 0 <= kept <= 1),
-            f"memory.activation_checkpointing={kept!r} is neither none, selective, full, auto nor a fraction of the "
-            "blocks between 0 and 1",
-        )
+        fraction = isinstance(kept, int | float) and not isinstance(kept, bool) and 0 <= kept <= 1
+        why = f"memory.activation_checkpointing={kept!r} is neither none, selective, full, auto nor a fraction of the "
+        require(fraction or kept in ("none", "selective", "full", "auto"), f"{why}blocks between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -183,16 +154,12 @@ class Checkpoint:
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
-        require_types("checkpoint.", self)
+        _check("checkpoint.", self, positive=("keep_last",))
         if isinstance(self.every, str):
             parse_duration("checkpoint.every", self.every)
         elif self.every is not None:
             require_positive("checkpoint.every", self.every)
-        require_positive("checkpoint.keep_last", self.keep_last)
-        require(
-            isinstance(self.keep_best, int) and self.keep_best >= 0,
-            f"checkpoint.keep_best={self.keep_best!r} must be an integer of at least 0",
-        )
+        require(self.keep_best >= 0, f"checkpoint.keep_best={self.keep_best!r} must be an integer of at least 0")
 
 
 @dataclass(frozen=True)
@@ -226,7 +193,7 @@ class Run:
     _: KW_ONLY
     dir: str | None = None
     devices: int | Literal["auto"] = "auto"
-    accelerator: Accelerator = "auto"
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     logger: list[LoggerName] = field(default_factory=lambda: ["csv"])
     progress: bool = True
     max_skipped_steps: int = 20
@@ -240,18 +207,14 @@ class Run:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        require_types("run.", self)
-        require_choice("run.accelerator", self.accelerator, Accelerator)
+        _check("run.", self, positive=("max_skipped_steps",))
         for name in self.logger:
             require_choice("run.logger", name, LoggerName)
         if self.devices != "auto":
             require_positive("run.devices", self.devices, MOST_WORKERS)
-        require_positive("run.max_skipped_steps", self.max_skipped_steps)
         require(bool(self.resume), "run.resume is empty: give auto, none or the path of a checkpoint")
-        require(
-            0 < self.hang_after <= MOST_SECONDS,
-            f"run.hang_after={self.hang_after} must be greater than 0 seconds, and at most {MOST_SECONDS:,}",
-        )
+        why = f"run.hang_after={self.hang_after} must be greater than 0 seconds, and at most {MOST_SECONDS:,}"
+        require(0 < self.hang_after <= MOST_SECONDS, why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,47 +250,40 @@ class Recipe:
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:
-        require(
-            isinstance(self.model, Model),
-            f"model={self.model!r} must be a trainer.Model: subclass it and define build() and losses()",
-        )
-        require(
-            isinstance(self.data, Data), f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
-        )
-        require_types("", self)
+        why = f"model={self.model!r} must be a trainer.Model: subclass it and define build() and losses()"
+        require(isinstance(self.model, Model), why)
+        why = f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
+        require(isinstance(self.data, Data), why)
+        _check("", self, positive=("batch_size", "max_steps", "eval_every", "epochs"))
         workers = getattr(self.data, "workers", 0)
         fits = workers is None or (isinstance(workers, int) and workers <= MOST_WORKERS)
         require(fits, f"data.workers={workers}: each is a process; say an integer of {MOST_WORKERS} at most")
-        for key in ("batch_size", "max_steps", "eval_every"):
-            if getattr(self, key) is not None:
-                require_positive(key, getattr(self, key))
-        require_positive("epochs", self.epochs)
-        require(
-            isinstance(self.seed, int) and 0 <= self.seed < 2**63, f"seed={self.seed!r} must be an integer in [0, 2^63)"
-        )
-        self._check_accumulate()
-
-    def _check_accumulate(self) -> None:
+        require(0 <= self.seed < 2**63, f"seed={self.seed!r} must be an integer in [0, 2^63)")
+        counts: dict[str, Any] = {} if self.accumulate is None else {"accumulate": self.accumulate}
         if isinstance(self.accumulate, Mapping):
-            require(
-                0 in self.accumulate,
-                f"accumulate={self.accumulate} must say what holds from epoch 0 on, as in {{0: 8, 4: 2}}",
-            )
-            for epoch, count in self.accumulate.items():
-                require(
-                    isinstance(epoch, int) and epoch >= 0,
-                    f"accumulate={self.accumulate}: epoch {epoch!r} must be an integer of at least 0",
-                )
-                require_positive(f"accumulate[{epoch}]", count)
-        elif self.accumulate is not None:
-            require_positive("accumulate", self.accumulate)
-        micro = self.memory.micro_batch_size
-        require(
-            self.batch_size is not None or (self.accumulate is not None and micro != "auto"),
-            "batch_size is missing: give it, or give accumulate and memory.micro_batch_size "
-            "(batch_size = micro_batch_size × accumulate × ranks)",
-        )
+            why = f"accumulate={self.accumulate} must say what holds from epoch 0 on, as in {{0: 8, 4: 2}}"
+            require(0 in self.accumulate, why)
+            for epoch in self.accumulate:
+                why = f"accumulate={self.accumulate}: epoch {epoch!r} must be an integer of at least 0"
+                require(isinstance(epoch, int) and epoch >= 0, why)
+            counts = {f"accumulate[{epoch}]": count for epoch, count in self.accumulate.items()}
+        for key, count in counts.items():
+            require_positive(key, count)
+        cut = self.accumulate is not None and self.memory.micro_batch_size != "auto"
+        why = "batch_size is missing: give it, or give accumulate and memory.micro_batch_size (batch_size ="
+        require(self.batch_size is not None or cut, f"{why} micro_batch_size × accumulate × ranks)")
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with ``changes`` applied and checked."""
         return dataclasses.replace(self, **changes)
+
+
+def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
+    """The types of all fields, the choices of those that have some, and the ``positive`` ones, where they are given."""
+    require_types(section, settings)
+    for name, hint in _hints(type(settings)).items():
+        if get_origin(hint) is Literal:
+            require_choice(section + name, getattr(settings, name), hint)
+    for name in positive:
+        if getattr(settings, name) not in (None, "auto"):
+            require_positive(section + name, getattr(settings, name))

@@ -9,15 +9,13 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import yaml
 
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.system.redact import redact_value
-
-_Node = TypeVar("_Node")
 
 
 class Setting(NamedTuple):
@@ -29,10 +27,7 @@ class Setting(NamedTuple):
 
 
 def settings_of(node: Any, prefix: str = "") -> dict[str, Setting]:
-    """Every field of a dataclass by its dotted name: its own first, then those of the dataclasses in it.
-
-    Fields that YAML cannot hold (a function, a list of classes) stay what the recipe file says.
-    """
+    """Every field of a dataclass that YAML can hold, by its dotted name: first its own, then those of its sections."""
     own: dict[str, Setting] = {}
     nested: dict[str, Setting] = {}
     for field in dataclasses.fields(node):
@@ -57,26 +52,23 @@ def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
     """``asked`` and what gives way to it, so that batch_size = micro_batch_size × accumulate × ranks can hold.
 
     Where all three would be fixed, one that is only set ``before`` (in the recipe file, or in YAML below a flag) is
-    left to be derived: ``accumulate`` if it is not asked for, then ``memory.micro_batch_size``, then ``batch_size``;
-    ``batch_size`` first when ``accumulate`` is a schedule.
-    Asked for all three, nothing gives way, and a contradiction is an error of the run.
+    left to be derived: ``accumulate`` if it is not asked for, then ``memory.micro_batch_size``, then ``batch_size``,
+    which comes first when ``accumulate`` is a schedule. Asked for all three, a contradiction is an error of the run.
     """
     derived = {"accumulate": None, "memory.micro_batch_size": "auto", "batch_size": None}
     if isinstance(asked.get("accumulate"), Mapping):  # a schedule is there to change the batch
         derived = {"batch_size": None, **derived}
     now = {**before, **asked}
-    all_fixed = all(now[key] != free for key, free in derived.items())
     giving_way = [key for key in derived if key not in asked]
-    if all_fixed and 0 < len(giving_way) < len(derived):
+    if all(now[key] != free for key, free in derived.items()) and 0 < len(giving_way) < len(derived):
         return {**asked, giving_way[0]: derived[giving_way[0]]}
     return dict(asked)
 
 
 def dump_recipe(recipe: Recipe, source: str | None) -> str:
-    """``recipe`` as YAML: the name or path of its file first, then every field; ``trainer fit`` reads it back.
+    """``recipe`` as YAML for ``trainer fit``: the name or path of its file first, then every field, secrets redacted.
 
-    Without a file (``None``) the YAML is a record only: the classes of model and data are not in it. Secrets are
-    redacted; what lacks them is refused when it is read back, until they are given again.
+    Without a file (``None``) it is a record only: the classes of model and data are not in it.
     """
     # Not with jsonargparse's dump, which writes the epochs of a schedule as strings: {'0': 8, '4': 2}.
     values = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
@@ -111,9 +103,8 @@ for _kind in (str, Enum, PurePath):
     _Dumper.add_multi_representer(_kind, _Dumper.represent_text)
 _Dumper.add_multi_representer(float, lambda dumper, value: dumper.represent_float(float(value)))
 # Strings such as 1e-4 are numbers to jsonargparse, though not to PyYAML, which would leave them without quotes.
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[\d.]+[eE][-+]?\d+$"), list("-+.0123456789")
-)
+_number = re.compile(r"^[-+]?[\d.]+[eE][-+]?\d+$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _number, list("-+.0123456789"))
 
 
 def _is_plain(value: Any) -> bool:
@@ -135,14 +126,14 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _replace(node: _Node, changes: Mapping[str, Any]) -> _Node:
+def _replace(node: Any, changes: Mapping[str, Any]) -> Any:
     """``dataclasses.replace`` that goes into sections."""
     values = {}
     for name, value in changes.items():
         before = getattr(node, name)
         values[name] = _replace(before, value) if _is_section(before) else value
     try:
-        return dataclasses.replace(node, **values)  # type: ignore[type-var]
+        return dataclasses.replace(node, **values)
     except RecipeError:
         raise
     except ValueError as error:  # how a model or dataset of one's own refuses a value
@@ -154,10 +145,8 @@ def _is_section(value: Any) -> bool:
 
 
 def _resolve(owner: type, annotation: Any) -> Any:
-    """The type that a field's ``annotation`` names; ``Any`` for one that exists only while type checking.
-
-    ``typing.get_type_hints`` would give up on the whole class for one such name.
-    """
+    """The type that a field's ``annotation`` names; ``Any`` for one that exists only while type checking, for which
+    ``typing.get_type_hints`` would give up on the whole class."""
     if not isinstance(annotation, str):
         return annotation
     for base in owner.__mro__:  # the field may come from a base class in another module

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
 
+import pytest
 from helpers.started import StartedRun
+from helpers.warm import WarmProcess
 
 from trainer.supervise.attempt import newest_step
 
@@ -76,14 +82,32 @@ if __name__ == "__main__":
 """
 
 
-class Supervised(StartedRun):
-    """A ``trainer run`` with everything that it starts.
+class ForkedProcess(WarmProcess):
+    """In the place of ``Popen`` with ``python WORDS``: a fork of a process that has imported everything."""
 
-    Args:
-        folder: for the recipe, the run and what it prints.
-        own: flags of ``trainer run``.
-        flags: of the recipe.
-    """
+    def __init__(self, command, *, env, stdout=None, stderr=None, **_):
+        self.stderr = None
+        if stderr == subprocess.PIPE:
+            path = Path(mkdtemp(), "stderr")
+            os.mkfifo(path)
+            self.stderr = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        else:
+            path = Path(os.readlink(f"/proc/self/fd/{stderr.fileno()}"))
+        super().__init__(command[1:], path if stdout is stderr else Path(os.devnull), path, env=env)
+
+    @property
+    def returncode(self):
+        return self.poll()
+
+
+def fork_processes(patch: pytest.MonkeyPatch) -> None:
+    """What is watched need not import torch; who started whom is another's to show."""
+    named = SimpleNamespace(Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL)
+    patch.setattr("trainer.system.watched.subprocess", named)
+
+
+class Supervised(StartedRun):
+    """A ``trainer run`` with everything that it starts; ``own`` are its flags, ``flags`` the recipe's."""
 
     def __init__(self, folder: Path, *flags: str, own: tuple[str, ...] = ()) -> None:
         self.run_dir = folder / "run"
@@ -94,12 +118,10 @@ class Supervised(StartedRun):
 
     @property
     def journal(self) -> dict:
-        """What ``supervisor.json`` holds."""
         return json.loads((self.run_dir / "supervisor.json").read_text())
 
     @property
     def codes(self) -> list:
-        """The exit codes of the attempts."""
         return [attempt["exit_code"] for attempt in self.journal["attempts"]]
 
     def wait(self, seconds: float = 60.0) -> int:

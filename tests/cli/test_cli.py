@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trainer
-from trainer.cli import run
+from trainer.cli import COMMANDS, run
 from trainer.commands.recipes import packaged_recipes
 from trainer.errors import RecipeError
 
@@ -28,52 +28,32 @@ def error_of(capsys: pytest.CaptureFixture, *argv: object) -> str:
 
 
 def python(*argv: object, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, argv)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    given = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, *map(str, argv)], env=given, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
         (["--batchsize", "32"], ["--batchsize", "'32'", "--batch_size?"]),
-        (["--batch-size=32"], ["--batch-size", "--batch_size?"]),
         (["--batch", "32"], ["unknown flag --batch "]),  # no abbreviations
         (["--lr", "1"], ["--lr", "--optim.lr?"]),
         (["--epochs+", "3"], ["--epochs+", "--epochs?"]),
         (["--memory.precison", "bf16-mixed"], ["--memory.precison", "--memory.precision?"]),
-        (["--model.widht", "3"], ["--model.widht", "--model.width?"]),
-        (["--weight_decy", "3"], ["--weight_decy", "--optim.weight_decay?"]),
-        (["--data.worker", "3"], ["--data.worker", "did you mean --data.workers?"]),
         (["--model.schedul", "3"], ["--model.schedul", "did you mean --optim.schedule?"]),
-        (["--epochs.first", "3"], ["--epochs.first"]),
         (["-b", "3"], ["-b"]),
         (["--epochs", "three"], ["epochs='three'", "int"]),
-        (["--epochs", "1.5"], ["epochs='1.5'", "int"]),
-        (["--epochs", "true"], ["epochs='true'", "int"]),
-        (["--optim.lr", "fast"], ["optim.lr='fast'", "float"]),
         (["--run.progress", "maybe"], ["run.progress='maybe'", "bool"]),
-        (["--accumulate", "many"], ["accumulate='many'", "int|dict[int,int]|null"]),
         (["--accumulate", "{0: 8, 0: 2}"], ["accumulate=", "duplicate key 0"]),
-        (["--config={a: 1}"], ["{a: 1}", "no such file"]),
         (["--accumulate", "{1: 8}"], ["accumulate={1: 8}", "epoch 0"]),
         (["--optim.name", "adamx"], ["optim.name='adamx'", "adamw|adam|sgd", "did you mean adam"]),
-        (["--memory.precision", "bf16-mix"], ["memory.precision='bf16-mix'", "did you mean bf16-mixed?"]),
         (["--run.logger", "tensorbord"], ["run.logger='tensorbord'", "did you mean tensorboard?"]),
-        (["--run.logger+", "tensorbord"], ["run.logger='tensorbord'", "did you mean tensorboard?"]),
         (["--run.devices", "aut"], ["run.devices='aut'", "int|auto", "did you mean auto?"]),
         (["--epochs"], ["--epochs", "needs a value"]),
         (["--epochs", "--seed", "3"], ["--epochs", "needs a value"]),
-        (["--config"], ["--config", "needs a value"]),
         (["--config", "absent.yaml"], ["absent.yaml", "no such file"]),
         (["--print_config=yes"], ["--print_config", "'yes'"]),
         (["extra"], ["unexpected 'extra'"]),
-        (["--epochs", "0"], ["epochs=0"]),
         (["--memory.budget", "3 bytes"], ["memory.budget='3 bytes'"]),
         (["--model.width", "0"], ["Net", "width=0"]),  # a plain ValueError of the model's own
     ],
@@ -92,7 +72,6 @@ def test_a_bad_flag_is_one_line_naming_it(recipe_file, calls, capsys, flags, par
         (["fit"], ["RECIPE", "vit_digits"]),
         (["fit", "vit_digit"], ["'vit_digit'", "did you mean vit_digits?", "mlp_fashion_mnist"]),
         (["fit", "absent.py"], ["absent.py", "no such file"]),
-        (["fit", "absent.yaml"], ["absent.yaml", "no such file"]),
         (["evaluate"], ["RUN_DIR"]),
         (["evaluate", "absent"], ["'absent'", "no such directory"]),
     ],
@@ -129,19 +108,14 @@ def test_fit_trains_the_recipe_with_its_source(recipe_file, calls):
     assert (recipe.batch_size, recipe.model.width, recipe.data.root) == (64, 8, "points")  # the recipe's own
 
 
-def test_a_recipe_path_may_be_relative(recipe_file, calls, monkeypatch):
-    monkeypatch.chdir(recipe_file.parent)
-    assert run(["fit", recipe_file.name]) == 0
-    assert calls[0][2] == str(recipe_file)
-
-
-def test_a_recipe_may_import_what_lies_beside_it(recipe_file, calls, monkeypatch):
+def test_a_recipe_path_may_be_relative_and_it_may_import_what_lies_beside_it(recipe_file, calls, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(recipe_file.parent)
     (recipe_file.parent / "beside_the_recipe.py").write_text("EPOCHS = 11\n")
     text = recipe_file.read_text().replace("batch_size=64", "batch_size=64, epochs=EPOCHS")
     recipe_file.write_text(text.replace("from trainer", "from beside_the_recipe import EPOCHS\nfrom trainer", 1))
-    assert run(["fit", str(recipe_file)]) == 0
-    assert calls[0][1].epochs == 11
+    assert run(["fit", recipe_file.name]) == 0
+    assert (calls[0][1].epochs, calls[0][2]) == (11, str(recipe_file))
 
 
 def test_errors_of_training_keep_their_exit_codes(recipe_file, calls, monkeypatch, capsys):
@@ -221,16 +195,8 @@ def test_help_shows_every_flag_with_type_meaning_and_value(recipe_file, calls, c
     assert "--batch_size int|null samples per optimizer step over all ranks" in page
     assert "--model.width int features of a layer, at most 90% of them used. (default: 8)" in page
     assert "--model.kind wide|deep (default: deep)" in page
-    for flag in (
-        "--config",
-        "--print_config",
-        "--memory.strategy",
-        "--run.devices",
-        "--data.root",
-        "--optim.clip_norm",
-        "--run.logger, --run.logger+",
-    ):
-        assert f"{flag} " in page
+    for flag in ("config", "print_config", "memory.strategy", "data.root", "run.logger, --run.logger+"):
+        assert f"--{flag} " in page
     assert "--model.function" not in page  # a function cannot be written on a command line
     assert calls == []
 
@@ -240,21 +206,13 @@ def test_help_and_version_at_the_top(capsys):
     page = capsys.readouterr().out
     assert run(["--help"]) == 0
     assert capsys.readouterr().out == page
-    assert all(
-        name in page
-        for name in ["fit RECIPE", "plan RECIPE", "evaluate RUN_DIR", "predict RUN_DIR", *packaged_recipes()]
-    )
+    known = {"vit_digits", "mlp_fashion_mnist", "vit_cifar10", "distilbert_imdb", "bigbird_imdb"}
+    assert known <= set(packaged_recipes())
+    assert [name for name in [*packaged_recipes(), *(f"\n  {name} " for name in COMMANDS)] if name not in page] == []
     assert run(["fit", "--help"]) == 0
-    page = capsys.readouterr().out
-    assert all(name in page for name in packaged_recipes())
+    assert capsys.readouterr().out == page
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"trainer {trainer.__version__}\n"
-
-
-def test_the_packaged_recipes_are_found():
-    assert {"vit_digits", "mlp_fashion_mnist", "vit_cifar10", "distilbert_imdb", "bigbird_imdb"} <= set(
-        packaged_recipes()
-    )
 
 
 @pytest.mark.parametrize(
@@ -262,8 +220,7 @@ def test_the_packaged_recipes_are_found():
     [
         (["--help"], ["torch", "jsonargparse"]),
         (["fit", "vit_digits", "--help"], ["torch"]),
-        (["fit", "vit_digits", "--print_config", "--epochs", "3"], ["torch"]),
-        (["fit", "distilbert_imdb", "--help"], ["torch"]),
+        (["fit", "distilbert_imdb", "--print_config", "--epochs", "3"], ["torch"]),
         (["plan", "vit_digits", "--help"], ["torch"]),
     ],
 )
@@ -274,7 +231,7 @@ def test_looking_loads_nothing_heavy(argv, absent):
     assert result.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_recipe_is_a_script_with_the_same_flags(recipe_file):
+def test_a_recipe_is_a_script_with_the_same_flags_and_exit_codes(recipe_file):
     printed = python(recipe_file, "--print_config", "--epochs", "3")
     assert printed.returncode == 0, printed.stderr
     assert printed.stdout.splitlines()[0] == f"recipe: {recipe_file}"
@@ -283,9 +240,6 @@ def test_a_recipe_is_a_script_with_the_same_flags(recipe_file):
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == "trainer: error: unknown flag --epoch (value '3'); did you mean --epochs?\n"
     assert python(recipe_file, "fit").returncode == 2
-
-
-def test_python_m_trainer_has_the_exit_codes():
     refused = python("-m", "trainer", "fit", "vit_digits", "--epochs", "three", RANK="1")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == "[rank 1] trainer: error: epochs='three' must be int\n"

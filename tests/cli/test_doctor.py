@@ -6,6 +6,7 @@ import csv
 import json
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -16,12 +17,7 @@ from trainer.cli import run
 from trainer.commands.doctor import examine
 from trainer.data import Digits, ImageFolder, TextFiles
 from trainer.doctor import machine, samples
-from trainer.doctor import machine as disk
-from trainer.doctor import probes as ranks
-from trainer.doctor import probes as trial
-from trainer.doctor import samples as model
-from trainer.doctor.finding import findings
-from trainer.doctor.subject import Subject
+from trainer.doctor.subject import Subject, findings
 from trainer.launching.world import World
 from trainer.models import TextClassifier, VisionTransformer
 from trainer.planner.predict import prepared
@@ -33,161 +29,128 @@ if not sys.platform.startswith("linux"):
 TINY = {"patch_size": 4, "layers": 1, "heads": 2, "width": 16, "mlp_width": 32}
 
 
+def vit(**settings):
+    return VisionTransformer("custom", **TINY, **settings)
+
+
 def subject_of(data=None, module=None, devices=1, ready=True, **settings):
-    recipe = Recipe(
-        model=module or VisionTransformer("custom", **TINY),
-        data=data or Digits(),
-        **{"batch_size": 24, "memory": Memory(micro_batch_size=12), **settings},
-    )
+    given = {"batch_size": 24, "memory": Memory(micro_batch_size=12), **settings}
+    recipe = Recipe(model=module or vit(), data=data or Digits(), **given)
     return Subject(prepared(recipe) if ready else recipe, "own", World("python", "cpu", devices), ready)
-
-
-def only(found):
-    """The findings as (status, text and fix)."""
-    return [(finding.status, f"{finding.text}; {finding.fix}") for finding in found]
-
-
-def the_one(found):
-    (finding,) = only(found)
-    return finding
-
-
-# ----------------------------------------------------------------------------------------------------------- the disk
 
 
 def at(path, **settings):
     return subject_of(ready=False, run=Run(dir=str(path), **settings))
 
 
-def test_a_directory_that_can_be_used(tmp_path):
-    status, text = the_one(disk.run_directory(at(tmp_path / "new" / "run")))
+def found_by(check, *subject):
+    """Status, text and fix of every finding of a check."""
+    return [(one.status, f"{one.text}; {one.fix}") for one in findings("a check", partial(check, *subject))]
+
+
+def finding_of(check, *subject):
+    ((status, text),) = found_by(check, *subject)
+    return status, text
+
+
+def test_a_directory_that_can_be_used_and_a_slow_disk(tmp_path, monkeypatch):
+    status, text = finding_of(machine.run_directory, at(tmp_path / "new" / "run"))
     assert status == "ok"
     assert f"{tmp_path}: write, fsync, rename and lock work" in text
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
+    monkeypatch.setattr(machine, "SLOW", 1e15)
+    status, text = finding_of(machine.run_directory, at(tmp_path))
+    assert (status, "checkpoint.every" in text) == ("warning", True)
 
 
-def test_a_directory_that_holds_a_run(tmp_path):
-    (tmp_path / "recipe.yaml").touch()
-    first, second = only(disk.run_directory(at(tmp_path)))
-    assert first[0] == "FAIL"
-    assert "already holds a run; --run.resume auto" in first[1]
-    assert second[0] == "ok"
-    assert the_one(disk.run_directory(at(tmp_path, resume="auto")))[0] == "ok"
-
-
-def test_a_directory_that_is_in_use(tmp_path):
+def test_a_directory_that_holds_a_run_and_one_that_is_in_use(tmp_path):
     lock = RunLock(tmp_path)
     lock.acquire()
-    found = only(disk.run_directory(at(tmp_path)))
+    first, second = found_by(machine.run_directory, at(tmp_path))
     lock.release()
-    assert [status for status, _ in found] == ["ok", "FAIL"]
-    assert "is in use by" in found[1][1]
+    assert (first[0], second[0], "is in use by" in second[1]) == ("ok", "FAIL", True)
+    (tmp_path / "recipe.yaml").touch()
+    first, second = found_by(machine.run_directory, at(tmp_path))
+    assert (first[0], second[0]) == ("FAIL", "ok")
+    assert "already holds a run; --run.resume auto" in first[1]
+    assert finding_of(machine.run_directory, at(tmp_path, resume="auto"))[0] == "ok"
 
 
 def test_a_file_in_the_way_and_a_place_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").touch()
-    assert the_one(disk.run_directory(at(tmp_path / "file" / "run"))) == (
-        "FAIL",
-        f"{tmp_path / 'file'} is not a directory; another --run.dir",
-    )
-    assert the_one(disk.run_directory(at("/proc/doctor")))[0] == "FAIL"
-
-
-def test_a_slow_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "SLOW", 1e15)
-    status, text = the_one(disk.run_directory(at(tmp_path)))
-    assert (status, "checkpoint.every" in text) == ("warning", True)
+    status, text = finding_of(machine.run_directory, at(tmp_path / "file" / "run"))
+    assert (status, text) == ("FAIL", f"{tmp_path / 'file'} is not a directory; another --run.dir")
+    assert finding_of(machine.run_directory, at("/proc/doctor"))[0] == "FAIL"
 
 
 def test_space_for_the_checkpoints(tmp_path):
-    enough = subject_of(run=Run(dir=str(tmp_path)))
-    status, text = the_one(disk.space(enough))
-    assert status == "ok"
-    assert "3 checkpoints" in text
+    status, text = finding_of(machine.space, subject_of(run=Run(dir=str(tmp_path))))
+    assert (status, "3 checkpoints" in text) == ("ok", True)
     hoarder = subject_of(run=Run(dir=str(tmp_path)), checkpoint=Checkpoint(keep_last=10**12))
-    status, text = the_one(disk.space(hoarder))
+    status, text = finding_of(machine.space, hoarder)
     assert (status, "lower --checkpoint.keep_last" in text) == ("FAIL", True)
-    assert the_one(disk.space(subject_of(ready=False)))[0] == "skipped"
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "tensors"), [("adamw", {}, 3), ("sgd", {}, 1), ("sgd", {"momentum": 0.9}, 2)]
-)
-def test_the_size_of_a_checkpoint_is_that_of_weights_and_state(name, options, tensors):
-    subject = subject_of(optim=Optim(name, lr=0.1, **options))
-    weights = sum(p.numel() for p in subject.module.parameters()) * 4
-    assert subject.checkpoint_bytes == tensors * weights + sum(b.nbytes for b in subject.module.buffers())
-
-
-# -------------------------------------------------------------------------------------------------------- the machine
+    assert finding_of(machine.space, at(tmp_path))[0] == "skipped"
+    for optim, tensors in ((Optim("adamw"), 3), (Optim("sgd"), 1), (Optim("sgd", momentum=0.9), 2)):
+        subject = subject_of(optim=optim)
+        weights = sum(p.numel() for p in subject.module.parameters()) * 4
+        assert subject.checkpoint_bytes == tensors * weights + sum(b.nbytes for b in subject.module.buffers())
 
 
 def test_libraries_that_do_not_fit(monkeypatch):
-    assert the_one(machine.libraries(at("run")))[0] == "ok"
+    assert finding_of(machine.libraries, at("run"))[0] == "ok"
     monkeypatch.setattr(machine, "required", lambda: ["torch>=99", "no-such-package>=1", "torch>=2; extra == 'lean'"])
-    status, text = the_one(machine.libraries(at("run")))
+    status, text = finding_of(machine.libraries, at("run"))
     assert status == "FAIL"
     assert "does not fit >=99" in text
     assert "no-such-package is not installed" in text
     assert "pip install 'torch>=99' 'no-such-package>=1'" in text
 
 
-def test_more_threads_than_cores():
-    assert the_one(machine.devices(subject_of(ready=False)))[0] == "ok"
-    status, text = the_one(machine.devices(subject_of(ready=False, devices=512)))
+def test_more_threads_than_cores_and_gpus_that_are_not_there_or_used_by_others():
+    assert finding_of(machine.devices, at("run"))[0] == "ok"
+    status, text = finding_of(machine.devices, subject_of(ready=False, devices=512))
     assert (status, "OMP_NUM_THREADS=1" in text) == ("warning", True)
-
-
-def test_gpus_that_are_not_there_and_gpus_that_others_use():
-    found = [{"name": "H200", "free": free, "total_memory": 150e9} for free in (140e9, 10e9)]
-    assert [finding.status for finding in machine.of_gpus(found, 3)] == ["FAIL", "ok", "warning"]
-    assert [finding.status for finding in machine.of_gpus(found, 1)] == ["ok"]
+    gpus = [{"name": "H200", "free": free, "total_memory": 150e9} for free in (140e9, 10e9)]
+    assert [finding.status for finding in machine.of_gpus(gpus, 3)] == ["FAIL", "ok", "warning"]
+    assert [finding.status for finding in machine.of_gpus(gpus, 1)] == ["ok"]
 
 
 def test_host_memory_that_does_not_suffice(monkeypatch):
-    assert the_one(machine.host_memory(subject_of()))[0] == "ok"
     subject = subject_of()
+    assert finding_of(machine.host_memory, subject)[0] == "ok"
     monkeypatch.setattr(machine, "available_bytes", lambda: subject.checkpoint_bytes + 1)
-    status, text = the_one(machine.host_memory(subject))
+    status, text = finding_of(machine.host_memory, subject)
     assert status == "warning"
     assert "of a copy while a checkpoint is written; --checkpoint.asynchronous false" in text
     monkeypatch.setattr(machine, "available_bytes", lambda: 1000)
-    assert the_one(machine.host_memory(subject))[0] == "FAIL"
+    assert finding_of(machine.host_memory, subject)[0] == "FAIL"
 
 
 def test_workers_without_shared_memory_and_more_of_them_than_cores(monkeypatch):
-    assert the_one(machine.shared_memory(subject_of(ready=False)))[0] == "ok"
+    assert finding_of(machine.shared_memory, at("run"))[0] == "ok"
     many = subject_of(Digits(workers=512), ready=False)
     monkeypatch.setattr(machine, "SMALL_SHARED", 0.0)
-    assert "cores" in the_one(machine.shared_memory(many))[1]
+    assert "cores" in finding_of(machine.shared_memory, many)[1]
     monkeypatch.setattr(machine, "SMALL_SHARED", 1e15)
-    status, text = the_one(machine.shared_memory(many))
+    status, text = finding_of(machine.shared_memory, many)
     assert (status, "--shm-size" in text) == ("warning", True)
 
 
-def test_ranks_meet_when_this_process_is_in_a_group_itself():
+def test_ranks_that_meet_also_from_within_a_group_and_ranks_that_do_not(monkeypatch):
     joined = torch.distributed.is_initialized()
     if not joined:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        status, text = the_one(ranks.process_group(subject_of(ready=False, devices=2)))
-        assert status == "ok", text
+        status, text = finding_of(machine.process_group, subject_of(ready=False, devices=2))
     finally:
         if not joined:
             torch.distributed.destroy_process_group()
-
-
-def test_ranks_that_meet_and_ranks_that_do_not(monkeypatch):
-    status, text = the_one(ranks.process_group(subject_of(ready=False, devices=2)))
-    assert status == "ok"
+    assert status == "ok", text
     assert "gloo, 2 rank(s) met" in text
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    monkeypatch.setattr(ranks, "SECONDS", 10.0)
-    status, text = the_one(ranks.process_group(subject_of(ready=False, devices=2)))
+    monkeypatch.setattr(machine, "MEETING_SECONDS", 1.0)
+    status, text = finding_of(machine.process_group, subject_of(ready=False, devices=2))
     assert (status, "GLOO_SOCKET_IFNAME" in text) == ("FAIL", True)
-
-
-# --------------------------------------------------------------------------------------------------- model and data
 
 
 @dataclass
@@ -214,19 +177,12 @@ class Broken(list):
         return super().__getitem__(index)
 
 
-def vit(**settings):
-    return VisionTransformer("custom", **TINY, **settings)
-
-
-def test_data_that_cannot_be_prepared(tmp_path):
+def test_data_that_cannot_be_prepared_or_does_not_fit_the_model(tmp_path):
     subject = subject_of(ImageFolder(root=str(tmp_path / "nowhere")), ready=False)
-    status, text = the_one(model.model_and_data(subject, prepared))
+    status, text = finding_of(samples.model_and_data, subject)
     assert (status, "nowhere" in text, subject.ready) == ("FAIL", True, False)
-
-
-def test_a_number_of_classes_that_is_not_the_data_s():
     subject = subject_of(Points([point(0)]), vit(num_classes=2), ready=False)
-    status, text = the_one(model.model_and_data(subject, prepared))
+    status, text = finding_of(samples.model_and_data, subject)
     assert status == "FAIL"
     assert "model.num_classes=2 does not fit the data, which has 3" in text
 
@@ -235,147 +191,115 @@ def test_a_number_of_classes_that_is_not_the_data_s():
     ("content", "what"),
     [
         ([point(0), point(1, label=3)], "label 3 is none of the 3 classes"),
-        ([point(0), point(1, label=-1)], "label -1 is none"),
+        ([point(0), point(1, label=torch.tensor([0, -1]))], "label -1 is none"),
         ([point(0), point(float("nan"))], "pixels are not finite"),
         (Broken([point(0), point(1)]), "train sample 1 cannot be loaded: OSError: unreadable"),
     ],
 )
 def test_a_sample_that_will_not_do(content, what):
-    status, text = the_one(samples.samples(subject_of(Points(content), vit())))
-    assert status == "FAIL"
-    assert what in text
-
-
-def test_a_sample_that_cannot_be_loaded_may_be_allowed():
-    data = Points(Broken([point(0), point(1)]))
-    data.max_bad_samples = 1
-    assert the_one(samples.samples(subject_of(data, vit())))[0] == "warning"
+    subject = subject_of(Points(content), vit())
+    status, text = finding_of(samples.samples, subject)
+    assert (status, what in text) == ("FAIL", True), text
+    subject.recipe.data.max_bad_samples = 1
+    allowed = "warning" if isinstance(content, Broken) else "FAIL"
+    assert finding_of(samples.samples, subject)[0] == allowed
 
 
 def test_many_bad_samples_are_summed_up():
-    found = only(samples.samples(subject_of(Points([point(i, label=9) for i in range(50)]), vit())))
+    found = found_by(samples.samples, subject_of(Points([point(i, label=9) for i in range(50)]), vit()))
     assert [status for status, _ in found] == ["FAIL"] * 4
     assert "47 more of the samples" in found[3][1]
 
 
 def test_samples_of_the_training_set_in_the_test_set():
     subject = subject_of(Points([point(0), point(1), point(2)], [point(7), point(1)]), vit())
-    status, text = the_one(samples.duplicates(subject))
+    status, text = finding_of(samples.duplicates, subject)
     assert status == "warning"
     assert "1 of the test samples (1) are in the training set, too: test sample 1 is train sample 1" in text
-    assert the_one(samples.duplicates(subject_of(Points([point(0)]), vit())))[0] == "skipped"
-    assert the_one(samples.duplicates(subject_of()))[0] == "ok"
-
-
-def picture(path, mode, colour):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, (8, 8), colour).save(path)
+    assert finding_of(samples.duplicates, subject_of(Points([point(0)]), vit()))[0] == "skipped"
+    assert finding_of(samples.duplicates, subject_of())[0] == "ok"
 
 
 def test_images_that_lose_something_and_the_same_file_twice(tmp_path):
-    for part in ("train", "test"):
-        for name, colour in (("cat", (1, 2, 3)), ("ship", (9, 9, 9))):
-            picture(tmp_path / part / name / "a.png", "RGB", (*colour[:2], 3 if part == "train" else 200))
-    picture(tmp_path / "train" / "cat" / "b.png", "RGBA", (1, 2, 3, 4))
-    picture(tmp_path / "test" / "ship" / "b.png", "RGBA", (1, 2, 3, 4))
+    def picture(name, mode, colour):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new(mode, (8, 8), colour).save(tmp_path / name)
+
+    for part, blue in (("train", 3), ("test", 200)):
+        picture(f"{part}/cat/a.png", "RGB", (1, 2, blue))
+        picture(f"{part}/ship/a.png", "RGB", (9, 9, blue))
+    picture("train/cat/b.png", "RGBA", (1, 2, 3, 4))
+    picture("test/ship/b.png", "RGBA", (1, 2, 3, 4))
     subject = subject_of(ImageFolder(root=str(tmp_path), image_size=8))
-    found = only(samples.samples(subject))
+    found = found_by(samples.samples, subject)
     assert [status for status, _ in found] == ["ok", "warning", "ok", "warning"]
     assert "1 of mode RGBA (such as " in found[1][1]
-    status, text = the_one(samples.duplicates(subject))
+    status, text = finding_of(samples.duplicates, subject)
     assert status == "warning"
     assert "1 of the test samples" in text
     assert "train/cat/b.png" in text
 
 
-@pytest.fixture
-def texts(sample_data, tmp_path):
-    """A function that makes the subject of a text recipe."""
-
-    def make(rows, test_rows=(("other", "0"), ("words", "1")), vocabulary=30522):
-        for name, content in (("train", rows), ("test", test_rows)):
-            with (tmp_path / f"{name}.csv").open("w", newline="") as file:
-                csv.writer(file).writerows([("text", "label"), *content])
-        tokenizer = str(sample_data / "tokenizers" / "bert-base-uncased")
-        config = {"n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 32, "vocab_size": vocabulary}
-        files = {f"{name}_file": str(tmp_path / f"{name}.csv") for name in ("train", "test")}
-        data = TextFiles(**files, max_length=32, cache_dir=str(tmp_path / "cache"))
-        return subject_of(data, TextClassifier("distilbert", tokenizer=tokenizer, config=config))
-
-    return make
-
-
-def test_a_text_that_says_nothing_to_the_tokenizer_and_one_that_is_there_twice(texts):
-    subject = texts([("fine", "0"), ("\u200b", "1")], [("fine", "0"), ("new", "1")])
-    found = only(samples.samples(subject))
+def test_texts_that_say_nothing_or_are_there_twice_and_a_tokenizer_of_more_words(sample_data, tmp_path):
+    content = {"train": [("fine", "0"), ("\u200b", "1")], "test": [("fine", "0"), ("new", "1")]}
+    for name, rows in content.items():
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *rows])
+    files = {f"{name}_file": str(tmp_path / f"{name}.csv") for name in content}
+    data = TextFiles(**files, max_length=32, cache_dir=str(tmp_path / "cache"))
+    config = {"n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 32, "vocab_size": 1000}
+    tokenizer = str(sample_data / "tokenizers" / "bert-base-uncased")
+    subject = subject_of(data, TextClassifier("distilbert", tokenizer=tokenizer, config=config))
+    found = found_by(samples.samples, subject)
     assert [status for status, _ in found] == ["FAIL", "ok"]
     assert "row 3" in found[0][1]
     assert "the text is empty" in found[0][1]
-    status, text = the_one(samples.duplicates(subject))
-    assert status == "warning"
-    assert "train.csv row 2" in text
-
-
-def test_a_tokenizer_of_more_words_than_the_model_has(texts):
-    rows = [("fine", "0"), ("bad", "1")]
-    assert the_one(model.vocabulary(texts(rows)))[0] == "ok"
-    status, text = the_one(model.vocabulary(texts(rows, vocabulary=1000)))
+    status, text = finding_of(samples.duplicates, subject)
+    assert (status, "train.csv row 2" in text) == ("warning", True)
+    status, text = finding_of(samples.vocabulary, subject)
     assert (status, "30,522 tokens, 1,000 rows" in text) == ("FAIL", True)
-    assert list(model.vocabulary(subject_of())) == []
-
-
-# -------------------------------------------------------------------------------------------- memory and checkpoints
+    subject.module.get_input_embeddings().num_embeddings = 30522
+    assert finding_of(samples.vocabulary, subject)[0] == "ok"
+    assert found_by(samples.vocabulary, subject_of()) == []
 
 
 def test_a_run_that_does_not_fit_the_device(monkeypatch):
-    assert the_one(trial.PeakMemory(subject_of()).look())[0] == "ok"
     monkeypatch.setattr("trainer.planner.target.usable_memory", lambda device, size: 1000)
-    status, text = the_one(trial.PeakMemory(subject_of()).look())
+    status, text = finding_of(machine.PeakMemory(subject_of()).look)
     assert (status, "--memory.budget" in text) == ("FAIL", True)
-    assert the_one(trial.PeakMemory(subject_of(memory=Memory(budget="2GB"))).look())[0] == "skipped"
+    assert finding_of(machine.PeakMemory(subject_of(memory=Memory(budget="2GB"))).look)[0] == "skipped"
 
 
 def test_a_checkpoint_that_does_not_come_back(monkeypatch):
-    status, text = the_one(trial.round_trip(subject_of()))
-    assert (status, "bit for bit" in text) == ("ok", True)
-    monkeypatch.setattr(trial, "hash_file", lambda path: "another")
-    assert the_one(trial.round_trip(subject_of()))[0] == "FAIL"
-    monkeypatch.setattr(trial, "LARGEST", 10.0)
-    assert the_one(trial.round_trip(subject_of()))[0] == "skipped"
-
-
-# -------------------------------------------------------------------------------------------------------- the command
+    monkeypatch.setattr(machine, "hash_file", lambda path: "another")
+    assert finding_of(machine.round_trip, subject_of())[0] == "FAIL"
+    monkeypatch.setattr(machine, "LARGEST", 10.0)
+    assert finding_of(machine.round_trip, subject_of())[0] == "skipped"
 
 
 def test_a_check_that_fails_itself_is_a_finding():
-    def look():
-        raise KeyError("x")
-        yield
-
-    assert "the check ended with KeyError" in the_one(findings("any", look))[1]
+    assert "the check ended with KeyError" in finding_of({}.__getitem__, "x")[1]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_nothing_else_is_looked_at():
-    if torch.cuda.is_available():
-        pytest.skip("there is a device")
     recipe = Recipe(model=vit(), data=Digits(), batch_size=24, run=Run(accelerator="cuda"))
-    status, text = the_one(examine(recipe, "own"))
-    assert (status, "torch sees no CUDA device" in text) == ("FAIL", True)
+    (finding,) = examine(recipe, "own")
+    assert (finding.status, "torch sees no CUDA device" in finding.text) == ("FAIL", True)
 
 
-def test_the_packaged_recipe_is_well(capsys, tmp_path):
-    assert run(["doctor", "vit_digits", "--run.dir", str(tmp_path / "run"), "--json"]) == 0
+def test_the_packaged_recipe_is_well_and_a_failed_check_is_exit_code_1(capsys, tmp_path):
+    words = ["doctor", "vit_digits", "--model.layers=1", "--run.dir", str(tmp_path)]
+    assert run([*words, "--json"]) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     assert report["failed"] == 0
-    assert report["seconds"] < 60
-    assert {finding["check"] for finding in report["findings"]} >= {"disk space", "process group", "peak memory"}
+    status = {finding["check"]: finding["status"] for finding in report["findings"]}
+    assert {status[name] for name in ("disk space", "process group", "checkpoint", "test samples")} == {"ok"}
+    assert status["peak memory"] in ("ok", "warning")  # of the memory that others leave
     assert len(captured.err.splitlines()) >= len(report["findings"])
-
-
-def test_a_failed_check_is_exit_code_1_and_the_others_are_made(capsys, tmp_path):
     (tmp_path / "recipe.yaml").touch()
-    assert run(["doctor", "vit_digits", "--run.dir", str(tmp_path)]) == 1
+    assert run(words) == 1
     captured = capsys.readouterr()
     assert "FAIL     run directory" in captured.out
     assert "ok       checkpoint" in captured.out

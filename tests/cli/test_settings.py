@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -10,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.cli import run
-from trainer.commands.recipes import load_recipe
+from trainer.commands.flags import RecipeParser, load_yaml
+from trainer.commands.recipes import load_recipe, recipes_folder
 from trainer.errors import RecipeError
 from trainer.recipe import Memory
 from trainer.settings import change, derive_batch, dump_recipe, settings_of
@@ -29,22 +29,17 @@ def values(recipe) -> dict:
 @pytest.mark.parametrize(
     ("flag", "text", "value"),
     [
-        ("accumulate", "4", 4),
         ("accumulate", "{0: 8, 4: 2}", {0: 8, 4: 2}),
         ("accumulate", '{"0": 8}', {0: 8}),
-        ("batch_size", "12", 12),
-        ("eval_every", "null", None),
         ("optim.lr", "1e-4", 1e-4),
         ("optim.lr", "3", 3.0),
         ("optim.clip_norm", "null", None),
-        ("memory.micro_batch_size", "8", 8),
         ("memory.micro_batch_size", "auto", "auto"),
         ("run.progress", "false", False),
         ("run.logger", "tensorboard", ["tensorboard"]),
         ("run.logger", "csv,tensorboard", ["csv", "tensorboard"]),
         ("run.logger", "[csv,tensorboard]", ["csv", "tensorboard"]),
         ("run.logger", "[]", []),
-        ("model.weights", "null", None),
         ("model.weights", "123", "123"),
         ("model.weights", "{odd", "{odd"),
         ("model.sizes", "[3,4,5]", (3, 4, 5)),
@@ -59,15 +54,9 @@ def test_a_flag_becomes_what_its_field_asks_for(recipe_file, calls, flag, text, 
 
 
 def test_an_entry_of_a_dict_is_a_flag(recipe_file, calls):
-    flags = (
-        "--model.config",
-        '{"n_layers": 1, "act": "gelu"}',
-        "--model.config.n_layers",
-        "2",
-        "--model.config.dim",
-        "8",
-    )
-    assert resolved(calls, recipe_file, *flags).model.config == {"n_layers": 2, "act": "gelu", "dim": 8}
+    whole = ["--model.config", '{"n_layers": 1, "act": "gelu"}']
+    changed = resolved(calls, recipe_file, *whole, "--model.config.n_layers", "2", "--model.config.dim", "8")
+    assert changed.model.config == {"n_layers": 2, "act": "gelu", "dim": 8}
 
 
 def test_flags_win_over_yaml_and_yaml_over_the_recipe(recipe_file, calls, tmp_path):
@@ -82,14 +71,8 @@ def test_flags_win_over_yaml_and_yaml_over_the_recipe(recipe_file, calls, tmp_pa
 
 def test_print_config_gives_the_same_recipe_back(recipe_file, calls, capsys, tmp_path):
     flags = ["--accumulate", "{0: 8, 4: 2}", "--model.weights", "1e-4", "--optim.lr", "1e-5", "--data.root", "null"]
-    flags += [
-        "--model.config",
-        '{"act": "null", "version": "2", "rate": 1e-3}',
-        "--model.sizes",
-        "[7]",
-        "--run.logger",
-        "csv",
-    ]
+    flags += ["--model.config", '{"act": "null", "version": "2", "rate": 1e-3}']
+    flags += ["--model.sizes", "[7]", "--run.logger", "csv"]
     assert run(["fit", str(recipe_file), *flags, "--print_config"]) == 0
     assert calls == []
     text = capsys.readouterr().out
@@ -121,14 +104,10 @@ def test_every_field_but_functions_is_written(recipe_file):
         ("memory:\n  precison: 16-mixed\n", ["unknown key memory.precison", "memory.precision?"]),
         ("batchsize: 3\n", ["unknown key batchsize", "batch_size?"]),
         ("memory: 3\n", ["memory=3", "section"]),
-        ("epochs: three\n", ["epochs='three'", "int"]),
-        ("epochs: true\n", ["epochs=True", "int"]),
         ("data: {root: 3}\n", ["data.root=3", "str"]),
-        ("optim: {name: adamx}\n", ["optim.name='adamx'", "did you mean adam"]),
         ("- epochs\n", ["mapping", "list"]),
         ("epochs: [3\n", ["line 2", "not valid YAML"]),
         ("recipe: vit_digits\n", ["recipe='vit_digits'", "points_recipe.py"]),
-        ("recipe: vit_digit\n", ["'vit_digit'", "did you mean vit_digits?"]),
     ],
 )
 def test_a_bad_yaml_file_is_one_line_naming_it(recipe_file, calls, capsys, tmp_path, text, parts):
@@ -141,16 +120,17 @@ def test_a_bad_yaml_file_is_one_line_naming_it(recipe_file, calls, capsys, tmp_p
     assert calls == []
 
 
-def test_a_yaml_recipe_must_name_its_recipe(tmp_path):
+def test_a_yaml_recipe_must_name_its_recipe_and_a_relative_one_starts_at_its_file(recipe_file, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
     path = tmp_path / "recipe.yaml"
+    path.write_text("recipe: points_recipe.py\n")
+    assert load_recipe(str(path), trusted=True)[1] == str(recipe_file)
     path.write_text("epochs: 3\n")
     with pytest.raises(RecipeError, match="the key recipe must name"):
         load_recipe(str(path))
 
 
 def test_a_packaged_recipe_keeps_its_name_by_path_too():
-    from trainer.commands.recipes import recipes_folder
-
     by_name, by_path = load_recipe("vit_digits"), load_recipe(str(recipes_folder() / "vit_digits.py"))
     assert by_name[1] == by_path[1] == "vit_digits"
     assert by_name[0] == by_path[0]
@@ -160,28 +140,17 @@ def test_a_packaged_recipe_keeps_its_name_by_path_too():
     ("flags", "batch_size", "accumulate", "micro_batch_size"),
     [
         ("", 64, None, 16),
-        ("--batch_size 32", 32, None, 16),
         ("--accumulate 4", 64, 4, "auto"),  # the recipe's micro-batch gives way
         ("--accumulate {0: 8, 4: 2}", None, {0: 8, 4: 2}, 16),
-        ("--accumulate null", 64, None, 16),
         ("--accumulate 4 --memory.micro_batch_size 8", None, 4, 8),  # the recipe's batch gives way
         ("--accumulate 4 --memory.micro_batch_size auto", 64, 4, "auto"),
-        ("--memory.micro_batch_size 8", 64, None, 8),
         ("--batch_size 32 --accumulate 4", 32, 4, "auto"),
         ("--batch_size 32 --accumulate 4 --memory.micro_batch_size 9", 32, 4, 9),  # a contradiction is not hidden
     ],
 )
-@pytest.mark.parametrize("through", ["flags", "yaml"])
-def test_what_is_asked_for_wins_over_the_recipe(
-    recipe_file, calls, tmp_path, flags, batch_size, accumulate, micro_batch_size, through
-):
+def test_what_is_asked_for_wins_over_the_recipe(recipe_file, calls, flags, batch_size, accumulate, micro_batch_size):
     words = [word.partition(" ")[::2] for word in flags.split("--")[1:]]
-    argv = [word for name, text in words for word in (f"--{name}", text.strip())]
-    if through == "yaml":
-        path = tmp_path / "settings.yaml"
-        path.write_text("".join(f"{name}: {text}\n" for name, text in words))
-        argv = ["--config", str(path)]
-    recipe = resolved(calls, recipe_file, *argv)
+    recipe = resolved(calls, recipe_file, *(word for name, text in words for word in (f"--{name}", text.strip())))
     assert (recipe.batch_size, recipe.accumulate) == (batch_size, accumulate)
     assert recipe.memory.micro_batch_size == micro_batch_size
 
@@ -191,6 +160,9 @@ def test_flags_win_over_yaml_in_the_batch_too(recipe_file, calls, tmp_path):
     path.write_text("batch_size: 48\nmemory.micro_batch_size: 12\n")
     recipe = resolved(calls, recipe_file, "--accumulate", "6", "--config", path)
     assert (recipe.batch_size, recipe.accumulate, recipe.memory.micro_batch_size) == (48, 6, "auto")
+    path.write_text("accumulate: 4\nmemory.micro_batch_size: 8\n")  # and YAML over the recipe
+    recipe = resolved(calls, recipe_file, "--config", path)
+    assert (recipe.batch_size, recipe.accumulate, recipe.memory.micro_batch_size) == (None, 4, 8)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +172,6 @@ def test_flags_win_over_yaml_in_the_batch_too(recipe_file, calls, tmp_path):
         ((64, 4, 16), {"batch_size": 32}, {"accumulate": None}),
         ((64, 4, 16), {"memory.micro_batch_size": 8}, {"accumulate": None}),
         ((64, 4, "auto"), {"batch_size": 32}, {}),
-        ((None, 4, 16), {"accumulate": 8}, {}),
         ((None, 4, 16), {"memory.micro_batch_size": 8}, {}),
     ],
 )
@@ -217,31 +188,28 @@ def test_a_word_is_appended_to_a_list(recipe_file, calls, tmp_path):
     assert recipe.run.logger == ["tensorboard", "wandb"]
 
 
-def test_a_relative_recipe_in_yaml_starts_at_its_file(recipe_file, tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    path = Path(tmp_path / "settings.yaml")
-    path.write_text("recipe: points_recipe.py\n")
-    assert load_recipe(str(path), trusted=True)[1] == str(recipe_file)
-
-
 _scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="ascii"))
 )
-_values = st.recursive(
-    _scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text("ab12e-."), inner), max_leaves=6
-)
+_names = st.text("ab12e-.")
+_values = st.recursive(_scalars, lambda inner: st.lists(inner) | st.dictionaries(_names, inner), max_leaves=6)
 _numbers = st.from_regex(r"\A[-+]?[0-9.]{1,4}e[-+]?[0-9]{1,2}\Z")
 
 
-@given(st.dictionaries(st.text("ab12e-."), _values | _numbers), _numbers | st.text("ab12e-."))
-@settings(max_examples=50, deadline=None)
-def test_what_is_written_to_yaml_is_what_is_read(recipe_file, config, weights):
-    recipe = change(load_recipe(str(recipe_file))[0], {"model.config": config, "model.weights": weights})
-    path = recipe_file.with_name("recipe.yaml")
-    path.write_text(dump_recipe(recipe, str(recipe_file)), encoding="utf-8")
-    model = load_recipe(str(path), trusted=True)[0].model
-    assert (model.config, model.weights) == (config, weights)
+def test_what_is_written_to_yaml_is_what_is_read(recipe_file):
+    recipe = load_recipe(str(recipe_file))[0]
+    parser = RecipeParser(recipe)
+
+    @given(st.dictionaries(_names, _values | _numbers), _numbers | _names)
+    @settings(max_examples=25, deadline=None)
+    def there_and_back(config, weights):
+        changed = change(recipe, {"model.config": config, "model.weights": weights})
+        tree = load_yaml(dump_recipe(changed, None))
+        del tree["recipe"]
+        model = change(recipe, parser.read_yaml(tree)).model
+        assert (model.config, model.weights) == (config, weights)
+
+    there_and_back()
 
 
 UNCERTAIN = """
@@ -267,19 +235,16 @@ recipe = Recipe(model=Net([8]), data=Digits(), batch_size=64)
 """
 
 
-@pytest.mark.parametrize("key", ["value", "function", "kind", "several", "named", "absent"])
-@pytest.mark.parametrize(
-    "text", ["imported_by_name.Absent", "{class_path: imported_by_name.Absent, init_args: {a: 1}}"]
-)
-def test_no_value_of_a_setting_makes_a_module_be_imported(calls, tmp_path, monkeypatch, key, text):
+@pytest.mark.parametrize("text", ["imported_by_name.Absent", "{class_path: imported_by_name.Absent}"])
+def test_no_value_of_a_setting_makes_a_module_be_imported(calls, tmp_path, monkeypatch, text):
     """jsonargparse would, for a type that is a class, a function or anything."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "imported_by_name.py").write_text("class Absent:\n    pass\n")
     (tmp_path / "uncertain.py").write_text(UNCERTAIN)
-    (tmp_path / "own.yaml").write_text(f"model.{key}: {text}\n")
-    run(["fit", str(tmp_path / "uncertain.py"), f"--model.{key}={text}"])
-    run(["fit", str(tmp_path / "uncertain.py"), "--config", str(tmp_path / "own.yaml")])
+    for key in ("value", "function", "kind", "several", "named", "absent"):
+        (tmp_path / "own.yaml").write_text(f"model.{key}: {text}\n")
+        for words in ([f"--model.{key}={text}"], ["--config", str(tmp_path / "own.yaml")]):
+            assert run(["fit", str(tmp_path / "uncertain.py"), *words]) == 0
+            model = calls.pop()[1].model
+            assert yaml.safe_load(text) in (getattr(model, key), *(model.several or ()))  # the flag may be a list of it
     assert "imported_by_name" not in sys.modules
-    for call in calls:  # of several, the flag is a list of it
-        assert yaml.safe_load(text) in (getattr(call[1].model, key), *(call[1].model.several or ()))
-    assert len(calls) == 2

@@ -15,13 +15,12 @@ import pytest
 if not sys.platform.startswith("linux"):
     pytest.skip("reads /proc", allow_module_level=True)
 
-from cli.supervised import Supervised
+from cli.supervised import RECIPE, Supervised, fork_processes
 
 from trainer.errors import RecipeError
 from trainer.supervise import attempt as memory
 from trainer.supervise.attempt import Attempt, Ending, attempts, known_cut, ran_out_of_memory
-from trainer.supervise.command import fit_command, split
-from trainer.supervise.supervisor import Policy, Restart, Stop
+from trainer.supervise.supervisor import Decision, Policy, fit_command, run_command, split
 
 
 @pytest.fixture
@@ -38,55 +37,35 @@ def supervise(tmp_path):
         run.end()
 
 
-# ------------------------------------------------------------------------------------------------------------- policy
-
-
-def test_restarts_are_counted_anew_when_there_is_a_newer_checkpoint():
+def test_restarts_are_counted_anew_when_there_is_a_newer_checkpoint_and_waits_double_up_to_a_minute():
     policy = Policy(allowed=2, patience=5, first_wait=1.0)
-    waits = [policy.after_crash(-1, "x"), policy.after_crash(-1, "x"), policy.after_crash(10, "x")]
-    assert [one.wait for one in waits] == [1.0, 2.0, 1.0]
-    assert isinstance(policy.after_crash(10, "x"), Restart)
-    assert "2 restarts are used up" in policy.after_crash(10, "x").why
-
-
-def test_waits_double_up_to_a_minute():
+    assert [policy.after_crash(step, "x").wait for step in (-1, -1, 10, 10)] == [1.0, 2.0, 1.0, 2.0]
+    assert policy.after_crash(10, "x") == Decision(None, "all 2 restarts are used up")
     policy = Policy(allowed=9, patience=100, first_wait=1.0)
     assert [policy.after_crash(-1, "x").wait for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert Policy(allowed=0, patience=1, first_wait=0.0).after_crash(3, "x") == Decision(None, "no restart is allowed")
 
 
 def test_two_crashes_with_the_same_newest_checkpoint_are_enough():
     policy = Policy(allowed=9, patience=2, first_wait=0.0)
-    assert isinstance(policy.after_crash(10, "x"), Restart)
-    stop = policy.after_crash(10, "ZeroDivisionError")
-    assert isinstance(stop, Stop)
+    assert policy.after_crash(10, "x").wait is not None
+    stop = policy.after_crash(7, "ZeroDivisionError")  # a checkpoint that was set aside is no progress
+    assert stop.wait is None
     assert "2 crashes in a row without a checkpoint after step 10" in stop.why
     assert "ZeroDivisionError" in stop.why
 
 
-def test_a_checkpoint_that_was_set_aside_is_no_progress():
-    policy = Policy(allowed=9, patience=2, first_wait=0.0, newest=-1)
-    policy.after_crash(20, "x")
-    assert isinstance(policy.after_crash(15, "x"), Stop)
-
-
 def test_smaller_micro_batches_are_another_attempt_than_the_crashes_before():
     policy = Policy(allowed=3, patience=2, first_wait=0.0)
-    assert isinstance(policy.after_crash(-1, "x"), Restart)
+    assert policy.after_crash(-1, "x").wait is not None
     assert "micro-batches of 4" in policy.after_out_of_memory(-1, 4).why
-    assert isinstance(policy.after_crash(-1, "x"), Restart)
-    assert isinstance(policy.after_out_of_memory(-1, 0), Stop)
+    assert policy.after_crash(-1, "x").wait is not None
+    assert policy.after_out_of_memory(-1, 0).wait is None
 
 
 def test_a_preemption_is_no_crash_and_is_counted():
     policy = Policy(allowed=2, patience=1, first_wait=0.0)
-    assert [type(policy.after_preemption(5)) for _ in range(3)] == [Restart, Restart, Stop]
-
-
-def test_without_restarts_the_first_crash_is_the_end():
-    assert Policy(allowed=0, patience=1, first_wait=0.0).after_crash(3, "x") == Stop("no restart is allowed")
-
-
-# ------------------------------------------------------------------------------------------------------- command line
+    assert [policy.after_preemption(5).wait is None for _ in range(3)] == [False, False, True]
 
 
 def test_own_flags_come_before_the_recipe():
@@ -96,19 +75,18 @@ def test_own_flags_come_before_the_recipe():
 
 
 @pytest.mark.parametrize(
-    ("argv", "named"),
+    ("words", "named"),
     [
-        (["--restarts", "many", "--", "r"], "--restarts='many'"),
-        (["--restarts", "1.5", "--", "r"], "integer"),
-        (["--nproc", "0", "--", "r"], "--nproc='0'"),
-        (["--epochs", "3", "--", "r"], "unknown flag --epochs"),
-        (["--nnodes", "2", "--", "r"], "--nnodes: trainer run starts the ranks of one machine"),
-        (["--restarts"], "needs a value"),
+        ("--restarts 1.5 -- r", "--restarts='1.5' must be an integer"),
+        ("--nproc 0 -- r", "--nproc='0'"),
+        ("--epochs 3 -- r", "unknown flag --epochs"),
+        ("--nnodes 2 -- r", "--nnodes: trainer run starts the ranks of one machine"),
+        ("--restarts", "needs a value"),
     ],
 )
-def test_a_wrong_flag_is_named(argv, named):
+def test_a_wrong_flag_is_named(words, named):
     with pytest.raises(RecipeError, match=named):
-        split(argv)
+        split(words.split())
 
 
 def test_the_fit_command_resumes_in_one_directory(tmp_path):
@@ -143,9 +121,6 @@ def test_the_supervisor_starts_without_torch():
     assert done.stdout == "set()\n"
 
 
-# ------------------------------------------------------------------------------------------------------------ attempts
-
-
 def ended(attempt, seconds=20.0):
     until = time.monotonic() + seconds
     while (ending := attempt.wait()) is None:
@@ -158,10 +133,8 @@ def started(code):
 
 
 def test_an_attempt_tells_its_first_error_and_passes_on_what_it_says(capfd):
-    say = (
-        "import sys; print('a\\n[rank 1] trainer: error: first\\ntrainer: error: second', file=sys.stderr); sys.exit(3)"
-    )
-    ending = ended(started(say))
+    said = "a\\n[rank 1] trainer: error: first\\ntrainer: error: second"
+    ending = ended(started(f"import sys; print('{said}', file=sys.stderr); sys.exit(3)"))
     assert (ending, ending.exit_code) == (Ending(3, "first"), 3)
     assert "trainer: error: second" in capfd.readouterr().err
 
@@ -176,9 +149,7 @@ def test_without_an_error_of_the_trainer_the_last_words_are_told(capfd):
 
 
 def test_no_process_of_an_attempt_outlives_it(capfd):
-    code = (
-        "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); sys.exit(str(p.pid))"  # printed, exit code 1
-    )
+    code = "import subprocess, sys; sys.exit(str(subprocess.Popen(['sleep', '600']).pid))"  # printed, exit code 1
     pid = int(ended(started(code)).cause)
     status = Path(f"/proc/{pid}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()
@@ -225,31 +196,52 @@ def test_the_kernel_s_count_is_that_of_the_own_group(tmp_path, monkeypatch):
     assert memory.kernel_kills() == 2
 
 
-# ---------------------------------------------------------------------------------------------------------- whole runs
+@pytest.fixture
+def forked(tmp_path, monkeypatch, capfd):
+    """A function: supervise in this process, with forks for attempts; exit code, journal, what it said."""
+    fork_processes(monkeypatch)
+    (tmp_path / "frail.py").write_text(RECIPE)
+
+    def supervise(*flags):
+        words = ["--restarts=9", "--backoff=0.2", "--", tmp_path / "frail.py", "--run.dir", tmp_path / "run", *flags]
+        code = run_command([str(word) for word in words])
+        return code, json.loads((tmp_path / "run" / "supervisor.json").read_text()), capfd.readouterr().err
+
+    return supervise
 
 
-def test_a_killed_run_is_finished_by_the_next_attempt(supervise):
-    run = supervise("--model.what", "kill")
-    assert run.wait() == 0, run.text
-    assert run.codes == [-9, 0]
-    first, second = run.journal["attempts"]
+def test_a_killed_run_is_finished_by_the_next_attempt(forked, tmp_path):
+    code, journal, text = forked("--model.what=kill")
+    assert (code, journal["status"]) == (0, "finished")
+    first, second = journal["attempts"]
+    assert (first["exit_code"], second["exit_code"]) == (-9, 0)
     assert (first["from_step"], first["step"], second["from_step"], second["step"]) == (None, 5, 5, 20)
-    assert "killed by SIGKILL" in run.text
-    assert "newest checkpoint: step 5; restart 1 of 3 in 0.2 s" in run.text
-    assert "resuming from" in run.text
-    assert json.loads((run.run_dir / "summary.json").read_text())["steps"] == 20
-    assert run.journal["status"] == "finished"
-    status = json.loads((run.run_dir / "status.json").read_text())
+    for part in ("killed by SIGKILL", "newest checkpoint: step 5; restart 1 of 9 in 0.2 s", "resuming from"):
+        assert part in text
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 20
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status.pop("plan").startswith("batch 24 = 1 rank × 2 micro-batches of 12")
     assert status == {"cut": {"batch_size": 24, "micro_batch_size": 12}, "attempt": 2, "status": "finished"}
 
 
-@pytest.mark.slow
-def test_a_setting_that_cannot_work_is_not_tried_again(supervise):
-    run = supervise("--batch_size", "24", "--accumulate", "5", "--memory.micro_batch_size", "7")
-    assert run.wait() == 2, run.text
-    assert run.codes == [2]
-    assert "no restart" in run.text
+def test_a_setting_that_cannot_work_is_not_tried_again(forked):
+    code, journal, text = forked("--batch_size=24", "--accumulate=5", "--memory.micro_batch_size=7")
+    assert (code, len(journal["attempts"]), "no restart" in text) == (2, 1, True)
+
+
+def test_the_same_crash_again_and_again_ends_the_run(forked):
+    code, journal, text = forked("--model.what=raise", "--model.at=6", "--model.times=99")
+    assert (code, [attempt["exit_code"] for attempt in journal["attempts"]]) == (1, [1, 1])
+    assert "2 crashes in a row without a checkpoint after the start" in text
+    assert "ZeroDivisionError" in journal["attempts"][0]["cause"]
+
+
+def test_out_of_memory_is_mended_by_smaller_micro_batches(forked, tmp_path):
+    code, journal, text = forked("--model.most=3", "--run.recover=false")
+    assert (code, [attempt["exit_code"] for attempt in journal["attempts"]]) == (0, [1, 1, 0])
+    assert "restart 2 of 9 with micro-batches of 3" in text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["batch_size"], summary["micro_batch_size"], summary["steps"]) == (24, 3, 20)
 
 
 @pytest.mark.slow
@@ -262,30 +254,7 @@ def test_a_killed_rank_is_replaced_with_all_others(supervise):
 
 
 @pytest.mark.slow
-def test_the_same_crash_again_and_again_ends_the_run(supervise):
-    run = supervise("--model.what", "raise", "--model.at", "6", "--model.times", "99", own=("--restarts", "9"))
-    assert run.wait() == 1, run.text
-    assert run.codes == [1, 1]
-    assert "2 crashes in a row without a checkpoint after the start" in run.text
-    assert "ZeroDivisionError" in run.journal["attempts"][0]["cause"]
-
-
-@pytest.mark.slow
-def test_out_of_memory_is_mended_by_smaller_micro_batches(supervise):
-    run = supervise("--model.most", "3", "--run.recover", "false")
-    assert run.wait() == 0, run.text
-    assert run.codes == [1, 1, 0]
-    assert "restart 2 of 3 with micro-batches of 3" in run.text
-    summary = json.loads((run.run_dir / "summary.json").read_text())
-    assert (summary["batch_size"], summary["micro_batch_size"], summary["steps"]) == (24, 3, 20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("whole_job", "number"),
-    [(False, signal.SIGTERM), (True, signal.SIGTERM), (False, signal.SIGHUP)],
-    ids=["supervisor alone", "every process", "a closed terminal"],
-)
+@pytest.mark.parametrize(("whole_job", "number"), [(True, signal.SIGTERM), (False, signal.SIGHUP)])
 def test_asked_to_stop_it_passes_that_on_once_and_leaves_with_the_requeue_code(supervise, whole_job, number):
     run = supervise("--model.what", "slow", "--max_steps", "2000", own=("--nproc", "2"))
     run.wait_for_step(10)

@@ -11,7 +11,7 @@ import pytest
 from helpers.prepared import prepared, refused
 from PIL import Image
 
-from trainer.commands.yaml_files import load_yaml_file
+from trainer.commands.flags import load_yaml_file
 from trainer.data import ImageFolder, TextFiles
 from trainer.data.arrays import check_images, read_image
 from trainer.data.rows import MOST_LINE, find_file, find_folders

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 from trainer.faults.signals import StopSignals, stop_signals
-from trainer.supervise.command import FitCommand
+from trainer.supervise.attempt import FitCommand
 from trainer.supervise.supervisor import Policy, Supervisor
 
 WAIT = """

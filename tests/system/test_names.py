@@ -14,7 +14,7 @@ from PIL import Image
 from trainer.checkpoint.manifest import Manifest
 from trainer.cli import _guarded, run
 from trainer.commands import doctor as command
-from trainer.doctor.finding import ok, warning
+from trainer.doctor.subject import ok, warning
 from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.errors import Stopped
 from trainer.faults.peers import Told
@@ -125,8 +125,8 @@ def classes_of_a_prediction(folder):
 
 
 def a_finding(folder):
-    print(ok("samples", NAME).line())
-    print(warning("samples", "fine", NAME).line())
+    print(ok(NAME, check="samples").line())
+    print(warning("fine", NAME, "samples").line())
 
 
 def a_bad_sample(folder):
@@ -194,8 +194,8 @@ def test_a_name_from_outside_is_one_line_that_steers_nothing(place, tmp_path, ca
 
 
 def test_a_program_gets_the_names_as_they_are(monkeypatch, capsys):
-    monkeypatch.setattr(command, "examine", lambda recipe, reference: iter([ok("samples", NAME)]))
-    command.doctor_command(SimpleNamespace(), NAME, [("json", None)])
+    monkeypatch.setattr(command, "examine", lambda recipe, reference: iter([ok(NAME)]))
+    command.report(SimpleNamespace(), NAME, as_json=True)
     out, err = capsys.readouterr()
     assert json.loads(out)["findings"][0]["text"] == NAME
     assert out.isascii()

@@ -1,4 +1,20 @@
 """The subcommands of ``trainer``, one a file: each takes the words after its name. ``trainer.cli`` has their table."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
 TRUST = "trust-recipe"
 """The switch that lets a YAML file lead to Python code."""
+
+
+class OwnFlags(NamedTuple):
+    """What a command takes besides the flags of a recipe, each with its help: those with a value (``several`` take all
+    words up to the next flag), and switches."""
+
+    valued: Mapping[str, str] = MappingProxyType({})
+    switches: Mapping[str, str] = MappingProxyType({})
+    several: bool = False
+
+
+NONE = OwnFlags()

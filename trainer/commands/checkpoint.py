@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
 from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest, fault_of, read_manifest
 from trainer.checkpoint.seal import require_sealed, require_sealed_text
+from trainer.commands import TRUST
 from trainer.errors import require
 from trainer.system.text import escaped
 
@@ -27,18 +28,13 @@ export  write the model of a checkpoint as a finished run does: for trainer eval
 DIR is a run directory (export takes its newest valid checkpoint) or one checkpoint, such as
 RUN_DIR/checkpoints/step-00000100.
 """
-
 ACTIONS = ("list", "verify", "export")
+RESULTS = {"recipe.yaml": require_sealed_text, "model": require_sealed}
+"""What a run directory holds besides checkpoints, and what checks it."""
 
 
 def checkpoint(argv: Sequence[str]) -> None:
-    """Carry out a command line, without ``trainer checkpoint``.
-
-    Raises:
-        RecipeError: for a command that cannot be carried out.
-        RunError: when a checkpoint is not what was saved.
-    """
-    from trainer.commands import TRUST
+    """``trainer checkpoint``."""
     from trainer.commands.flags import scan
 
     positionals, flags = scan(argv)
@@ -50,15 +46,16 @@ def checkpoint(argv: Sequence[str]) -> None:
     require(action in ACTIONS, f"checkpoint {action}: no such action (there are {', '.join(ACTIONS)})")
     require(not unknown, f"checkpoint {action}: unknown flag --{'/--'.join(unknown)}: see trainer checkpoint --help")
     require(len(rest) == 1, f"checkpoint {action} takes one DIR: see trainer checkpoint --help")
-    results = _results_of(Path(rest[0])) if action == "verify" else {}
-    found = CheckpointFolder(Path(rest[0]) / "checkpoints").newest_first() if results else find(Path(rest[0]))
+    path = Path(rest[0])
     if action == "list":
-        list_checkpoints(found)
+        list_checkpoints(find(path))
     elif action == "verify":
-        verify_checkpoints(found, results)
+        checks = {path / name: check for name, check in RESULTS.items()} if not is_checkpoint(path) else {}
+        results = {result: check for result, check in checks.items() if result.exists()}
+        verify_checkpoints(CheckpointFolder(path / "checkpoints").newest_first() if results else find(path), results)
     else:
         out = next((text for name, text in flags if name == "out"), None)
-        export_checkpoint(found, Path(out) if out else None, trusted=(TRUST, None) in flags)
+        export_checkpoint(find(path), Path(out) if out else None, trusted=(TRUST, None) in flags)
 
 
 def find(path: Path) -> list[Path]:
@@ -78,51 +75,32 @@ def list_checkpoints(paths: Sequence[Path]) -> None:
         try:
             print(escaped(f"{path}  {_described(read_manifest(path))}"))
         except CorruptCheckpoint as error:  # noqa: PERF203
-            if not _is_gone(path):
+            if os.path.lexists(path):  # else its run has removed it meanwhile: a live one keeps the newest only
                 print(escaped(f"{path}  CORRUPT: {error}"))
 
 
-def _is_gone(path: Path) -> bool:
-    """Whether the run has removed the checkpoint since it was listed: a live one keeps the newest only."""
-    return not os.path.lexists(path)
-
-
-def _results_of(path: Path) -> dict[Path, Callable[[Path], str | None]]:
-    """What a run directory holds besides checkpoints, and what checks it."""
-    if is_checkpoint(path):
-        return {}
-    checks = {path / "recipe.yaml": require_sealed_text, path / "model": require_sealed}
-    return {result: check for result, check in checks.items() if result.exists()}
-
-
 def _described(manifest: Manifest) -> str:
-    size = sum(entry["bytes"] for entry in manifest.files.values())
-    figures = [f"{name} {value:.4f}" for name, value in (manifest.figures or {}).items()]
     parts = [
         f"step {manifest.step:,} (epoch {manifest.epoch}, {manifest.step_in_epoch:,} steps in)",
-        f"{size / 1e9:.3f} GB",
+        f"{sum(entry['bytes'] for entry in manifest.files.values()) / 1e9:.3f} GB",
         f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
-        *figures,
+        *(f"{name} {value:.4f}" for name, value in (manifest.figures or {}).items()),
         manifest.created,
     ]
     return " · ".join(parts)
 
 
 def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[Path], str | None]]) -> None:
-    """Check every file of every checkpoint, and the ``results``, and print a line each.
-
-    Raises:
-        CorruptCheckpoint: in the end, saying how many were not what was saved.
-    """
-    corrupt = 0
+    """Check every file of every checkpoint, and the ``results``, and print a line each; in the end, say how many were
+    corrupt (:class:`CorruptCheckpoint`)."""
+    corrupt = damaged = 0
     for path in paths:
         problem = fault_of(path)
-        if problem is not None and _is_gone(path):
+        if problem is not None and not os.path.lexists(path):
             print(f"{path}  removed by its run meanwhile")
             continue
         corrupt += problem is not None
         print(escaped(f"{path}  {'ok' if problem is None else f'CORRUPT: {problem}'}"))
-    damaged = 0
     for path, check in results.items():
         try:
             print(escaped(f"{path}  {check(path) or 'ok'}"))
@@ -136,39 +114,29 @@ def verify_checkpoints(paths: Sequence[Path], results: Mapping[Path, Callable[[P
 
 
 def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool = False) -> None:
-    """Write the model of the first valid one of ``paths`` to ``out``; ``trusted`` as for ``load_recipe``.
-
-    Raises:
-        RecipeError: when there is no recipe to build the model from, or ``out`` exists.
-        CorruptCheckpoint: when none is valid.
-    """
-    path = _first_valid(paths)
+    """Write the model of the first valid one of ``paths`` to ``out``; ``trusted`` as for ``load_recipe``."""
+    for path in paths:
+        problem = fault_of(path)
+        if problem is None:
+            break
+        if os.path.lexists(path):
+            print(escaped(f"warning: {problem}"))
+    else:
+        raise CorruptCheckpoint(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is what was saved")
     run_dir = path.absolute().parent.parent
-    require(
-        (run_dir / "recipe.yaml").is_file(),
-        f"{run_dir} has no recipe.yaml, which says what model {path.name} is of: export from within its run directory",
-    )
-    target = out or run_dir / "model"
+    stored, target = run_dir / "recipe.yaml", out or run_dir / "model"
+    why = f"{run_dir} has no recipe.yaml, which says what model {path.name} is of: export from within its run directory"
+    require(stored.is_file(), why)
     require(not target.exists(), f"{target} exists: give another folder by --out, or remove it")
-    if problem := require_sealed_text(run_dir / "recipe.yaml"):
+    if problem := require_sealed_text(stored):
         print(f"warning: {problem}")
     from trainer.checkpoint.export import save_model
     from trainer.commands.recipes import load_recipe
     from trainer.run.resume import Found, load_whole_model
     from trainer.system.files import staged_folder
 
-    recipe, _ = load_recipe(str(run_dir / "recipe.yaml"), trusted=trusted)
+    recipe, _ = load_recipe(str(stored), trusted=trusted)
     module = load_whole_model(Found(path, read_manifest(path)), recipe.model)
     with staged_folder(target) as folder:
         save_model(recipe.model, module, folder)
     print(escaped(f"the model of {path.name} is in {target}"))
-
-
-def _first_valid(paths: Sequence[Path]) -> Path:
-    for path in paths:
-        problem = fault_of(path)
-        if problem is None:
-            return path
-        if not _is_gone(path):
-            print(escaped(f"warning: {problem}"))
-    raise CorruptCheckpoint(f"none of the {len(paths)} checkpoint(s) in {paths[0].parent} is what was saved")

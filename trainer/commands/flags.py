@@ -1,47 +1,48 @@
-"""A recipe's command line: jsonargparse built from its settings, names checked before, errors in one line after."""
+"""A recipe's command line and YAML files: jsonargparse built from its settings, names checked before, errors in one
+line after. YAML is read as plain values: no tag constructs an object, and no file is larger than it looks."""
 
 from __future__ import annotations
 
 import types
 from argparse import SUPPRESS, Action, ArgumentError
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from re import findall, fullmatch, search
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from docstring_parser import parse as parse_docstring
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_loader
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
-from trainer.commands import TRUST
-from trainer.commands.yaml_files import load_yaml
-from trainer.errors import RecipeError
+from trainer.commands import NONE, TRUST, OwnFlags
+from trainer.errors import RecipeError, require
 from trainer.recipe import Recipe
 from trainer.settings import did_you_mean, settings_of
+from trainer.system.files import read_regular
 
 SWITCHES = ("help", "print_config", TRUST)
+
+UNIONS = (Union, types.UnionType)
+MOST_BYTES = 1_000_000
+"""Of a YAML file: read at some 100 kB a second."""
+MOST_NODES = 100_000
+"""In a YAML file, aliases counted as often as they are used: a few lines of them can stand for billions."""
 
 Flags = list[tuple[str, str | None]]
 """Names and values of flags, in the order given; the value is ``None`` for a switch."""
 
 
-def scan(argv: Sequence[str], several: Collection[str] = (), switches: Collection[str] = ()) -> tuple[list[str], Flags]:
-    """Take a command line apart in positional words and flags: the recipe must be found before its flags are known.
-
-    Args:
-        argv: the words after the command.
-        several: names of the flags that take all words up to the next flag; all but switches take one.
-        switches: names of the command's own flags that take no value.
-    """
+def scan(argv: Sequence[str], own: OwnFlags = NONE) -> tuple[list[str], Flags]:
+    """Take a command line apart in positional words and flags: the recipe must be found before its flags are known."""
     positionals: list[str] = []
     flags: Flags = []
     rest = list(argv)
     while rest:
         name, equals, text = rest.pop(0).partition("=")
-        if (name == "-h" or name[2:] in (*SWITCHES, *switches)) and not equals:
+        if (name == "-h" or name[2:] in (*SWITCHES, *own.switches)) and not equals:
             flags.append(("help" if name == "-h" else name[2:], None))
         elif not name.startswith("-"):
             positionals.append(name + equals + text)
@@ -51,7 +52,7 @@ def scan(argv: Sequence[str], several: Collection[str] = (), switches: Collectio
             flags.append((name[2:], text))
         else:
             count = next((at for at, word in enumerate(rest) if word.startswith("--")), len(rest))
-            values = rest[: count if name[2:] in several else min(count, 1)]
+            values = rest[: count if own.several and name[2:] in own.valued else min(count, 1)]
             if not values:
                 raise RecipeError(f"flag {name} needs a value")
             flags += [(name[2:], value) for value in values]
@@ -60,29 +61,13 @@ def scan(argv: Sequence[str], several: Collection[str] = (), switches: Collectio
 
 
 class RecipeParser:
-    """The flags and YAML keys of one recipe.
+    """The flags and YAML keys of one recipe: its settings, and their values the defaults."""
 
-    Args:
-        recipe: its settings are the flags, their values the defaults.
-        usage: the first line of the help page.
-        lists: flags of the command itself, with their help, that may be given several times.
-        switches: flags of the command itself, with their help, that take no value.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        usage: str | None = None,
-        lists: Mapping[str, str] | None = None,
-        switches: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, usage: str | None = None, own: OwnFlags = NONE) -> None:
         self.settings = settings_of(recipe)
-        self.lists = {"config": "read settings from a YAML file; flags override it", **(lists or {})}
-        self.switches = {
-            "print_config": "print the recipe as YAML",
-            TRUST: "execute the .py file that a recipe.yaml names",
-            **(switches or {}),
-        }
+        self.valued = {"config": "read settings from a YAML file; flags override it", **own.valued}
+        trust = "execute the .py file that a recipe.yaml names"
+        self.switches = {"print_config": "print the recipe as YAML", TRUST: trust, **own.switches}
         self.parser = ArgumentParser(
             usage=usage,
             formatter_class=_Formatter,
@@ -91,7 +76,7 @@ class RecipeParser:
             exit_on_error=False,
             allow_abbrev=False,
         )
-        for name, text in self.lists.items():
+        for name, text in self.valued.items():
             self.parser.add_argument(f"--{name}", action="append", default=SUPPRESS, metavar=name.upper(), help=text)
         for name, text in self.switches.items():
             self.parser.add_argument(f"--{name}", action="store_true", default=SUPPRESS, help=text)
@@ -141,37 +126,33 @@ class RecipeParser:
         changes = self._convert(partial(self.parser.parse_args, argv, start, defaults=False), given)
         for key, texts in entries.items():
             value = changes.get(key, before[key])
-            tree = {
-                key: {
-                    **(value if isinstance(value, dict) else {}),
-                    **{k: _value_of(f"{key}.{k}", v) for k, v in texts.items()},
-                }
-            }
+            named = {name: _value_of(f"{key}.{name}", text) for name, text in texts.items()}
+            tree = {key: {**(value if isinstance(value, dict) else {}), **named}}
             changes |= self._convert(partial(self.parser.parse_object, tree, defaults=False), tree)
         return changes
 
     def _key_of(self, name: str, text: str | None) -> tuple[str, str]:
         """The setting that the flag ``name`` is for, and the entry if it names one of a dict: ``model.config.dim``."""
-        if name in self.settings or name in self.lists or name in ("help", *self.switches):
+        if name in self.settings or name in self.valued or name in ("help", *self.switches):
             return name, ""
         if name[:-1] in self.settings and name.endswith("+") and _accepts(self.settings[name[:-1]].hint, list):
             return name[:-1], ""
         owner, _, entry = name.rpartition(".")
         if owner in self.settings and entry and _accepts(self.settings[owner].hint, dict):
             return owner, entry
-        hint = did_you_mean(name, [*self.settings, *self.lists], dashes="--") or "; --help lists all flags"
+        hint = did_you_mean(name, [*self.settings, *self.valued], dashes="--") or "; --help lists all flags"
         raise RecipeError(f"unknown flag --{name} (value {text!r}){hint}")
 
     def _convert(self, parse: Callable[[], Namespace], given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that ``parse`` finds; jsonargparse's messages of many lines become one."""
-        for key, value in given.items():
-            counted = key in self.settings and _accepts(self.settings[key].hint, int, float)
-            if counted and isinstance(value, int | str) and fullmatch(r"[-+]?\d{20,}", str(value)):
+        for key in (key for key in given if key in self.settings):
+            hint, value = self.settings[key].hint, given[key]
+            counted = _accepts(hint, int, float) and isinstance(value, int | str)
+            if counted and fullmatch(r"[-+]?\d{20,}", str(value)):
                 raise RecipeError(f"{key} is a number of {len(str(value).lstrip('+-'))} digits: nothing counts so far")
-            if key in self.settings and _accepts(self.settings[key].hint, dict):
-                tree = _value_of(key, value) if isinstance(value, str) else value
-                if isinstance(tree, Mapping) and any(isinstance(name, float) for name in tree):  # 0.5 would become 0
-                    raise RecipeError(_explain(key, self.settings[key].hint, value))
+            tree = _value_of(key, value) if _accepts(hint, dict) else None
+            if isinstance(tree, Mapping) and any(isinstance(name, float) for name in tree):  # 0.5 would become 0
+                raise RecipeError(_explain(key, hint, value))
         try:
             found = vars(parse().as_flat())
         except RecursionError:
@@ -180,21 +161,67 @@ class RecipeParser:
             named = search(r'^Parser key "([^"]+)"', str(error))
             if named is None or named[1] not in given:
                 raise RecipeError(" ".join(str(error).split())) from error
-            key = named[1]
-            if duplicate := search(r"duplicate key .*", str(error)):
-                raise RecipeError(f"{key}={given[key]!r}: {duplicate[0]}") from error
-            raise RecipeError(_explain(key, self.settings[key].hint, given[key])) from error
+            key, duplicate = named[1], search(r"duplicate key .*", str(error))
+            why = f"{key}={given[key]!r}: {duplicate[0]}" if duplicate else ""
+            raise RecipeError(why or _explain(key, self.settings[key].hint, given[key])) from error
         return {key: value for key, value in found.items() if key in self.settings}
 
 
-def _value(text: str) -> Any:
+def load_yaml_file(path: Path) -> dict[Any, Any]:
+    """The settings in a YAML file, nested as they are written; an error names the file."""
     try:
-        return load_yaml(text)
+        tree = load_yaml(read_regular(path, MOST_BYTES).decode()) or {}
+        require(isinstance(tree, dict), f"must hold a mapping of settings, not a {type(tree).__name__}")
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such file") from None
+    except RecipeError as error:
+        raise RecipeError(f"{path} {error}") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise RecipeError(f"{path} line {line}: not valid YAML: {error.problem}") from error
+    except RecursionError:
+        raise RecipeError(f"{path} is nested too deeply") from None
+    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:  # PyYAML checks no !!int 'x'
+        raise RecipeError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
+    return tree
+
+
+def load_yaml(text: str) -> Any:
+    """What jsonargparse makes of YAML, with its safe loader.
+
+    Raises:
+        RecipeError: for a duplicate key, of which it would silently keep the last, for a key that is no word, and for
+            aliases that come to more than :data:`MOST_NODES` entries, or to themselves.
+    """
+    nodes = [yaml.compose(text, yaml.SafeLoader)]
+    seen = 0
+    while nodes:
+        node = nodes.pop()
+        seen += 1
+        if seen > MOST_NODES:
+            raise RecipeError(f"comes to more than {MOST_NODES:,} entries: too many, or aliases of aliases")
+        lines: dict[str, int] = {}
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise RecipeError(f"line {line}: a key must be a word or a number")
+            if key.value in lines:
+                raise RecipeError(f"line {line}: duplicate key {key.value}, first given on line {lines[key.value]}")
+            lines[key.value] = line
+            nodes.append(value)
+        nodes += node.value if isinstance(node, yaml.SequenceNode) else ()
+    return get_loader("yaml")(text)
+
+
+def _value(text: Any) -> Any:
+    """What YAML makes of a text; anything else, and what is no YAML, as it is."""
+    try:
+        return load_yaml(text) if isinstance(text, str) else text
     except yaml.YAMLError:
         return text
 
 
-def _value_of(key: str, text: str) -> Any:
+def _value_of(key: str, text: Any) -> Any:
     try:
         return _value(text)
     except RecipeError as error:  # a duplicate key, aliases without end
@@ -242,10 +269,8 @@ def _describe(hint: Any) -> str:
     """A type as a person reads it: ``int|null``, ``dict[int,int]``, ``cosine|linear``."""
     if hint in (None, type(None)):
         return "null"
-    if get_origin(hint) is Literal:
-        return "|".join(map(str, get_args(hint)))
-    if _is_union(hint):
-        return "|".join(map(_describe, get_args(hint)))
+    if get_origin(hint) in (Literal, *UNIONS):
+        return "|".join(map(str if get_origin(hint) is Literal else _describe, get_args(hint)))
     name = getattr(get_origin(hint) or hint, "__name__", str(hint))
     inner = ",".join("..." if argument is ... else _describe(argument) for argument in get_args(hint))
     return f"{name}[{inner}]" if inner else name
@@ -260,13 +285,10 @@ def _explain(key: str, hint: Any, value: Any) -> str:
     return f"{key}={value!r} must be {wanted}" + (f"; did you mean {close[0]}?" if close else "")
 
 
-def _is_union(hint: Any) -> bool:
-    return get_origin(hint) in (Union, types.UnionType)
-
-
 def _members(hint: Any) -> list[Any]:
     """The alternatives of ``hint`` besides null."""
-    return [member for member in (get_args(hint) if _is_union(hint) else (hint,)) if member is not type(None)]
+    members = get_args(hint) if get_origin(hint) in UNIONS else (hint,)
+    return [member for member in members if member is not type(None)]
 
 
 def _accepts(hint: Any, *kinds: type) -> bool:
@@ -283,24 +305,20 @@ def _as_list(hint: Any, value: Any) -> Any:
 def _checked_as(hint: Any) -> Any:
     """What jsonargparse checks a value as: the type, or for one that is not made of plain ones what YAML makes of it.
 
-    For a class, a function or ``Any`` it would import whatever module a text or a ``class_path`` names. Of
-    ``dict[str, Any]`` it would read strings again, "2" as 2: that is ``dict``.
+    For a class, a function or ``Any`` it would import whatever module a text or a ``class_path`` names; of
+    ``dict[str, Any]``, it would read strings again, "2" as 2.
     """
-    if _is_union(hint):
+    if get_origin(hint) in UNIONS:
         members = tuple(map(_checked_as, get_args(hint)))
-        return _any_value if _any_value in members else Union[members]  # noqa: UP007
+        return _value if _value in members else Union[members]  # noqa: UP007
     if hint == dict[str, Any]:
         return dict
-    return hint if _is_plain(hint) else _any_value
+    return hint if _is_plain(hint) else _value
 
 
 def _is_plain(hint: Any) -> bool:
-    if get_origin(hint) in (list, tuple, dict, Union, types.UnionType):
+    if get_origin(hint) in (list, tuple, dict, *UNIONS):
         return all(argument is ... or _is_plain(argument) for argument in get_args(hint))
     if get_origin(hint) is Literal or hint in (None, type(None), int, float, str, bool, list, tuple, dict):
         return True
     return isinstance(hint, type) and issubclass(hint, (Enum, PurePath))
-
-
-def _any_value(value: Any) -> Any:
-    return _value(value) if isinstance(value, str) else value

@@ -29,11 +29,10 @@ from trainer.system.watched import Watched, reason_in
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|OutOfMemoryError|Cannot allocate memory|can't allocate memory|bad_alloc", re.I
-)
+OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|Can(no|')t allocate memory|bad_alloc", re.I)
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """For runs on a CPU: glibc keeps freed tensors, and resident memory would show the largest of everything so far."""
+CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
 GRACE_SECONDS = 10.0
 """How long an interrupted run may take to write its summary."""
 
@@ -46,12 +45,10 @@ class Trial:
         status: finished, refused (the settings cannot work), out of memory, killed, too slow, or failed.
         reason: of a run that did not finish, the first line that says why.
         command: what repeats it; ``to_json`` leaves out where Python and the run directory are on this machine.
-        seconds: wall time of the process, from start to end.
+        seconds: wall time of the process.
         plan: the line in which the run said what it decided.
-        steps: steps taken.
-        losses: of every step, the mean loss before its update.
-        samples_per_second: training throughput over all ranks without the first step, which warms up; of a single
-            step, with it.
+        steps: that were taken; ``losses`` of each, before its update.
+        samples_per_second: over all ranks, without the first step, which warms up, unless there is no other.
         memory: what ``summary.json`` says under that key: GB (1e9 bytes).
     """
 
@@ -79,18 +76,10 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """All of it, in plain types."""
-        return {
-            "status": self.status,
-            "reason": self.reason,
-            "plan": self.plan,
-            "steps": self.steps,
-            "losses": self.losses,
-            "samples_per_second": self.samples_per_second,
-            "peak_gb": self.peak_gb,
-            "memory": dict(self.memory),
-            "seconds": round(self.seconds, 2),
-            "command": shlex.join(map(_anywhere, redact_words(self.command))),
-        }
+        plain = ("status", "reason", "plan", "steps", "losses", "samples_per_second", "peak_gb")
+        content = {name: getattr(self, name) for name in plain}
+        command = shlex.join(map(_anywhere, redact_words(self.command)))
+        return {**content, "memory": dict(self.memory), "seconds": round(self.seconds, 2), "command": command}
 
 
 def _anywhere(word: str) -> str:
@@ -106,7 +95,7 @@ def probe_machine() -> dict[str, Any]:
     """The accelerator (cpu or cuda), its devices and memory, found out by a process that has ended by then."""
     found = ask_for_gpus()
     if not found:
-        return {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
+        return dict(CPU)
     memory = round(found[0]["total_memory"] / GB, 2)
     return {"accelerator": "cuda", "devices": len(found), "device": found[0]["name"], "device_memory_gb": memory}
 
@@ -123,32 +112,31 @@ def run_trial(
 
     Args:
         arguments: of ``trainer fit``: the recipe and its flags, without ``run.dir``.
-        run_dir: the run directory, which must not hold a run; what the process says goes to ``run_dir.log`` beside it.
-            The trained model is removed from it: only the figures are of interest.
+        run_dir: which must not hold a run; the trained model is removed from it. What the process says goes to
+            ``run_dir.log`` beside it.
         seconds: wall time after which the run is ended as too slow.
         entry: a script that does something before, with its arguments; without it, the package is started.
         environment: variables to set besides those of this process.
     """
     words = ["fit", *arguments, f"--run.dir={run_dir}"]
     command = own_command(*words) if entry is None else [sys.executable, *entry, *words]
+    here = str(Path(trainer.__file__).parent.parent)  # found first, whether it is installed or not
+    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     log = run_dir.with_name(f"{run_dir.name}.log")
     start = time.perf_counter()
     with _opened(log) as output:
-        code = _run(command, output, seconds, _environment() | dict(environment or {}))
+        code = _run(command, output, seconds, {**os.environ, "PYTHONPATH": path, **(environment or {})})
     wall = time.perf_counter() - start
     shutil.rmtree(run_dir / "model", ignore_errors=True)
     text = log.read_text(encoding="utf-8", errors="replace")
     status, reason = _outcome(code, text, seconds)
+    plan = next((line.removeprefix("plan: ") for line in text.splitlines() if line.startswith("plan: ")), None)
     repeated = [sys.executable, *(entry or ("-m", "trainer")), *words]
-    return Trial(status, reason and redact(reason), repeated, wall, _plan(text), **_figures(run_dir))
+    return Trial(status, reason and redact(reason), repeated, wall, plan, **_figures(run_dir))
 
 
 def _opened(log: Path) -> TextIO:
-    """Opened for writing, empty.
-
-    Raises:
-        RecipeError: naming it, when it cannot be, or is no file of our own.
-    """
+    """Opened for writing, empty; an error names one that cannot be, or is no file of our own."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = os.fdopen(open_own(log, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8")
@@ -156,12 +144,6 @@ def _opened(log: Path) -> TextIO:
         raise RecipeError(f"{log} cannot be written ({error.strerror}): choose another folder") from error
     output.truncate()  # what another one has left there
     return output
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with the package that runs here found first, whether it is installed or not."""
-    here = str(Path(trainer.__file__).parent.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
 
 
 def _run(command: list[str], output: TextIO, seconds: float | None, environment: Mapping[str, str]) -> int | None:
@@ -180,13 +162,11 @@ def _run(command: list[str], output: TextIO, seconds: float | None, environment:
 
 
 def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, str | None]:
-    if code == 0:
-        return "finished", None
     if code is None:
         return "too slow", f"not finished after {seconds:g} s"
     said = reason_in(text)
-    if code == 2:
-        return "refused", said
+    if code in (0, 2):
+        return ("refused", said) if code else ("finished", None)
     if OUT_OF_MEMORY.search(text):
         found = next((line.strip() for line in text.splitlines() if OUT_OF_MEMORY.search(line)), None)
         return "out of memory", said if said and OUT_OF_MEMORY.search(said) else found
@@ -196,28 +176,19 @@ def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, s
     return "failed", said or f"exit code {code}"
 
 
-def _plan(text: str) -> str | None:
-    return next((line.removeprefix("plan: ") for line in text.splitlines() if line.startswith("plan: ")), None)
-
-
 def _figures(run_dir: Path) -> dict[str, Any]:
     """What the run directory says, as far as the run came."""
     figures: dict[str, Any] = {}
+    size = 0
     if (run_dir / "summary.json").is_file():
         summary = json.loads((run_dir / "summary.json").read_text())
-        figures = {"memory": summary["memory"], "steps": summary["steps"]}
+        figures, size = {"memory": summary["memory"], "steps": summary["steps"]}, summary["batch_size"]
     if (run_dir / "metrics.csv").is_file():
         with open(run_dir / "metrics.csv", newline="") as file:
             rows = [row for row in csv.DictReader(file) if row.get("loss")]
         figures["losses"] = [float(row["loss"]) for row in rows]
-        batch_size = summary["batch_size"] if figures.get("memory") else 0
-        figures["samples_per_second"] = _speed([float(row["samples_per_second"]) for row in rows], batch_size)
+        so_far = [float(row["samples_per_second"]) for row in rows]  # since the start, as it was after every step
+        if so_far and all(so_far) and size:
+            first, last = size / so_far[0], size * len(so_far) / so_far[-1]
+            figures["samples_per_second"] = size * (len(so_far) - 1) / (last - first) if last > first else so_far[-1]
     return figures
-
-
-def _speed(so_far: Sequence[float], batch_size: int) -> float | None:
-    """Samples a second without the first step, from those since the start, as they were after every step."""
-    if not so_far or not all(so_far) or not batch_size:
-        return None
-    first, last = batch_size / so_far[0], batch_size * len(so_far) / so_far[-1]
-    return batch_size * (len(so_far) - 1) / (last - first) if last > first else so_far[-1]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.commands import TRUST
+from trainer.commands import NONE, TRUST, OwnFlags
 from trainer.errors import NothingNamed, RecipeError, require, text_of
 from trainer.recipe import Recipe
 from trainer.settings import change, did_you_mean, dump_recipe, settings_of
@@ -20,6 +19,9 @@ from trainer.system.redact import refuse_redacted
 
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags, RecipeParser
+
+MOST = 1_000_000
+"""Of whatever a command's own flags count: devices, nodes, steps, trials."""
 
 
 def recipes_folder() -> Path:
@@ -49,32 +51,24 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str]:
     if not reference.endswith((".yaml", ".yml")):
         source = source_of(reference)
         return import_recipe(_path_of(source)), source
-    from trainer.commands.flags import RecipeParser  # jsonargparse, which `trainer --help` does without
-    from trainer.commands.yaml_files import load_yaml_file
+    from trainer.commands.flags import RecipeParser, load_yaml_file  # jsonargparse: `trainer --help` does without
 
     path = Path(reference)
     tree = load_yaml_file(path)
     named = yaml_source(path, tree)
     if named is None:
-        raise RecipeError(
-            f"{path}: the key recipe must name a packaged recipe or a .py file, to say which model and data are meant"
-        )
+        missing = "the key recipe must name a packaged recipe or a .py file, to say which model and data are meant"
+        raise RecipeError(f"{path}: {missing}")
     if os.path.isabs(named) and not trusted:
-        raise RecipeError(
-            f"{path}: recipe={str(tree['recipe'])!r} is Python code, {os.path.realpath(named)!r}, and is not executed: "
-            f"add --{TRUST} if you trust that file"
-        )
+        code = f"{path}: recipe={str(tree['recipe'])!r} is Python code, {os.path.realpath(named)!r}"
+        raise RecipeError(f"{code}, and is not executed: add --{TRUST} if you trust that file")
     recipe = import_recipe(_path_of(named))
     return change(recipe, yaml_changes(RecipeParser(recipe), path, tree)), named
 
 
 def source_of(reference: str, folder: Path | None = None) -> str:
-    """What a run's ``recipe.yaml`` calls the recipe: its packaged name, or the absolute path of its file.
-
-    Args:
-        reference: a packaged name or a path.
-        folder: where a relative path starts; the working directory by default.
-    """
+    """What a run's ``recipe.yaml`` calls the recipe, by its packaged name or a path from ``folder`` (the working
+    directory by default): that name, or the absolute path of its file."""
     names = packaged_recipes()
     if reference in names:
         return reference
@@ -99,19 +93,6 @@ def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:
         raise RecipeError(f"{path}: {error}") from error
 
 
-def config_changes(parser: RecipeParser, source: str, paths: Sequence[str]) -> dict[str, Any]:
-    """The changes that the ``--config`` files ask for, later files over earlier ones."""
-    from trainer.commands.yaml_files import load_yaml_file
-
-    changes: dict[str, Any] = {}
-    for path in map(Path, paths):
-        tree = load_yaml_file(path)
-        if yaml_source(path, tree) not in (None, source):
-            raise RecipeError(f"{path}: recipe={tree['recipe']!r} is not the recipe asked for, {source!r}")
-        changes |= yaml_changes(parser, path, tree)
-    return changes
-
-
 def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any]) -> dict[str, Any]:
     """The settings of a YAML file, without the name of its recipe; errors name the file."""
     try:
@@ -121,22 +102,7 @@ def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any]) -> d
 
 
 def import_recipe(path: Path) -> Recipe:
-    """The ``recipe`` that the Python file ``path`` defines."""
-    module = _execute(path)
-    recipe = getattr(module, "recipe", None)
-    if recipe is None:
-        raise RecipeError(f"recipe {path} defines no recipe: it needs a line `recipe = Recipe(...)`")
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
-    return recipe
-
-
-def _path_of(source: str) -> Path:
-    return Path(source) if os.path.isabs(source) else recipes_folder() / f"{source}.py"
-
-
-def _execute(path: Path) -> ModuleType:
-    """Run a recipe file as ``python FILE`` would, but under a name of its own instead of ``__main__``."""
+    """The ``recipe`` of a Python file, run as ``python FILE`` would, but not as ``__main__``."""
     if path.parent != recipes_folder() and str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # a recipe may import what lies beside it
     name = path.stem
@@ -153,27 +119,24 @@ def _execute(path: Path) -> ModuleType:
         if isinstance(error, KeyboardInterrupt):
             raise
         what = text_of(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {text_of(error)}"
-        raise RecipeError(f"recipe {path}{_line_of(error, path)}: {what}") from error
-    return module
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines = [error.lineno]
+        raise RecipeError(f"recipe {path}{f' line {lines[-1]}' if lines else ''}: {what}") from error
+    recipe = getattr(module, "recipe", None)
+    require(recipe is not None, f"recipe {path} defines no recipe: it needs a line `recipe = Recipe(...)`")
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
+    return recipe
 
 
-def _line_of(error: BaseException, path: Path) -> str:
-    """Which line of the recipe file led to ``error``."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        return f" line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f" line {lines[-1]}" if lines else ""
+def _path_of(source: str) -> Path:
+    return Path(source) if os.path.isabs(source) else recipes_folder() / f"{source}.py"
 
 
 class Asked(NamedTuple):
-    """What a command line asks for.
-
-    Args:
-        recipe: with all YAML files and flags applied.
-        source: where it was found.
-        reference: what named it, or its run directory, on the command line.
-        flags: all that were given.
-    """
+    """What a command line asks for: the recipe with all YAML files and flags applied, where it was found, what named it
+    (or its run directory) on the command line, and all flags that were given."""
 
     recipe: Recipe
     source: str
@@ -182,35 +145,15 @@ class Asked(NamedTuple):
 
 
 def asked_for(
-    command: str,
-    what: str,
-    argv: Sequence[str],
-    lists: Mapping[str, str] | None = None,
-    switches: Mapping[str, str] | None = None,
-    several: Collection[str] = (),
-    named: Callable[[str], str] = str,
+    command: str, what: str, argv: Sequence[str], own: OwnFlags = NONE, named: Callable[[str], str] = str
 ) -> Asked | None:
     """Read the command line of a command that takes a recipe, or the directory of a run, and then flags.
 
-    Args:
-        command: its name.
-        what: RECIPE or RUN_DIR.
-        argv: the words after its name.
-        lists: its own flags that take a value, with their help.
-        switches: its own flags that take none.
-        several: those of ``lists`` that take all words up to the next flag.
-        named: finds the recipe of what is named.
-
-    Returns:
-        ``None`` when printing was all that was asked for.
-
-    Raises:
-        NothingNamed: when no recipe is named.
-        RecipeError: for anything else that cannot work.
+    ``what`` is RECIPE, or RUN_DIR, whose recipe ``named`` finds. ``None`` when printing was all that was asked for.
     """
     from trainer.commands.flags import scan
 
-    positionals, flags = scan(argv, several=several, switches=switches or {})
+    positionals, flags = scan(argv, own)
     if not positionals:
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if what == "RECIPE" else ""
         raise NothingNamed(f"{command} needs a {what}{known}: see trainer --help")
@@ -218,38 +161,30 @@ def asked_for(
     if others:
         raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags")
     recipe, source = load_recipe(named(reference), trusted=(TRUST, None) in flags)
-    resolved = resolve(recipe, source, flags, f"trainer {command} {reference} [flags]", lists, switches)
+    resolved = resolve(recipe, source, flags, f"trainer {command} {reference} [flags]", own)
     return None if resolved is None else Asked(resolved, source, reference, flags)
 
 
-def resolve(
-    recipe: Recipe,
-    source: str,
-    flags: Flags,
-    usage: str,
-    lists: Mapping[str, str] | None = None,
-    switches: Mapping[str, str] | None = None,
-) -> Recipe | None:
+def resolve(recipe: Recipe, source: str, flags: Flags, usage: str, own: OwnFlags = NONE) -> Recipe | None:
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
-    from trainer.commands.flags import RecipeParser
+    from trainer.commands.flags import RecipeParser, load_yaml_file
 
-    parser = RecipeParser(recipe, usage, lists, switches)
+    parser = RecipeParser(recipe, usage, own)
     if ("help", None) in flags:
         parser.parser.print_help()
         return None
-    in_yaml = config_changes(parser, source, [text for name, text in flags if name == "config" and text])
+    in_yaml: dict[str, Any] = {}
+    for path in [Path(text) for name, text in flags if name == "config" and text]:  # later files over earlier ones
+        tree = load_yaml_file(path)
+        if yaml_source(path, tree) not in (None, source):
+            raise RecipeError(f"{path}: recipe={tree['recipe']!r} is not the recipe asked for, {source!r}")
+        in_yaml |= yaml_changes(parser, path, tree)
     resolved = change(recipe, in_yaml, parser.read_flags(flags, in_yaml))
     refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
     if ("print_config", None) in flags:
         print(dump_recipe(resolved, source), end="")
         return None
     return resolved
-
-
-# What the flags of commands have in common that are not a recipe's. Imports no torch.
-
-MOST = 1_000_000
-"""Of whatever is counted: devices, nodes, steps, trials."""
 
 
 def count(name: str, text: str) -> int:
@@ -259,20 +194,8 @@ def count(name: str, text: str) -> int:
     return int(text)
 
 
-def yes_or_no(name: str, text: str) -> bool:
-    """The value of ``--name``, true or false."""
-    require(text.lower() in ("true", "false"), f"--{name}={text!r} must be true or false")
-    return text.lower() == "true"
-
-
 def new_folder(command: str, wanted: str | None, reference: str) -> Path:
-    """The folder that a command writes to, made; one that holds what it wrote before is refused.
-
-    Args:
-        command: ladder or plan; its main file is that name with ``.json``.
-        wanted: the value of ``--out``, if it was given.
-        reference: names the recipe.
-    """
+    """The folder for ``command.json``, made: ``wanted`` by ``--out``, or one of the recipe's; not one that has it."""
     out = Path(wanted or default_folder(reference, f"{command}-")).absolute()
     make_folder("--out", out)
     require(not (out / f"{command}.json").exists(), f"--out={out} already holds a {command}: choose another folder")

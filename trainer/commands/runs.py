@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.commands import OwnFlags
 from trainer.commands.recipes import asked_for, resolve, source_of
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
+from trainer.faults.signals import leave_before_training
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -16,12 +18,12 @@ if TYPE_CHECKING:
 
 # What trains imports torch: it is imported where it is used, so that --help answers at once.
 
-PREDICT_FLAGS = {"text": "texts to classify", "image": "image files to classify"}
+PREDICT_FLAGS = OwnFlags({"text": "texts to classify", "image": "image files to classify"}, several=True)
 
 
 def fit(argv: list[str]) -> None:
     """Train, evaluate and write a run directory."""
-    _leave_before_training()
+    leave_before_training()
     if asked := asked_for("fit", "RECIPE", argv):
         from trainer.fit import fit
 
@@ -30,7 +32,7 @@ def fit(argv: list[str]) -> None:
 
 def fit_script(recipe: Recipe) -> None:
     """``python my_recipe.py``, with the flags of ``trainer fit``."""
-    _leave_before_training()
+    leave_before_training()
     from trainer.commands.flags import scan
 
     script = getattr(sys.modules["__main__"], "__file__", None)
@@ -56,48 +58,33 @@ def evaluate(argv: list[str]) -> None:
 
 def predict(argv: list[str]) -> None:
     """Classify texts or images with the trained model of a run directory."""
-    asked = asked_for("predict", "RUN_DIR", argv, PREDICT_FLAGS, several=PREDICT_FLAGS, named=_recipe_of)
-    if asked is None:
-        return
-    texts, images = inputs(asked.flags)
-    from trainer.fit import predict
+    if asked := asked_for("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_recipe_of):
+        texts, images = inputs(asked.flags)
+        from trainer.fit import predict
 
-    predict(asked.recipe, Path(asked.reference), texts=texts, images=images)
+        predict(asked.recipe, Path(asked.reference), texts=texts, images=images)
 
 
 def inputs(flags: Flags) -> tuple[list[str], list[str]]:
-    """The texts, or the images, that are to be classified.
-
-    Raises:
-        RecipeError: for one that is none, or both kinds, or neither.
-    """
-    texts, images = ([text for name, text in flags if name == wanted and text is not None] for wanted in PREDICT_FLAGS)
+    """The texts, or the images, that are to be classified: one of the two, each of which is one."""
+    texts, images = (
+        [text for name, text in flags if name == wanted and text is not None] for wanted in PREDICT_FLAGS.valued
+    )
     for text in texts:
-        if not text:
-            raise RecipeError("--text is empty: give the text to classify")
-        if text.encode(errors="replace").decode() != text:
-            raise RecipeError(f"--text {text[:40]!a} is not UTF-8 text")
-    if bool(texts) == bool(images):
-        raise RecipeError("predict needs either --text TEXT or --image PATH" + (", not both" if texts else ""))
-    for image in images:
-        if not os.path.isfile(image):  # also for a name that no file can have
-            raise RecipeError(f"image {image!r}: no such file")
+        require(text != "", "--text is empty: give the text to classify")
+        require(text.encode(errors="replace").decode() == text, f"--text {text[:40]!a} is not UTF-8 text")
+    both = ", not both" if texts else ""
+    require(bool(texts) != bool(images), f"predict needs either --text TEXT or --image PATH{both}")
+    for image in images:  # os.path also takes a name that no file can have
+        require(os.path.isfile(image), f"image {image!r}: no such file")
     return texts, images
-
-
-def _leave_before_training() -> None:
-    from trainer.faults.signals import leave_before_training
-
-    leave_before_training()
 
 
 def _recipe_of(reference: str) -> str:
     """The recipe of a run directory, which must hold a trained model too."""
     run_dir = Path(reference)
-    if not run_dir.is_dir():
-        raise RecipeError(f"run directory {str(run_dir)!r}: no such directory")
-    if not (run_dir / "recipe.yaml").is_file():
-        raise RecipeError(f"run directory {str(run_dir)!r} has no recipe.yaml: it was not written by trainer fit")
-    if not (run_dir / "model").is_dir():
-        raise RecipeError(f"run directory {str(run_dir)!r} has no model/: the run did not finish")
-    return str(run_dir / "recipe.yaml")
+    recipe, named = run_dir / "recipe.yaml", f"run directory {str(run_dir)!r}"
+    require(run_dir.is_dir(), f"{named}: no such directory")
+    require(recipe.is_file(), f"{named} has no recipe.yaml: it was not written by trainer fit")
+    require((run_dir / "model").is_dir(), f"{named} has no model/: the run did not finish")
+    return str(recipe)

@@ -1,25 +1,37 @@
-"""The machine: libraries, devices, host and shared memory."""
+"""The machine: libraries, devices, disk, memory, and what is tried in processes of their own: ranks that meet, the peak
+that the planner predicts, a checkpoint there and back."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from packaging.requirements import Requirement
 
+from trainer.checkpoint.parts import PartsReader, describe_parts, whole, write_parts
 from trainer.data.workers import SHARED, SMALL_SHARED, decide_workers
-from trainer.doctor.finding import Finding, fail, ok, skipped, warning
-from trainer.doctor.subject import Subject
+from trainer.doctor.subject import Finding, Subject, fail, ok, skipped, warning
 from trainer.errors import RecipeError
-from trainer.system.files import sync_to_disk
+from trainer.launching.loopback import ADDRESS, keep_to_loopback, loopback_store
+from trainer.planner.fake_ranks import forget_process_group
+from trainer.planner.predict import Prediction, predict_here
+from trainer.planner.search import MARGIN
+from trainer.planner.target import Target, budget_bytes
+from trainer.run.forecast import this_device
+from trainer.system.children import Child, Failed, in_child
+from trainer.system.files import hash_file, sync_to_disk
 from trainer.system.lock import NAME, RunLock
 from trainer.system.machine import ask_for_gpus, available_bytes, cores
 from trainer.system.text import GB
@@ -27,33 +39,28 @@ from trainer.system.text import GB
 DISTRIBUTION = "exactbatch-trainer"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
-SECONDS = 60.0
+SECONDS_OF_GPUS = 60.0
 """How long a new process may take to import torch and ask each GPU."""
-
 BUSY = 0.1
 """Share of a GPU's memory that others may hold before that is worth a word."""
 
 
-def libraries(subject: Subject) -> Iterator[Finding]:
+def libraries(subject: Subject) -> Finding:
     """Whether the installed versions are those that the project asks for."""
-    check, wrong, count = "libraries", [], 0
-    for text in required():
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        count += 1
+    wrong = []
+    needed = [one for one in map(Requirement, required()) if one.marker is None or one.marker.evaluate({"extra": ""})]
+    for one in needed:
         try:
-            version = metadata.version(requirement.name)
+            version = metadata.version(one.name)
         except metadata.PackageNotFoundError:
-            wrong.append((f"{requirement.name} is not installed", requirement))
+            wrong.append((f"{one.name} is not installed", one))
             continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            wrong.append((f"{requirement.name} {version} does not fit {requirement.specifier}", requirement))
-    if wrong:
-        install = " ".join(f"'{requirement.name}{requirement.specifier}'" for _, requirement in wrong)
-        yield fail(check, "; ".join(text for text, _ in wrong), f"pip install {install}")
-    else:
-        yield ok(check, f"{count} as required; torch {torch.__version__}")
+        if not one.specifier.contains(version, prereleases=True):
+            wrong.append((f"{one.name} {version} does not fit {one.specifier}", one))
+    if not wrong:
+        return ok(f"{len(needed)} as required; torch {torch.__version__}")
+    install = " ".join(f"'{one.name}{one.specifier}'" for _, one in wrong)
+    return fail("; ".join(text for text, _ in wrong), f"pip install {install}")
 
 
 def required() -> list[str]:
@@ -67,44 +74,33 @@ def required() -> list[str]:
 
 def devices(subject: Subject) -> Iterator[Finding]:
     """Whether the devices are there, and free."""
-    check, world = "devices", subject.world
-    if world.accelerator == "cpu":
-        threads = world.devices * torch.get_num_threads()
-        text = f"CPU: {cores()} cores for {world.devices} rank(s) of {torch.get_num_threads()} thread(s)"
-        if threads > cores():
-            yield warning(check, text, f"OMP_NUM_THREADS={max(1, cores() // world.devices)}")
-        else:
-            yield ok(check, text)
-        return
-    yield from of_gpus(ask_for_gpus(free=True, seconds=SECONDS), world.devices)
+    ranks, threads = subject.world.devices, torch.get_num_threads()
+    if subject.world.accelerator == "cpu":
+        text = f"CPU: {cores()} cores for {ranks} rank(s) of {threads} thread(s)"
+        fits = ranks * threads <= cores()
+        yield ok(text) if fits else warning(text, f"OMP_NUM_THREADS={max(1, cores() // ranks)}")
+    else:
+        yield from of_gpus(ask_for_gpus(free=True, seconds=SECONDS_OF_GPUS), ranks)
 
 
 def of_gpus(gpus: Sequence[dict[str, Any]], wanted: int) -> Iterator[Finding]:
-    """What there is to say of the GPUs of this machine, of which ``wanted`` are to be used.
-
-    Args:
-        gpus: as :func:`trainer.system.machine.seen_gpus` gives them, with what is free.
-        wanted: from the first on.
-    """
-    check, version = "devices", Path("/proc/driver/nvidia/version")
+    """What there is to say of the first ``wanted`` GPUs, as :func:`trainer.system.machine.seen_gpus` gives them."""
+    version = Path("/proc/driver/nvidia/version")
     known = re.search(r"Module[^\d]+([\d.]+)", version.read_text()) if version.exists() else None
     driver = known[1] if known else f"for CUDA {torch.version.cuda}"
     if wanted > len(gpus):
         text = f"{wanted} GPUs were asked for and {len(gpus)} are there"
-        yield fail(check, text, f"--run.devices {len(gpus)}, or CUDA_VISIBLE_DEVICES")
+        yield fail(text, f"--run.devices {len(gpus)}, or CUDA_VISIBLE_DEVICES")
     for number, gpu in enumerate(gpus[:wanted]):
         free, total = gpu["free"], gpu["total_memory"]
         text = f"GPU {number}: {gpu['name']}, {free / GB:.1f} of {total / GB:.1f} GB free, driver {driver}"
-        if free < (1 - BUSY) * total:
-            yield warning(check, text, "end the other processes on it, or choose another by CUDA_VISIBLE_DEVICES")
-        else:
-            yield ok(check, text)
+        fix = "end the other processes on it, or choose another by CUDA_VISIBLE_DEVICES"
+        yield warning(text, fix) if free < (1 - BUSY) * total else ok(text)
 
 
-def host_memory(subject: Subject) -> Iterator[Finding]:
+def host_memory(subject: Subject) -> Finding:
     """Whether the weights and their optimizer's state fit the host, where they are to be there, and a copy of them."""
-    check, available = "host memory", available_bytes()
-    memory = subject.recipe.memory
+    available, memory = available_bytes(), subject.recipe.memory
     on_host = subject.world.accelerator == "cpu" or memory.cpu_offload != "none"
     needed = 0
     if subject.ready and on_host:
@@ -114,28 +110,25 @@ def host_memory(subject: Subject) -> Iterator[Finding]:
     text = f"{available / GB:.1f} GB available" + (f", {needed / GB:.2f} GB of weights and state" if needed else "")
     text += f", {copy / GB:.2f} GB of a copy while a checkpoint is written" if copy else ""
     if needed > available:
-        yield fail(check, text, "end other processes, fewer ranks, or a smaller model")
-    elif needed + copy > available:
-        yield warning(check, text, "--checkpoint.asynchronous false, or end other processes")
-    else:
-        yield ok(check, text)
+        return fail(text, "end other processes, fewer ranks, or a smaller model")
+    if needed + copy > available:
+        return warning(text, "--checkpoint.asynchronous false, or end other processes")
+    return ok(text)
 
 
-def shared_memory(subject: Subject) -> Iterator[Finding]:
+def shared_memory(subject: Subject) -> Finding:
     """Whether workers can hand their batches over, which they do in /dev/shm."""
     world = subject.world
-    check, workers = "shared memory", decide_workers(subject.recipe.data, world.accelerator, world.devices)
+    workers = decide_workers(subject.recipe.data, world.accelerator, world.devices)
     if not SHARED.is_dir():
-        yield skipped(check, f"there is no {SHARED} on this system")
-        return
+        return skipped(f"there is no {SHARED} on this system")
     free = shutil.disk_usage(SHARED).free
     text = f"{free / GB:.2f} GB free in {SHARED} for {workers * world.devices} worker(s)"
     if workers and free < SMALL_SHARED:
-        yield warning(check, text, "docker run --shm-size 8g, or --data.workers 0")
-    elif workers * world.devices > cores():
-        yield warning("workers", f"{text} on {cores()} cores", f"--data.workers {cores() // world.devices}")
-    else:
-        yield ok(check, text)
+        return warning(text, "docker run --shm-size 8g, or --data.workers 0")
+    if workers * world.devices > cores():
+        return warning(f"{text} on {cores()} cores", f"--data.workers {cores() // world.devices}", "workers")
+    return ok(text)
 
 
 # The disk: whether the run directory can be written to as checkpoints are, and has the space for them.
@@ -147,34 +140,32 @@ SLOW = 20e6
 
 def run_directory(subject: Subject) -> Iterator[Finding]:
     """Whether there is a run already, and whether files can be written, synced, renamed and locked there."""
-    check, folder = "run directory", subject.run_dir
+    folder, disk = subject.run_dir, subject.disk
     if (folder / "recipe.yaml").exists() and subject.recipe.run.resume == "none":
-        yield fail(check, f"{folder} already holds a run", "--run.resume auto, or another --run.dir")
-    in_the_way = next(path for path in (folder, *folder.parents) if path.exists())
-    if not in_the_way.is_dir():
-        yield fail(check, f"{in_the_way} is not a directory", "another --run.dir")
-        return
-    if not os.access(subject.disk, os.W_OK):
-        yield fail(check, f"{subject.disk} is not writable", "another --run.dir")
+        yield fail(f"{folder} already holds a run", "--run.resume auto, or another --run.dir")
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(disk, os.W_OK):
+        what = f"{disk} is not writable" if nearest.is_dir() else f"{nearest} is not a directory"
+        yield fail(what, "another --run.dir")
         return
     try:
-        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=subject.disk) as name:
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=disk) as name:
             speed = _write_and_rename(Path(name))
             lock = RunLock(Path(name))
             lock.acquire()
             lock.release()
     except RecipeError as error:
-        yield fail(check, str(error).replace(name, str(subject.disk)))
+        yield fail(str(error).replace(name, str(disk)))
         return
     except OSError as error:
-        yield fail(check, f"{subject.disk}: {error.strerror or error}", "free some space, or another --run.dir")
+        yield fail(f"{disk}: {error.strerror or error}", "free some space, or another --run.dir")
         return
-    text = f"{subject.disk}: write, fsync, rename and lock work, {speed / 1e6:.0f} MB/s"
-    if speed < SLOW:
-        yield warning(check, text, "a local disk, or a larger --checkpoint.every")
-    else:
-        yield ok(check, text)
-    yield from _in_use(subject)
+    text = f"{disk}: write, fsync, rename and lock work, {speed / 1e6:.0f} MB/s"
+    yield warning(text, "a local disk, or a larger --checkpoint.every") if speed < SLOW else ok(text)
+    if (folder / NAME).exists():
+        lock = RunLock(folder)
+        lock.acquire()  # one that is in use is a finding
+        lock.release()
 
 
 def _write_and_rename(folder: Path) -> float:
@@ -192,30 +183,148 @@ def _write_and_rename(folder: Path) -> float:
     return PROBE_BYTES / taken
 
 
-def _in_use(subject: Subject) -> Iterator[Finding]:
-    if not (subject.run_dir / NAME).exists():
-        return
-    lock = RunLock(subject.run_dir)
-    try:
-        lock.acquire()
-    except RecipeError as error:
-        yield fail("run directory", str(error))
-        return
-    lock.release()
-
-
-def space(subject: Subject) -> Iterator[Finding]:
+def space(subject: Subject) -> Finding:
     """Whether there is space for the checkpoints that are kept, and the one that is being written."""
-    check = "disk space"
     if not subject.ready:
-        yield skipped(check, "the size of the model is not known")
-        return
+        return skipped("the size of the model is not known")
     wishes = subject.recipe.checkpoint
     count = wishes.keep_last + wishes.keep_best + 1
     needed, free = count * subject.checkpoint_bytes, shutil.disk_usage(subject.disk).free
     text = f"{free / GB:.2f} GB free, {count} checkpoints of about {subject.checkpoint_bytes / GB:.3f} GB"
-    if free < needed:
-        fix = f"free {needed - free:,} bytes on the file system of {subject.disk}, lower --checkpoint.keep_last"
-        yield fail(check, text, f"{fix}, or another --run.dir")
+    fix = f"free {needed - free:,} bytes on the file system of {subject.disk}, lower --checkpoint.keep_last"
+    return ok(text) if needed <= free else fail(text, f"{fix}, or another --run.dir")
+
+
+# Ports and process group: as many ranks as were asked for, started and added up, in processes of their own.
+
+MEETING_SECONDS = 20.0
+MEETING_FIX = "check firewall, hostname and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says more"
+
+
+def process_group(subject: Subject) -> Finding:
+    """Start the ranks of this machine and let them add up who they are, for no longer than ``MEETING_SECONDS``."""
+    size, on_gpu = subject.world.devices, subject.world.accelerator == "cuda"
+    try:
+        listener = socket.create_server((ADDRESS, 0))  # which the first rank inherits
+    except OSError as error:
+        return fail(f"no port can be opened on {ADDRESS}: {error}", "check the network of this container")
+    backend = "nccl" if on_gpu else "gloo"
+    began = time.perf_counter()
+    jobs = [partial(_add_up, backend, rank, size, listener) for rank in range(size)]
+    ranks = [Child(job, sees_gpu=on_gpu, anew=on_gpu) for job in jobs]
+    listener.close()
+    problems = []
+    for rank, child in enumerate(ranks):
+        if not child.wait(max(0.0, MEETING_SECONDS - (time.perf_counter() - began))):
+            child.kill()
+            problems.append(f"rank {rank}: no answer within {MEETING_SECONDS:g} s")
+        elif isinstance(found := child.result(), Exception):
+            problems.append(f"rank {rank}: {found}")
+    if problems:
+        return fail(f"{backend}, {size} rank(s): {problems[0]}", MEETING_FIX)
+    return ok(f"{backend}, {size} rank(s) met and added up in {time.perf_counter() - began:.1f} s")
+
+
+def _add_up(backend: str, rank: int, size: int, listener: socket.socket) -> bool:
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    forget_process_group()
+    keep_to_loopback()
+    port, patience = listener.getsockname()[1], timedelta(seconds=MEETING_SECONDS)
+    if rank == 0:
+        store = loopback_store(listener, MEETING_SECONDS)
     else:
-        yield ok(check, text)
+        listener.close()
+        store = dist.TCPStore(ADDRESS, port, wait_for_workers=False, timeout=patience)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    value = torch.tensor(float(rank + 1), device="cuda" if backend == "nccl" else "cpu")
+    dist.all_reduce(value)
+    if value.item() != size * (size + 1) / 2:
+        raise RuntimeError(f"the sum of the ranks came out as {value.item():g}")
+    dist.destroy_process_group()
+    return True
+
+
+# Memory and checkpoints: the planner's prediction for the longest samples, and a checkpoint written and read back.
+
+LARGEST = 2e9
+"""Bytes of weights up to which a checkpoint is tried."""
+SECONDS = 30.0
+"""That a prediction, and a checkpoint, may take."""
+FIX = "--memory.budget 90%, or trainer plan, finds one that fits; --memory.activation_checkpointing full"
+
+
+class PeakMemory:
+    """The planner's prediction of a run, made beside the other checks, against what the device has."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.child: Child | None = None
+        if subject.ready and subject.plan is not None:
+            self.device = this_device(subject.world.accelerator)
+            here, nodes = Target.here(self.device), subject.world.nodes
+            self.child = Child(partial(predict_here, subject.recipe, subject.plan, here, nodes, False))
+
+    def look(self) -> Finding:
+        """The verdict, within ``SECONDS`` of waiting."""
+        if self.child is None:
+            asked = "the planner decides what fits when the run starts: trainer plan shows it"
+            return skipped(asked if self.subject.ready else "model or data could not be prepared")
+        if not self.child.wait(SECONDS):
+            self.child.kill()
+            return skipped(f"the prediction takes more than {SECONDS:g} s: trainer plan has more patience")
+        result: Any = self.child.result()
+        if isinstance(result, Failed):
+            return skipped(f"it cannot be predicted: {result}")
+        if isinstance(result, Exception):
+            raise result
+        world, on_cpu = self.subject.world, self.device.name == "cpu"
+        limit = budget_bytes(self.subject.recipe.memory.budget, self.device, world.size)
+        # Ranks on CPUs have the host's memory in common.
+        peak = Prediction.answered(result).reserved * (world.devices if on_cpu else 1)
+        kind = "of host memory" if on_cpu else "reserved"
+        text = f"{peak / GB:.2f} GB {kind} predicted for the longest samples, of {limit / GB:.2f} GB"
+        if peak > limit:
+            return fail(text, FIX)
+        return warning(text, FIX) if peak * (1 + MARGIN) > limit else ok(text)
+
+
+def round_trip(subject: Subject) -> Finding:
+    """Write the model's weights as a checkpoint's, and read them back, bit for bit."""
+    weights = sum(p.numel() * p.element_size() for p in subject.module.parameters())
+    if weights > LARGEST:
+        return skipped(f"{weights / GB:.1f} GB of weights: only up to {LARGEST / GB:g} GB are tried")
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=subject.disk) as name:
+        try:
+            taken = in_child(partial(_there_and_back, subject, Path(name)), seconds=SECONDS)
+        except TimeoutError:
+            text = f"{weights / GB:.2f} GB took more than {SECONDS:g} s"
+            return warning(text, "a faster disk, or a larger --checkpoint.every")
+    if taken["different"]:
+        return fail(f"{taken['different']} was read back otherwise than it was written", "another --run.dir")
+    rates = f"saved in {taken['save']:.2f} s, loaded in {taken['load']:.2f} s"
+    return ok(f"{taken['bytes'] / GB:.3f} GB of weights {rates}, bit for bit")
+
+
+def _there_and_back(subject: Subject, folder: Path) -> dict[str, Any]:
+    """Save and load the weights of a new model; the seconds that each took, and what came back different."""
+    torch.manual_seed(subject.recipe.seed)
+    module = subject.recipe.model.unloaded().build()
+    tensors: dict[str, torch.Tensor] = {f"weights/{name}": parameter for name, parameter in module.named_parameters()}
+    tensors |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
+    parts = {name: whole(tensor.detach().contiguous()) for name, tensor in tensors.items()}
+    began = time.perf_counter()
+    path = folder / "probe.safetensors"
+    entry = write_parts(path, parts)
+    saved = time.perf_counter()
+    different = "" if hash_file(path) == entry["sha256"] else path.name
+    reader = PartsReader(folder, [describe_parts(path.name, parts)])
+    for name, part in parts.items():
+        found = whole(torch.empty_like(part.tensor))
+        reader.read_into(name, found)
+        if not torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (found.tensor, part.tensor))):
+            different = different or name
+    loaded = time.perf_counter() - saved
+    return {"save": saved - began, "load": loaded, "bytes": entry["bytes"], "different": different}

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
+import torch
 from PIL import Image
 from torch import Tensor
 
 from trainer.data.fingerprint import Content, spread
 from trainer.data.loader import stray_labels
-from trainer.doctor.finding import Finding, Status, fail, ok, skipped, warning
-from trainer.doctor.subject import Subject
-from trainer.errors import RecipeError, listed
-from trainer.recipe import Recipe
+from trainer.doctor.subject import Finding, Status, Subject, fail, ok, skipped, warning
+from trainer.errors import listed
+from trainer.planner.predict import prepared
 from trainer.system.files import open_regular
 from trainer.system.reports import cause
 
@@ -24,16 +25,13 @@ LOOKED_AT = 200
 
 COMPARED = 100_000
 """Samples of each split that are looked for in another."""
-
-PLAIN_MODES = ("RGB", "L", "1")
+PLAIN = ("RGB", "L", "1")
 """Of images: those that nothing is lost of when they are made RGB or grey."""
-
 MOST_TOLD = 3
 BAD_FIX = "replace or remove it, or data.max_bad_samples"
+SPLITS = ("train", "val", "test")
 Problem = tuple[str, str, str]
 """Where it is, what it is, and the fix."""
-
-SPLITS = ("train", "val", "test")
 
 
 def samples(subject: Subject) -> Iterator[Finding]:
@@ -42,37 +40,33 @@ def samples(subject: Subject) -> Iterator[Finding]:
     classes = getattr(subject.recipe.model, "num_classes", None)
     classes = getattr(data, "num_classes", None) if classes is None else classes
     for name in SPLITS:
-        split = getattr(data, name)
-        if split is not None:
-            yield from _of_split(subject, name, split, classes)
-
-
-def _of_split(subject: Subject, name: str, split: Any, classes: int | None) -> Iterator[Finding]:
-    check, positions = f"{name} samples", spread(len(split), LOOKED_AT)
-    unloadable: list[Problem] = []
-    problems: list[Problem] = []
-    for position in positions:
-        place = _describe(name, split, position)
-        try:
-            sample = split[position]
-        except (Exception, SystemExit) as error:
-            unloadable.append((f"{place} cannot be loaded", cause(error), BAD_FIX))
+        if (split := getattr(data, name)) is None:
             continue
-        problems += [(place, *problem) for problem in _problems(subject, sample, classes)]
-    allowed = subject.recipe.data.max_bad_samples
-    yield from _told(check, unloadable, "warning" if len(unloadable) <= allowed else "FAIL")
-    yield from _told(check, problems, "FAIL")
-    if not (problems or unloadable):
-        yield ok(check, f"{len(positions):,} of {len(split):,} load, with labels that the model has")
-    yield from _image_modes(check, split, positions)
+        check, positions = f"{name} samples", spread(len(split), LOOKED_AT)
+        unloadable: list[Problem] = []
+        problems: list[Problem] = []
+        for position in positions:
+            place = _describe(name, split, position)
+            try:
+                sample = split[position]
+            except (Exception, SystemExit) as error:
+                unloadable.append((f"{place} cannot be loaded", cause(error), BAD_FIX))
+            else:
+                problems += [(place, *problem) for problem in _problems(subject, sample, classes)]
+        yield from _told(check, unloadable, "warning" if len(unloadable) <= data.max_bad_samples else "FAIL")
+        yield from _told(check, problems, "FAIL")
+        if not (problems or unloadable):
+            text = f"{len(positions):,} of {len(split):,} load, with labels that the model has"
+            yield ok(text, check=check)
+        yield from _image_modes(check, split, positions)
 
 
 def _told(check: str, problems: Sequence[Problem], status: Status) -> Iterator[Finding]:
     """The first few problems, and how many more there are."""
     for place, what, fix in problems[:MOST_TOLD]:
-        yield Finding(check, status, f"{place}: {what}", fix)
+        yield Finding(status, f"{place}: {what}", fix, check)
     if len(problems) > MOST_TOLD:
-        yield Finding(check, status, f"{len(problems) - MOST_TOLD} more of the samples that were looked at", "as above")
+        yield Finding(status, f"{len(problems) - MOST_TOLD} more of the samples that were looked at", "as above", check)
 
 
 def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tuple[str, str]]:
@@ -81,32 +75,16 @@ def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tu
         return
     label = sample.get("labels")
     if classes is not None and label is not None:
-        labels = [sample] if isinstance(label, Tensor) else [{"labels": _tensor([label])}]
-        for found in labels:
-            for stray, _ in stray_labels(found, classes):
-                yield (
-                    f"label {stray} is none of the {classes} classes 0 to {classes - 1}",
-                    "mend it, or model.num_classes",
-                )
+        for stray, _ in stray_labels({"labels": torch.as_tensor(label)}, classes):
+            text = f"label {stray} is none of the {classes} classes 0 to {classes - 1}"
+            yield text, "mend it, or model.num_classes"
     ids = sample.get("input_ids")
     tokenizer = subject.recipe.model.tokenizer_or_none() if ids is not None else None
-    if ids is not None and tokenizer is not None:
-        words = set(_numbers(ids)) - set(tokenizer.all_special_ids)
-        if not words:
-            yield "the text is empty, or all of it is unknown to the tokenizer", "remove it, or another model.tokenizer"
+    if tokenizer is not None and not set(torch.as_tensor(ids).flatten().tolist()) - set(tokenizer.all_special_ids):
+        yield "the text is empty, or all of it is unknown to the tokenizer", "remove it, or another model.tokenizer"
     pixels = sample.get("pixel_values")
     if isinstance(pixels, Tensor) and not bool(pixels.isfinite().all()):
         yield "pixels are not finite", "mend the image, or data.normalize"
-
-
-def _tensor(values: list[Any]) -> Tensor:
-    import torch
-
-    return torch.as_tensor(values)
-
-
-def _numbers(ids: Any) -> list[int]:
-    return ids.flatten().tolist() if isinstance(ids, Tensor) else list(ids)
 
 
 def _describe(name: str, split: Any, position: int) -> str:
@@ -118,45 +96,37 @@ def _image_modes(check: str, split: Any, positions: Sequence[int]) -> Iterator[F
     files = getattr(split, "samples", None)
     if not isinstance(files, Sequence) or not files or not isinstance(files[0], tuple):
         return
-    modes: Counter[str] = Counter()
-    first: dict[str, str] = {}
+    found: defaultdict[str, list[str]] = defaultdict(list)
     for position in positions:
         path = str(files[position][0])
-        try:
-            with open_regular(path) as file, Image.open(file) as image:
-                mode = image.mode
-        except Exception:  # said already, as a sample that cannot be loaded
-            continue
-        modes[mode] += 1
-        first.setdefault(mode, path)
-    odd = {mode: count for mode, count in modes.items() if mode not in PLAIN_MODES}
+        with suppress(Exception), open_regular(path) as file, Image.open(file) as image:  # said already: not loadable
+            found[image.mode].append(path)
+    odd = [f"{len(paths)} of mode {mode} (such as {paths[0]})" for mode, paths in found.items() if mode not in PLAIN]
     if odd:
-        text = ", ".join(f"{count} of mode {mode} (such as {first[mode]})" for mode, count in odd.items())
         fix = "convert them to RGB as you want them, if transparency, 16 bits or CMYK matter"
-        yield warning(check, f"{text} of {sum(modes.values())} images are converted when they are read", fix)
+        yield warning(
+            f"{', '.join(odd)} of {sum(map(len, found.values()))} images are converted when they are read", fix, check
+        )
 
 
 def duplicates(subject: Subject) -> Iterator[Finding]:
     """Whether samples that are trained on are in the validation or test set, too."""
-    check, data = "duplicates", subject.recipe.data
-    train = keys(data.train)
+    data = subject.recipe.data
+    known = {key: position for position, key in reversed(list(keys(data.train).items()))}
     compared = [name for name in ("val", "test") if getattr(data, name) is not None]
     if not compared:
-        yield skipped(check, "there is neither a validation nor a test set")
-        return
-    known = {key: position for position, key in reversed(list(train.items()))}
+        yield skipped("there is neither a validation nor a test set")
     for name in compared:
-        found = [(position, known[key]) for position, key in keys(getattr(data, name)).items() if key in known]
-        if found:
-            at, twin = found[0]
-            split = getattr(data, name)
-            text = (
-                f"{len(found)} of the {name} samples ({listed([position for position, _ in found])}) are in the "
-                f"training set, too: {_describe(name, split, at)} is {_describe('train', data.train, twin)}"
-            )
-            yield warning(check, text, "remove them from one of the two, or the figures will be too good")
-        else:
-            yield ok(check, f"no {name} sample is in the training set")
+        split = getattr(data, name)
+        of_split = keys(split)
+        found = [position for position, key in of_split.items() if key in known]
+        if not found:
+            yield ok(f"no {name} sample is in the training set")
+            continue
+        twin = _describe("train", data.train, known[of_split[found[0]]])
+        text = f"{len(found)} of the {name} samples ({listed(found)}) are in the training set, too: "
+        text += f"{_describe(name, split, found[0])} is {twin}"
+        yield warning(text, "remove them from one of the two, or the figures will be too good")
 
 
 def keys(split: Any) -> dict[int, bytes]:
@@ -174,19 +144,15 @@ def keys(split: Any) -> dict[int, bytes]:
         return {position: hashlib.sha256(repr(list(ids)).encode()).digest() for position, ids in enumerate(tokens)}
     if getattr(split, "augmented", False):
         return {}
-    return {position: _key(split, position) for position in spread(len(split), LOOKED_AT)}
-
-
-def _key(split: Any, position: int) -> bytes:
-    try:
-        sample = split[position]
-    except (Exception, SystemExit):
-        return f"cannot be loaded {id(split)} {position}".encode()
-    content = {key: value for key, value in sample.items() if key != "labels"} if isinstance(sample, dict) else sample
-    return Content(content).hexdigest().encode()
-
-
-# The model and its data: whether they can be prepared, and fit each other.
+    found = {}
+    for position in spread(len(split), LOOKED_AT):
+        try:
+            sample = split[position]
+        except (Exception, SystemExit):  # said already
+            continue
+        content = {k: v for k, v in sample.items() if k != "labels"} if isinstance(sample, dict) else sample
+        found[position] = Content(content).hexdigest().encode()
+    return found
 
 
 def vocabulary(subject: Subject) -> Iterator[Finding]:
@@ -194,36 +160,28 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
     tokenizer = subject.recipe.model.tokenizer_or_none()
     if tokenizer is None:
         return
-    check = "vocabulary"
     embed = getattr(subject.module, "get_input_embeddings", None)
     if embed is None:
-        yield skipped(check, f"{type(subject.module).__name__} does not say which its embeddings are")
+        yield skipped(f"{type(subject.module).__name__} does not say which its embeddings are")
         return
     rows, tokens = embed().num_embeddings, len(tokenizer)
     text = f"{tokens:,} tokens, {rows:,} rows of embeddings"
-    if tokens > rows:
-        yield fail(check, text, "the tokenizer of this model (model.tokenizer), or model.config.vocab_size")
-    else:
-        yield ok(check, text)
+    fix = "the tokenizer of this model (model.tokenizer), or model.config.vocab_size"
+    yield fail(text, fix) if tokens > rows else ok(text)
 
 
-def model_and_data(subject: Subject, prepare: Callable[[Recipe], Recipe]) -> Iterator[Finding]:
+def model_and_data(subject: Subject) -> Finding:
     """Prepare them: files, columns, classes and weights' configuration are checked on the way."""
-    try:
-        subject.recipe = prepare(subject.recipe)
-    except RecipeError as error:
-        yield fail("model and data", cause(error))
-        return
+    subject.recipe = prepared(subject.recipe)
     subject.ready = True
     data = subject.recipe.data
     sizes = ", ".join(f"{len(getattr(data, name)):,} {name}" for name in SPLITS if getattr(data, name) is not None)
     parameters = sum(parameter.numel() for parameter in subject.module.parameters())
-    yield ok("model and data", f"{type(subject.recipe.model).__name__} of {parameters:,} parameters; {sizes}")
+    return ok(f"{type(subject.recipe.model).__name__} of {parameters:,} parameters; {sizes}")
 
 
-def plan_of(subject: Subject) -> Iterator[Finding]:
+def plan_of(subject: Subject) -> Finding:
     """How the batch is cut, and which techniques are used: refused here as they would be by the run."""
     if subject.plan is None:
-        yield skipped("plan", "the planner decides when the run starts")
-    else:
-        yield ok("plan", subject.plan.describe())
+        return skipped("the planner decides when the run starts")
+    return ok(subject.plan.describe())

@@ -1,19 +1,27 @@
-"""What the checks look at: the recipe with its data, and what follows from it."""
+"""What the checks look at, the recipe with its data and what follows from it, and what they find."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Literal
 
 from torch import nn
 
+from trainer.errors import RecipeError, RunError
 from trainer.launching.world import World
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.precision import weights_dtype
 from trainer.planner.knobs import wants_plan
 from trainer.recipe import Recipe
+from trainer.system.redact import redact, redact_value
+from trainer.system.reports import cause
+from trainer.system.text import escaped
 from trainer.weights.streaming import on_meta
+
+Status = Literal["ok", "warning", "FAIL", "skipped"]
 
 STATE_TENSORS = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1, "lion": 1}
 """Tensors of a weight's size that an optimizer keeps of it; those of sgd depend on its momentum."""
@@ -21,14 +29,7 @@ STATE_TENSORS = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1, "lion": 1}
 
 @dataclass
 class Subject:
-    """A recipe to be examined.
-
-    Args:
-        recipe: with its data prepared and its model filled from it, once ``ready``.
-        source: what names the recipe.
-        world: the ranks that were asked for.
-        ready: whether model and data could be prepared.
-    """
+    """A recipe that ``source`` names, and the ranks that were asked for; once ``ready``, both are prepared."""
 
     recipe: Recipe
     source: str
@@ -38,8 +39,7 @@ class Subject:
     @property
     def run_dir(self) -> Path:
         """Where the run would write; without ``run.dir``, where it would make its directory."""
-        wanted = self.recipe.run.dir
-        return Path(wanted).absolute() if wanted else Path(f"runs/{Path(self.source).stem}").absolute()
+        return Path(self.recipe.run.dir or f"runs/{Path(self.source).stem}").absolute()
 
     @cached_property
     def disk(self) -> Path:
@@ -68,3 +68,45 @@ class Subject:
             state = tensors * width * memory.optimizer_state_bits / 32 if parameter.requires_grad else 0
             total += int(parameter.numel() * (width + state))
         return total
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: of what may go wrong (warning), of what will (FAIL), of what could not be looked at (skipped), or ok.
+
+    ``check`` says what was looked at; left empty, it is the name that the check goes by. A :class:`RecipeError` has its
+    ``fix`` within.
+    """
+
+    status: Status
+    text: str
+    fix: str = ""
+    check: str = ""
+
+    def line(self) -> str:
+        """For a person, without secrets."""
+        line = f"{self.status:<8} {self.check:<18} {self.text}" + (f"; fix: {self.fix}" if self.fix else "")
+        return escaped(redact(line))
+
+    def to_json(self) -> dict[str, str]:
+        """For a program, without secrets."""
+        return redact_value({"check": self.check, **asdict(self)})
+
+
+ok = partial(Finding, "ok")
+warning = partial(Finding, "warning")
+fail = partial(Finding, "FAIL")
+skipped = partial(Finding, "skipped")
+
+
+def findings(check: str, look: Callable[[], Finding | Iterator[Finding]]) -> Iterator[Finding]:
+    """What ``look`` finds, one or several; an error that it ends with is a finding, too."""
+    try:
+        found = look()
+        for one in [found] if isinstance(found, Finding) else found:
+            yield one if one.check else replace(one, check=check)
+    except (RecipeError, RunError) as error:
+        yield fail(cause(error), check=check)
+    except (Exception, SystemExit) as error:
+        why = f"the check ended with {cause(error)}"
+        yield fail(why, "if the run starts all the same, report this", check)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import select
@@ -12,10 +11,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MOST_BYTES
@@ -29,31 +27,19 @@ from trainer.system.watched import Said, Watched
 LAUNCHERS = ("LT_", "TORCHELASTIC_", "MASTER_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 """Variables of a rendezvous: each attempt makes one of its own."""
-
 STATUS = "status.json"
 """What a run writes of itself for who watches it."""
-
 NOTED = "received: saving a checkpoint"
 """What a run says when a signal has asked it to stop."""
-
 SECONDS_BETWEEN_LOOKS = 0.05
-
 
 CUT = ("batch_size", "accumulate", "memory.micro_batch_size")
 """Settings that say how batches are cut."""
 
 
-@dataclass(frozen=True)
-class FitCommand:
-    """A ``trainer fit`` that resumes by itself.
-
-    Args:
-        recipe: what names it.
-        flags: of ``trainer fit``, as they were given, without those below.
-        run_dir: the run directory.
-        allow_change: ``run.allow_change``, as it was given.
-        cut: samples of a batch and of a micro-batch, where the supervisor has changed how batches are cut.
-    """
+class FitCommand(NamedTuple):
+    """A ``trainer fit`` that resumes by itself; ``flags`` are those that were given, without what the others say;
+    ``cut`` is the samples of a batch and of a micro-batch, where the supervisor has changed how batches are cut."""
 
     recipe: str
     flags: tuple[str, ...]
@@ -63,20 +49,19 @@ class FitCommand:
 
     def words(self) -> list[str]:
         """The command line, without the program's name."""
+        words = ["fit", self.recipe, *self.flags, "--run.dir", self.run_dir, "--run.resume", "auto"]
         allowed = list(self.allow_change)
-        cut: list[str] = []
         if self.cut is not None:
-            cut = ["--batch_size", str(self.cut[0]), "--memory.micro_batch_size", str(self.cut[1])]
+            words += ["--batch_size", str(self.cut[0]), "--memory.micro_batch_size", str(self.cut[1])]
             allowed += [key for key in CUT if key not in allowed]
-        allow = ["--run.allow_change", json.dumps(allowed)] if allowed else []
-        return ["fit", self.recipe, *self.flags, "--run.dir", self.run_dir, "--run.resume", "auto", *cut, *allow]
+        return [*words, *(["--run.allow_change", json.dumps(allowed)] if allowed else [])]
 
     def cut_smaller(self, batch_size: int, micro_batch_size: int) -> FitCommand:
         """The same batch in smaller micro-batches. It is said, too: where accumulate alone gave it, it would change."""
         flags = self.flags
         for name in CUT:
             _, flags = take(flags, name)
-        return dataclasses.replace(self, flags=flags, cut=(batch_size, micro_batch_size))
+        return self._replace(flags=flags, cut=(batch_size, micro_batch_size))
 
 
 def take(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]]:
@@ -95,14 +80,9 @@ def take(flags: tuple[str, ...], name: str) -> tuple[str | None, tuple[str, ...]
     return value, tuple(kept)
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How an attempt ended.
-
-    Args:
-        code: as subprocess gives it: an exit code, or minus the number of the signal that killed it.
-        cause: its first error, or its last words; empty for one that was killed without any.
-    """
+class Ending(NamedTuple):
+    """How an attempt ended: an exit code, or minus the number of the signal that killed it, and its first error or its
+    last words; empty for one that was killed without any."""
 
     code: int
     cause: str
@@ -119,21 +99,15 @@ class Ending:
 
 
 class Attempt(Watched):
-    """A run that ends when this process does; what it says on stderr is passed on.
-
-    Args:
-        command: what to start.
-    """
+    """A run that ends when this process does; what it says on stderr is passed on."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANKS
-        }
+        kept = [name for name in os.environ if not name.startswith(LAUNCHERS) and name not in RANKS]
+        environment = {name: os.environ[name] for name in kept}
         environment[SUPERVISOR] = json.dumps(ProcessId.own().to_dict())
         super().__init__(command, environment, stderr=subprocess.PIPE)
         assert self.process.stderr is not None
-        self._pipe = self.process.stderr.fileno()
-        self._open = True
+        self._pipe = self.process.stderr
         self._line = b""
         self.said = Said()
         self.noted = False
@@ -144,41 +118,32 @@ class Attempt(Watched):
         if self.process.poll() is None:
             return None
         self.kill()
-        while self._open and self._pass_on(0.0):
+        while self._pass_on(0.0):
             pass
-        self._pipe_closed()
+        self._pipe.close()
+        self._note(self._line)
         code = self.process.returncode
         return Ending(code, self.said.reason if code > 0 else self.said.own)  # a signal comes unsaid
 
-    def signal(self, number: int) -> None:
-        """Pass a signal on to the first rank: the ranks agree on what follows, and those that do not know it yet end
-        with it."""
-        self.process.send_signal(number)
-
     def _pass_on(self, seconds: float) -> bool:
         """Pass on what there is within ``seconds``; whether there was something."""
-        if not self._open:
+        if self._pipe.closed:
             time.sleep(seconds)
             return False
         if not select.select([self._pipe], [], [], seconds)[0]:
             return False
-        content = os.read(self._pipe, 65536)
+        content = os.read(self._pipe.fileno(), 65536)
         if not content:
-            self._open = False
+            self._pipe.close()
             return False
         tell(content)
         *lines, self._line = (self._line + content).split(b"\n")
         for line in lines:
-            self._note(line.decode(errors="replace"))
+            self._note(line)
         return True
 
-    def _pipe_closed(self) -> None:
-        self._open = False
-        if self.process.stderr is not None:
-            self.process.stderr.close()
-        self._note(self._line.decode(errors="replace"))
-
-    def _note(self, line: str) -> None:
+    def _note(self, content: bytes) -> None:
+        line = content.decode(errors="replace")
         self.said.note(line)
         self.noted = self.noted or NOTED in line
 
@@ -200,36 +165,22 @@ VMSTAT, CGROUPS, CGROUP_ROOT = Path("/proc/vmstat"), Path("/proc/self/cgroup"), 
 
 
 def kernel_kills() -> int:
-    """How many processes the kernel has killed because memory ran out: of this control group, or else of this machine.
-
-    0 where neither is told. Only a difference between two calls means something.
-    """
-    own = None
+    """How many processes the kernel has killed for want of memory, of this control group or else of this machine; 0
+    where neither is told. Only a difference between two calls means something."""
+    told = [VMSTAT]
     with suppress(OSError, StopIteration):
         line = next(line for line in CGROUPS.read_text().splitlines() if line.startswith("0::"))
-        own = _entry(CGROUP_ROOT / line.removeprefix("0::").lstrip("/") / "memory.events")
-    return _entry(VMSTAT) or 0 if own is None else own
-
-
-def _entry(path: Path) -> int | None:
-    """The number beside ``oom_kill`` in a file of names and numbers."""
-    try:
-        entries = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
-        return int(entries["oom_kill"])
-    except (OSError, ValueError, KeyError):
-        return None
+        told.insert(0, CGROUP_ROOT / line.removeprefix("0::").lstrip("/") / "memory.events")
+    for path in told:  # files of names and numbers
+        with suppress(OSError, ValueError, KeyError):
+            return int(dict(line.split(maxsplit=1) for line in path.read_text().splitlines())["oom_kill"])
+    return 0
 
 
 def ran_out_of_memory(ending: Ending, kills: int) -> bool:
-    """Whether an attempt ended for want of memory.
-
-    Args:
-        ending: of the attempt.
-        kills: of the kernel, while the attempt lasted.
-    """
-    if ending.code == 1 and "out of memory" in ending.cause.lower():
-        return True
-    return kills > 0 and (ending.code == -signal.SIGKILL or "was killed" in ending.cause)
+    """Whether an attempt ended for want of memory; ``kills`` are those of the kernel while it lasted."""
+    said = ending.code == 1 and "out of memory" in ending.cause.lower()
+    return said or (kills > 0 and (ending.code == -signal.SIGKILL or "was killed" in ending.cause))
 
 
 def attempts(run_dir: Path) -> int:
@@ -239,11 +190,8 @@ def attempts(run_dir: Path) -> int:
 
 
 def known_cut(run_dir: Path, before: int) -> tuple[int, int] | None:
-    """How the batches of an attempt were cut in the end: the samples of a batch and of a micro-batch.
-
-    ``None`` where micro-batches cannot be made smaller, for each epoch has a batch of its own, or where the attempt,
-    which would be that after ``before`` ones, has ended before it was decided.
-    """
+    """An attempt's samples of a batch and of a micro-batch in the end; ``None`` where each epoch has its own batch,
+    or where the attempt, the one after ``before`` others, has ended before it was decided."""
     cut = read_object(run_dir / STATUS, MOST_BYTES).get("cut")
     if attempts(run_dir) == before or not isinstance(cut, dict):
         return None
@@ -251,34 +199,26 @@ def known_cut(run_dir: Path, before: int) -> tuple[int, int] | None:
     return (batch, micro_batch) if type(batch) is int and type(micro_batch) is int else None
 
 
-# ``supervisor.json``: every attempt of a supervised run, as far as it has come.
-
-NAME = "supervisor.json"
-
-
 class Journal:
-    """Written anew whenever an attempt begins or ends, without secrets. What an earlier supervisor wrote is kept.
-
-    Args:
-        run_dir: where it is written.
-        command: of the run, as it is started first.
-    """
+    """``supervisor.json``: every attempt, an earlier supervisor's too; written anew whenever one begins or ends."""
 
     def __init__(self, run_dir: Path, command: list[str]) -> None:
-        self.path = run_dir / NAME
+        self.path = run_dir / "supervisor.json"
+        earlier = read_object(self.path, MOST_BYTES).get("attempts")
         self.content: dict[str, Any] = {"command": redact_words(command), "status": "running"}
-        self.content["attempts"] = _earlier(self.path)
+        self.content["attempts"] = earlier if isinstance(earlier, list) else []
 
     def begin(self, step: int, command: list[str]) -> None:
         """An attempt begins, with the newest checkpoint at ``step`` (-1: none)."""
-        entry = {"start": _now(), "end": None, "exit_code": None, "cause": None, "from_step": _or_none(step)}
-        self.content["attempts"].append({**entry, "step": None, "command": redact_words(command)})
+        at = step if step >= 0 else None
+        entry = {"start": _now(), "end": None, "exit_code": None, "cause": None, "from_step": at, "step": None}
+        self.content["attempts"].append({**entry, "command": redact_words(command)})
         self._write()
 
     def end(self, exit_code: int, cause: str, step: int) -> None:
         """It has ended, with the newest checkpoint at ``step``; minus a signal's number for one that was killed."""
-        ended = {"end": _now(), "exit_code": exit_code, "cause": redact(cause) or None, "step": _or_none(step)}
-        self.content["attempts"][-1].update(ended)
+        ended = {"end": _now(), "exit_code": exit_code, "cause": redact(cause) or None}
+        self.content["attempts"][-1] |= {**ended, "step": step if step >= 0 else None}
         self._write()
 
     def close(self, status: str) -> None:
@@ -299,14 +239,5 @@ def newest_step(run_dir: Path) -> int:
     return int(names[0].removeprefix("step-")) if names else -1
 
 
-def _earlier(path: Path) -> list[dict[str, Any]]:
-    found = read_object(path, MOST_BYTES).get("attempts")
-    return found if isinstance(found, list) else []
-
-
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-def _or_none(step: int) -> int | None:
-    return step if step >= 0 else None
