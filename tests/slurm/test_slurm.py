@@ -21,6 +21,11 @@ TWO_NODES = ("--nodes=2", "--ntasks-per-node=1")
 STEPS = 40
 
 
+def marked(folder: Path) -> tuple[str, ...]:
+    """Flags of a run that is slow from its tenth step on, and says so."""
+    return "--model.marks", str(folder / "marks"), "--model.seconds", "0.05"
+
+
 def assert_same_weights(run_dir: Path, other: Path, tolerance: float) -> None:
     found, expected = (load_file(folder / "model" / "model.safetensors") for folder in (run_dir, other))
     assert found.keys() == expected.keys()
@@ -51,7 +56,7 @@ def test_srun_by_itself_starts_the_tasks_of_one_node(cluster, recipe_file, undis
 def test_the_signal_before_the_time_limit_requeues_the_job_which_goes_on_in_mid_epoch(
     submit, cluster, undisturbed, tmp_path
 ):
-    job = submit(*TWO_NODES, flags=("--model.marks", str(tmp_path / "marks")))
+    job = submit(*TWO_NODES, flags=marked(tmp_path))
     job.wait_for_step()
     cluster.command("scancel", "--signal=USR1", job.number)  # as --signal=USR1@120 does
     job.wait_for_restart()
@@ -68,7 +73,7 @@ def test_the_signal_before_the_time_limit_requeues_the_job_which_goes_on_in_mid_
 
 
 def test_a_job_that_is_preempted_goes_on_when_the_other_has_ended(submit, cluster, undisturbed, tmp_path):
-    job = submit(*TWO_NODES, "--exclusive", flags=("--model.marks", str(tmp_path / "marks")))
+    job = submit(*TWO_NODES, "--exclusive", flags=marked(tmp_path))
     job.wait_for_step()
     other = ("--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/other", "--wrap=sleep 1")
     number = cluster.command("sbatch", "--parsable", *other).strip()
@@ -83,7 +88,7 @@ def test_a_job_that_is_preempted_goes_on_when_the_other_has_ended(submit, cluste
 
 def test_a_killed_task_ends_the_job_with_its_name_and_a_second_run_is_refused(submit, cluster, recipe_file, tmp_path):
     run_dir = tmp_path / "shared"
-    flags = ("--run.dir", str(run_dir), "--max_steps", "5000", "--model.marks", str(tmp_path / "marks"))
+    flags = ("--run.dir", str(run_dir), "--max_steps", "5000", *marked(tmp_path))
     job = submit(*TWO_NODES, flags=flags)
     pids = job.wait_for_step()
     fit = [sys.executable, "-m", "trainer", "fit", str(recipe_file), "--run.dir", str(run_dir), "--run.resume", "auto"]
@@ -132,7 +137,7 @@ def test_each_task_of_an_array_has_its_own_directory(submit, cluster, alone, tmp
 
 
 def test_a_cancelled_job_saves_and_is_not_put_back(submit, cluster, tmp_path):
-    job = submit(*TWO_NODES, flags=("--max_steps", "5000", "--model.marks", str(tmp_path / "marks")))
+    job = submit(*TWO_NODES, flags=("--max_steps", "5000", *marked(tmp_path)))
     job.wait_for_step()
     cluster.command("scancel", job.number)
     cluster.wait_until(lambda: cluster.state(job.number) == "CANCELLED" and not cluster.running(job.number), 60)
