@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import LONG
+from helpers.resumed import losses
 from helpers.started import own_recipe
 
 from trainer import cli
@@ -157,11 +157,6 @@ class Pods:
         return [process.wait(seconds) for process in self.processes]
 
 
-def curve(run_dir):
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [(row["step"], row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-
-
 @pytest.mark.slow
 def test_pods_that_are_evicted_save_and_go_on(tmp_path):
     """Two torchruns with the runtime's variables; SIGTERM, as the kubelet sends it, then the same again."""
@@ -178,4 +173,4 @@ def test_pods_that_are_evicted_save_and_go_on(tmp_path):
     assert again.wait() == [0, 0], again.text
     assert "resuming from" in again.text
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")

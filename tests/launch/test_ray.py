@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import os
@@ -11,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import LONG
+from helpers.resumed import assert_same_weights, losses
 from helpers.started import FOREIGN, own_recipe
-from safetensors.torch import load_file
 
 from trainer import Recipe, RecipeError, Run
 from trainer.data import Digits
@@ -65,15 +63,6 @@ def on_ray(folder, *flags):
     return start(folder, str(SCRIPT), "own.py", "--workers", "2", *own, *flags)
 
 
-def losses(run_dir):
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [(row["step"], row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-
-
-def weights(run_dir):
-    return load_file(next((run_dir / "model").glob("*.safetensors")))
-
-
 def test_a_killed_worker_is_started_again_and_nothing_is_lost(folder):
     done = on_ray(folder, "--model.what", "kill", "--checkpoint.every", "2", "--max-failures", "1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -86,10 +75,7 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(folder):
         undisturbed = start(folder, "own.py", "--run.dir", name, *flags)
         assert undisturbed.returncode == 0, undisturbed.stderr
     assert losses(folder / "run") == losses(folder / "two")  # to the last digit, dropout included
-    single, here = weights(folder / "alone"), weights(folder / "run")
-    assert single.keys() == here.keys()
-    for name, value in single.items():
-        torch.testing.assert_close(here[name], value, rtol=1e-6, atol=1e-9, msg=name)
+    assert_same_weights(folder / "run", folder / "alone", 1e-6, 1e-9)
 
 
 def test_an_error_in_a_recipe_is_the_last_thing_that_is_said(folder):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import sys
@@ -10,8 +9,6 @@ from pathlib import Path
 
 from helpers.started import FOREIGN, own_recipe
 from nodes.hosts import Host, Process
-from safetensors.torch import load_file
-from torch import Tensor
 
 SETTINGS = """
     model=Disturbed("custom", patch_size=4, layers=2, heads=2, width=16, mlp_width=32, dropout=0.1),
@@ -36,14 +33,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def torchrun(
-    host: Host,
-    head: Host,
-    count: str,
-    folder: Path,
-    *flags: str,
-    ranks: int = 1,
-    own: tuple[str, ...] = (),
-    head_as: str | None = None,
+    host: Host, head: Host, count: str, folder: Path, *flags: str, ranks: int = 1, own: tuple = (), head_as: str = ""
 ) -> Process:
     """Start ``torchrun … -m trainer fit`` on ``host``, as it is typed, with flags of its ``own``."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", count, "--nproc-per-node", str(ranks)]
@@ -67,21 +57,10 @@ def recipe_in(folder: Path) -> Path:
     return path if path.exists() else own_recipe(folder, SETTINGS)
 
 
-def curve(run_dir: Path) -> list[float]:
-    """The losses of all steps."""
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-
-
 def newest_step(run_dir: Path) -> int:
     """Of the newest checkpoint; 0 when there is none."""
     found = sorted(path.name for path in (run_dir / "checkpoints").glob("step-" + 8 * "?"))
     return int(found[-1].removeprefix("step-")) if found else 0
-
-
-def weights(run_dir: Path) -> dict[str, Tensor]:
-    """Of the model that a finished run has written."""
-    return load_file(run_dir / "model" / "model.safetensors")
 
 
 def samples(folder: Path) -> list[list[set[int]]]:

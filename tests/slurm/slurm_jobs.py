@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,19 +22,12 @@ SETTINGS = """
 
 @dataclass
 class Job:
-    """A job of ``launch/slurm.sbatch``, and what it leaves.
-
-    Args:
-        cluster: where it runs.
-        number: its id.
-        output: the file that it prints to.
-        marks: a folder with a file of each rank that has reached its tenth step: its pid.
-    """
+    """A job of ``launch/slurm.sbatch``, and what it leaves."""
 
     cluster: Cluster
     number: str
     output: Path
-    marks: Path
+    marks: Path  # a folder with a file of each rank that has reached its tenth step: its pid
 
     @property
     def text(self) -> str:
@@ -69,9 +61,3 @@ class Job:
             assert time.monotonic() < until, f"{state}, {self.cluster.command('squeue')}\n{self.text}\n{logs}"
             assert state != "FAILED" or condition(), f"{self.text}\n{logs}"
             time.sleep(0.2)
-
-
-def curve(run_dir: Path) -> list[str]:
-    """Every loss, as it is written."""
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [row["loss"] for row in csv.DictReader(file) if row["loss"]]
