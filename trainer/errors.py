@@ -61,9 +61,7 @@ def require(condition: bool, message: str) -> None:
 def require_types(section: str, settings: Any) -> None:
     """Refuse a dataclass with a field that is not of its type; for recipes written in Python, where nobody else looks.
 
-    Args:
-        section: what its fields are called by, such as ``"optim."``.
-        settings: whose fields are of plain types, or of classes.
+    Its fields are of plain types, or of classes, and called by their ``section``, such as ``"optim."``.
     """
     for name, hint in _hints(settings.__class__).items():
         value = getattr(settings, name)
@@ -109,22 +107,15 @@ def require_choice(key: str, value: Any, choices: Any) -> None:
 
 def require_positive(key: str, value: Any, most: int = MOST) -> None:
     """Refuse a ``value`` that is not an integer from 1 to ``most``, beyond which nothing real is counted."""
-    require(
-        isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-        f"{key}={value!r} must be an integer of at least 1",
-    )
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value >= 1, f"{key}={value!r} must be an integer of at least 1")
     require(value <= most, f"{key}={value!r} must be at most {most:,}")
 
 
 def require_package(key: str, package: str, extra: str) -> None:
-    """Refuse a setting whose package is not there.
-
-    Raises:
-        RecipeError: naming the setting, the package and how to install it.
-    """
+    """Refuse a setting whose package is not there: by its name, that of the package, and how to install it."""
     try:
         import_module(package)
     except ImportError as error:
-        raise RecipeError(
-            f"{key} needs the package {package} ({error}): pip install 'exactbatch-trainer[{extra}]'"
-        ) from error
+        fix = f"pip install 'exactbatch-trainer[{extra}]'"
+        raise RecipeError(f"{key} needs the package {package} ({error}): {fix}") from error

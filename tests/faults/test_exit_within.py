@@ -89,18 +89,12 @@ def test_it_is_a_failure_of_any_command(code, capsys):
     ("flags", "line"),
     [
         (["--data.at", "train"], rf"rank 0, step \d, loading, samples [\d, ]+: {CALLED}"),
-        (
-            ["--data.at", "train", "--data.workers", "1"],
-            r"data worker 0 of 1 \(pid \d+\) exited with code 0 .*11.*",
-        ),
+        (["--data.at", "train", "--data.workers", "1"], r"data worker 0 of 1 \(pid \d+\) exited with code 0 .*11.*"),
         (["--data.at", "test"], rf"rank 0, .*evaluation.*: {CALLED}"),
         (["--data.at", "prepare"], rf"preparing model and data: {CALLED}"),
         (["--model.at", "build"], rf"rank 0, .*: {CALLED}"),
         (["--model.at", "losses"], rf"rank 0, step 1, forward, samples [\d, ]+: {CALLED}"),
-        (
-            ["--model.at", "losses", "--model.code", "null"],
-            r"rank 0, step 1, forward, .*sys\.exit\(\) was.*",
-        ),
+        (["--model.at", "losses", "--model.code", "null"], r"rank 0, step 1, forward, .*sys\.exit\(\) was.*"),
     ],
 )
 def test_it_ends_a_run_as_any_error_does(own, flags, line, tmp_path, capsys):
@@ -122,12 +116,9 @@ def test_it_is_refused_in_a_recipe(tmp_path, capsys):
         assert error.count("\n") == 1
 
 
-def test_a_plan_that_it_ends_is_none(own, capsys):
+def test_a_plan_that_it_ends_is_none_and_the_doctor_finds_it(own, capsys, tmp_path):
     assert run(["plan", own, "--gpu", "cpu", "--data.at", "prepare"]) == 1
     assert "trainer: error: SystemExit" in capsys.readouterr().err
-
-
-def test_doctor_finds_it(own, capsys, tmp_path):
     assert run(["doctor", own, "--data.at", "train", "--run.dir", str(tmp_path / "run")]) == 1
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if line.startswith("FAIL") and "train sample 11" in line], out

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.runs import LONGEST
+from helpers import LONG
+from helpers.started import FOREIGN
 
-IMPORTS = "import trainer, os, time; os.write(1, b'imports\\n'); time.sleep(60)"
+IMPORTS = "import trainer, os, time; os.write(1, b'imports\\n'); time.sleep(600)"
 """A rank in the middle of its imports: torch comes after the package."""
 
 LAUNCHES = """
@@ -22,26 +23,41 @@ import os, subprocess, sys, time
 environment = os.environ | {"LOCAL_RANK": "1", "TRAINER_LAUNCHER": str(os.getpid())}
 rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=environment)
 print(rank.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 WATCHES = """
-import subprocess, sys, time
-from trainer.faults.signals import end_start_watch, watch_start
+import json, subprocess, sys, time
+from trainer.faults import signals
 from trainer.system.processes import ProcessId
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE)
-started = []
-watch_start(started, {})
-started.append(child)  # as Fabric does, while it is watched
+signals.SECONDS_TO_FAIL = 0.5
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+started, others = [], {}
+if sys.argv[2] == "another launcher's":
+    others[1] = ProcessId.from_dict(json.loads(child.communicate()[0]))
+signals.watch_start(started, others)
+if not others:
+    started.append(child)  # as Fabric does, while it is watched
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
+OTHER = "import json; from trainer.system.processes import ProcessId; print(json.dumps(ProcessId.own().to_dict()))"
 
-def environment(**names):
-    """This process's, of no launcher, with ``names``."""
-    foreign = ("TORCHELASTIC", "TRAINER_", "LOCAL_RANK", "RANK", "GROUP_RANK", "MASTER_")
-    return {key: value for key, value in os.environ.items() if not key.startswith(foreign)} | names
+
+def started(code, *words, **names):
+    """A process that does ``code``, with the variables ``names`` and none of another launcher."""
+    clean = {
+        key: value for key, value in os.environ.items() if not key.startswith((*FOREIGN, "GROUP_RANK", "TRAINER_"))
+    }
+    command, pipe = [sys.executable, "-c", code, *words], subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=clean | names)
+
+
+def done(process):
+    """Its exit code, and what it has printed."""
+    out, err = process.communicate(timeout=LONG)
+    return process.returncode, out, err
 
 
 def is_gone(pid):
@@ -51,17 +67,15 @@ def is_gone(pid):
         return True
 
 
-def wait_until(condition, seconds=30.0):
-    until = time.monotonic() + seconds
+def wait_until(condition):
+    until = time.monotonic() + LONG
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
 
 
 def test_a_rank_that_imports_ends_with_the_process_that_started_it():
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHES, IMPORTS], stdout=subprocess.PIPE, text=True, env=environment()
-    )
+    launcher = started(LAUNCHES, IMPORTS)
     pid = int(launcher.stdout.readline())
     assert launcher.stdout.readline() == "imports\n"
     launcher.kill()
@@ -69,101 +83,48 @@ def test_a_rank_that_imports_ends_with_the_process_that_started_it():
     wait_until(lambda: is_gone(pid))
 
 
-def started_rank(**names):
-    return subprocess.run(
-        [sys.executable, "-c", "import trainer; print('imports')"],
-        env=environment(LOCAL_RANK="1", **names),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def rank(**names):
+    return done(started("import trainer; print('imports')", LOCAL_RANK="1", **names))
 
 
-def test_a_rank_whose_launcher_ended_before_it_ran_ends_at_once():
+def test_a_rank_whose_launcher_has_ended_or_has_no_number_ends_at_once():
     ended = subprocess.Popen(["true"])
     ended.wait()
-    done = started_rank(TRAINER_LAUNCHER=str(ended.pid))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "trainer: error: what started this rank has ended\n"
-
-
-def test_a_number_of_a_launcher_that_is_none_is_refused():
-    done = started_rank(TRAINER_LAUNCHER="nobody")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "trainer: error: TRAINER_LAUNCHER='nobody' is not the number of a process: unset it\n"
+    said = "trainer: error: what started this rank has ended\n"
+    assert rank(TRAINER_LAUNCHER=str(ended.pid)) == (1, "", said)
+    said = "trainer: error: TRAINER_LAUNCHER='nobody' is not the number of a process: unset it\n"
+    assert rank(TRAINER_LAUNCHER="nobody") == (2, "", said)
 
 
 def test_a_rank_of_torchrun_whose_agent_and_store_are_gone_ends_at_once():
+    names = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
     with socket.create_server(("127.0.0.1", 0)) as store:
-        names = {
-            "TORCHELASTIC_RUN_ID": "a",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.getsockname()[1]),
-        }
-        assert started_rank(**names).stdout == "imports\n"
-    assert started_rank(**names).returncode == 1
-    nested = started_rank(**names, TRAINER_RANK_BOUND="1")  # started by a rank, with its variables
-    assert (nested.returncode, nested.stdout) == (0, "imports\n")
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
+        assert rank(**names)[1] == "imports\n"
+    assert rank(**names)[0] == 1
+    assert rank(**names, TRAINER_RANK_BOUND="1")[:2] == (0, "imports\n")  # started by a rank, with its variables
 
 
 def test_what_a_rank_starts_is_no_rank():
     code = "import trainer, os; print(os.environ.get('TRAINER_LAUNCHER'), os.environ['TRAINER_RANK_BOUND'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(LOCAL_RANK="1", TRAINER_LAUNCHER=str(os.getpid())),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout == "None 1\n"
+    assert done(started(code, LOCAL_RANK="1", TRAINER_LAUNCHER=str(os.getpid())))[:2] == (0, "None 1\n")
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [(signal.SIGKILL, "input()", "was killed by SIGKILL"), (None, "import sys; sys.exit(3)", "ended with exit code 3")],
+    ("code", "whose", "said"),
+    [
+        ("input()", "Fabric's", "was killed by SIGKILL"),
+        ("import sys; sys.exit(3)", "Fabric's", "ended with exit code 3"),
+        (OTHER, "another launcher's", "was killed or has failed"),
+    ],
 )
-def test_a_rank_that_ends_before_the_run_has_a_watch_ends_the_first_one(number, code, said):
-    first = subprocess.Popen(
-        [sys.executable, "-c", WATCHES, code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    pid = int(first.stdout.readline())
-    if number is not None:
-        os.kill(pid, number)
-    _, errors = first.communicate(timeout=60)
-    assert first.returncode == 1
-    assert errors == f"trainer: error: rank 1 (pid {pid}) {said} before training: nothing is lost\n"
-
-
-def test_a_rank_that_another_launcher_started_is_missed_before_training_too():
-    code = """
-import json, subprocess, sys, time
-from trainer.faults import signals
-from trainer.system.processes import ProcessId
-signals.SECONDS_TO_FAIL = 0.5
-other = json.loads(subprocess.run([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE).stdout)
-signals.watch_start([], {1: ProcessId.from_dict(other)})
-time.sleep(60)
-"""
-    other = "import json; from trainer.system.processes import ProcessId; print(json.dumps(ProcessId.own().to_dict()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, other],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    said = r"trainer: error: rank 1 \(pid \d+\) was killed or has failed before training: nothing is lost\n"
-    assert re.fullmatch(said, done.stderr)
+def test_a_rank_that_ends_before_the_run_has_a_watch_ends_the_first_one(code, whose, said):
+    first = started(WATCHES, code, whose)
+    if "SIGKILL" in said:
+        os.kill(int(first.stdout.readline()), signal.SIGKILL)
+    code, _, errors = done(first)
+    assert code == 1
+    assert re.fullmatch(rf"trainer: error: rank 1 \(pid \d+\) {said} before training: nothing is lost\n", errors)
 
 
 def is_rank(pid, number):
@@ -176,7 +137,7 @@ def is_rank(pid, number):
 def second_rank(run):
     """Its number, as soon as it is there."""
     found = []
-    wait_until(lambda: found.extend(pid for pid in run.pids() if is_rank(pid, 1)) or found, 240.0)
+    wait_until(lambda: found.extend(pid for pid in run.pids() if is_rank(pid, 1)) or found)
     return found[0]
 
 
@@ -184,11 +145,10 @@ def test_a_rank_killed_while_it_imports_ends_the_others(start):
     run = start("plain", 2)
     pid = second_rank(run)
     os.kill(pid, signal.SIGKILL)
-    assert run.wait(LONGEST) == 1
+    assert run.wait() == 1
     run.assert_nothing_left()
-    assert run.errors() == [
-        f"trainer: error: rank 1 (pid {pid}) was killed by SIGKILL before training: nothing is lost"
-    ]
+    said = f"trainer: error: rank 1 (pid {pid}) was killed by SIGKILL before training: nothing is lost"
+    assert run.errors() == [said]
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ import torch
 from trainer import Memory, Recipe, Run
 from trainer.data import Digits
 from trainer.errors import RecipeError, RunError
-from trainer.faults.black_box import BlackBox, open_box, read_box
-from trainer.faults.place import Place
+from trainer.faults.place import BlackBox, Place, open_box, read_box
 from trainer.fit import fit
 from trainer.memory.monitor import Monitor
 from trainer.models import VisionTransformer

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import LONG
 
 from trainer import Memory, Recipe, Run
 from trainer.data import Digits
@@ -44,7 +45,7 @@ def regrouping(monkeypatch):
 
 
 def until(condition) -> bool:
-    end = time.monotonic() + 30
+    end = time.monotonic() + LONG
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
@@ -113,20 +114,12 @@ def test_torch_leaves_errors_of_nccl_to_a_run_that_recovers(tmp_path, monkeypatc
     assert seen == [handling]
 
 
-def test_a_later_run_over_the_same_store_does_not_hear_what_an_earlier_one_called(regrouping):
+def test_when_a_run_has_ended_no_later_one_hears_what_it_called_and_its_process_is_not_ended(regrouping, monkeypatch):
+    monkeypatch.setattr(regroup, "SECONDS_TO_LEAVE", 0.1)
     first = regrouping.make()
     first.call("out of memory")
     assert first.called() == "out of memory"
     first.close()
-    second = regrouping.make()
-    assert second.called() is None
-
-
-def test_a_process_whose_training_has_ended_is_not_ended_later(regrouping, monkeypatch):
-    monkeypatch.setattr(regroup, "SECONDS_TO_LEAVE", 0.1)
-    one = regrouping.make()
-    one.call("out of memory")
-    assert one.called()
-    one.close()
+    assert regrouping.make().called() is None
     time.sleep(0.3)
     assert regrouping.ended == []

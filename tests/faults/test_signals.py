@@ -12,10 +12,13 @@ import time
 from functools import partial
 
 import pytest
+from helpers import LONG
 
+from trainer.data.workers import _begin
 from trainer.faults.signals import StopSignals, stop_signals
 from trainer.supervise.attempt import FitCommand
 from trainer.supervise.supervisor import Policy, Supervisor
+from trainer.system.processes import become_helper
 
 WAIT = """
 import time
@@ -25,33 +28,34 @@ with StopSignals() as signals:
     while signals.received is None:
         time.sleep(0.01)
     print(signals.received, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
+
+
+def waiting(*before, stderr=subprocess.PIPE):
+    """A process that waits for signals, started by the command ``before``."""
+    command, pipe = [*before, sys.executable, "-c", WAIT], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=stderr, text=True, start_new_session=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_the_first_is_noted_and_the_second_ends_the_process(name):
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAIT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout.readline() == "ready\n"
+    process = waiting()
     process.send_signal(getattr(signal, name))
     assert process.stdout.readline() == f"{name}\n"
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=LONG)
     assert process.returncode == 128 + signal.SIGTERM
-    assert errors == (
-        f"{name} received: saving a checkpoint at the end of this step, then leaving; once more leaves at once\n"
-    )
+    said = "saving a checkpoint at the end of this step, then leaving; once more leaves at once"
+    assert errors == f"{name} received: {said}\n"
 
 
 def test_a_terminal_that_is_closed_asks_once_however_often_it_says_so_and_is_written_to_no_more():
     ours, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAIT], stdout=subprocess.PIPE, stderr=terminal, text=True, start_new_session=True
-    )
+    process = waiting(stderr=terminal)
     os.close(terminal)
-    assert process.stdout.readline() == "ready\n"
     os.close(ours)  # from here on, writing there is an input/output error
     process.send_signal(signal.SIGHUP)
     assert process.stdout.readline() == "SIGHUP\n"
@@ -59,14 +63,11 @@ def test_a_terminal_that_is_closed_asks_once_however_often_it_says_so_and_is_wri
     time.sleep(0.2)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 128 + signal.SIGTERM
+    assert process.wait(LONG) == 128 + signal.SIGTERM
 
 
 def test_what_nohup_starts_is_not_asked_by_its_terminal():
-    process = subprocess.Popen(
-        ["nohup", sys.executable, "-c", WAIT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
+    process = waiting("nohup")
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "SIGTERM\n"
@@ -74,66 +75,48 @@ def test_what_nohup_starts_is_not_asked_by_its_terminal():
     process.communicate()
 
 
-@pytest.mark.parametrize("closed", ["None", "closed()"])
-def test_a_standard_error_that_is_closed_or_none_is_no_error_of_the_handler(closed):
-    code = f"""
-import os, signal, sys
-from trainer.faults.signals import StopSignals
-def closed():
-    stream = open(os.devnull, "w")
+@pytest.mark.parametrize("is_closed", [False, True], ids=["none", "closed"])
+def test_a_standard_error_that_is_closed_or_none_is_no_error_of_the_handler(is_closed, monkeypatch):
+    stream = open(os.devnull, "w")  # noqa: SIM115
     stream.close()
-    return stream
-os.close(2)
-sys.__stderr__ = {closed}
-with StopSignals() as signals:
-    os.kill(os.getpid(), signal.SIGHUP)
-    os.write(1, signals.received.encode())
-"""
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "SIGHUP")
+    child = os.fork()
+    if child == 0:
+        os.close(2)
+        sys.__stderr__ = stream if is_closed else None
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os._exit(0 if signals.received == "SIGHUP" else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_helpers_and_data_workers_do_not_hear_of_a_closed_terminal():
-    from trainer.data.workers import _begin
-    from trainer.system.processes import become_helper
-
     for begin in (become_helper, partial(_begin, 0)):
-        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             begin()
             os.kill(os.getpid(), signal.SIGHUP)
-            os.write(writer, b"lives")
-            os._exit(0)
-        os.close(writer)
-        assert os.read(reader, 10) == b"lives"
-        os.close(reader)
-        os.waitpid(child, 0)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_the_supervisor_takes_a_closed_terminal_for_one_request(tmp_path):
     supervisor = Supervisor(FitCommand("vit_digits", (), str(tmp_path)), Policy(0, 1, 0.0, -1))
-    for number in (signal.SIGHUP, signal.SIGHUP):
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
         supervisor._ask(number, None)
-    assert supervisor.asked == [signal.SIGHUP]
-    assert signal.SIGHUP in stop_signals()
-    supervisor._ask(signal.SIGTERM, None)
     assert supervisor.asked == [signal.SIGHUP, signal.SIGTERM]
+    assert signal.SIGHUP in stop_signals()
 
 
-def test_handlers_are_put_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+def test_handlers_are_put_back_and_what_the_launcher_sends_after_a_failure_is_noted_without_a_word(capfd):
+    before = [signal.getsignal(number) for number in stop_signals()]
     with StopSignals(first=False) as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert signals.received == "SIGUSR1"
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
-
-
-def test_what_the_launcher_sends_after_a_failure_is_noted_without_a_word(capfd):
     with StopSignals(expected=lambda: True) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.received == "SIGTERM"
     assert capfd.readouterr().err == ""
+    assert [signal.getsignal(number) for number in stop_signals()] == before
 
 
 def test_elsewhere_than_in_the_main_thread_it_does_nothing():
@@ -154,10 +137,7 @@ def test_a_forked_child_dies_of_the_signal():
     with StopSignals() as signals:
         child = os.fork()
         if child == 0:
-            time.sleep(60)
+            os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
-        time.sleep(0.2)
-        os.kill(child, signal.SIGTERM)
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGTERM
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
         assert signals.received is None

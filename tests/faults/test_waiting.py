@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import LONG
 
 from trainer.engine.totals import LossTotals, TotalsInOrder
 from trainer.engine.window import Window
@@ -35,7 +36,7 @@ def what_waits(job) -> str | None:
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        until = time.monotonic() + 10
+        until = time.monotonic() + LONG
         while sys._current_frames()[thread.ident].f_code.co_name not in ("read", "job") and time.monotonic() < until:
             time.sleep(0.01)
         watched, peers = SimpleNamespace(_main=thread), SimpleNamespace(furthest_behind=lambda: None)

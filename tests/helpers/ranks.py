@@ -28,7 +28,8 @@ class RankPool:
         self.connections, self.processes, self.calls = [], [], 0
         for rank in range(world_size):
             ours, theirs = forks.Pipe()
-            process = forks.Process(target=_serve, args=(theirs, rank, world_size, port, dict(os.environ)), daemon=True)
+            environment = dict(os.environ) | torchrun_variables(rank, world_size, port)
+            process = forks.Process(target=_serve, args=(theirs, environment), daemon=True)
             process.start()
             self.connections.append(ours)
             self.processes.append(process)
@@ -59,21 +60,17 @@ class RankPool:
             process.kill()
 
 
-def _serve(connection: Any, rank: int, world_size: int, port: int, environment: dict[str, str]) -> None:
+def torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would tell a rank of this machine: Fabric then starts no processes of its own."""
+    sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_WORLD_SIZE": 1}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "MASTER_PORT": port} | sizes
+    texts = {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1"}
+    return {name: str(number) for name, number in numbers.items()} | texts
+
+
+def _serve(connection: Any, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    # What torchrun would set: Fabric then starts no processes of its own.
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        GROUP_WORLD_SIZE="1",
-        TORCHELASTIC_RUN_ID="tests",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
     import torch
 
     # As in a run: what torch imports when there is a group may refer to it for ever (see trainer.faults.regroup).

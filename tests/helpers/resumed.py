@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.data import Digits
 from trainer.fit import fit
@@ -36,6 +39,14 @@ def recipe(run_dir: Path, **changes: Any) -> Recipe:
 def losses(run_dir: Path) -> list[float]:
     with open(run_dir / "metrics.csv", newline="") as file:
         return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def assert_same_weights(run_dir: Path, other: Path, rtol: float, atol: float | None = None) -> None:
+    """Of the models that two finished runs have written; ``atol`` is the other one where it is not given."""
+    found, expected = (load_file(next((folder / "model").glob("*.safetensors"))) for folder in (run_dir, other))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=rtol if atol is None else atol, msg=name)
 
 
 def saved(run_dir: Path, step: int) -> dict[str, Any]:

@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from helpers import LONG
+from helpers.ranks import free_port, torchrun_variables
 from helpers.warm import WarmProcess
+
+OWN = Path(__file__).with_name("own.py")
 
 FOREIGN = ("LT_", "TORCHELASTIC", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "NODE_RANK")
 
@@ -28,26 +32,31 @@ class StartedRun:
         folder: for what it prints.
         command: with its arguments.
         warm: whether it is Python, and its first process may be a fork of one that has imported everything.
+        ranks: of a warm one, that are started as forks, too, with what torchrun would tell them.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str], warm: bool = False) -> None:
+    def __init__(self, folder: Path, command: Sequence[str], warm: bool = False, ranks: int = 1) -> None:
         clean = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
         self.mark = f"{type(self).__name__}-{folder.name}-{os.getpid()}"  # in the environment of every process of it
         clean |= {"OMP_NUM_THREADS": "1", "TRAINER_TEST_MARK": self.mark}
         self.output = folder / "output"
-        self.process: WarmProcess | subprocess.Popen
+        self.processes: list[WarmProcess] | list[subprocess.Popen]
         if warm:
-            self.process = WarmProcess(command[1:], self.output, self.output, env=clean)
-            return
-        with open(self.output, "wb") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=clean, start_new_session=True)
+            port = free_port()
+            told = [torchrun_variables(rank, ranks, port) for rank in range(ranks)] if ranks > 1 else [{}]
+            self.processes = [WarmProcess(command[1:], self.output, self.output, env=clean | one) for one in told]
+        else:
+            with open(self.output, "wb") as file:
+                streams = {"stdout": file, "stderr": file}
+                self.processes = [subprocess.Popen(command, env=clean, start_new_session=True, **streams)]
+        self.process = self.processes[0]
 
     @property
     def text(self) -> str:
         """What it has printed so far."""
         return self.output.read_text()
 
-    def wait(self, seconds: float) -> int:
+    def wait(self, seconds: float = LONG) -> int:
         """Its exit code; see :meth:`until`."""
         assert self.until(lambda: self.process.poll() is not None, seconds), f"no end in {seconds} s:\n{self.text}"
         return self.process.wait()
@@ -77,22 +86,31 @@ class StartedRun:
 
     def _has(self, folder: Path) -> bool:
         try:
-            session = int(
-                (folder / "stat").read_text().rsplit(")", 1)[1].split()[3]
-            )  # a fork has no environ of its own
-            return session == self.process.pid or self.mark.encode() in (folder / "environ").read_bytes()
+            session = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[3])
+            sessions = [process.pid for process in self.processes]  # a fork has no environ of its own
+            return session in sessions or self.mark.encode() in (folder / "environ").read_bytes()
         except OSError:  # it has ended
             return False
 
-    def assert_nothing_left(self, seconds: float = 10.0) -> None:
+    def assert_nothing_left(self, seconds: float = 60.0) -> None:
         """All its processes end within ``seconds``."""
         assert self.until(lambda: not self.pids(), seconds), f"left behind: {self.pids()}\n{self.text}"
 
     def end(self) -> None:
         """Kill whatever is left."""
         for pid in self.pids():
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+def own_recipe(folder: Path, settings: str = "") -> Path:
+    """``folder/own.py``: the recipe of ``helpers/own.py``, with other ``settings``."""
+    path = folder / "own.py"
+    changed = f"recipe = recipe.replace({settings})\n\nif __name__" if settings else "if __name__"
+    path.write_text(OWN.read_text().replace("if __name__", changed))
+    return path
 
 
 def listening_addresses(pids: Sequence[int]) -> list[str]:

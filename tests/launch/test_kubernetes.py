@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -14,6 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import LONG
+from helpers.resumed import losses
+from helpers.started import own_recipe
 
 from trainer import cli
 
@@ -25,20 +27,12 @@ API = {
     "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
     "PyTorchJob": "kubeflow.org/v1",
 }
-RECIPE = """
-from trainer import Memory, Optim, Recipe
-from trainer.data import Digits
-from trainer.models import VisionTransformer
-
-recipe = Recipe(
-    model=VisionTransformer("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, dropout=0.1),
-    data=Digits(),
+SETTINGS = """
+    model=Disturbed("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, dropout=0.1),
     optim=Optim("sgd", lr=0.1, momentum=0.9),
     batch_size=50,
-    epochs=20,
     max_steps=400,
     memory=Memory(micro_batch_size=5),
-)
 """
 DOCUMENTS = [
     (path.name, document)
@@ -134,9 +128,9 @@ def test_a_train_job_can_name_the_runtime_with_rules_for_restarts():
 class Pods:
     """What the runtime starts in each of two pods, as processes: the manifest's command with its variables."""
 
-    def __init__(self, folder, run_dir, port, *flags):
+    def __init__(self, folder, run_dir, port):
         _, container = pods()["TrainJob"]
-        words = [sys.executable, "-m", "torch.distributed.run", *container["command"][1:], *container["args"], *flags]
+        words = [sys.executable, "-m", "torch.distributed.run", *container["command"][1:], *container["args"]]
         words[words.index("vit_digits")] = str(folder / "own.py")
         words[words.index("/runs/vit-digits")] = str(run_dir)
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "TORCHELASTIC"))}
@@ -153,36 +147,30 @@ class Pods:
     def text(self):
         return "\n".join(output.read_text() for output in self.outputs)
 
-    def wait_for(self, text, seconds=120):
+    def wait_for(self, text, seconds=LONG):
         until = time.monotonic() + seconds
         while text not in self.text:
             assert time.monotonic() < until, self.text
             time.sleep(0.1)
 
-    def wait(self, seconds=120):
+    def wait(self, seconds=LONG):
         return [process.wait(seconds) for process in self.processes]
-
-
-def curve(run_dir):
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [(row["step"], row["loss"]) for row in csv.DictReader(file) if row["loss"]]
 
 
 @pytest.mark.slow
 def test_pods_that_are_evicted_save_and_go_on(tmp_path):
     """Two torchruns with the runtime's variables; SIGTERM, as the kubelet sends it, then the same again."""
-    (tmp_path / "own.py").write_text(RECIPE)
-    flags = ["--run.evaluate", "false"]
-    undisturbed = Pods(tmp_path, tmp_path / "whole", 29611, *flags)
+    own_recipe(tmp_path, SETTINGS)
+    undisturbed = Pods(tmp_path, tmp_path / "whole", 29611)
     assert undisturbed.wait() == [0, 0], undisturbed.text
-    first = Pods(tmp_path, tmp_path / "run", 29612, *flags)
+    first = Pods(tmp_path, tmp_path / "run", 29612)
     first.wait_for("step 1/400")
     for process in first.processes:
         process.send_signal(signal.SIGTERM)
-    assert 0 not in first.wait(60), first.text
+    assert 0 not in first.wait(), first.text
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped", first.text
-    again = Pods(tmp_path, tmp_path / "run", 29613, *flags)
+    again = Pods(tmp_path, tmp_path / "run", 29613)
     assert again.wait() == [0, 0], again.text
     assert "resuming from" in again.text
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import os
@@ -11,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from helpers import LONG
+from helpers.resumed import assert_same_weights, losses
+from helpers.started import FOREIGN, own_recipe
 
 from trainer import Recipe, RecipeError, Run
 from trainer.data import Digits
@@ -24,46 +24,12 @@ ROOT = Path(__file__).parents[2]
 WORKER = {"RAY_JOB_ID": "01000000", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 WORKER |= {"NODE_RANK": "1"}
 
-RECIPE = """
-import os, signal
-from dataclasses import dataclass
-from pathlib import Path
-
-from trainer import Memory, Optim, Recipe, main
-from trainer.data import Digits
-from trainer.models import VisionTransformer
-
-DONE = Path(__file__).with_name("done")
-
-
-@dataclass
-class Disturbed(VisionTransformer):
-    "A Vision Transformer that does `what` on rank 1 in its fifth step, unless a file says that it has done so."
-    what: str = "nothing"
-    micro_batches: int = 0
-
-    def losses(self, module, batch):
-        self.micro_batches += module.training
-        if os.environ.get("RANK") == "1" and self.micro_batches == 21 and not DONE.exists():
-            DONE.touch()
-            if self.what == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif self.what == "raise":
-                1 / 0
-        yield from super().losses(module, batch)
-
-
-recipe = Recipe(
-    model=Disturbed("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, dropout=0.1),
-    data=Digits(),
+SETTINGS = """
+    model=Disturbed("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, dropout=0.1, at=5, cut=10),
     optim=Optim("sgd", lr=0.1, momentum=0.9, clip_norm=1.0),
     batch_size=50,
     max_steps=8,
     memory=Memory(micro_batch_size=5, precision="64-true"),
-)
-
-if __name__ == "__main__":
-    main(recipe)
 """
 
 
@@ -77,33 +43,24 @@ def script():
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "own.py").write_text(RECIPE)
+    own_recipe(tmp_path, SETTINGS)
     return tmp_path
 
 
 def start(folder, *command):
-    foreign = ("LT_", "TORCHELASTIC", "RANK", "LOCAL_RANK", "WORLD_SIZE", "RAY_")
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+    clean = {key: value for key, value in os.environ.items() if not key.startswith((*FOREIGN, "RAY_"))}
     # Ray leaves a key and the records of its runs in the home directory.
     clean |= {"OMP_NUM_THREADS": "1", "HOME": str(folder), "NO_COLOR": "1"}
     clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=280, env=clean
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=LONG, env=clean
     )
 
 
 def on_ray(folder, *flags):
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
-    return start(folder, str(SCRIPT), "own.py", "--workers", "2", "--run.dir", "run", *flags)
-
-
-def losses(run_dir):
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [(row["step"], row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-
-
-def weights(run_dir):
-    return load_file(next((run_dir / "model").glob("*.safetensors")))
+    own = ["--run.dir", "run", "--model.rank", "1", "--model.done", str(folder / "done")]
+    return start(folder, str(SCRIPT), "own.py", "--workers", "2", *own, *flags)
 
 
 def test_a_killed_worker_is_started_again_and_nothing_is_lost(folder):
@@ -118,10 +75,7 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(folder):
         undisturbed = start(folder, "own.py", "--run.dir", name, *flags)
         assert undisturbed.returncode == 0, undisturbed.stderr
     assert losses(folder / "run") == losses(folder / "two")  # to the last digit, dropout included
-    single, here = weights(folder / "alone"), weights(folder / "run")
-    assert single.keys() == here.keys()
-    for name, value in single.items():
-        torch.testing.assert_close(here[name], value, rtol=1e-6, atol=1e-9, msg=name)
+    assert_same_weights(folder / "run", folder / "alone", 1e-6, 1e-9)
 
 
 def test_an_error_in_a_recipe_is_the_last_thing_that_is_said(folder):

@@ -9,6 +9,8 @@ import sys
 import threading
 
 import pytest
+from helpers import LONG
+from helpers.ranks import free_port
 from helpers.started import listening_addresses
 from torch.distributed import PrefixStore, TCPStore
 
@@ -21,12 +23,6 @@ if not sys.platform.startswith("linux"):
     pytest.skip("reads /proc", allow_module_level=True)
 
 HERE = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-
-
-def port():
-    with socket.socket() as free:
-        free.bind((ADDRESS, 0))
-        return free.getsockname()[1]
 
 
 def rank_of(number, at, size=2):
@@ -55,13 +51,10 @@ def test_the_first_process_hosts_it_where_fabric_starts_the_others():
     assert local.store.get("a") == b"b"
 
 
-def test_a_store_of_the_launcher_is_left_to_it():
+def test_a_store_of_the_launcher_is_left_to_it_and_interfaces_that_somebody_has_chosen_stay():
     told = rank_of(0, 1) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert gather_here(World("torchrun", "cpu", 2), 1.0, told) is None
     assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("node7", "1")
-
-
-def test_interfaces_that_somebody_has_chosen_stay():
     told = {"GLOO_SOCKET_IFNAME": "eth7"}
     keep_to_loopback(told)
     assert told == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "lo"}
@@ -78,29 +71,29 @@ def test_a_port_that_is_taken_and_one_that_is_none_are_refused():
 
 
 def test_ranks_that_nobody_watches_know_each_others_processes():
-    at, found = port(), {}
+    at, found = free_port(), {}
 
     def come(number):
-        found[number] = gather_here(World("slurm", "cpu", 2), 20.0, rank_of(number, at))
+        found[number] = gather_here(World("slurm", "cpu", 2), LONG, rank_of(number, at))
 
     other = threading.Thread(target=come, args=(1,))
     other.start()
     come(0)
-    other.join(20.0)
+    other.join(LONG)
     assert found[0].processes == {1: ProcessId.own()}
     assert found[1].processes == {0: ProcessId.own()}
 
 
 def test_a_rank_that_does_not_come_is_named_and_a_first_one_too():
     with pytest.raises(RunError, match=r"of 3 ranks, 1, 2 have not come within 0\.5 s"):
-        gather_here(World("slurm", "cpu", 3), 0.5, rank_of(0, port(), 3))
+        gather_here(World("slurm", "cpu", 3), 0.5, rank_of(0, free_port(), 3))
     with pytest.raises(RunError, match=r"rank 1: the first rank has not come within 0\.5 s: .* nothing is lost"):
-        gather_here(World("slurm", "cpu", 2), 0.5, rank_of(1, port()))
+        gather_here(World("slurm", "cpu", 2), 0.5, rank_of(1, free_port()))
 
 
 @pytest.mark.parametrize("said", ["", "[" * 30_000, "x" * 100_000, "7", json.dumps({"pid": 1}), "\ud800"])
 def test_what_no_rank_says_of_itself_is_one_line(said):
-    at = port()
+    at = free_port()
     store = loopback_store(at)
     PrefixStore("meeting", store).set("1", said.encode("utf-8", "surrogatepass"))
     with pytest.raises(RunError, match=r"^the store says of rank 1 what no rank says of itself"):

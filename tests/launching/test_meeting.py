@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import LONG
+from helpers.ranks import free_port
 from torch.distributed import PrefixStore, TCPStore
 
 from trainer.errors import RecipeError, RunError
@@ -18,12 +20,6 @@ from trainer.run import directory as shared_dir
 from trainer.run.session import from_all, from_first
 
 
-def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def torchrun(rank, at, size=2):
     """What torchrun tells a rank, one a machine, where it does not host their store."""
     numbers = {"RANK": rank, "WORLD_SIZE": size, "GROUP_WORLD_SIZE": size, "LOCAL_RANK": 0, "MASTER_PORT": at}
@@ -31,15 +27,15 @@ def torchrun(rank, at, size=2):
     return {name: str(number) for name, number in numbers.items()} | texts
 
 
-def meet_beside(other, seconds=20.0):
+def meet_beside(other, seconds=LONG):
     """Meet as rank 0, while ``other`` does in a thread what rank 1 would do with the store's port."""
-    at = port()
+    at = free_port()
     thread = threading.Thread(target=other, args=(at,), daemon=True)
     thread.start()
     try:
         return meet(seconds, torchrun(0, at))
     finally:
-        thread.join(20.0)
+        thread.join(LONG)
 
 
 def words_of_rank_1(at, **changed):
@@ -49,7 +45,7 @@ def words_of_rank_1(at, **changed):
 
 def test_two_ranks_meet_and_their_store_serves_the_process_group():
     met = []
-    store = meet_beside(lambda at: met.append(meet(20.0, torchrun(1, at))))
+    store = meet_beside(lambda at: met.append(meet(LONG, torchrun(1, at))))
     store.set("afterwards", "1")
     assert met[0].get("afterwards") == b"1"
 
@@ -59,16 +55,12 @@ def test_a_single_machine_has_nobody_to_meet():
     assert meet(1.0, torchrun(0, 1) | {"GROUP_WORLD_SIZE": "1"}) is None
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_a_rank_that_does_not_come_and_a_store_that_cannot_be_reached_are_named():
     with pytest.raises(RunError, match=r"of 3 ranks, 1, 2 have not come within 0\.5 s"):
-        meet(0.5, torchrun(0, port(), size=3))
-
-
-def test_a_store_that_cannot_be_reached_is_named():
-    at = port()
-    with pytest.raises(
-        RunError, match=rf"rank 1 on \S+ does not reach the first rank's machine, 127\.0\.0\.1, port {at}"
-    ):
+        meet(0.5, torchrun(0, free_port(), size=3))
+    at = free_port()
+    said = rf"rank 1 on \S+ does not reach the first rank's machine, 127\.0\.0\.1, port {at}"
+    with pytest.raises(RunError, match=said):
         meet(1.0, torchrun(1, at))
 
 
@@ -88,10 +80,8 @@ def test_the_interface_of_an_address():
 def look(folders, rank_is_alone):
     """As on two machines of one rank each, with a directory each: the refusal of this rank."""
     rank = torch.distributed.get_rank()
-
-    fabric = SimpleNamespace(
-        local_rank=rank if rank_is_alone else 0, world_size=2, global_rank=rank, device=torch.device("cpu")
-    )
+    local, device = rank if rank_is_alone else 0, torch.device("cpu")
+    fabric = SimpleNamespace(local_rank=local, world_size=2, global_rank=rank, device=device)
     patience, shared_dir.SECONDS_TO_SEE = shared_dir.SECONDS_TO_SEE, 0.5
     try:
         shared_dir.require_shared(fabric, folders[rank])
@@ -102,9 +92,10 @@ def look(folders, rank_is_alone):
     return None
 
 
-def test_one_directory_of_two_machines_is_fine_and_left_as_it_was(ranks, tmp_path):
+def test_one_directory_of_two_machines_is_fine_and_left_as_it_was_and_ranks_of_one_are_not_asked(ranks, tmp_path):
     assert ranks(2).run(look, [tmp_path, tmp_path], False) == [None, None]
     assert list(tmp_path.glob(f"{shared_dir.PREFIX}*")) == []
+    assert ranks(2).run(look, [tmp_path, tmp_path / "nowhere"], True) == [None, None]
 
 
 def test_two_directories_are_refused_on_all_ranks(ranks, tmp_path):
@@ -114,10 +105,6 @@ def test_two_directories_are_refused_on_all_ranks(ranks, tmp_path):
     for folder, refusal in zip(folders, ranks(2).run(look, folders, False), strict=True):
         assert f"run.dir={folder} is not one directory for all machines: {here} does not see what" in refusal
     assert list(tmp_path.glob(f"**/{shared_dir.PREFIX}*")) == []
-
-
-def test_ranks_of_one_machine_are_not_asked(ranks, tmp_path):
-    assert ranks(2).run(look, [tmp_path, tmp_path / "nowhere"], True) == [None, None]
 
 
 def exchange(value):

@@ -8,22 +8,16 @@ import subprocess
 import sys
 
 import pytest
+from helpers import LONG
 
 from trainer.errors import EXIT_REQUEUE, RecipeError
 from trainer.launching.slurm import devices_per_node, require_srun, slurm_task
 from trainer.launching.start import _environment
 from trainer.launching.world import World
 
-STEP = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-}
+NUMBERS = {"JOB_ID": 17, "STEP_ID": 2, "PROCID": 3, "LOCALID": 1, "NODEID": 1, "STEP_NUM_TASKS": 4}
+STEP = {f"SLURM_{name}": str(number) for name, number in NUMBERS.items()}
+STEP |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[1-2]"}
 
 
 def task(**changed):
@@ -32,15 +26,12 @@ def task(**changed):
     return found
 
 
-def test_a_task_knows_its_place():
+def test_a_task_knows_its_place_and_one_by_itself_is_none():
     found = task()
     assert (found.rank, found.local_rank, found.node_rank, found.size) == (3, 1, 1, 4)
     assert found.tasks_per_node == (2, 2)
     assert found.variables == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
     assert devices_per_node(found, None) == devices_per_node(found, 2) == 2
-
-
-def test_a_task_by_itself_is_none():
     assert slurm_task({}) is None
     assert slurm_task(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert slurm_task({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4"}) is None  # in a batch script
@@ -78,20 +69,18 @@ def test_what_cannot_work_is_refused_with_the_fix(changed, gpus, message):
 def test_a_job_of_several_tasks_without_srun_is_refused():
     with pytest.raises(RecipeError, match=r"has 4 tasks, but srun did not start this process"):
         require_srun({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4"})
-    require_srun({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1"})
-    require_srun({"SLURM_NTASKS": "4"})
-    require_srun(STEP | {"SLURM_NTASKS": "4"})
+    for fine in ({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "4"}, STEP | {"SLURM_NTASKS": "4"}):
+        require_srun(fine)
 
 
 @pytest.mark.parametrize(("variables", "code"), [({"SLURM_JOB_ID": "17"}, EXIT_REQUEUE), ({}, -signal.SIGTERM)])
 def test_a_task_that_is_asked_to_stop_before_training_can_be_requeued(variables, code):
     wait = "from trainer.faults.signals import leave_before_training as leave; leave(); print('ready', flush=True)"
-    command = [sys.executable, "-c", f"{wait}; import time; time.sleep(60)"]
-    process = subprocess.Popen(
-        command, env=variables | {"PYTHONPATH": ":".join(sys.path)}, stdout=-1, stderr=-1, text=True
-    )
+    command = [sys.executable, "-c", f"{wait}; import time; time.sleep(600)"]
+    environment = variables | {"PYTHONPATH": ":".join(sys.path)}
+    process = subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
     assert process.stdout.readline() == "ready\n"
     process.terminate()
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=LONG)
     assert process.returncode == code
     assert ("SIGTERM received before training" in said) == bool(variables)

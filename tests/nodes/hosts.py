@@ -16,6 +16,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from helpers import LONG
+
 NETWORK = "10.77.0"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -33,23 +35,14 @@ def why_not() -> str | None:
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     if made.returncode:
         return f"no network namespace can be made: {made.stderr.strip()}"
-    bridge = subprocess.run(
-        ["ip", "-n", probe, "link", "add", "br0", "type", "bridge"], capture_output=True, text=True, check=False
-    )
+    bridge = ["ip", "-n", probe, "link", "add", "br0", "type", "bridge"]
+    found = subprocess.run(bridge, capture_output=True, text=True, check=False)
     subprocess.run(["ip", "netns", "del", probe], check=True)
-    return f"the kernel has no bridges: {bridge.stderr.strip()}" if bridge.returncode else None
+    return f"the kernel has no bridges: {found.stderr.strip()}" if found.returncode else None
 
 
 class Host:
-    """One machine.
-
-    Args:
-        name: what it calls itself, and what the others find it by.
-        address: of its eth0.
-        space: the network namespace.
-        switch: the namespace of the switch.
-        folder: for its own files.
-    """
+    """One machine: its name, by which the others find it, the address of its eth0, namespaces, and a folder."""
 
     def __init__(self, name: str, address: str, space: str, switch: str, folder: Path) -> None:
         self.name, self.address, self.space, self.switch = name, address, space, switch
@@ -78,16 +71,10 @@ class Host:
             f'mount --bind {self.names} /etc/hosts && "$@"; exit $?'
         )
         own = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", inside, "sh"]
+        words = ["ip", "netns", "exec", self.space, *own, *command]
         with open(output, "ab") as file:
-            process = subprocess.Popen(
-                ["ip", "netns", "exec", self.space, *own, *command],
-                stdout=file,
-                stderr=file,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                cwd=where,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+            process = subprocess.Popen(words, env=environment, cwd=where, start_new_session=True, **streams)
         self.processes.append(Process(process, output))
         return self.processes[-1]
 
@@ -126,7 +113,7 @@ class Process:
         """The lines of its errors, in order."""
         return [line for line in self.text.splitlines() if "trainer: error: " in line]
 
-    def wait_for(self, text: str, seconds: float = 150.0, times: int = 1) -> None:
+    def wait_for(self, text: str, seconds: float = LONG, times: int = 1) -> None:
         """Until it prints ``text`` for the ``times``-th time."""
         until = time.monotonic() + seconds
         while self.text.count(text) < times:
@@ -134,7 +121,7 @@ class Process:
             assert self.process.poll() is None, f"ended before {text!r}:\n{self.text}"
             time.sleep(0.1)
 
-    def wait(self, seconds: float = 150.0) -> int:
+    def wait(self, seconds: float = LONG) -> int:
         """Its exit code."""
         try:
             return self.process.wait(seconds)
@@ -149,12 +136,7 @@ class Process:
 
 
 class Hosts:
-    """Machines of the given names at one switch, for as long as the context lasts.
-
-    Args:
-        folder: for their files.
-        names: of the machines.
-    """
+    """Machines of the given names at one switch, for as long as the context lasts."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         mark = f"t{os.getpid()}"
@@ -184,8 +166,8 @@ class Hosts:
         for host in self.hosts:
             host.names.write_text(f"127.0.0.1 localhost\n{known}")
             ip("netns", "add", host.space)
-            ip("link", "add", host.port, "netns", self.switch, "type", "veth", "peer", "name", "eth0",
-               "netns", host.space)  # fmt: skip
+            peer = ("type", "veth", "peer", "name", "eth0", "netns", host.space)
+            ip("link", "add", host.port, "netns", self.switch, *peer)
             ip("-n", self.switch, "link", "set", host.port, "master", "br0", "up")
             ip("-n", host.space, "address", "add", f"{host.address}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):

@@ -2,116 +2,38 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import sys
 from pathlib import Path
 
+from helpers.started import FOREIGN, own_recipe
 from nodes.hosts import Host, Process
-from safetensors.torch import load_file
-from torch import Tensor
 
-RECIPE = """
-import json, os, time
-from dataclasses import dataclass
-
-from trainer import Checkpoint, Memory, Optim, Recipe, Run, main
-from trainer.data import Digits
-from trainer.models import VisionTransformer
-
-START = f"{os.uname().nodename}-{time.time_ns()}"  # pids begin anew on every machine
-
-
-class Logged:
-    "A split that writes down which samples were asked of it, where TRAINER_TEST_SAMPLES says."
-
-    def __init__(self, split):
-        self.split = split
-
-    def __getattr__(self, name):
-        return getattr(self.split, name)
-
-    def __len__(self):
-        return len(self.split)
-
-    def __getitem__(self, i):
-        return self.split[i]
-
-    def __getitems__(self, indices):
-        folder = os.environ.get("TRAINER_TEST_SAMPLES")
-        if folder:
-            with open(f"{folder}/{START}", "a") as file:
-                file.write(json.dumps(list(map(int, indices))) + "\\n")
-        return self.split.__getitems__(indices)
-
-
-@dataclass
-class LoggedDigits(Digits):
-    def prepare(self, tokenizer=None):
-        super().prepare(tokenizer)
-        self.train = Logged(self.train)
-
-
-@dataclass
-class Slow(VisionTransformer):
-    "A Vision Transformer whose micro-batches take `seconds` more."
-    seconds: float = 0.0
-
-    def losses(self, module, batch):
-        if module.training:
-            time.sleep(self.seconds)
-        yield from super().losses(module, batch)
-
-
-recipe = Recipe(
-    model=Slow("custom", patch_size=4, layers=2, heads=2, width=16, mlp_width=32, dropout=0.1),
-    data=LoggedDigits(),
+SETTINGS = """
+    model=Disturbed("custom", patch_size=4, layers=2, heads=2, width=16, mlp_width=32, dropout=0.1),
     optim=Optim("sgd", lr=0.1, momentum=0.9, clip_norm=1.0),
     batch_size=48,
     max_steps=60,
     epochs=10,
     memory=Memory(micro_batch_size=12, precision="64-true"),  # in which rounding stays small
     checkpoint=Checkpoint(every=5, asynchronous=False),
-    run=Run(evaluate=False, predict=False),
-)
-
-if __name__ == "__main__":
-    main(recipe)
 """
-
 PORT = 29500
 LAUNCH = Path(__file__).parents[2] / "launch" / "nodes.sh"
-FOREIGN = (
-    "LT_",
-    "TORCHELASTIC",
-    "TORCH_",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_",
-    "NODE_RANK",
-    "GLOO_",
-    "RDZV_",
-)
 
 
 def environment(**more: str) -> dict[str, str]:
     """That of a person who starts a run by hand."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
+    clean = {
+        key: value for key, value in os.environ.items() if not key.startswith((*FOREIGN, "TORCH_", "GLOO_", "RDZV_"))
+    }
     python = str(Path(sys.executable).parent)
     return clean | {"OMP_NUM_THREADS": "1", "PATH": f"{python}:{clean.get('PATH', '')}"} | more
 
 
 def torchrun(
-    host: Host,
-    head: Host,
-    count: str,
-    folder: Path,
-    *flags: str,
-    ranks: int = 1,
-    own: tuple[str, ...] = (),
-    head_as: str | None = None,
+    host: Host, head: Host, count: str, folder: Path, *flags: str, ranks: int = 1, own: tuple = (), head_as: str = ""
 ) -> Process:
     """Start ``torchrun … -m trainer fit`` on ``host``, as it is typed, with flags of its ``own``."""
     words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", count, "--nproc-per-node", str(ranks)]
@@ -132,26 +54,13 @@ def nodes(
 def recipe_in(folder: Path) -> Path:
     """The recipe, as a file in ``folder``."""
     path = folder / "own.py"
-    if not path.exists():
-        path.write_text(RECIPE)
-    return path
-
-
-def curve(run_dir: Path) -> list[float]:
-    """The losses of all steps."""
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+    return path if path.exists() else own_recipe(folder, SETTINGS)
 
 
 def newest_step(run_dir: Path) -> int:
     """Of the newest checkpoint; 0 when there is none."""
     found = sorted(path.name for path in (run_dir / "checkpoints").glob("step-" + 8 * "?"))
     return int(found[-1].removeprefix("step-")) if found else 0
-
-
-def weights(run_dir: Path) -> dict[str, Tensor]:
-    """Of the model that a finished run has written."""
-    return load_file(run_dir / "model" / "model.safetensors")
 
 
 def samples(folder: Path) -> list[list[set[int]]]:

@@ -8,19 +8,10 @@ import sys
 import time
 
 import pytest
-import torch
+from helpers import LONG
+from helpers.resumed import assert_same_weights, losses
 from nodes.hosts import NETWORK
-from nodes.runs import (
-    assert_same_samples,
-    curve,
-    environment,
-    newest_step,
-    nodes,
-    recipe_in,
-    samples,
-    torchrun,
-    weights,
-)
+from nodes.runs import assert_same_samples, environment, newest_step, nodes, recipe_in, samples, torchrun
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(600)]
 
@@ -41,24 +32,21 @@ def alone(tmp_path_factory):
     (folder / "samples").mkdir()
     words = [sys.executable, "-m", "trainer", "fit", str(recipe_in(folder)), "--run.dir", str(folder / "run")]
     own = environment(TRAINER_TEST_SAMPLES=str(folder / "samples"))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=own, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LONG, env=own, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 
 
 def assert_same_run(run_dir, other):
-    assert curve(run_dir) == pytest.approx(curve(other), rel=TOLERANCE)
-    ours, theirs = weights(run_dir), weights(other)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+    assert losses(run_dir) == pytest.approx(losses(other), rel=TOLERANCE)
+    assert_same_weights(run_dir, other, TOLERANCE)
 
 
 def finish(*runs):
     assert [run.wait() for run in runs] == [0] * len(runs), "\n\n".join(run.text for run in runs)
 
 
-def wait_for_step(folder, step, run, seconds=120.0):
+def wait_for_step(folder, step, run, seconds=LONG):
     """Until there is a checkpoint of ``step``."""
     until = time.monotonic() + seconds
     while newest_step(folder / "run") < step:

@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 NODES = ("n1", "n2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "unshare")
-SECONDS_TO_START = 30.0
+LONG = 300.0  # as in helpers, which this file does without when it is started beside the tests
 SECONDS_TO_END = 15.0
 
 CONFIGURATION = """\
@@ -89,9 +88,7 @@ class Cluster:
             self._closing = closing.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._closing:
             self.command("scancel", "--full", "--user", "root", check=False)
             self.wait_until(lambda: not self.command("squeue", "--noheader").strip(), SECONDS_TO_END, check=False)
@@ -105,7 +102,7 @@ class Cluster:
 
     def command(self, *words: str, check: bool = True) -> str:
         """What a command of Slurm says."""
-        done = subprocess.run(words, capture_output=True, text=True, env=self.environment, timeout=120)
+        done = subprocess.run(words, capture_output=True, text=True, env=self.environment, timeout=LONG)
         assert not check or done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -161,16 +158,12 @@ class Cluster:
         folder = self.folder
         files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
-        self.wait_until((folder / "munge.socket").exists, SECONDS_TO_START)
+        self.wait_until((folder / "munge.socket").exists, LONG)
         self._daemon("slurmctld", "-D", "-i", "-f", f"{folder}/slurm.conf")
         for node in NODES:
-            steps = (
-                f"hostname {node}",
-                f"mount --bind {folder}/hosts /etc/hosts",
-                f"exec slurmd -D -N {node} -f {folder}/slurm.conf",
-            )
-            self._daemon("unshare", "--uts", "--mount", "bash", "-c", " && ".join(steps))
-        self.wait_until(self.idle, SECONDS_TO_START)
+            steps = f"hostname {node} && mount --bind {folder}/hosts /etc/hosts && exec slurmd -D -N {node}"
+            self._daemon("unshare", "--uts", "--mount", "bash", "-c", f"{steps} -f {folder}/slurm.conf")
+        self.wait_until(self.idle, LONG)
 
     def _daemon(self, *words: str) -> None:
         with open(self.folder / "daemons.log", "ab") as log:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, missing
-from slurm_jobs import RECIPE, Job
+from helpers import LONG
+from helpers.started import own_recipe
+from slurm_jobs import SETTINGS, Job
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,19 +29,18 @@ def cluster():
 
 @pytest.fixture(scope="session")
 def recipe_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("recipe") / "own.py"
-    path.write_text(RECIPE)
-    return path
+    return own_recipe(tmp_path_factory.mktemp("recipe"), SETTINGS)
 
 
 @pytest.fixture
 def submit(cluster, tmp_path):
     """A function that submits ``launch/slurm.sbatch`` with flags of sbatch and of the recipe, in ``tmp_path``."""
 
-    def submitted(*options: str, flags: tuple[str, ...] = (), recipe: str = RECIPE) -> Job:
-        output, marks, recipe_file = tmp_path / "job.out", tmp_path / "marks", tmp_path / "own.py"
+    def submitted(*options: str, flags: tuple[str, ...] = (), recipe: str | None = None) -> Job:
+        output, marks, recipe_file = tmp_path / "job.out", tmp_path / "marks", own_recipe(tmp_path, SETTINGS)
         marks.mkdir()
-        recipe_file.write_text(recipe)
+        if recipe is not None:
+            recipe_file.write_text(recipe)
         words = ["sbatch", "--parsable", f"--chdir={tmp_path}", f"--output={output}", *options]
         words += [str(ROOT / "launch" / "slurm.sbatch"), str(recipe_file), *flags]
         return Job(cluster, cluster.command(*words).strip(), output, marks)
@@ -52,7 +53,7 @@ def alone(cluster, recipe_file, tmp_path_factory):
     """The run directory of a single process without Slurm."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     command = [sys.executable, "-m", "trainer", "fit", str(recipe_file), "--run.dir", str(run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, env=cluster.environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=cluster.environment, timeout=LONG)
     assert done.returncode == 0, done.stderr
     return run_dir
 

@@ -1,71 +1,33 @@
-"""Jobs of ``launch/slurm.sbatch``, the recipe that they train, and what they leave."""
+"""Jobs of ``launch/slurm.sbatch``, the settings that they train with, and what they leave."""
 
 from __future__ import annotations
 
-import csv
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import Cluster
+from helpers import LONG
 
-RECIPE = """
-import os, time
-from dataclasses import dataclass
-from pathlib import Path
-
-from trainer import Checkpoint, Memory, Optim, Recipe, Run, main
-from trainer.data import Digits
-from trainer.models import VisionTransformer
-
-
-@dataclass
-class Slow(VisionTransformer):
-    "From its tenth step on it is slow, and says so in `marks`, in a job that Slurm has not started again."
-    marks: str | None = None
-    micro_batches: int = 0
-
-    def losses(self, module, batch):
-        self.micro_batches += module.training
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        if self.marks and self.micro_batches > 9 * 10 // ranks and "SLURM_RESTART_COUNT" not in os.environ:
-            (Path(self.marks) / os.environ.get("RANK", "0")).write_text(str(os.getpid()))
-            time.sleep(0.05)
-        yield from super().losses(module, batch)
-
-
-recipe = Recipe(
-    model=Slow("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, dropout=0.1),
-    data=Digits(),
+SETTINGS = """
+    model=Disturbed("custom", patch_size=4, layers=1, heads=2, width=16, mlp_width=32, dropout=0.1, at=10, cut=10),
     optim=Optim("sgd", lr=0.1, momentum=0.9, clip_norm=1.0),
     batch_size=50,
-    epochs=1000,
     max_steps=40,
     memory=Memory(micro_batch_size=5, precision="64-true"),
     checkpoint=Checkpoint(every=100),
     run=Run(accelerator="cpu", predict=False, evaluate=False),
-)
-
-if __name__ == "__main__":
-    main(recipe)
 """
 
 
 @dataclass
 class Job:
-    """A job of ``launch/slurm.sbatch``, and what it leaves.
-
-    Args:
-        cluster: where it runs.
-        number: its id.
-        output: the file that it prints to.
-        marks: a folder with a file of each rank that has reached its tenth step: its pid.
-    """
+    """A job of ``launch/slurm.sbatch``, and what it leaves."""
 
     cluster: Cluster
     number: str
     output: Path
-    marks: Path
+    marks: Path  # a folder with a file of each rank that has reached its tenth step: its pid
 
     @property
     def text(self) -> str:
@@ -92,16 +54,10 @@ class Job:
         return self.cluster.state(self.number)
 
     def _wait(self, condition) -> None:
-        until = time.monotonic() + 150
+        until = time.monotonic() + LONG
         while not condition():
             state = self.cluster.state(self.number)
             logs = {path.name: path.read_text()[-2000:] for path in self.marks.parent.rglob("*.log")}
             assert time.monotonic() < until, f"{state}, {self.cluster.command('squeue')}\n{self.text}\n{logs}"
             assert state != "FAILED" or condition(), f"{self.text}\n{logs}"
             time.sleep(0.2)
-
-
-def curve(run_dir: Path) -> list[str]:
-    """Every loss, as it is written."""
-    with open(run_dir / "metrics.csv", newline="") as file:
-        return [row["loss"] for row in csv.DictReader(file) if row["loss"]]

@@ -12,68 +12,51 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import target_of
-from traced import Own, own_recipe
 
 from trainer.errors import RecipeError
-from trainer.memory.plan import decide_plan
 from trainer.planner import target
 from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.gpus import gpu_named
-from trainer.planner.predict import predict
 from trainer.system.children import Child, Failed, in_child, in_children
 from trainer.system.machine import FACTS
 
-
-def refuse() -> None:
-    raise RecipeError("memory.precision=12-true is not a precision: use 32-true")
+LARGE = {"text": "x" * 3_000_000, "figures": [1, 2.5, None]}
 
 
-def fail() -> None:
-    raise ValueError("a shape does not fit\nand here is a page of details")
+def raises(error: BaseException) -> None:
+    raise error
 
 
 def be_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave() -> None:
-    raise SystemExit(3)
-
-
-def test_a_result_comes_back() -> None:
-    assert in_child(lambda: {"figures": [1, 2.5, None, "text"]}) == {"figures": [1, 2.5, None, "text"]}
-
-
-def test_a_large_result_comes_back() -> None:
-    assert len(in_child(lambda: "x" * 3_000_000)) == 3_000_000
-
-
-def test_a_refusal_passes_through() -> None:
-    with pytest.raises(RecipeError, match=r"^memory\.precision=12-true is not a precision: use 32-true$"):
-        in_child(refuse)
-
-
-def test_another_error_is_a_line_that_says_what_and_where() -> None:
-    with pytest.raises(Failed) as caught:
-        in_child(fail)
-    assert re.fullmatch(r"ValueError: a shape does not fit \(.*test_children\.py:\d+\)", str(caught.value))
-
-
-def test_what_the_job_says_itself_is_not_repeated() -> None:
-    def job() -> None:
-        raise Failed("the model cannot be traced: it asks a GPU for its name")
-
-    with pytest.raises(Failed, match=r"^the model cannot be traced: it asks a GPU for its name$"):
+@pytest.mark.parametrize(
+    ("job", "kind", "said"),
+    [
+        (partial(raises, RecipeError("a=1 is wrong: use 2")), RecipeError, "a=1 is wrong: use 2"),
+        (partial(raises, ValueError("a\nand details")), Failed, r"ValueError: a \(.*test_children\.py:\d+\)"),
+        (partial(raises, Failed("it asks a GPU for its name")), Failed, "it asks a GPU for its name"),
+        (partial(raises, SystemExit(3)), Failed, r"SystemExit: 3 \(.*"),  # leaving is an error too
+        (be_killed, Failed, r"its process ended with code -9: did memory run out\?"),
+    ],
+)
+def test_what_a_job_ends_with_is_said_in_a_line(job: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind) as caught:
         in_child(job)
+    assert re.fullmatch(said, str(caught.value))
 
 
-def begun_with_cuda() -> bool:
-    return bool(torch.cuda._is_in_bad_fork())
+def test_one_that_fails_leaves_the_others_alone() -> None:
+    jobs = [partial(raises, ValueError()), lambda: LARGE, be_killed, partial(raises, RecipeError()), lambda: "fifth"]
+    results = dict(in_children(jobs, 2))
+    assert [type(results[number]) for number in range(5)] == [Failed, dict, Failed, RecipeError, str]
+    assert (results[1], results[4]) == (LARGE, "fifth")
 
 
 def test_a_new_process_can_use_cuda_whatever_this_one_has_done(monkeypatch: Any) -> None:
     """As where there is no NVML: torch has begun with CUDA to say whether there is a GPU, and a fork knows that."""
+    begun_with_cuda = partial(eval, "__import__('torch').cuda._is_in_bad_fork()")
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert Child(begun_with_cuda, sees_gpu=True).result() is True
     assert Child(begun_with_cuda, sees_gpu=True, anew=True).result() is False
@@ -90,37 +73,14 @@ def test_a_gpu_that_no_fork_can_use_is_asked_for_by_a_new_process(monkeypatch: A
     assert target.gpu_here() == card
 
 
-def test_a_killed_process_is_reported() -> None:
-    with pytest.raises(Failed, match=r"ended with code -9: did memory run out\?"):
-        in_child(be_killed)
-
-
-def test_leaving_is_an_error_too() -> None:
-    with pytest.raises(Failed, match=r"^SystemExit: 3 "):
-        in_child(leave)
-
-
-def test_one_that_fails_leaves_the_others_alone() -> None:
-    jobs = [fail, lambda: "second", be_killed, refuse, lambda: "fifth"]
-    results = dict(in_children(jobs, 2))
-    assert [type(results[number]) for number in range(5)] == [Failed, str, Failed, RecipeError, str]
-    assert (results[1], results[4]) == ("second", "fifth")
-
-
-def test_a_child_can_be_waited_for_and_killed() -> None:
-    child = Child(partial(time.sleep, 60))
-    assert not child.wait(0.05)
-    child.kill()
-    assert child.wait(5)
-    assert isinstance(child.result(), Failed)
-
-
-def test_a_child_that_is_killed_as_it_answers_is_reported() -> None:
-    child = Child(lambda: "x" * 3_000_000)
-    assert child.wait(10)
-    time.sleep(0.2)  # the pipe is full now, with 64 KiB of the answer
-    child.kill()
-    assert re.search(r"ended with code -9: did memory run out\?", str(child.result()))
+def test_a_child_can_be_waited_for_and_killed_also_as_it_answers() -> None:
+    sleeps, answers = Child(partial(time.sleep, 60)), Child(lambda: LARGE)
+    assert not sleeps.wait(0.05)
+    assert answers.wait(60)  # the pipe is full then, with 64 KiB of the answer
+    for child in (sleeps, answers):
+        child.kill()
+        assert child.wait(60)
+        assert re.search(r"ended with code -9: did memory run out\?", str(child.result()))
 
 
 def test_those_that_nobody_waits_for_any_longer_are_killed(tmp_path: Any) -> None:
@@ -140,33 +100,15 @@ def test_those_that_nobody_waits_for_any_longer_are_killed(tmp_path: Any) -> Non
         os.kill(int((tmp_path / "lingers").read_text()), 0)
 
 
-def test_an_error_of_the_users_model_names_its_place() -> None:
-    recipe = own_recipe(model=Own(fails=True))
-    with pytest.raises(Failed, match=r"^KeyError: 'no such column' \(.*traced\.py:\d+\)$"):
-        predict(recipe, decide_plan(recipe, 1), target_of())
-
-
-def test_a_model_of_ones_own_is_predicted() -> None:
-    recipe = own_recipe()
-    prediction = predict(recipe, decide_plan(recipe, 1), target_of(), timeline=True)
-    assert 0 < prediction.allocated <= prediction.reserved
-    assert sum(prediction.categories.values()) == prediction.allocated
-    assert prediction.phases[prediction.peak_phase]["allocated"] == prediction.allocated
-    assert prediction.largest[0][-1] == max(size for *_, size in prediction.largest)
-    assert max(prediction.timeline["reserved"]) == prediction.reserved  # type: ignore[index]
-    assert prediction.cost.step_ms > prediction.cost.update_ms > 0
-
-
 def in_eight_ranks() -> int:
     fake_ranks(8)
     return torch.distributed.get_world_size()
 
 
-def test_a_process_in_a_group_of_ranks_can_predict_others():
+def test_a_process_in_a_group_of_ranks_can_predict_others() -> None:
     joined = torch.distributed.is_initialized()
     if not joined:
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         assert in_child(in_eight_ranks) == 8
         assert torch.distributed.get_world_size() == 1

@@ -161,25 +161,11 @@ def a_supervised_run(folder):
     journal.close("failed")
 
 
-PLACES = [
-    a_manifest,
-    a_checkpoint,
-    a_flag,
-    a_value,
-    a_recipe,
-    a_key_of_yaml,
-    a_run_directory,
-    an_image,
-    classes_of_a_report,
-    classes_of_a_prediction,
-    a_finding,
-    a_bad_sample,
-    what_another_rank_tells,
-    a_message_of_an_error,
-    a_reason_to_stop,
-    progress,
-    a_supervised_run,
-]
+PLACES = (
+    *(a_manifest, a_checkpoint, a_flag, a_value, a_recipe, a_key_of_yaml, a_run_directory, an_image),
+    *(classes_of_a_report, classes_of_a_prediction, a_finding, a_bad_sample, what_another_rank_tells),
+    *(a_message_of_an_error, a_reason_to_stop, progress, a_supervised_run),
+)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)

@@ -47,13 +47,8 @@ def test_a_secret_in_a_text_is_taken_out(text):
 def test_the_rest_of_the_text_stays():
     url = "https://me:pw@host:8080/a/b.csv?version=3&token=abc&page=2#part"
     assert redact(f"x {url} y") == f"x https://{REDACTED}@host:8080/a/b.csv?version=3&token={REDACTED}&page=2#part y"
-
-
-@pytest.mark.parametrize(
-    "key", ["AKIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE", "AIzaSyA1234567890abcdefghijklmnopqrstu"]
-)
-def test_keys_are_known_by_their_prefix(key):
-    assert redact(f"with {key}.") == f"with {REDACTED}."
+    for key in ("AKIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE", "AIzaSyA1234567890abcdefghijklmnopqrstu"):
+        assert redact(f"with {key}.") == f"with {REDACTED}."
 
 
 @pytest.mark.parametrize(
@@ -101,16 +96,8 @@ def test_command_lines_are_redacted_by_flag():
         "--epochs",
         "3",
     ]
-    shown = [
-        *words[:3],
-        REDACTED,
-        f"--data.password={REDACTED}",
-        "--data.url",
-        f"https://{REDACTED}@h",
-        "--epochs",
-        "3",
-    ]
-    assert redact_words(words) == shown
+    shown = [REDACTED, f"--data.password={REDACTED}", "--data.url", f"https://{REDACTED}@h", "--epochs", "3"]
+    assert redact_words(words) == [*words[:3], *shown]
 
 
 def test_values_of_secret_variables_are_found_anywhere(monkeypatch):
@@ -121,9 +108,8 @@ def test_values_of_secret_variables_are_found_anywhere(monkeypatch):
 
 def test_a_setting_without_its_credentials_is_refused_by_name():
     refuse_redacted({"data.url": "https://host/x", "epochs": 3})
-    with pytest.raises(
-        RecipeError, match=r"^data\.url was written without its credentials: give it again as --data\.url$"
-    ):
+    said = r"^data\.url was written without its credentials: give it again as --data\.url$"
+    with pytest.raises(RecipeError, match=said):
         refuse_redacted({"epochs": 3, "data.url": f"https://{REDACTED}@host/x"})
 
 

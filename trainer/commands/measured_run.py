@@ -22,10 +22,10 @@ import trainer
 from trainer.errors import RecipeError
 from trainer.system.files import open_own
 from trainer.system.machine import ask_for_gpus
-from trainer.system.processes import own_command
+from trainer.system.processes import Watched, own_command
 from trainer.system.redact import redact, redact_words
+from trainer.system.reports import reason_in
 from trainer.system.text import GB
-from trainer.system.watched import Watched, reason_in
 
 # No torch here: a parent that has opened the GPU holds some of its memory.
 

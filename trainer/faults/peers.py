@@ -12,15 +12,14 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from trainer.errors import RecipeError, RunError
-from trainer.faults.black_box import BlackBox, open_box, read_box
-from trainer.faults.place import Place
+from trainer.faults.place import BlackBox, Place, open_box, read_box
 from trainer.memory.monitor import Monitor
+from trainer.system.files import parsed_object
 from trainer.system.processes import ProcessId
 from trainer.system.text import escaped
 
@@ -31,12 +30,8 @@ LOOKS_OF_SILENCE = 10
 watching rank: when all processes were stopped for a while, none of them has been silent."""
 
 STORE_TIMEOUT = timedelta(seconds=10)
-
-MOST_BYTES = 1 << 16
-"""Of what a rank writes there at once."""
-
-LONGEST_TOLD = 2000
-"""Characters of a line that a rank ends with."""
+MOST_BYTES = 1 << 16  # of what a rank writes there at once
+LONGEST_TOLD = 2000  # characters of a line that a rank ends with
 
 
 @dataclass(frozen=True)
@@ -44,13 +39,12 @@ class Told:
     """Why the run ends: the first rank to say so is believed by all."""
 
     text: str
-    is_stopped: bool = False
-    """Whether that is a rank which does not run, and which the one that has watched it kills."""
+    is_stopped: bool = False  # that is a rank which does not run, and which the one that has watched it kills
 
     @classmethod
     def read(cls, content: bytes) -> Told:
-        """What the store holds of it; a line of its own kind for what no rank has written."""
-        found = _parsed(content)
+        """What the store holds of it, or a line for what no rank has written."""
+        found = parsed_object(content, MOST_BYTES)
         if found is None or not isinstance(found.get("text"), str):
             return cls("the ranks' store holds what no rank writes there: can others reach its port?")
         text = escaped(found["text"])
@@ -69,7 +63,7 @@ class Beat:
     @classmethod
     def read(cls, content: bytes, rank: int) -> Beat | None:
         """What the store holds of it; ``None`` for what ``rank`` cannot have written."""
-        found = _parsed(content)
+        found = parsed_object(content, MOST_BYTES)
         try:
             if found is None or (place := Place.from_dict(found.get("place"))).rank != rank:
                 return None
@@ -78,28 +72,14 @@ class Beat:
             return None
 
 
-def _parsed(content: bytes) -> dict[str, Any] | None:
-    if len(content) > MOST_BYTES:
-        return None
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 class Peers:
     """Tells the others where this rank is, hears what they tell, and watches one of them: the next.
 
     A ring suffices: of any ranks that are gone, at least one is watched by a rank that is not. So the store has a few
-    small requests a second from each rank, however many there are.
+    small requests a second from each rank, however many there are (``size``, two or more).
 
-    Args:
-        rank: this one.
-        size: ranks, two or more.
-        monitor: of this rank.
-        patience: seconds of silence after which a rank is given up whose process is there, and runs: one that computes
-            without letting Python's other threads run is silent, and well.
+    A rank whose process is there, and runs, is given up after ``patience`` seconds of silence: one that computes
+    without letting Python's other threads run is silent, and well.
     """
 
     def __init__(self, rank: int, size: int, monitor: Monitor, patience: float) -> None:
@@ -111,29 +91,27 @@ class Peers:
         self.next = (rank + 1) % size
         self.own = ProcessId.own().to_dict()
         self.box = BlackBox(monitor)
-        self._others_box: mmap.mmap | None = None
-        self.answers = 0
-        """How often the store has answered."""
+        self.answers = 0  # of the store
         self._beats = self._silent = 0
         self._last = b""
+        self._last_beat: Beat | None = None
         self._next_process: ProcessId | None = None
+        self._next_box: mmap.mmap | None = None
         self._stopped: ProcessId | None = None
         self._acknowledged = False
 
     def beat(self, place: Place, leaving: bool = False) -> None:
         """Show that this rank lives, and where it is; or that it leaves, and need not be watched any more."""
         self._beats += 1
-        beat = {"place": place.to_dict(), "process": self.own, "beat": self._beats}
+        beat = {"place": place.to_dict(), "process": self.own, "beat": self._beats, "leaving": leaving}
         if leaving:
             self.box.close()
-            beat["leaving"] = True
         self.store.set(self._key("beat", self.rank), json.dumps(beat))
         self.answers += 1
 
     def tell(self, told: Told) -> None:
         """Say why the run ends, unless another rank has said so before."""
-        found = {"text": told.text, "stopped": told.is_stopped}
-        self.store.compare_set(self._key("ended"), "", json.dumps(found))
+        self.store.compare_set(self._key("ended"), "", json.dumps({"text": told.text, "stopped": told.is_stopped}))
 
     def told(self) -> Told | None:
         """What a rank has told, this one or another; hearing it is acknowledged, once."""
@@ -160,25 +138,21 @@ class Peers:
 
     def look(self) -> Told | None:
         """What is wrong with the next rank, if anything is."""
-        found = self._beat_of(self.next)
-        beat = None if found is None else Beat.read(found, self.next)
+        content = self._written(self.next)
+        beat = Beat.read(content, self.next)
         if self._next_process is None:
             if beat is None:  # it has not begun yet
                 return None
             self._next_process = beat.process
-            if beat.process.is_here():
-                self._others_box = open_box(beat.process.pid)
-        is_its = beat is not None and beat.process == self._next_process
-        if found is not None and is_its and found != self._last:
-            self._silent, self._last = 0, found
+            self._next_box = open_box(beat.process.pid) if beat.process.is_here() else None
+        if beat is not None and beat.process == self._next_process and content != self._last:
+            self._silent, self._last, self._last_beat = 0, content, beat
         else:
             self._silent += 1
-        beat = Beat.read(self._last, self.next)
-        if beat is None:
+        if (last := self._last_beat) is None or last.leaving:
             return None
         # A beat is as old as a second.
-        place = beat.place if self._others_box is None else read_box(self._others_box, self.next)
-        return None if beat.leaving else self._judge(beat.process, place)
+        return self._judge(last.process, last.place if self._next_box is None else read_box(self._next_box, self.next))
 
     @property
     def knows_next(self) -> bool:
@@ -190,14 +164,10 @@ class Peers:
         process = self._next_process
         if process is not None and process.is_here() and process.state() == "stopped":
             self._stopped = process
-            name = f"rank {self.next} (pid {process.pid} on {process.host})"
-            return Told(f"{name} is stopped by a signal, and with it the store of all ranks", is_stopped=True)
-        seconds = LOOKS_OF_SILENCE * SECONDS_BETWEEN_LOOKS
-        return Told(
-            f"the store of the ranks, at {os.environ.get('MASTER_ADDR', 'the first rank')}, has not answered for "
-            f"{seconds:g} s: the launcher, or the rank that it began with, is stopped, or its machine is gone or "
-            "cannot be reached"
-        )
+            return Told(f"{self._name(process)} is stopped by a signal, and with it the store of all ranks", True)
+        address, seconds = os.environ.get("MASTER_ADDR", "the first rank"), LOOKS_OF_SILENCE * SECONDS_BETWEEN_LOOKS
+        why = "the launcher, or the rank that it began with, is stopped, or its machine is gone or cannot be reached"
+        return Told(f"the store of the ranks, at {address}, has not answered for {seconds:g} s: {why}")
 
     def kill_stopped(self) -> None:
         """End the rank that this one has found stopped: the signals of a launcher would not."""
@@ -206,13 +176,12 @@ class Peers:
 
     def furthest_behind(self) -> Place | None:
         """Where the rank is that has moved on the least."""
-        found = [(rank, self._beat_of(rank)) for rank in range(self.size)]
-        beats = [Beat.read(content, rank) for rank, content in found if content is not None]
+        beats = [Beat.read(self._written(rank), rank) for rank in range(self.size)]
         places = [beat.place for beat in beats if beat is not None]
         return min(places, key=lambda place: place.position) if places else None
 
     def _judge(self, process: ProcessId, place: Place) -> Told | None:
-        name = f"rank {self.next} (pid {process.pid} on {process.host})"
+        name = self._name(process)
         silent = self._silent * SECONDS_BETWEEN_LOOKS
         state = process.state() if process.is_here() else "unknown"
         if state == "gone":
@@ -228,9 +197,12 @@ class Peers:
         gone = "it or its machine is gone, or cannot be reached"
         return Told(f"{name} gave no sign for {silent:g} s: {gone}; it was last {place.at()}")
 
-    def _beat_of(self, rank: int) -> bytes | None:
+    def _name(self, process: ProcessId) -> str:
+        return f"rank {self.next} (pid {process.pid} on {process.host})"
+
+    def _written(self, rank: int) -> bytes:
         key = self._key("beat", rank)
-        return self.store.get(key) if self.store.check([key]) else None
+        return self.store.get(key) if self.store.check([key]) else b""
 
     def _key(self, *names: object) -> str:
         return "/".join(map(str, ("watchdog", self.run, *names)))

@@ -1,57 +1,46 @@
-"""Where a rank is in its work, in words."""
+"""Where a rank is in its work: in words, and kept where it can still be read when the rank is gone."""
 
 from __future__ import annotations
 
+import mmap
+import os
+import struct
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from trainer.errors import MOST_LISTED, listed
+from trainer.memory.monitor import Monitor
+from trainer.system.files import open_regular
 from trainer.system.text import escaped
 
-if TYPE_CHECKING:
-    from trainer.memory.monitor import Monitor
-
-AFTER_A_STEP = (None, "evaluation", "checkpoint")
-"""What lies between two steps."""
-
+AFTER_A_STEP = (None, "evaluation", "checkpoint", "init")
+SAMPLES = MOST_LISTED + 1  # of them, as many are kept as are shown, and one
 LONGEST_ACTIVITY = 64
 
 
 @dataclass(frozen=True)
 class Place:
-    """Of a rank, at one moment.
+    """Of a rank, at one moment."""
 
-    Args:
-        rank: over all machines.
-        steps: taken so far.
-        activity: a phase, loading or anything that was announced to the monitor; ``None`` between them.
-        samples: what it works on, by their place in the dataset; no more than are shown, and one.
-        moves: how often the activity changed since the last step ended.
-    """
-
-    rank: int
-    steps: int
-    activity: str | None
-    samples: tuple[int, ...] = ()
-    moves: int = 0
+    rank: int  # over all machines
+    steps: int  # taken so far
+    activity: str | None  # a phase, loading or anything that was announced to the monitor; None between them
+    samples: tuple[int, ...] = ()  # the first of those that it works on, by their place in the dataset
+    moves: int = 0  # how often the activity changed since the last step ended
 
     @classmethod
     def of(cls, rank: int, monitor: Monitor) -> Place:
         """Where ``rank`` is by its monitor."""
-        samples = tuple(map(int, monitor.samples[: MOST_LISTED + 1]))
-        return cls(rank, monitor.step, monitor.activity, samples, monitor.moves)
+        return cls(rank, monitor.step, monitor.activity, tuple(map(int, monitor.samples[:SAMPLES])), monitor.moves)
 
     @classmethod
     def from_dict(cls, values: Any) -> Place:
-        """What :meth:`to_dict` gave, as far as can be told from what came from elsewhere.
-
-        Raises:
-            ValueError: for what it cannot have given.
-        """
+        """What :meth:`to_dict` gave; a ValueError for what came from elsewhere and cannot be that."""
         if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
             raise ValueError("no place")
         activity, samples = values["activity"], values["samples"]
-        if not isinstance(samples, list | tuple) or len(samples) > MOST_LISTED + 1:
+        if not isinstance(samples, list | tuple) or len(samples) > SAMPLES:
             raise ValueError("no list of samples")
         numbers = [values["rank"], values["steps"], values["moves"], *samples]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
@@ -72,8 +61,8 @@ class Place:
 
     def when(self) -> str:
         """The step: that which is being taken, from 1, or the one taken last."""
-        if self.activity == "init":
-            return "before step 1" if not self.steps else f"after step {self.steps}"
+        if self.activity == "init" and not self.steps:
+            return "before step 1"
         return f"after step {self.steps}" if self.activity in AFTER_A_STEP else f"step {self.steps + 1}"
 
     def what(self) -> str:
@@ -89,3 +78,59 @@ class Place:
         when = self.when() if self.when()[0] != "s" else f"at {self.when()}"
         samples = f" (samples {listed(self.samples)})" if self.samples else ""
         return f"{when} in {self.what()}{samples}" if self.activity else f"{when}, between steps"
+
+
+NAME = "trainer-rank"
+LAYOUT = struct.Struct(f"=qq16sq{SAMPLES}q")  # steps, moves, activity, and the first samples after how many they are
+PADDING = (0,) * SAMPLES
+
+
+class BlackBox:
+    """Writes down every move of a rank, as the ``monitor`` announces it, for half a microsecond each.
+
+    It is a file without a name, in memory shared with other processes: nothing of it is left when nobody has it open.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self._descriptor: int | None = None
+        if hasattr(os, "memfd_create"):  # on Linux, where alone another process is looked at
+            self._descriptor = os.memfd_create(NAME)
+            os.ftruncate(self._descriptor, LAYOUT.size)
+        self.memory = mmap.mmap(-1 if self._descriptor is None else self._descriptor, LAYOUT.size)
+        self.write()
+        monitor.on_move = self.write
+
+    def write(self) -> None:
+        """Note where the rank is now."""
+        monitor = self.monitor
+        samples = monitor.samples[:SAMPLES]
+        count = len(samples)
+        activity = (monitor.activity or "").encode()
+        LAYOUT.pack_into(self.memory, 0, monitor.step, monitor.moves, activity, count, *samples, *PADDING[count:])
+
+    def close(self) -> None:
+        """Write no more."""
+        self.monitor.on_move = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def open_box(pid: int) -> mmap.mmap | None:
+    """The memory of the black box of the rank that is process ``pid``; ``None`` when it cannot be reached from here."""
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if os.readlink(link) == f"/memfd:{NAME} (deleted)":
+                with open_regular(link, LAYOUT.size) as file:
+                    return mmap.mmap(file.fileno(), LAYOUT.size, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def read_box(memory: mmap.mmap, rank: int) -> Place:
+    """Where ``rank`` was last."""
+    steps, moves, words, count, *samples = LAYOUT.unpack_from(memory, 0)
+    activity = escaped(words.rstrip(b"\0").decode(errors="replace")) or None
+    return Place(rank, steps, activity, tuple(samples[:count]), moves)

@@ -25,26 +25,19 @@ from trainer.system.reports import say
 from trainer.system.text import escaped
 
 SECONDS_TO_HEAR = 1.0
-"""How long a rank whose collective broke waits to hear that another one called for a new group.
-
-A rank calls before it closes its connections, so this need only cover the store. It must be short: where Fabric has
-started the ranks, it kills the first one up to five seconds after another has failed, summary written or not.
-"""
+"""How long a rank whose collective broke waits to hear that another one called for a new group, which that does before
+it closes its connections. It must be short: where Fabric has started the ranks, it kills the first one up to five
+seconds after another has failed, summary written or not."""
 
 SECONDS_BETWEEN_LOOKS = 0.5
-
-LONGEST = 1000
-"""Characters of a reason."""
+LONGEST = 1000  # characters of a reason
 
 SECONDS_TO_LEAVE = 300.0
 """How long a rank that was called may take before it is ended: to come out of its collective and to keep its state."""
 
 
 def recovers(recipe: Recipe, plan: Plan) -> bool:
-    """Whether a run goes on after an out of memory.
-
-    Other micro-batches would have other bits: a run that is to be compared with others ends, and says so.
-    """
+    """Whether a run goes on after an out of memory; not one that is to be compared, as other cuts have other bits."""
     return recipe.run.recover and not plan.deterministic
 
 
@@ -59,15 +52,12 @@ def keep_ranks_alive() -> None:
 
 
 class Regrouping:
-    """Calls all ranks out of whatever they do together.
+    """Calls all ranks of a launched ``fabric`` out of whatever they do together.
 
     A rank that fails inside a collective cannot finish it, and the others would wait for it until the process group's
     timeout. It says so in the launcher's key-value store, which needs nobody's help, and closes its connections: over
     gloo the others' collectives then end with an error at once. NCCL does not notice a peer that has gone: on GPUs a
     thread that watches the store aborts this rank's part when it is called.
-
-    Args:
-        fabric: launched, on several ranks.
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -83,22 +73,22 @@ class Regrouping:
 
     def call(self, why: str) -> None:
         """Tell all ranks to leave."""
-        self.own_store.set(self._key(), why)
+        self.own_store.set(self._key(self.meetings), why)
 
     def called(self) -> str | None:
         """Why this rank is to leave; ``None`` when nobody says so within seconds, as when a rank has died."""
         until = time.monotonic() + SECONDS_TO_HEAR
         while time.monotonic() < until:
-            if self.own_store.check([self._key()]):
+            if self.own_store.check([self._key(self.meetings)]):
                 return self._said(self.meetings)
             time.sleep(SECONDS_BETWEEN_LOOKS / 5)
         return None
 
     def meet(self) -> None:
         """Leave the group and enter a new one, which begins when all ranks have come."""
-        rank, size = self.fabric.global_rank, self.fabric.world_size
-        strategy = self.fabric.strategy
-        if self.fabric.device.type == "cuda":
+        fabric = self.fabric
+        device = fabric.device if fabric.device.type == "cuda" else None
+        if device is not None:
             time.sleep(SECONDS_BETWEEN_LOOKS)  # the others hear the call before they see connections break
         with self.lock:  # from here on, the thread must not abort: the next group would be the one that it finds
             self._abort()
@@ -107,34 +97,31 @@ class Regrouping:
         with suppress(Exception):  # it is broken: whatever it says of that
             dist.destroy_process_group()
         dist.init_process_group(
-            getattr(strategy, "process_group_backend", None),
+            getattr(fabric.strategy, "process_group_backend", None),
             store=dist.PrefixStore(f"meeting{self.meetings}", self.store),
-            rank=rank,
-            world_size=size,
-            timeout=getattr(strategy, "_timeout", None),
-            device_id=self.fabric.device if self.fabric.device.type == "cuda" else None,
+            rank=fabric.global_rank,
+            world_size=fabric.world_size,
+            timeout=getattr(fabric.strategy, "_timeout", None),
+            device_id=device,
         )
 
     def close(self) -> None:
         """Stop listening."""
         self.done.set()
 
-    def _key(self) -> str:
-        return self._key_of(self.meetings)
-
-    def _key_of(self, meeting: int) -> str:
+    def _key(self, meeting: int) -> str:
         return f"run{self.run}/leave/{meeting}"
 
     def _said(self, meeting: int) -> str:
         """Why, as the store has it: which may be anybody's words."""
-        return escaped(self.own_store.get(self._key_of(meeting)).decode(errors="replace"))[:LONGEST]
+        return escaped(self.own_store.get(self._key(meeting)).decode(errors="replace"))[:LONGEST]
 
     def _watch(self) -> None:
         """Runs in a thread for as long as the process does."""
         meeting = 0
         while not self.done.wait(SECONDS_BETWEEN_LOOKS):
             try:
-                called = meeting <= self.meetings and self.own_store.check([self._key_of(meeting)])
+                called = meeting <= self.meetings and self.own_store.check([self._key(meeting)])
             except RuntimeError:  # the launcher, and its store, have ended before this process
                 return
             if not called:
@@ -156,11 +143,9 @@ class Regrouping:
         until = time.monotonic() + SECONDS_TO_LEAVE
         while self.meetings <= meeting and not self.done.is_set():
             if time.monotonic() > until:
-                rank = self.fabric.global_rank
-                say(
-                    f"rank {rank} could not leave a collective that another rank has left ({self._said(meeting)}): "
-                    "start the run again with a smaller memory.micro_batch_size"
-                )
+                which = f"rank {self.fabric.global_rank} could not leave a collective that another rank has left"
+                fix = "start the run again with a smaller memory.micro_batch_size"
+                say(f"{which} ({self._said(meeting)}): {fix}")
                 os._exit(1)
             time.sleep(SECONDS_BETWEEN_LOOKS)
 

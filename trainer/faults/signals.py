@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 import subprocess
@@ -11,26 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from trainer.errors import EXIT_REQUEUE
 from trainer.system.processes import ProcessId
 from trainer.system.reports import say
 
-STOP_SIGNALS = tuple(name for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
-"""Of a scheduler that wants the machine back, of a person, of Slurm's ``--signal``, of a terminal that is closed."""
-
 
 def stop_signals() -> list[int]:
-    """Those that ask this process to stop: not SIGHUP where that is ignored, as ``nohup`` has it."""
-    numbers = [getattr(signal, name) for name in STOP_SIGNALS]
-    return [number for number in numbers if not (is_hangup(number) and signal.getsignal(number) == signal.SIG_IGN)]
+    """Of a scheduler that wants the machine back, a person, Slurm's ``--signal``, a terminal that is closed.
 
-
-def is_hangup(number: int) -> bool:
-    """Whether a terminal sends this when it is closed: its shell sends another one, which asks for nothing more."""
-    return number == getattr(signal, "SIGHUP", None)
+    Not SIGHUP where that is ignored, as ``nohup`` has it. It comes twice, of the kernel and of the shell.
+    """
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup]
 
 
 def tell(text: str) -> None:
@@ -45,12 +41,12 @@ def tell(text: str) -> None:
 def leave_before_training() -> None:
     """In a job of Slurm, a task that is asked to stop before it trains ends with ``EXIT_REQUEUE``: nothing is lost.
 
-    A preemption, or a time limit, may come while libraries are imported and data prepared; without this the signal
-    would end the task as a failure, and the job with it. :class:`StopSignals` takes over when training begins.
+    A preemption, or a time limit, may come while libraries are imported and data prepared; without this the job would
+    fail. :class:`StopSignals` takes over when training begins.
     """
     if "SLURM_JOB_ID" in os.environ and threading.current_thread() is threading.main_thread():
-        for name in ("SIGTERM", "SIGUSR1"):
-            signal.signal(getattr(signal, name), _leave)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, _leave)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -61,9 +57,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 class StopSignals:
     """While it lasts, the first of :func:`stop_signals` is noted in ``received``; a second one ends the process.
 
-    Not a second SIGHUP: the kernel and the shell both send one when a terminal is closed.
-
-    Only the main thread can do this; elsewhere it does nothing, and ``received`` stays ``None``. A process that is
+    Not a second SIGHUP. Only the main thread can do this; elsewhere ``received`` stays ``None``. A process that is
     forked meanwhile has the signals' own effects: see :func:`trainer.system.processes.become_helper`.
 
     Args:
@@ -74,9 +68,9 @@ class StopSignals:
     def __init__(self, first: bool = True, expected: Callable[[], bool] = lambda: False) -> None:
         self.first, self.expected = first, expected
         self.received: str | None = None
+        # All is saved and all ranks leave. A SIGTERM is then what a launcher sends the others when one rank has left,
+        # which must not keep the first from writing its results.
         self.leaving = False
-        """Whether all is saved and all ranks leave. A SIGTERM is then what a launcher sends the others when one rank
-        has left: it must not keep the first from writing its results."""
         self._pid = os.getpid()
         self._before: dict[int, Any] = {}
 
@@ -86,9 +80,7 @@ class StopSignals:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._before and self.leaving and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -103,9 +95,9 @@ class StopSignals:
         if self.leaving and number == signal.SIGTERM:
             return
         if self.received is not None:
-            if is_hangup(number):
-                return
-            os._exit(128 + number)
+            if number != signal.SIGHUP:
+                os._exit(128 + number)
+            return
         self.received = signal.Signals(number).name
         if self.first and not self.expected():
             text = "saving a checkpoint at the end of this step, then leaving; once more leaves at once"
@@ -114,13 +106,10 @@ class StopSignals:
 
 # The end of a rank: not before those that Fabric has started from it, and not after others have left it alone.
 
+SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_END = 15.0
 
-SECONDS_TO_LEAVE = 30.0
-"""How long leaving the process group may take."""
-
-SECONDS_BETWEEN_LOOKS = 0.2
-
+SECONDS_TO_LEAVE = 30.0  # how long leaving the process group may take
 SECONDS_TO_FAIL = 10.0
 """How long this rank has to end by itself when another has ended with an error, which may be everybody's."""
 
@@ -132,18 +121,14 @@ class StartWatch:
     """Ends this rank when another one ends before the run's own watch has begun: it may wait for that one for ever.
 
     Fabric's own observer kills this process without a word when a rank that was started from it has failed, within five
-    seconds; it observes the list that is emptied here.
-
-    Args:
-        started: by Fabric, from this process; it grows.
-        others: ranks that something else has started on this machine.
+    seconds; it observes the list of those that it has ``started``, which grows, and is emptied here. Something else has
+    started the ``others`` on this machine.
     """
 
     def __init__(self, started: list[subprocess.Popen], others: Mapping[int, ProcessId]) -> None:
         self.started, self.others = started, dict(others)
         self.ranks: list[subprocess.Popen] = []
         self.stopped = threading.Event()
-        self._failed_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="start watch", daemon=True)
         self._thread.start()
 
@@ -156,13 +141,13 @@ class StartWatch:
             say(f"{killed} before training: nothing is lost")
 
     def _run(self) -> None:
+        failed_at = math.inf
         while not self.stopped.wait(SECONDS_BETWEEN_LOOKS):
             self._adopt()
             killed, failed = self._ended()
-            if failed and self._failed_at is None:
-                self._failed_at = time.monotonic()
-            late = self._failed_at is not None and time.monotonic() - self._failed_at > SECONDS_TO_FAIL
-            if (killed or late) and not self.stopped.is_set():
+            if failed:
+                failed_at = min(failed_at, time.monotonic())
+            if (killed or time.monotonic() - failed_at > SECONDS_TO_FAIL) and not self.stopped.is_set():
                 say(f"{killed or failed} before training: nothing is lost")
                 for child in self.ranks:
                     child.kill()

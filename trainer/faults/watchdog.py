@@ -32,17 +32,13 @@ SECONDS_TO_HEAR = 3.0
 SECONDS_TO_END = 5.0
 """How long a rank that heard of a failure has to come out of its collective, before it is ended."""
 
-
 SECONDS_TO_CLEAN_UP = 300.0
 """How long a rank may take, once its run has failed, to write down what there is and leave."""
 
-COLLECTIVES = (
-    f"torch{os.sep}distributed{os.sep}",
-    f"torch{os.sep}nn{os.sep}parallel{os.sep}",
-    f"engine{os.sep}totals.py",
+COLLECTIVES = tuple(
+    text.replace("/", os.sep) for text in ("torch/distributed/", "torch/nn/parallel/", "engine/totals.py")
 )
 """Where the code is in which a rank waits for others: over NCCL, where it reads what the collectives of a step gave."""
-
 
 STORE_GONE = "the launcher, or the rank that it began with, has ended"
 """What it means that the ranks' store does not answer."""
@@ -53,26 +49,19 @@ class PeerError(RunError):
 
 
 class Watchdog:
-    """Watches over this rank's main thread and, where there are several ranks, over the next one.
+    """Watches over this rank's main thread, by its ``monitor``, and, where there are several ranks, over the next one.
 
-    Args:
-        monitor: knows where the main thread is.
-        rank: this one.
-        world_size: ranks.
-        hang_after: seconds that a phase may take.
+    A phase may take ``hang_after`` seconds.
     """
 
     def __init__(self, monitor: Monitor, rank: int, world_size: int, hang_after: float) -> None:
         self.monitor, self.rank, self.hang_after = monitor, rank, hang_after
         self.peers = Peers(rank, world_size, monitor, hang_after) if world_size > 1 else None
-        self.heard: Told | None = None
-        """Why the run ends, once a rank has told."""
+        self.heard: Told | None = None  # why the run ends, once a rank has told
         self._main = threading.current_thread()
         self._ending = self._closed = self._store_is_gone = False
         self._cause: BaseException | None = None
-        self._still = 0.0
-        self._last_look = time.monotonic()
-        self._position = (0, 0)
+        self._still, self._last_look, self._position = 0.0, time.monotonic(), (0, 0)
         self._wake = threading.Event()
         if self.peers is not None:
             self.peers.beat(self.place())
@@ -94,18 +83,19 @@ class Watchdog:
         if self._ending:
             return self._cause or error
         self._ending = True  # from here on, the thread does not end the process for what it hears
-        if isinstance(error, Stopped):  # on all ranks alike
-            return error
-        self._cause = self._explained(error)
-        return self._cause
+        if not isinstance(error, Stopped):  # on all ranks alike
+            self._cause = self._explained(error)
+        return self._cause or error
 
     def _explained(self, error: BaseException) -> BaseException:
         place = self.place()
         try:
-            if self.peers is not None and is_echo(error):
-                told = self.peers.wait_told(SECONDS_TO_LEARN)
-                if told is not None:
-                    return PeerError(told.text)
+            if (
+                self.peers is not None
+                and is_echo(error)
+                and (told := self.peers.wait_told(SECONDS_TO_LEARN)) is not None
+            ):
+                return PeerError(told.text)
             note_place(error, str(place))
             if self.peers is not None:
                 if not isinstance(error, KeyboardInterrupt):
@@ -128,7 +118,7 @@ class Watchdog:
             with suppress(RuntimeError, ValueError):  # the store may be gone already
                 self.peers.beat(self.place(), leaving=True)
 
-    # --------------------------------------------------------------------------------------------------- the thread
+    # The thread.
 
     def _run(self) -> None:
         try:
@@ -138,7 +128,9 @@ class Watchdog:
                 self._look_at_self()
         except (RuntimeError, ValueError) as error:  # of the store
             self._store_is_gone = True
-            self._store_gone(error)
+            self._wait_for_main(SECONDS_TO_END)
+            if not (self._closed or self._ending):
+                self._end(f"{self.place()}: {STORE_GONE} ({cause(error)})")
 
     def _pause(self) -> float:
         """Seconds to the next look; few, until the next rank is known: it may be the one that the store ends with."""
@@ -152,14 +144,12 @@ class Watchdog:
             silent = silent + 1 if peers.answers == answers else 0
             answers = peers.answers
             if silent >= LOOKS_OF_SILENCE:
-                told = peers.why_silent()
-                say(f"{self.place()}: {told.text}")
+                say(f"{self.place()}: {peers.why_silent().text}")
                 self._leave()
 
     def _look_at_peers(self, peers: Peers) -> None:
         peers.beat(self.place())
-        wrong = peers.look()
-        if wrong is not None:
+        if (wrong := peers.look()) is not None:
             peers.tell(wrong)
         told = peers.told()
         if told is None or self.heard is not None:
@@ -179,10 +169,12 @@ class Watchdog:
         self._last_look = now
         if place.position != self._position:
             self._position, self._still = place.position, 0.0
-        if self._ending:
-            self._require_end(place)
+        if self._ending:  # the run has failed; this rank may still wait in a collective for one that failed otherwise
+            if self._still > SECONDS_TO_CLEAN_UP and not self._closed:
+                self._end(f"{place}: the run has failed, and does not come to its end", stack=True)
             return
-        if self._still < self._patience(place):
+        is_usual = place.activity in WATCHED and not self.monitor.fresh
+        if self._still < (self.hang_after if is_usual else max(self.hang_after, LONG)):
             return
         if self.peers is not None and (other := self._waits_for(self.peers, place)):
             if self.peers.wait_told(SECONDS_TO_END) is not None:  # that one tells it itself, if it can
@@ -194,11 +186,6 @@ class Watchdog:
         if self.place().position == place.position and not (self._ending or self._closed):
             self._end(text, stack=True)
 
-    def _require_end(self, place: Place) -> None:
-        """A run that failed may still wait in a collective for one that failed otherwise."""
-        if self._still > SECONDS_TO_CLEAN_UP and not self._closed:
-            self._end(f"{place}: the run has failed, and does not come to its end", stack=True)
-
     def _waits_for(self, peers: Peers, place: Place) -> str | None:
         """What this rank waits for, where it only waits for others; ``None`` where it is itself what takes long."""
         behind = peers.furthest_behind()
@@ -207,15 +194,6 @@ class Watchdog:
         frame = sys._current_frames().get(self._main.ident or 0)
         innermost = frame.f_code.co_filename if frame is not None else ""
         return "waits for other ranks" if any(part in innermost for part in COLLECTIVES) else None
-
-    def _patience(self, place: Place) -> float:
-        usual = place.activity in WATCHED and not self.monitor.fresh
-        return self.hang_after if usual else max(self.hang_after, LONG)
-
-    def _store_gone(self, error: Exception) -> None:
-        self._wait_for_main(SECONDS_TO_END)
-        if not (self._closed or self._ending):
-            self._end(f"{self.place()}: {STORE_GONE} ({cause(error)})")
 
     def _wait_for_main(self, seconds: float) -> None:
         """Give the main thread time to end by itself, and go on beating meanwhile."""

@@ -22,15 +22,13 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from trainer.errors import MOST_LISTED, RecipeError, RunError, listed
 from trainer.launching.world import World
 from trainer.system.environment import number
+from trainer.system.files import parsed_object
 from trainer.system.processes import ProcessId, has_told_launcher
 
 ADDRESS = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 SECONDS_BETWEEN_LOOKS = 0.2
-
-MOST_BYTES = 1 << 16
-"""Of what a rank says of itself."""
-
+MOST_BYTES = 1 << 16  # of what a rank says of itself
 FOREIGN = "the store says of rank {rank} what no rank says of itself: can others reach its port?"
 
 SECONDS_TO_MEET = 45.0
@@ -39,11 +37,9 @@ SECONDS_TO_MEET = 45.0
 
 @dataclass(frozen=True)
 class Local:
-    """The store of the ranks of this machine, which the process group takes up, and who they are.
+    """The store of the ranks of this machine, to be kept until the process group takes it up, and who they are.
 
-    Args:
-        store: to be kept until there is a process group.
-        processes: of the other ranks, as far as nobody else watches them.
+    Of the other ranks, these are the ``processes`` that nobody else watches.
     """
 
     store: TCPStore
@@ -54,12 +50,8 @@ def loopback_store(at: int | socket.socket = 0, seconds: float = SECONDS_TO_MEET
     """A store that this process hosts on 127.0.0.1.
 
     Args:
-        at: the port, 0 for a free one; or what listens there already.
-        seconds: that requests to it may take.
-
-    Raises:
-        OSError: when the port is taken.
-        DistError: when this machine does not reach itself.
+        at: the port, 0 for a free one; or what listens there already. One that is taken is an OSError.
+        seconds: that requests to it may take; a DistError when this machine does not reach itself.
     """
     listener = socket.create_server((ADDRESS, at)) if isinstance(at, int) else at
     return TCPStore(
@@ -84,15 +76,9 @@ def keep_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None
 def gather_here(world: World, seconds: float, environment: MutableMapping[str, str] = os.environ) -> Local | None:
     """Host the store of the ranks of one machine, or reach it, at the address that the environment names from then on.
 
-    Where Fabric starts the ranks this is done before, and those find each other by it. Others wait for each other here.
-
-    Args:
-        world: of one machine.
-        seconds: to wait for the last rank where a launcher ends all when one is gone; else it is less.
-        environment: that of this rank.
-
-    Returns:
-        ``None`` where the launcher hosts the store, or the first rank does and this is another that it has started.
+    Where Fabric starts the ranks this is done before, and those find each other by it. Others wait for each other here:
+    so many ``seconds`` for the last where a launcher ends all when one is gone, else less. ``None`` where the launcher
+    hosts the store, or the first rank does and this is another that it has started.
 
     Raises:
         RunError: naming the ranks that did not come, or the store that cannot be reached.
@@ -111,7 +97,10 @@ def gather_here(world: World, seconds: float, environment: MutableMapping[str, s
     seconds = seconds if has_told_launcher() else min(seconds, SECONDS_TO_MEET)
     store: TCPStore | None = None
     try:
-        store = _hosted(port, environment) if rank == 0 else _reached(port, seconds)
+        if rank == 0:
+            store = _hosted(port, environment)
+        else:
+            store = TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
         found = all_that_come(store, rank, world.size, seconds, ProcessId.own().to_dict())
     except DistError as error:
         why = "ended before the ranks met" if store is not None else f"has not come within {seconds:g} s"
@@ -132,37 +121,22 @@ def _hosted(port: int, environment: MutableMapping[str, str]) -> TCPStore:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        store = _shared(port)
+        try:  # an earlier run of this process may have left one there
+            store = TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        except DistError as error:
+            fix = "is taken by another process: unset it, and a free one is chosen"
+            raise RecipeError(f"MASTER_PORT={port} in the environment {fix}") from error
     environment["MASTER_PORT"] = str(store.port)
     return store
 
 
-def _shared(port: int) -> TCPStore:
-    """The store that an earlier run of this process has left at a port."""
-    try:
-        return TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, multi_tenant=True)
-    except DistError as error:
-        raise RecipeError(
-            f"MASTER_PORT={port} in the environment is taken by another process: unset it, and a free one is chosen"
-        ) from error
-
-
-def _reached(port: int, seconds: float) -> TCPStore:
-    return TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-
-
 def all_that_come(store: Store, rank: int, size: int, seconds: float, own: dict[str, Any]) -> list[Any]:
-    """What all ranks say of themselves, in their order; ``None`` for what is no JSON, and the rest may be anybody's.
+    """What all ranks say of themselves, in their order; ``None`` for what none can, and the rest may be anybody's.
 
     Args:
-        store: of all ranks.
-        rank: this one.
-        size: ranks.
-        seconds: to wait for the last of them.
+        store, rank, size: of all ranks, this one, and how many there are.
+        seconds: to wait for the last of them; a RunError names those that did not come.
         own: what this rank says.
-
-    Raises:
-        RunError: naming the ranks that did not come.
     """
     meeting = PrefixStore("meeting", store)
     meeting.set(str(rank), json.dumps(own))
@@ -175,14 +149,7 @@ def all_that_come(store: Store, rank: int, size: int, seconds: float, own: dict[
                 "or their machines, ended, or are they slower to start (run.hang_after)?"
             )
         time.sleep(SECONDS_BETWEEN_LOOKS)
-    return [_parsed(meeting.get(str(other))) for other in range(size)]
-
-
-def _parsed(content: bytes) -> Any:
-    try:
-        return json.loads(content) if len(content) <= MOST_BYTES else None
-    except (ValueError, RecursionError):
-        return None
+    return [parsed_object(meeting.get(str(other)), MOST_BYTES) for other in range(size)]
 
 
 def interface_of(address: str) -> str | None:

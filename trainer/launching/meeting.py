@@ -17,26 +17,23 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError, require
 from trainer.launching.loopback import FOREIGN, INTERFACE, all_that_come, interface_of
 from trainer.report.summary import versions
 from trainer.system.environment import number
 from trainer.system.text import escaped
 
-LONGEST = 100
-"""Characters of a name that a rank says of itself."""
+LONGEST = 100  # characters of a name that a rank says of itself
 
 
 def meet(seconds: float, environment: MutableMapping[str, str] = os.environ) -> TCPStore | None:
     """Wait for the other ranks of a torchrun over several machines, and compare what they say of themselves.
 
-    Args:
-        seconds: to wait for the last of them.
-        environment: torchrun's. ``GLOO_SOCKET_IFNAME`` is added to it where this machine's own name would lead gloo to
-            an address that no other machine can reach.
+    ``GLOO_SOCKET_IFNAME`` is added to the environment where this machine's own name would lead gloo to an address that
+    no other machine can reach.
 
     Returns:
-        The ranks' store, which the process group takes up: to be kept until then. ``None`` on a single machine.
+        The ranks' store, to be kept until the process group takes it up; ``None`` on a single machine.
 
     Raises:
         RunError: naming the ranks that did not come, or the store that cannot be reached.
@@ -59,12 +56,9 @@ def _store(rank: int, size: int, seconds: float, environment: MutableMapping[str
     address, port = environment["MASTER_ADDR"], number("MASTER_PORT", environment=environment)
     by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and by_agent and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        print(
-            "warning: a machine that leaves this run cannot come back, nor another one join: give torchrun "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as launch/nodes.sh does",
-            file=sys.stderr,
-            flush=True,
-        )
+        why = "a machine that leaves this run cannot come back, nor another one join"
+        fix = "give torchrun TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as launch/nodes.sh does"
+        print(f"warning: {why}: {fix}", file=sys.stderr, flush=True)
     try:
         return TCPStore(
             address,
@@ -96,35 +90,27 @@ def _require_same_versions(found: list[dict[str, Any]]) -> None:
     for other in found[1:]:
         for name, version in first["versions"].items():
             theirs = other["versions"].get(name)
-            require(
-                theirs == version,
-                f"{name} is {version} on {first['host']} and {theirs} on {other['host']}: install the same on all "
-                "machines",
-            )
+            difference = f"{name} is {version} on {first['host']} and {theirs} on {other['host']}"
+            require(theirs == version, f"{difference}: install the same on all machines")
 
 
 def _choose_interface(environment: MutableMapping[str, str]) -> None:
     """Where this machine's name is unknown or its own loopback, gloo would give the others that address."""
-    if INTERFACE in environment or not _leads_nowhere(socket.gethostname()):
+    name, head = socket.gethostname(), environment["MASTER_ADDR"]
+    if INTERFACE in environment or not _leads_nowhere(name):
         return
-    address = route_to(environment["MASTER_ADDR"])
+    address = route_to(head)
     interface = interface_of(address) if address is not None else None
-    name = socket.gethostname()
-    require(
-        interface is not None,
-        f"{name} finds no address of its own that other machines can reach ({name} is unknown, or a loopback address, "
-        f"to itself): set {INTERFACE} (and NCCL_SOCKET_IFNAME on GPUs) to one of "
-        f"{', '.join(other for _, other in socket.if_nameindex() if other != 'lo') or 'its interfaces'}",
-    )
-    assert interface is not None
+    if interface is None:
+        known = ", ".join(other for _, other in socket.if_nameindex() if other != "lo") or "its interfaces"
+        raise RecipeError(
+            f"{name} finds no address of its own that other machines can reach ({name} is unknown, or a loopback "
+            f"address, to itself): set {INTERFACE} (and NCCL_SOCKET_IFNAME on GPUs) to one of {known}"
+        )
     environment[INTERFACE] = interface
     if environment.get("LOCAL_RANK", "0") == "0":
-        print(
-            f"{name} does not lead to this machine from others: using {interface} ({address}), the way to "
-            f"{environment['MASTER_ADDR']}; {INTERFACE} sets another",
-            file=sys.stderr,
-            flush=True,
-        )
+        using = f"using {interface} ({address}), the way to {head}; {INTERFACE} sets another"
+        print(f"{name} does not lead to this machine from others: {using}", file=sys.stderr, flush=True)
 
 
 def _leads_nowhere(name: str) -> bool:

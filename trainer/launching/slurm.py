@@ -9,27 +9,17 @@ from dataclasses import dataclass
 
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
 
-from trainer.errors import RecipeError, require
+from trainer.errors import require
 from trainer.system.environment import number
 
-FIRST_PORT, PORTS = 15000, 10000
-"""Ports that the steps of jobs are dealt out to, below those that Linux gives to clients."""
-
-PORTS_BETWEEN_STEPS = 1009
-"""A prime: neither the next steps of a job nor the next jobs meet on a port."""
+FIRST_PORT, PORTS, PORTS_BETWEEN_STEPS = 15000, 10000, 1009
+"""Ports that the steps of jobs are dealt out to, below those that Linux gives to clients; by a prime, so that neither
+the next steps of a job nor the next jobs meet on one."""
 
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """A task of a job step, which is a rank.
-
-    Args:
-        job, step: their numbers.
-        rank, local_rank, node_rank: of this task, among all, on its node, and of its node.
-        size: tasks of the step.
-        tasks_per_node: how many each node has.
-        nodes: as Slurm writes them, such as ``n[1-2]``.
-    """
+    """A task of a job step, which is a rank."""
 
     job: int
     step: int
@@ -38,7 +28,7 @@ class SlurmTask:
     node_rank: int
     size: int
     tasks_per_node: tuple[int, ...]
-    nodes: str
+    nodes: str  # as Slurm writes them, such as n[1-2]
 
     @property
     def port(self) -> int:
@@ -55,16 +45,14 @@ def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
     """This task of a step of several tasks; ``None`` in a process that no ``srun`` has started with others."""
     if not started_by_srun(environment):
         return None
-    return SlurmTask(
-        job=number("SLURM_JOB_ID", environment=environment),
-        step=number("SLURM_STEP_ID", environment=environment),
-        rank=number("SLURM_PROCID", environment=environment),
-        local_rank=number("SLURM_LOCALID", environment=environment),
-        node_rank=number("SLURM_NODEID", environment=environment),
-        size=number("SLURM_STEP_NUM_TASKS", environment=environment),
-        tasks_per_node=_expanded(environment.get("SLURM_STEP_TASKS_PER_NODE", "")),
-        nodes=environment.get("SLURM_STEP_NODELIST", ""),
-    )
+
+    names = ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID", "STEP_NUM_TASKS")
+    job, step, rank, local_rank, node_rank, size = (number(f"SLURM_{name}", environment=environment) for name in names)
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(times or 1)  # 2(x3),1 is 2, 2, 2, 1
+    nodes = environment.get("SLURM_STEP_NODELIST", "")
+    return SlurmTask(job, step, rank, local_rank, node_rank, size, tuple(counts), nodes)
 
 
 def started_by_srun(environment: Mapping[str, str]) -> bool:
@@ -73,15 +61,7 @@ def started_by_srun(environment: Mapping[str, str]) -> bool:
 
 
 def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
-    """Ranks on this node, which are as many on every other.
-
-    Args:
-        task: this one.
-        gpus: that it sees; ``None`` on CPUs.
-
-    Raises:
-        RecipeError: when nodes have different numbers of them, or not ranks in a row, or a rank no GPU of its own.
-    """
+    """Ranks on this node, as many as on every other and in a row, each with one of the ``gpus`` that it sees."""
     counts = sorted(set(task.tasks_per_node))
     require(
         len(counts) == 1,
@@ -101,41 +81,25 @@ def devices_per_node(task: SlurmTask, gpus: int | None) -> int:
 
 
 def require_srun(environment: Mapping[str, str]) -> None:
-    """Refuse to be one process in a job of several tasks: it would train alone, and the others' devices lie idle.
-
-    Raises:
-        RecipeError: naming both ways out.
-    """
-    if "SLURM_JOB_ID" not in environment or "SLURM_STEP_ID" in environment:
-        return
-    tasks = number("SLURM_NTASKS", 1, environment)
-    if tasks > 1:
-        raise RecipeError(
+    """Refuse to be one process in a job of several tasks: it would train alone, and the others' devices lie idle."""
+    if "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
+        tasks = number("SLURM_NTASKS", 1, environment)
+        require(
+            tasks <= 1,
             f"this job of Slurm has {tasks} tasks, but srun did not start this process: write srun before the command, "
-            "or say --run.devices for processes of this node alone"
+            "or say --run.devices for processes of this node alone",
         )
-
-
-def _expanded(text: str) -> tuple[int, ...]:
-    """``2(x3),1`` as 2, 2, 2, 1."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
-    return tuple(counts)
 
 
 # How the ranks that ``srun`` started find each other, for Fabric.
 
 
 class SlurmEnvironment(ClusterEnvironment):
-    """A step of Slurm.
+    """A step of Slurm, as this ``task`` of it is told.
 
     Fabric's own reads the variables of the whole job, which need not be those of the step, demands
     ``--ntasks-per-node``, makes silent single runs of steps in a job that is called ``bash`` or ``interactive``, and
     gives all steps of a job one port.
-
-    Args:
-        task: this one.
     """
 
     def __init__(self, task: SlurmTask) -> None:

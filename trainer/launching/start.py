@@ -34,11 +34,10 @@ Watch = Callable[[list[Popen[bytes]], Mapping[int, ProcessId]], None]
 def launch(
     plan: Plan, world: World, watch: Watch = lambda started, ranks: None, seconds: float = SECONDS_TO_MEET
 ) -> Fabric:
-    """Start Fabric, and with it the other processes where no launcher has.
+    """Start Fabric, with the strategy and precision of ``plan``, and the other processes where no launcher has.
 
     Args:
-        plan: for its strategy and precision.
-        world: that was found.
+        plan, world: what was decided, and found.
         watch: is called before Fabric starts anybody.
         seconds: that the last rank of this machine is waited for, where a launcher ends all when one is gone.
 
@@ -65,7 +64,7 @@ def launch(
     started, others = getattr(fabric.strategy.launcher, "procs", None), local.processes if local is not None else {}
     if others or (started is not None and world.size > 1):
         watch([] if started is None else started, others)
-    with _quiet(), _known_as_launcher():
+    with _launching():
         fabric.launch()
     del local  # its store is the process group's now
     require(
@@ -77,21 +76,19 @@ def launch(
 
 
 def _end_with_launcher() -> None:
-    """Where torchrun or Fabric started this process, have it end when they do: killed, they would leave it behind."""
-    by_fabric = "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
-    if "TORCHELASTIC_RUN_ID" in os.environ or (by_fabric and not started_by_srun(os.environ)):
+    """Where torchrun or Fabric started this process, have it end when they do: killed, they would leave it behind.
+
+    A supervisor may have ended, and with it the first rank, while this one was not yet bound to that.
+    """
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if by_torchrun or (os.environ.get("LOCAL_RANK", "0") != "0" and not started_by_srun(os.environ)):
         end_with_parent()
-    _require_supervisor()
-
-
-def _require_supervisor() -> None:
-    """End a rank whose supervisor has ended, and with it the first rank, while this one was not yet bound to it."""
     text = os.environ.get(SUPERVISOR)
     if text is None:
         return
     try:
-        supervisor = ProcessId(**json.loads(text))
-    except (ValueError, TypeError):
+        supervisor = ProcessId.from_dict(json.loads(text))
+    except (ValueError, RecursionError):
         raise RecipeError(f"{SUPERVISOR}={text!r} in the environment is not of trainer run: unset it") from None
     if supervisor.is_here() and supervisor.state() == "gone":
         print("trainer: error: the supervisor of this run has ended", file=sys.stderr, flush=True)
@@ -100,8 +97,8 @@ def _require_supervisor() -> None:
 
 def announced(world: World, plan: Plan, say: Callable[[str], None]) -> World:
     """The world with the backend of the process group that was made, after it was said what was found."""
-    if torch.distributed.is_initialized():
-        by_device = dict(part.split(":") for part in torch.distributed.get_backend_config().split(","))
+    if dist.is_initialized():
+        by_device = dict(part.split(":") for part in dist.get_backend_config().split(","))
         world = dataclasses.replace(world, backend=by_device[world.accelerator])
     replicas = plan.memory.replicas
     say(world.describe(plan.strategy + (f", {replicas} replicas" if replicas > 1 else "")))
@@ -119,21 +116,17 @@ def on_first_rank_first(fabric: Fabric, action: Callable[[], Any]) -> None:
             action()
         except (Exception, SystemExit) as caught:
             error = caught
-    failed = _any_rank(fabric, error is not None)
+    failed = error is not None
+    if fabric.world_size > 1:
+        count = torch.tensor(float(failed), device=fabric.device)
+        dist.all_reduce(count)
+        failed = bool(count.item())
     if error is not None:
         raise error
     if failed:
         raise RecipeError("preparing model and data failed on the first rank of a node, which says why")
     if fabric.local_rank != 0:
         action()
-
-
-def _any_rank(fabric: Fabric, flag: bool) -> bool:
-    if fabric.world_size == 1:
-        return flag
-    count = torch.tensor(float(flag), device=fabric.device)
-    torch.distributed.all_reduce(count)
-    return bool(count.item())
 
 
 def _environment(world: World) -> list[ClusterEnvironment]:
@@ -161,24 +154,16 @@ class RayEnvironment(TorchElasticEnvironment):
 
 
 @contextmanager
-def _known_as_launcher() -> Iterator[None]:
-    """The ranks that Fabric starts meanwhile know which process to end with."""
+def _launching() -> Iterator[None]:
+    """The ranks that Fabric starts meanwhile know which process to end with; its lines about its group are left out."""
+    loggers = map(logging.getLogger, ("lightning.fabric", "lightning.pytorch"))  # it writes to both
+    before = [(logger, logger.level) for logger in loggers]
     os.environ[LAUNCHER] = str(os.getpid())
     try:
+        for logger, _ in before:
+            logger.setLevel(logging.WARNING)
         yield
     finally:
         os.environ.pop(LAUNCHER, None)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Fabric's lines about its process group are left out: the run says it in one of its own."""
-    loggers = [logging.getLogger(f"lightning.{part}") for part in ("fabric", "pytorch")]  # it writes to both
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
+        for logger, level in before:
             logger.setLevel(level)

@@ -19,6 +19,9 @@ PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16":
 ACCELERATE_PRECISION = {"no": None, "fp16": "16-mixed", "bf16": "bf16-mixed"}
 """``accelerate launch --mixed_precision``, and ``memory.precision`` for it; no leaves the recipe's."""
 
+RAY_WORKER = ("RAY_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+"""The environment of a worker of Ray Train's ``TorchTrainer``; any other of Ray's processes has only the first."""
+
 FABRIC_STARTS = ("python", "accelerate launch")
 """Launchers that leave one process, from which Fabric starts the other ranks."""
 
@@ -31,8 +34,7 @@ class World:
         launcher: what started them: python (one process; Fabric starts the others), torchrun, fabric run,
             accelerate launch, accelerate launch (torchrun), ray or slurm.
         accelerator: cpu or cuda.
-        devices: ranks on this node.
-        nodes: machines.
+        devices, nodes: ranks on this node, and machines.
         fallback: why this accelerator was taken, where it is not the one that a person may expect.
         backend: of the process group, once there is one.
     """
@@ -57,17 +59,13 @@ class World:
     def describe(self, strategy: str) -> str:
         """What was found, in a line: ``torchrun: 2 ranks on 1 node (2 a node), cpu, gloo, ddp``."""
         ranks = f"{self.size} rank{'s' * (self.size > 1)} on {self.nodes} node{'s' * (self.nodes > 1)}"
-        parts = [
-            ranks + (f" ({self.devices} a node)" if self.size > 1 else ""),
-            self.accelerator + (f" ({self.fallback})" if self.fallback else ""),
-            self.backend or "no process group",
-            strategy,
-        ]
-        return f"{self.launcher}: {', '.join(parts)}"
+        ranks += f" ({self.devices} a node)" if self.size > 1 else ""
+        accelerator = self.accelerator + (f" ({self.fallback})" if self.fallback else "")
+        return f"{self.launcher}: {ranks}, {accelerator}, {self.backend or 'no process group'}, {strategy}"
 
 
 def find_world(recipe: Recipe, environment: MutableMapping[str, str] = os.environ) -> tuple[Recipe, World]:
-    """The recipe with what the launcher was told, and the world that the two ask for.
+    """The recipe with what the launcher was told, and the world that the two ask for, with a device for each rank.
 
     The variables of ``fabric run``, which starts the ranks with torchrun, are removed: as long as they are there,
     Fabric refuses every argument that says the same thing in another way, a strategy object among them.
@@ -80,14 +78,31 @@ def find_world(recipe: Recipe, environment: MutableMapping[str, str] = os.enviro
         recipe, world = _of_fabric_run(recipe, environment)
     else:
         world = detect_world(recipe, environment)
-    _require_devices(world)
+    if world.accelerator == "cuda":
+        found = _devices_here("cuda")
+        asked = "run.devices asks for" if world.started_by_fabric else f"{world.launcher} started"
+        require(
+            world.devices <= found,
+            f"{asked} {world.devices} ranks on this node, and torch sees {found} GPU(s): use at most {found}, or check "
+            "CUDA_VISIBLE_DEVICES and what the scheduler gives to each process",
+        )
     return recipe, world
 
 
 def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tuple[Recipe, World]:
     names = ("accelerator", "strategy", "precision", "devices", "num_nodes")
     asked = {name: environment.pop(f"LT_{name.upper()}", None) for name in names}
-    recipe = _with_options(recipe, asked)
+    accelerator, strategy, precision = asked["accelerator"], asked["strategy"], asked["precision"]
+    run: dict[str, Any] = {}
+    memory: dict[str, Any] = {}
+    if accelerator not in (None, "auto"):
+        run["accelerator"] = "cuda" if accelerator == "gpu" else accelerator
+    if strategy not in (None, "auto"):
+        memory["strategy"] = strategy
+    if precision is not None:
+        memory["precision"] = PRECISION_ALIASES.get(precision, precision)
+    own = {"run": dataclasses.replace(recipe.run, **run), "memory": dataclasses.replace(recipe.memory, **memory)}
+    recipe = recipe.replace(**own)
     world = detect_world(recipe, environment)
     require(
         world.launcher == "torchrun",
@@ -104,28 +119,8 @@ def _of_fabric_run(recipe: Recipe, environment: MutableMapping[str, str]) -> tup
     return recipe, dataclasses.replace(world, launcher="fabric run")
 
 
-def _with_options(recipe: Recipe, asked: Mapping[str, str | None]) -> Recipe:
-    """The recipe with the options of ``fabric run``."""
-    accelerator, strategy, precision = asked["accelerator"], asked["strategy"], asked["precision"]
-    run: dict[str, Any] = {}
-    memory: dict[str, Any] = {}
-    if accelerator not in (None, "auto"):
-        run["accelerator"] = "cuda" if accelerator == "gpu" else accelerator
-    if strategy not in (None, "auto"):
-        memory["strategy"] = strategy
-    if precision is not None:
-        memory["precision"] = PRECISION_ALIASES.get(precision, precision)
-    return recipe.replace(
-        run=dataclasses.replace(recipe.run, **run), memory=dataclasses.replace(recipe.memory, **memory)
-    )
-
-
 def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) -> World:
-    """The world that the launcher's environment and the recipe ask for.
-
-    Raises:
-        RecipeError: when they contradict each other.
-    """
+    """The world that the launcher's environment and the recipe ask for; refused when they contradict each other."""
     accelerator, fallback = _accelerator(recipe, environment)
     wanted = recipe.run.devices
     accelerated = "ACCELERATE_DYNAMO_BACKEND" in environment  # which accelerate launch always sets
@@ -135,9 +130,20 @@ def detect_world(recipe: Recipe, environment: Mapping[str, str] = os.environ) ->
         name = "accelerate launch (torchrun)" if accelerated else "torchrun"
         devices, nodes = (number(f"{level}_WORLD_SIZE", environment=environment) for level in ("LOCAL", "GROUP"))
         world = World(name, accelerator, devices, nodes)
-        _refuse_uneven_nodes(world, environment)
-    elif is_ray_worker(environment):
-        world = World("ray", accelerator, *ray_layout(environment))
+        size = number("WORLD_SIZE", world.size, environment)  # ranks are counted as those of this node times the nodes
+        require(
+            size == world.size,
+            f"torchrun started {size} ranks on {nodes} node(s), {devices} of them on this one: start as many on every "
+            "node, by the same --nproc-per-node",
+        )
+    elif all(name in environment for name in RAY_WORKER):
+        workers, devices = (number(name, environment=environment) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        require(
+            devices > 0 and workers % devices == 0,
+            f"Ray has put {devices} of {workers} workers on this node, and another number on others: choose --workers "
+            "and --cpus-per-worker so that every node has as many",
+        )
+        world = World("ray", accelerator, devices, workers // devices)
     elif (task := slurm_task(environment)) is not None:
         gpus = _devices_here(accelerator) if accelerator == "cuda" else None
         world = World("slurm", accelerator, devices_per_node(task, gpus), len(task.tasks_per_node))
@@ -171,16 +177,6 @@ def _refuse_unknown_launcher(world: World, environment: Mapping[str, str]) -> No
         world.launcher != "accelerate launch" or world.size > 1 or "MASTER_ADDR" not in environment,
         "accelerate launch was asked for several processes and started one: start them with "
         "torchrun --nproc-per-node N -m trainer fit RECIPE, or with trainer fit RECIPE --run.devices N",
-    )
-
-
-def _refuse_uneven_nodes(world: World, environment: Mapping[str, str]) -> None:
-    """Ranks are counted as those of this node times the nodes."""
-    size = number("WORLD_SIZE", world.size, environment)
-    require(
-        size == world.size,
-        f"torchrun started {size} ranks on {world.nodes} node(s), {world.devices} of them on this one: "
-        "start as many on every node, by the same --nproc-per-node",
     )
 
 
@@ -218,46 +214,7 @@ def _accelerator(recipe: Recipe, environment: Mapping[str, str]) -> tuple[str, s
     return "cpu", "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
 
 
-def _require_devices(world: World) -> None:
-    """Refuse more ranks on this node than it has GPUs."""
-    if world.accelerator != "cuda":
-        return
-    found = _devices_here(world.accelerator)
-    asked = "run.devices asks for" if world.started_by_fabric else f"{world.launcher} started"
-    require(
-        world.devices <= found,
-        f"{asked} {world.devices} ranks on this node, and torch sees {found} GPU(s): use at most {found}, or check "
-        "CUDA_VISIBLE_DEVICES and what the scheduler gives to each process",
-    )
-
-
 def _devices_here(accelerator: str) -> int:
     import torch
 
     return torch.cuda.device_count() if accelerator == "cuda" else 1
-
-
-# The workers of Ray Train as ranks: known by their environment, in the process group that Ray has started.
-
-WORKER = ("RAY_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
-"""The environment of a worker of Ray Train's ``TorchTrainer``; any other of Ray's processes has only the first."""
-
-
-def is_ray_worker(environment: Mapping[str, str]) -> bool:
-    """Whether this is a worker of Ray Train, and not a process of a launcher that a worker has started."""
-    return "TORCHELASTIC_RUN_ID" not in environment and all(name in environment for name in WORKER)
-
-
-def ray_layout(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Workers on this node, and nodes.
-
-    Raises:
-        RecipeError: when the nodes have unequal numbers of workers, which Fabric has no words for.
-    """
-    workers, here = (number(name, environment=environment) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    require(
-        here > 0 and workers % here == 0,
-        f"Ray has put {here} of {workers} workers on this node, and another number on others: choose --workers and "
-        "--cpus-per-worker so that every node has as many",
-    )
-    return here, workers // here

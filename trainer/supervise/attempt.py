@@ -19,10 +19,10 @@ from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MOST_BYTES
 from trainer.errors import require
 from trainer.system.files import read_object, write_atomic
-from trainer.system.processes import SUPERVISOR, ProcessId
+from trainer.system.processes import SUPERVISOR, ProcessId, Watched
 from trainer.system.redact import redact, redact_words
+from trainer.system.reports import Said
 from trainer.system.text import escaped
-from trainer.system.watched import Said, Watched
 
 LAUNCHERS = ("LT_", "TORCHELASTIC_", "MASTER_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")

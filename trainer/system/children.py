@@ -24,17 +24,9 @@ from trainer.system.processes import become_helper
 Job = Callable[[], Any]
 """Returns something that JSON can hold."""
 
-
-HAS_TRAINED = (
-    "this process has trained already, and what it forks can compute no gradients: predict before training, or from a "
-    "process of its own, as `trainer plan` is"
-)
-
-
-HAS_USED_GPU = (
-    "this process has used its GPU already, which no process that it forks survives: predict before that, or from a "
-    "process of its own, as `trainer plan` is"
-)
+CANNOT = "this process has {}: predict before {}, or from a process of its own, as `trainer plan` is"
+HAS_TRAINED = CANNOT.format("trained already, and what it forks can compute no gradients", "training")
+HAS_USED_GPU = CANNOT.format("used its GPU already, which no process that it forks survives", "that")
 
 
 class Failed(RunError):
@@ -42,14 +34,11 @@ class Failed(RunError):
 
 
 class Child:
-    """A job that runs in a process of its own.
+    """A job that runs in a process of its own; where it ``sees_gpu``, it may use that of this machine.
 
-    Args:
-        job: what it does.
-        sees_gpu: whether it may use the GPU of this machine; else there is none for it.
-        anew: whether to start a new interpreter, which takes seconds, for a ``job`` that can be pickled. CUDA works
-            there whatever this process has done: without NVML, torch has begun with it once anybody has asked whether
-            there is a GPU, and no fork can use one.
+    ``anew`` starts a new interpreter, which takes seconds, for a ``job`` that can be pickled. CUDA works there whatever
+    this process has done: without NVML, torch has begun with it once anybody has asked whether there is a GPU, and no
+    fork can use one.
     """
 
     def __init__(self, job: Job, sees_gpu: bool = False, anew: bool = False) -> None:
@@ -79,9 +68,8 @@ class Child:
             return answer["result"]
         if "recipe_error" in answer:
             return RecipeError(answer["recipe_error"])
-        return Failed(
-            answer.get("error") or f"its process ended with code {self.process.exitcode}: did memory run out?"
-        )
+        ended = f"its process ended with code {self.process.exitcode}: did memory run out?"
+        return Failed(answer.get("error") or ended)
 
     def kill(self) -> None:
         """End it, whatever it is doing."""
@@ -90,13 +78,7 @@ class Child:
 
 
 def in_child(job: Job, sees_gpu: bool = False, seconds: float | None = None) -> Any:
-    """The result of ``job``, done in a process of its own; see :class:`Child`.
-
-    Raises:
-        TimeoutError: when it takes longer than ``seconds``.
-        RecipeError: as the job did.
-        Failed: when it raised anything else, or its process ended.
-    """
+    """The result of ``job``, done by a :class:`Child`; what that ended with, or a TimeoutError, is raised."""
     child = Child(job, sees_gpu)
     if not child.wait(seconds):
         child.kill()
@@ -108,15 +90,10 @@ def in_child(job: Job, sees_gpu: bool = False, seconds: float | None = None) -> 
 
 
 def in_children(jobs: Sequence[Job], at_once: int | None = None, sees_gpu: bool = False) -> Iterator[tuple[int, Any]]:
-    """Do ``jobs`` in processes of their own, some at once; yield the number of each and its result, as they end.
+    """Do ``jobs`` in processes of their own, begun in this order; yield the number and the result of each, as they end.
 
-    Args:
-        jobs: in the order in which to begin them.
-        at_once: processes at most; by default as many as there are cores, and no more than eight.
-        sees_gpu: as of :class:`Child`.
-
-    Yields:
-        The result of a job, or the ``RecipeError`` or :class:`Failed` that it ended with.
+    The result may be the ``RecipeError`` or :class:`Failed` that a job ended with. By default there is a process a
+    core, eight at most; ``sees_gpu`` is as of :class:`Child`.
     """
     at_once = at_once or min(cores(), 8)
     waiting = list(enumerate(jobs))

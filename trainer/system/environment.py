@@ -18,15 +18,11 @@ NUMBERS = (
 
 
 def number(name: str, default: int | None = None, environment: Mapping[str, str] = os.environ) -> int:
-    """The variable ``name``, an integer of at least 0; ``default`` where it is not set.
-
-    Raises:
-        RecipeError: naming the variable, when it is something else, or missing without a default.
-    """
+    """The variable ``name``, an integer of at least 0, or ``default``; refused by name where it is none of these."""
     text = environment.get(name)
-    if text is None and default is not None:
-        return default
     if text is None:
+        if default is not None:
+            return default
         raise RecipeError(
             f"{name} is missing in the environment, where other variables say that a launcher has started this "
             "process: start the run with that launcher, or unset them"
@@ -42,10 +38,6 @@ def number(name: str, default: int | None = None, environment: Mapping[str, str]
 
 
 def require_numbers(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse an environment in which one of :data:`NUMBERS` is none, before a library ends with a traceback.
-
-    Raises:
-        RecipeError: naming the first of them.
-    """
+    """Refuse an environment in which one of :data:`NUMBERS` is none, before a library ends with a traceback."""
     for name in NUMBERS:
         number(name, 0, environment)

@@ -31,21 +31,13 @@ KINDS = {
 
 
 def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
-    """Open a file to read its bytes, without waiting for anybody to write it.
+    """Open a file of at most ``limit`` bytes to read them, without waiting for anybody to write it.
 
-    A named pipe would be waited for, a device read for ever: whoever can place a file can place these.
-
-    Args:
-        path: of the file; symlinks are followed.
-        limit: bytes that it may have.
-
-    Raises:
-        OSError: for what is no regular file (EINVAL) or is larger (EFBIG), as for one that cannot be read.
+    A named pipe would be waited for, a device read for ever: whoever can place a file can place these. An OSError for
+    what is no regular file (EINVAL) or is larger (EFBIG), as for one that cannot be read. Symlinks are followed.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor, found = _opened(path, os.O_RDONLY)
     try:
-        found = os.fstat(descriptor)
-        require_regular(found, path)
         _require_size(found.st_size, path, limit)
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -54,11 +46,7 @@ def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes.
-
-    Raises:
-        OSError: as :func:`open_regular`, also for a file that grows while it is read.
-    """
+    """The content of a file, as by :func:`open_regular`; one that grows while it is read is refused as well."""
     with open_regular(path, limit) as file:
         content = file.read(limit + 1)
     _require_size(len(content), path, limit)
@@ -68,45 +56,63 @@ def read_regular(path: str | Path, limit: int) -> bytes:
 def read_object(path: str | Path, limit: int) -> dict[str, Any]:
     """The JSON object in a regular file of at most ``limit`` bytes; empty where there is none."""
     try:
-        found = json.loads(read_regular(path, limit))
-    except (OSError, ValueError, RecursionError):
+        return parsed_object(read_regular(path, limit), limit) or {}
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def parsed_object(content: bytes, limit: int) -> dict[str, Any] | None:
+    """The JSON object in ``content``, which may be anybody's; ``None`` for anything else, and beyond ``limit``."""
+    try:
+        found = json.loads(content) if len(content) <= limit else None
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else None
 
 
 def open_own(path: str | Path, flags: int, mode: int = 0o644) -> int:
     """A descriptor of a file that this program writes in place: made, or one that nothing else leads to.
 
-    Args:
-        path: of the file. A symlink or a second hard link there could lead to any file of the user's.
-        flags: of open(2), besides those that keep it to this; not O_TRUNC, which would empty it before it is looked at.
-        mode: of a file that is made.
-
-    Raises:
-        OSError: ELOOP for a symlink, EINVAL for what is no regular file, EMLINK for one with several names.
+    A symlink (ELOOP) or a second hard link (EMLINK) there could lead to any file of the user's; EINVAL for what is no
+    regular file. The ``flags`` of open(2) have no O_TRUNC, which would empty it before it is looked at.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        descriptor, found = _opened(path, flags | os.O_NOFOLLOW, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "it is a symbolic link: remove it"
         raise
-    try:
-        found = os.fstat(descriptor)
-        require_regular(found, path)
-        _require_one_name(found, path)
-    except BaseException:
+    if found.st_nlink > 1:
         os.close(descriptor)
-        raise
+        raise OSError(errno.EMLINK, "it is a hard link to a file that has another name, too", str(path))
     return descriptor
 
 
-def make_folder(key: str, path: Path) -> None:
-    """Make a folder that a setting names, unless it is there.
+def _opened(path: str | Path, flags: int, mode: int = 0o644) -> tuple[int, os.stat_result]:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    try:
+        found = os.fstat(descriptor)
+        require_regular(found, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, found
 
-    Raises:
-        RecipeError: naming ``key``, when its name cannot be one, or it cannot be made.
-    """
+
+def require_regular(found: os.stat_result, path: str | Path) -> None:
+    """Refuse what is no regular file: an OSError that says what it is instead."""
+    if not stat.S_ISREG(found.st_mode):
+        kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+def _require_size(size: int, path: str | Path, limit: int | None) -> None:
+    if limit is not None and size > limit:
+        raise OSError(errno.EFBIG, f"it is larger than the {limit / 1e6:g} MB that it may have", str(path))
+
+
+def make_folder(key: str, path: Path) -> None:
+    """Make a folder that the setting ``key`` names, unless it is there; refused where its name cannot be one, too."""
     try:
         os.fsencode(path).decode()  # what is written about it is UTF-8
         if not path.is_dir():
@@ -123,62 +129,14 @@ def default_folder(reference: str | None, kind: str = "") -> str:
     return f"runs/{Path(reference or 'recipe').stem}/{kind}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-def require_regular(found: os.stat_result, path: str | Path) -> None:
-    """Refuse what is no regular file.
-
-    Raises:
-        OSError: saying what it is instead.
-    """
-    if not stat.S_ISREG(found.st_mode):
-        kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
-
-
-def _require_size(size: int, path: str | Path, limit: int | None) -> None:
-    if limit is not None and size > limit:
-        raise OSError(errno.EFBIG, f"it is larger than the {limit / 1e6:g} MB that it may have", str(path))
-
-
-def _require_one_name(found: os.stat_result, path: str | Path) -> None:
-    if found.st_nlink > 1:
-        raise OSError(errno.EMLINK, "it is a hard link to a file that has another name, too", str(path))
-
-
 def hash_file(path: str | Path) -> str:
-    """The sha256 of a regular file, in hexadecimal; hashlib uses the processor's instructions for it, if there are any.
-
-    Raises:
-        OSError: as :func:`open_regular`.
-    """
+    """The sha256 of a file, opened by :func:`open_regular`, in hexadecimal."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         buffer = memoryview(bytearray(min(CHUNK, max(4096, os.fstat(file.fileno()).st_size))))
         while size := file.raw.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(buffer[:size])
     return digest.hexdigest()
-
-
-@contextmanager
-def staged_file(path: Path, sync_folder: bool = True) -> Iterator[Path]:
-    """A path beside ``path`` to write to; moved to ``path`` on success, removed on an exception.
-
-    Its name cannot be foreseen, and a link at ``path`` is replaced, not followed.
-
-    Raises:
-        OSError: of the disk, always with the name of a file.
-    """
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = aside(path, "part")
-        try:
-            yield part
-            sync_to_disk(part)
-            os.replace(part, path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-        if sync_folder:
-            sync_to_disk(path.parent)
 
 
 @contextmanager
@@ -218,13 +176,31 @@ def remove(path: Path) -> None:
 # Files and folders that are there whole or not at all, also after a crash or a power cut.
 
 
+@contextmanager
+def staged_file(path: Path, sync_folder: bool = True) -> Iterator[Path]:
+    """A path beside ``path`` to write to; moved to ``path`` on success, removed on an exception.
+
+    Its name cannot be foreseen, and a link at ``path`` is replaced, not followed. An error of the disk names a file.
+    """
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = aside(path, "part")
+        try:
+            yield part
+            sync_to_disk(part)
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        if sync_folder:
+            sync_to_disk(path.parent)
+
+
 def write_atomic(path: Path, content: str | bytes, sync_folder: bool = True) -> None:
     """Put ``content`` (text as UTF-8) at ``path``: a reader sees the old file or the new one, never a part of it.
 
-    Args:
-        path: in a folder that is made if need be.
-        content: all of it.
-        sync_folder: whether the file's name is on disk, too, when this returns; not its content alone.
+    The folder is made if need be; without ``sync_folder`` the content is on disk when this returns, and perhaps not the
+    file's name.
     """
     with staged_file(path, sync_folder) as part:
         part.write_bytes(content.encode() if isinstance(content, str) else content)

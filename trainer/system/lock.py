@@ -12,10 +12,11 @@ from typing import Any
 
 from trainer.errors import RecipeError
 from trainer.system.environment import number
-from trainer.system.files import naming, open_own
+from trainer.system.files import naming, open_own, parsed_object
 from trainer.system.processes import ProcessId, boot_id
 
 NAME = ".run.lock"
+MOST_BYTES = 4096
 
 NO_ID = "none"
 """What torchrun calls a rendezvous that was given no ``--rdzv-id``: it may be any."""
@@ -25,15 +26,11 @@ _held: set[Path] = set()
 
 
 class RunLock:
-    """The lock of a run directory, for its first rank.
+    """The lock of an existing run directory, for its first rank; a run and its supervisor have one each, by ``name``.
 
-    The kernel holds it (a POSIX record lock on ``.run.lock``): it ends with the process, however that ends, and a
-    process that is forked from this one does not inherit it. Between machines that share a directory without sharing
-    its locks, what is written in the file decides: host, pid, boot_id, when it was taken and by which job of Slurm.
-
-    Args:
-        run_dir: an existing directory.
-        name: of the file: a run and its supervisor have a lock each.
+    The kernel holds it (a POSIX record lock on the file): it ends with the process, however that ends, and a process
+    that is forked from this one does not inherit it. Between machines that share a directory without sharing its
+    locks, what is written in the file decides: host, pid, boot_id, when it was taken and by which job of Slurm.
     """
 
     def __init__(self, run_dir: Path, name: str = NAME) -> None:
@@ -43,13 +40,10 @@ class RunLock:
     def acquire(self) -> str | None:
         """Take the lock; return a line that says so when it was that of a run that has died.
 
-        Raises:
-            RecipeError: naming the run that holds it, or why there can be no lock.
+        A RecipeError names the run that holds it, or why there can be no lock.
         """
         if self.path in _held:
-            raise RecipeError(
-                f"run.dir={self.path.parent} is in use by another run of this process (pid {os.getpid()})"
-            )
+            raise self._in_use(f"another run of this process (pid {os.getpid()})")
         try:
             descriptor = self._locked()
         except OSError as error:
@@ -60,13 +54,12 @@ class RunLock:
         before = _read(descriptor)
         if before is not None and _may_live(before):
             os.close(descriptor)
-            raise RecipeError(
-                f"run.dir={self.path.parent} is in use by the run of {_described(before)}, another machine: choose "
-                f"another directory, or remove {self.path} if that run has ended"
-            )
+            fix = f"choose another directory, or remove {self.path} if that run has ended"
+            raise self._in_use(f"the run of {_described(before)}, another machine: {fix}")
         with naming(self.path):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(_owner()).encode(), 0)
+            owner = ProcessId.own().to_dict() | {"started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+            os.pwrite(descriptor, json.dumps(owner | _slurm_job() | _rendezvous()).encode(), 0)
             os.fsync(descriptor)
         _held.add(self.path)
         self._descriptor = descriptor
@@ -81,6 +74,9 @@ class RunLock:
         self._descriptor = None
         _held.discard(self.path)
 
+    def _in_use(self, by: str) -> RecipeError:
+        return RecipeError(f"run.dir={self.path.parent} is in use by {by}")
+
     def _locked(self) -> int:
         """A locked descriptor of the file that is at the path now, and not of one that its owner has removed."""
         while True:
@@ -92,26 +88,15 @@ class RunLock:
             except (BlockingIOError, PermissionError) as error:
                 owner = _read(descriptor)
                 os.close(descriptor)
-                raise RecipeError(
-                    f"run.dir={self.path.parent} is in use by the run of "
-                    f"{_described(owner) if owner else 'a process that has just begun'}: wait for its end, stop it, or "
-                    "choose another directory"
-                ) from error
+                name = _described(owner) if owner else "a process that has just begun"
+                fix = "wait for its end, stop it, or choose another directory"
+                raise self._in_use(f"the run of {name}: {fix}") from error
             except FileNotFoundError:
                 pass  # removed between the two looks
             except BaseException:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
-
-
-def _owner() -> dict[str, Any]:
-    return {
-        **ProcessId.own().to_dict(),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        **_slurm_job(),
-        **_rendezvous(),
-    }
 
 
 def _slurm_job() -> dict[str, Any]:
@@ -130,11 +115,7 @@ def _rendezvous() -> dict[str, Any]:
 
 def _read(descriptor: int) -> dict[str, Any] | None:
     """Who wrote the file; ``None`` when it is empty or was not written to its end."""
-    try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+    return parsed_object(os.pread(descriptor, MOST_BYTES, 0), MOST_BYTES)
 
 
 def _may_live(owner: dict[str, Any]) -> bool:

@@ -64,17 +64,15 @@ def seen_gpus(free: bool = False) -> list[dict[str, Any]]:
 def ask_for_gpus(free: bool = False, seconds: float | None = None) -> list[dict[str, Any]]:
     """:func:`seen_gpus` of a new process, which has ended by then: it sees them whatever this one has done.
 
-    Raises:
-        RunError: when torch does not start there, or takes longer than ``seconds``.
+    A RunError when torch does not start there, or takes longer than ``seconds``.
     """
     try:
         done = subprocess.run(own_code(ASK.format(free)), capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired as error:
         raise RunError(f"torch has not said within {seconds:g} s which GPUs there are") from error
     if done.returncode != 0:
-        said = done.stderr.split("\n")
-        why = next((line.strip() for line in reversed(said) if line.strip()), f"exit code {done.returncode}")
-        raise RunError(f"torch does not start: {why}")
+        said = [line.strip() for line in done.stderr.split("\n") if line.strip()]
+        raise RunError(f"torch does not start: {said[-1] if said else f'exit code {done.returncode}'}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -86,24 +84,16 @@ end, where the kernel keeps no record of it or does not let it be cleared; or, w
 far."""
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-FORGET_PEAK = b"5"
 
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """Resident memory of the process in bytes.
-
-    Args:
-        resident: now.
-        anonymous: now, without files that are mapped into memory: what the process allocated itself.
-        peak: the highest since :meth:`HostMemory.restart_peak` where ``peaks`` is exact, else see ``HostPeaks``.
-        process_peak: the highest that is known, at least ``peak``.
-    """
+    """Resident memory of the process in bytes."""
 
     resident: int
-    anonymous: int
-    peak: int
-    process_peak: int
+    anonymous: int  # without files that are mapped into memory: what the process allocated itself
+    peak: int  # since HostMemory.restart_peak where its peaks are exact, else see HostPeaks
+    process_peak: int  # the highest that is known, at least the other
 
 
 class HostMemory:
@@ -122,16 +112,16 @@ class HostMemory:
             peak = process_peak(self.status)
             return HostReading(peak, peak, peak, peak)
         fields = _fields(self.status)
-        resident = _bytes(fields["VmRSS"])
-        record = _bytes(fields["VmHWM"]) if "VmHWM" in fields else max(resident, process_peak(self.status))
-        anonymous = _bytes(fields["RssAnon"]) if "RssAnon" in fields else resident  # kernels before 4.5
+        resident = fields["VmRSS"]
+        record = fields["VmHWM"] if "VmHWM" in fields else max(resident, process_peak(self.status))
+        anonymous = fields.get("RssAnon", resident)  # kernels before 4.5 have none
         return HostReading(resident, anonymous, record if self.peaks == "exact" else resident, record)
 
     def restart_peak(self) -> None:
         """Let the next peak be that from now on."""
         if self.peaks == "exact":
             try:
-                self.clear_refs.write_bytes(FORGET_PEAK)
+                self.clear_refs.write_bytes(b"5")  # by proc(5): forget the peak
             except OSError:  # no permission, or a kernel without it
                 self.peaks = "sampled"
 
@@ -139,15 +129,13 @@ class HostMemory:
 def process_peak(status: Path = STATUS) -> int:
     """The peak of this process's resident memory in bytes: since its start, or since the last ``restart_peak``."""
     try:  # not getrusage, if it can be helped: on Linux its peak begins with what the parent held
-        return _bytes(_fields(status)["VmHWM"])
+        return _fields(status)["VmHWM"]
     except (OSError, KeyError):
         # ru_maxrss is in KiB on Linux and in bytes on macOS
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _fields(status: Path) -> dict[str, str]:
-    return dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-
-
-def _bytes(field: str) -> int:
-    return int(field.split()[0]) * 1024
+def _fields(status: Path) -> dict[str, int]:
+    """What it says of memory, in kB there, in bytes."""
+    lines = [line.split() for line in status.read_text().splitlines() if line.startswith(("Vm", "Rss"))]
+    return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in lines}

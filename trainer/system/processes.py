@@ -6,20 +6,26 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from trainer.system.text import escaped
 
-PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 SUPERVISOR = "TRAINER_SUPERVISOR"
 """Variable in which ``trainer run`` tells the ranks that it starts which process it is."""
+LAUNCHER = "TRAINER_LAUNCHER"
+"""Variable in which what starts ranks tells them the number of its process."""
+BOUND = "TRAINER_RANK_BOUND"
+"""Variable by which what a rank starts knows that torchrun's variables are the rank's, and that it is none itself."""
 
 MAIN = Path(__file__).parents[1] / "__main__.py"
 THIS_PACKAGE = f"""\
@@ -30,19 +36,13 @@ del sys.path[0]
 """
 """For ``python -c``, which puts the working directory first, as an empty word, unless it was told not to."""
 
-LAUNCHER = "TRAINER_LAUNCHER"
-"""Variable in which what starts ranks tells them the number of its process."""
-
-BOUND = "TRAINER_RANK_BOUND"
-"""Variable by which what a rank starts knows that torchrun's variables are the rank's, and that it is none itself."""
-
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STOPPED, GONE = "T", "ZX"
 """States in /proc/PID/stat: stopped by a signal; ended, and perhaps not yet waited for."""
 
 SECONDS_TO_CONNECT = 5.0
-MOST_PIDS = 2**22
-"""Of Linux, on any machine."""
+SECONDS_TO_VANISH = 5.0
+MOST_PIDS = 2**22  # of Linux, on any machine
 LONGEST_NAME = 255
 
 _told: list[int] = []
@@ -51,8 +51,8 @@ _told: list[int] = []
 def own_command(*words: str) -> list[str]:
     """What starts this package's command line in a process of its own, as ``trainer`` does.
 
-    ``python -m trainer`` would import from the working directory before all else: a trainer.py or random.py that lies
-    there by accident, or came with somebody's files. Python has a flag against that from 3.11 on only.
+    ``python -m trainer`` would import from the working directory before all else: a random.py that came with somebody's
+    files, say. Python has a flag against that from 3.11 on only.
     """
     return [sys.executable, str(MAIN), *words]
 
@@ -65,9 +65,7 @@ def own_code(code: str) -> list[str]:
 def end_with_parent(starter: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends, however that ends.
 
-    Args:
-        starter: the number of the process that started this one, where it is known: should that have ended before the
-            kernel could be asked, this one ends at once.
+    Where the number of its ``starter`` is known, and that has ended before the kernel could be asked, it ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -78,10 +76,9 @@ def end_with_parent(starter: int | None = None) -> None:
 def end_with_launcher() -> None:
     """What a rank does before it imports anything that takes time: it ends with what started it, however that ends.
 
-    A launcher that is killed while its ranks import would leave them behind, and they would wait for each other. Which
-    process it is, it tells by :data:`LAUNCHER`; torchrun does not, and may have ended before the kernel could be asked:
-    then the store that it hosts is not there, or this process belongs to the one that inherits orphans. Tasks of srun
-    and workers of Ray are ended by these.
+    A launcher that is killed while its ranks import would leave them behind, waiting for each other. Which process it
+    is, it tells by :data:`LAUNCHER`; torchrun does not, and may have ended before the kernel could be asked: then its
+    store is not there, or this process belongs to the one that inherits orphans. srun and Ray end their own.
     """
     told = os.environ.pop(LAUNCHER, None)
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and BOUND not in os.environ
@@ -124,18 +121,45 @@ def _leave(code: int, why: str) -> None:
     os._exit(code)
 
 
+class Watched:
+    """A command in a session of its own: so all that it starts can be ended together, whatever state it is in.
+
+    The kernel ends it when this process ends (on Linux), however that ends. ``streams`` are as Popen takes them.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], **streams: Any) -> None:
+        bound = partial(end_with_parent, os.getpid())
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True, preexec_fn=bound, **streams
+        )
+        self._gone = False
+
+    def kill(self) -> None:
+        """End all its processes, and wait until they are gone."""
+        if self._gone:  # its number may be another group's by now
+            return
+        until = time.monotonic() + SECONDS_TO_VANISH
+        with suppress(ProcessLookupError, PermissionError):  # the latter of what is left of ended ones, on macOS
+            while time.monotonic() < until:  # where nobody waits for orphans, what is left of them stays
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.poll()
+                time.sleep(0.01)
+        self.process.wait()
+        self._gone = True
+
+
 def become_helper() -> None:
     """What a process that was forked from a rank does first: signals to the rank are not for it, and it ends with it.
 
     Ctrl-C, a terminal that is closed, and torchrun's own end reach every process of the rank's group. A helper that
-    died of that would take from the rank what it needs to finish its step, so it leaves the group; the kernel ends it
-    when the rank ends.
+    died of that would take from the rank what it needs to finish its step.
     """
-    for name in ("SIGINT", "SIGUSR1"):  # a rank's own handlers are not for it; torch has set that of SIGTERM
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (
+        signal.SIGINT,
+        signal.SIGUSR1,
+    ):  # a rank's own handlers are not for it; torch has set that of SIGTERM
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform == "linux":
         from multiprocessing import parent_process  # not before a rank is bound to its launcher
 
@@ -152,21 +176,13 @@ def boot_id() -> str:
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process, told from a later one with the same number.
-
-    Args:
-        host: the machine's name.
-        pid: its number.
-        boot_id: of the machine's kernel.
-        namespace: in which the number holds; containers have their own.
-        began: when it started, in the kernel's ticks since boot.
-    """
+    """A process, told from a later one with the same number."""
 
     host: str
     pid: int
-    boot_id: str
-    namespace: str
-    began: int
+    boot_id: str  # of the machine's kernel
+    namespace: str  # in which the number holds; containers have their own
+    began: int  # in the kernel's ticks since boot
 
     @classmethod
     def own(cls) -> ProcessId:
@@ -185,15 +201,11 @@ class ProcessId:
 
     @classmethod
     def from_dict(cls, values: Any) -> ProcessId:
-        """What :meth:`to_dict` gave, as far as can be told from what came from elsewhere.
-
-        Raises:
-            ValueError: for what it cannot have given.
-        """
+        """What :meth:`to_dict` gave; a ValueError for what came from elsewhere and cannot be that."""
         if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
             raise ValueError("no process")
-        numbers, texts = (values["pid"], values["began"]), (values["host"], values["boot_id"], values["namespace"])
-        if not all(type(number) is int and number >= 0 for number in numbers) or not 0 < values["pid"] <= MOST_PIDS:
+        pid, began, texts = values["pid"], values["began"], [values[name] for name in ("host", "boot_id", "namespace")]
+        if not (type(pid) is type(began) is int and 0 < pid <= MOST_PIDS and began >= 0):
             raise ValueError("no number of a process")
         if not all(isinstance(text, str) and len(text) <= LONGEST_NAME for text in texts):
             raise ValueError("no name of a machine")

@@ -10,9 +10,7 @@ from typing import Any
 
 from trainer.errors import RecipeError
 
-REDACTED = "<redacted>"
-"""What stands in the place of a secret."""
-
+REDACTED = "<redacted>"  # stands in the place of a secret
 _LEAST = 8
 """Characters of a variable's value from which on it is looked for in texts: "1" or "test" is no secret."""
 
@@ -29,11 +27,8 @@ _QUERY_WORDS = {
 }
 _TOKENS = re.compile(
     r"(?<![A-Za-z0-9])(?:"
-    r"hf_[A-Za-z0-9]{16,}"
-    r"|gh[a-z]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|sk-(?=[\w-]{0,99}\d)[\w-]{16,}"
-    r"|(?:AKIA|ASIA)[A-Z0-9]{12,}"
-    r"|AIza[\w-]{30,}|xox[a-z]-[\w-]{10,}"
+    r"hf_[A-Za-z0-9]{16,}|gh[a-z]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|sk-(?=[\w-]{0,99}\d)[\w-]{16,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|xox[a-z]-[\w-]{10,}"
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]+"  # a JSON web token
     r")"
 )
@@ -52,7 +47,9 @@ def redact(text: str) -> str:
     GitHub, GitLab, OpenAI, AWS, Google and Slack by their prefixes; ``api_key='...'`` and its like; and the values of
     this process's environment variables whose names say that they are secret, such as WANDB_API_KEY.
     """
-    for value in _secret_variables():
+    named = {name: value for name, value in os.environ.items() if len(value) >= _LEAST}
+    values = {value for name, value in named.items() if _is_secret(name) or name.upper().endswith("_TOKEN")}
+    for value in sorted(values, key=lambda value: (-len(value), value)):  # one may begin with another
         text = text.replace(value, REDACTED)
     text = _USER.sub(_without_user, text)
     text = _QUERY.sub(_without_parameter, text)
@@ -77,20 +74,14 @@ def redact_words(words: Sequence[str]) -> list[str]:
     redacted, before = [], ""
     for word in words:
         name, equals, value = word.partition("=")
-        if equals and name.startswith("--"):
-            redacted.append(f"{name}={redact_value(value, name[2:])}")
-        else:
-            redacted.append(redact_value(word, before))
+        with_value = equals and name.startswith("--")
+        redacted.append(f"{name}={redact_value(value, name[2:])}" if with_value else redact_value(word, before))
         before = word[2:] if word.startswith("--") and not equals else ""
     return redacted
 
 
 def refuse_redacted(settings: Mapping[str, Any]) -> None:
-    """Refuse settings, by their dotted names, that were read from a file which could not hold their secrets.
-
-    Raises:
-        RecipeError: naming the first of them.
-    """
+    """Refuse settings, by their dotted names, that were read from a file which could not hold their secrets."""
     for key, value in settings.items():
         if REDACTED in str(value):
             raise RecipeError(f"{key} was written without its credentials: give it again as --{key}")
@@ -100,28 +91,18 @@ def _is_secret(name: str) -> bool:
     return _NAME.fullmatch(name.rpartition(".")[2].replace("-", "_")) is not None
 
 
-def _secret_variables() -> list[str]:
-    """Values, longest first: one may begin with another."""
-    named = {name: value for name, value in os.environ.items() if len(value) >= _LEAST}
-    values = {value for name, value in named.items() if _is_secret(name) or name.upper().endswith("_TOKEN")}
-    return sorted(values, key=lambda value: (-len(value), value))
-
-
 def _without_user(match: re.Match[str]) -> str:
     # A name alone is how ssh and its like say whose account is meant; with http it is often a token.
-    if ":" not in match["user"] and not match["scheme"].lower().startswith("http"):
-        return match[0]
-    return f"{match['scheme']}://{REDACTED}@"
+    is_secret = ":" in match["user"] or match["scheme"].lower().startswith("http")
+    return f"{match['scheme']}://{REDACTED}@" if is_secret else match[0]
 
 
 def _without_parameter(match: re.Match[str]) -> str:
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", match["name"]).lower()
-    if _QUERY_WORDS.isdisjoint([words.replace("_", ""), *re.split(r"[^a-z]+", words)]):
-        return match[0]
-    return f"{match['start']}{match['name']}={REDACTED}"
+    is_secret = not _QUERY_WORDS.isdisjoint([words.replace("_", ""), *re.split(r"[^a-z]+", words)])
+    return f"{match['start']}{match['name']}={REDACTED}" if is_secret else match[0]
 
 
 def _without_value(match: re.Match[str]) -> str:
-    if not _is_secret(match["name"]):
-        return match[0]
-    return f"{match['name']}{match['is']}{match['quote']}{REDACTED}{match['quote']}"
+    shown = f"{match['name']}{match['is']}{match['quote']}{REDACTED}{match['quote']}"
+    return shown if _is_secret(match["name"]) else match[0]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from trainer.errors import require
+from trainer.errors import RecipeError, require
 
 # Controls of C0 and C1 (escape sequences begin with one), what turns the direction of writing, separators of lines, and
 # the lone surrogates by which Python keeps bytes of a file name that are no text: no stream could encode these.
@@ -16,17 +16,15 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2
 
 
 def escaped(text: object, keep: str = "") -> str:
-    r"""``text`` with control characters written out: ``\x1b``, ``\n``, ``\u202e``.
+    r"""``text``, or what ``str`` makes of it, with control characters written out: ``\x1b``, ``\n``, ``\u202e``.
 
-    Args:
-        text: a name, a label, a message; anything else is made a string.
-        keep: control characters that are meant, such as ``"\n"`` in a text of several lines.
+    Not those to ``keep``, such as ``"\n"`` in a text of several lines.
     """
-    return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _written_out(found[0]), str(text))
 
+    def written_out(found: re.Match[str]) -> str:
+        return found[0] if found[0] in keep else found[0].encode("unicode_escape", "surrogatepass").decode("ascii")
 
-def _written_out(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+    return _UNPRINTABLE.sub(written_out, str(text))
 
 
 def as_text(value: Any) -> str:
@@ -59,41 +57,33 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]], words: Containe
 
 # Amounts as people write them: a memory budget, a time.
 
-_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(s|min|h)\s*$", re.IGNORECASE)
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+|%)\s*", re.IGNORECASE)
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
-_BUDGET = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(%|[KMGT]?i?B)\s*$", re.IGNORECASE)
+_BYTES = {"b": 1} | {f"{unit}{i}b": (1024 if i else 1000) ** n for n, unit in enumerate("kmgt", 1) for i in ("", "i")}
 
 
 def parse_budget(text: str, whole: float) -> float:
-    """The bytes in a memory budget: ``2GB`` (1e9), ``2GiB`` (2^30), or ``90%`` of ``whole``.
-
-    Raises:
-        RecipeError: when it is none of these, or zero, or more than 100 %.
-    """
-    match = _BUDGET.match(str(text))
-    require(match is not None, f"memory.budget={text!r} is not a memory size: write it as 2GB, 1.5GiB or 90%")
-    assert match is not None
-    number, unit = float(match[1]), match[2].lower()
-    require(number > 0, f"memory.budget={text!r} must be greater than 0")
-    if unit == "%":
-        require(number <= 100, f"memory.budget={text!r} is more than the whole device")
-        return number / 100 * whole
-    exponent = " kmgt".index(unit[0]) if unit[0] != "b" else 0
-    return number * (1024 if "i" in unit else 1000) ** exponent
+    """The bytes in a memory budget: ``2GB`` (1e9), ``2GiB`` (2^30), or ``90%`` of ``whole``; no more than 100 %."""
+    kind = "a memory size: write it as 2GB, 1.5GiB or 90%"
+    number, unit = _amount("memory.budget", text, {**_BYTES, "%": 0}, kind)
+    if unit != "%":
+        return number * _BYTES[unit]
+    require(number <= 100, f"memory.budget={text!r} is more than the whole device")
+    return number / 100 * whole
 
 
 def parse_duration(key: str, text: str) -> float:
-    """The seconds in ``90s``, ``15min`` or ``1.5h``.
+    """The seconds in ``90s``, ``15min`` or ``1.5h``, the value of ``key``."""
+    number, unit = _amount(key, text, _SECONDS, "a time: write it as 90s, 15min or 1.5h")
+    return number * _SECONDS[unit]
 
-    Raises:
-        RecipeError: naming ``key``, when it is none of these, or zero.
-    """
-    match = _DURATION.match(str(text))
-    require(match is not None, f"{key}={text!r} is not a time: write it as 90s, 15min or 1.5h")
-    assert match is not None
-    seconds = float(match[1]) * _SECONDS[match[2].lower()]
-    require(seconds > 0, f"{key}={text!r} must be greater than 0")
-    return seconds
+
+def _amount(key: str, text: str, units: Mapping[str, int], kind: str) -> tuple[float, str]:
+    match = _AMOUNT.fullmatch(str(text))
+    if match is None or match[2].lower() not in units:
+        raise RecipeError(f"{key}={text!r} is not {kind}")
+    require(float(match[1]) > 0, f"{key}={text!r} must be greater than 0")
+    return float(match[1]), match[2].lower()
 
 
 # Units of memory: decimal, as makers of devices count.
