@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny import target_of
-from traced import Own, own_recipe
+from helpers.traced import Own, own_recipe
 
 from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
