@@ -70,7 +70,7 @@ def trained(
     updates = updates if fabric is None else fabric.setup_optimizers(updates)
     backward: Any = Tensor.backward if fabric is None else fabric.backward
     features = targets = None
-    for number in range(accumulation + 1):  # two optimizer steps
+    for number in range(2 * accumulation + 1):
         if fabric is None:  # there the script's own name for the batch is that of the one on the CPU, for a moment
             features = targets = None
         features, targets = _batch(batch)
