@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.benchmark import FOLDER, imported
@@ -23,7 +23,7 @@ from trainer.settings import change
 
 gpu, gpu_faults, gpu_judge, gpu_rows = imported("gpu", "gpu_faults", "gpu_judge", "gpu_rows")
 common, measured_run, planner_gpu = imported("common", "measured_run", "planner_gpu")
-Record, Measured, judge, read_found = common.Record, gpu_judge.Measured, gpu_judge.judge, gpu_judge.read_found
+Measured, judge, read_found = gpu_judge.Measured, gpu_judge.judge, gpu_judge.read_found
 PARTS, TINY, Row = gpu_rows.PARTS, gpu_rows.TINY, gpu_rows.Row
 
 ROOT, VIT = FOLDER.parent, FOLDER / "recipes" / "vit_l_16.py"
@@ -44,6 +44,10 @@ find = PathFinder.find_spec
 without = lambda name, *rest: None if name.partition(".")[0] in {BARE} else find(name, *rest)
 PathFinder.find_spec = staticmethod(without)
 """
+
+
+def record_in(folder: Path) -> Any:
+    return common.Record("gpu_first", {}, folder)
 
 
 def finished(*losses: float) -> Trial:
@@ -103,20 +107,22 @@ def test_a_killed_run_is_resumed_with_the_same_losses(tmp_path):
     assert found["out of memory, said so"]["reason"] == "needs a GPU"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["lader"], "no part lader"),
-        (["--device", "cpu"], "use it with --tiny"),
-        (["--only", "nothing"], "no row has such a name"),
-        (["--time", "0"], "--time must be more than 0"),
-    ],
-)
-def test_a_wrong_command_line_is_refused(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        gpu.main()
-    assert message in capsys.readouterr().err
+WRONG = {"lader": "no part lader", "--device cpu": "use it with --tiny", "--only nothing": "no row has such a name"}
+WRONG |= {"--time 0": "--time must be more than 0"}
+WRONG_OF_PLANNER = {"--accelerator cpu": "use it with --tiny", "--minutes 0": "--minutes must be more than 0"}
+WRONG_OF_PLANNER |= {"--only nothing": "no configuration has such a name", "--out a.txt": "a file that ends in .json"}
+
+
+def test_a_wrong_command_line_is_refused(monkeypatch, capsys):
+    for words, message in WRONG.items():
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *words.split()])
+        with pytest.raises(SystemExit, match="2"):
+            gpu.main()
+        assert message in capsys.readouterr().err
+    for words, message in WRONG_OF_PLANNER.items():
+        with pytest.raises(SystemExit, match="2"):
+            planner_gpu.main(words.split())
+        assert message in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------- time and results
@@ -142,27 +148,22 @@ def test_a_part_ends_in_its_time_and_the_rest_are_rows_that_say_so(tmp_path, mon
         return Measured(row, finished(1.0))
 
     four = [Row(str(number), "vit_l_16", seconds=70) for number in range(4)]
-    found = gpu.run(measure, {"first": four}, Record("gpu_first", {}, tmp_path))["first"]
+    found = gpu.run(measure, {"first": four}, record_in(tmp_path))["first"]
     assert given == [("0", 70), ("1", 40), ("2", 10)]
     assert [row["status"] for row in found] == ["finished"] * 3 + ["not run"]
     assert found[3]["reason"] == "late: the 100 s of this part are used up"
 
 
-def test_what_was_measured_is_on_disk_when_the_benchmark_is_killed(tmp_path):
-    script = f"""
-import os, signal, sys
-sys.path[:0] = [{str(FOLDER)!r}, {str(ROOT)!r}]
-import gpu
-from pathlib import Path
-def measure(row, seconds):
-    if row.name == "third":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return gpu.Measured(row, gpu.Trial("finished", None, [], 1.0, losses=[2.0]))
-rows = [gpu.Row(name, "vit_l_16") for name in ("first", "second", "third")]
-gpu.run(measure, {{"first": rows}}, gpu.Record("gpu_first", {{}}, Path({str(tmp_path)!r})))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def test_what_was_measured_is_on_disk_when_the_benchmark_is_ended(tmp_path):
+    def measure(row: Row, seconds: float) -> Measured:
+        if row.name == "third":
+            raise KeyboardInterrupt
+        return Measured(row, finished(2.0))
+
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run(
+            measure, {"first": [Row(name, "vit_l_16") for name in ("first", "second", "third")]}, record_in(tmp_path)
+        )
     content = json.loads((tmp_path / "gpu_first.json").read_text())
     assert content["complete"] is False
     assert [(row["name"], row["losses"]) for row in content["parts"]["first"]] == [("first", [2.0]), ("second", [2.0])]
@@ -214,9 +215,9 @@ def test_a_fault_that_breaks_is_a_row(tmp_path):
     faults = gpu_faults.Faults("cpu", True, tmp_path, end=float("inf"))
     needs_gpu = gpu_faults.rows(faults)["out of memory, said so"]
     broken = {"broken": (False, lambda: 1 / 0), "needs one": needs_gpu}
-    found = gpu_faults.measure(faults, broken, Record("gpu_faults", {}, tmp_path))
+    found = gpu_faults.measure(faults, broken, record_in(tmp_path))
     assert [(row["status"], row["met"]) for row in found] == [("failed", False), ("not run", None)]
-    assert json.loads((tmp_path / "gpu_faults.json").read_text())["rows"][0]["reason"].startswith("ZeroDivisionError")
+    assert json.loads((tmp_path / "gpu_first.json").read_text())["rows"][0]["reason"].startswith("ZeroDivisionError")
 
 
 # -------------------------------------------------------------------------------------------------------- the gradient

@@ -16,7 +16,7 @@ from helpers.warm import python
 
 from trainer.memory.plan import decide_plan
 
-common, planner_gpu, planner_runs, recorded_run = imported("common", "planner_gpu", "planner_runs", "recorded_run")
+common, planner_runs, recorded_run = imported("common", "planner_runs", "recorded_run")
 planner_configs, planner_report = imported("planner_configs", "planner_report")
 CASES, TINY, Runs, file_name = planner_configs.CASES, planner_configs.TINY, planner_runs.Runs, planner_runs.file_name
 
@@ -46,21 +46,6 @@ def test_small_models_are_predicted_run_and_compared(tmp_path):
     assert "reserved: nothing was measured" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--accelerator", "cpu"], "use it with --tiny"),
-        (["--only", "nothing"], "no configuration has such a name"),
-        (["--minutes", "0"], "--minutes must be more than 0"),
-        (["--out", "results.txt"], "a file that ends in .json"),
-    ],
-)
-def test_a_wrong_command_line_is_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        planner_gpu.main(arguments)
-    assert message in capsys.readouterr().err
-
-
 def test_late_predictions_leave_those_that_were_made(tmp_path, monkeypatch):
     made = tmp_path / "predicted.json"
 
@@ -88,40 +73,14 @@ def test_late_predictions_leave_those_that_were_made(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------- configurations
 
 
-def test_there_are_forty_configurations_with_names_of_their_own():
-    assert len(CASES) >= 40
+def test_a_configuration_has_a_name_of_its_own_and_is_a_recipe_that_can_work(tmp_path):
     assert len({file_name(case.name) for case in CASES}) == len(CASES)
-    assert sum(case.recorded for case in CASES) == 6
-    assert 4 <= sum(case.ranks > 1 for case in CASES) <= 6
-    assert not any("," in case.name for case in CASES)  # --only has them between words
-
-
-def test_a_configuration_is_a_recipe_that_can_work(tmp_path):
     for case in CASES:
+        assert "," not in case.name  # --only has them between words
         recipe = common.resolve(Runs("cuda", tmp_path, tmp_path, 0).arguments(case))
         plan = decide_plan(recipe, case.ranks)
         assert (plan.world_size, case.ranks == 1 or plan.strategy == "fsdp") == (case.ranks, True), case.name
         assert recipe.max_steps in (3, 8), case.name
-
-
-def test_the_configurations_are_over_all_knobs():
-    def values(key):
-        return {case.settings.get(key) for case in CASES}
-
-    assert values("memory.precision") == {"32-true", "bf16-mixed", "16-mixed", "bf16-true"}
-    assert values("memory.activation_checkpointing") == {None, "selective", "full", 0.5}
-    assert values("memory.cpu_offload") == {None, "optimizer", "parameters"}
-    assert values("optim.name") == {None, "adam", "sgd", "adafactor"}  # none is adamw
-    assert {"memory.activation_offload", "memory.stochastic_rounding", "memory.optimizer_in_backward"} <= {
-        key for case in CASES for key in case.settings
-    }
-    assert {case.recipe for case in CASES} == {"vit_l_16", "distilbert", "bigbird", "llama"}
-    accumulated = {
-        case.settings["batch_size"] / case.settings["memory.micro_batch_size"]
-        for case in CASES
-        if case.ranks == 1 and case.settings["memory.micro_batch_size"] != "auto"
-    }
-    assert {1, 2, 2.5, 4} <= accumulated
 
 
 # ----------------------------------------------------------------------------------------------------------- report

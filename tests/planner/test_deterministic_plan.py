@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from helpers.tiny import target_of
-from traced import own_recipe, traces
+from helpers.traced import own_recipe, traces
 
 from trainer.data.loader import Loader
 from trainer.engine.feed import windows_of

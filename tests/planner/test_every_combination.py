@@ -27,10 +27,10 @@ ON_EIGHT_RANKS = [
 ]
 
 
-def accepted(count: int) -> list[Combination]:
+def accepted(count: int, models: Sequence[str] = MODELS) -> list[Combination]:
     """Of ``count`` random combinations those that have a plan, each with one of the models."""
     plans = [values for values in likely(count) if isinstance(ask(values), Plan)]
-    return [{**values, "model": model} for values, model in zip(plans, cycle(MODELS), strict=False)]
+    return [{**values, "model": model} for values, model in zip(plans, cycle(models), strict=False)]
 
 
 def answer(values: Combination) -> dict[str, Any]:
@@ -69,7 +69,8 @@ def fault_of(result: Any) -> str:
 
 
 def test_every_value_of_every_knob_is_predicted():
-    check(covering(accepted(3_000), 1))
+    quick = [name for name in MODELS if name != "bigbird"]
+    check(covering(accepted(1_500, quick), 1))
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny import prediction_of
+from helpers.traced import BATCH, CLASSES, WIDTH, Own, own_recipe
 from torch import Tensor, nn
-from traced import BATCH, CLASSES, WIDTH, Own, own_recipe
 
 from trainer.planner.predict import Prediction
 from trainer.planner.search import plan
@@ -25,37 +25,31 @@ def layers() -> nn.Sequential:
 class Around(nn.Module):
     """Calls another module, and a function on its result, both maybe compiled."""
 
-    def __init__(self, compiled: bool) -> None:
+    def __init__(self, inner: nn.Module, after: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.inner = torch.compile(layers()) if compiled else layers()
-        self.after = torch.compile(dynamic=False)(torch.tanh) if compiled else torch.tanh
+        self.inner, self.after = inner, after
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after(self.inner(x.mean(1)))
 
 
-class Recurrent(nn.Module):
+class Last(nn.Module):
+    """Of a recurrent layer, the output at the last token."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.recurrent, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, CLASSES)
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.recurrent(x)[0][:, -1])
+        return self.recurrent(x)[0][:, -1]
 
 
-class Wary(nn.Module):
+def wary(out: Tensor) -> Tensor:
     """Refuses numbers that are not finite, and writes one down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.layers(x.mean(1))
-        if not torch.isfinite(out).all() or torch.isnan(out).any() or torch.isinf(out).any():
-            raise ValueError("not finite")
-        assert f"{out.sum():.3f}"
-        return out
+    if not torch.isfinite(out).all() or torch.isnan(out).any() or torch.isinf(out).any():
+        raise ValueError("not finite")
+    assert f"{out.sum():.3f}"
+    return out
 
 
 @dataclass
@@ -73,21 +67,25 @@ def predicted(make: Callable[[], nn.Module], **knobs: Any) -> Prediction:
     return prediction_of(own_recipe(Memory(**knobs), model=Made(make=make), run=Run(evaluate=False)))
 
 
+def both_compiled() -> nn.Module:
+    return Around(torch.compile(layers()), torch.compile(dynamic=False)(torch.tanh))
+
+
 def test_what_is_compiled_by_the_model_or_by_a_knob_is_traced_as_it_is() -> None:
-    compiled, plain = predicted(lambda: Around(True), compile="model"), predicted(lambda: Around(False))
+    compiled, plain = predicted(both_compiled, compile="model"), predicted(lambda: Around(layers(), torch.tanh))
     assert (compiled.allocated, compiled.reserved) == (plain.allocated, plain.reserved)
     assert "memory.compile=model" in " ".join(compiled.notes)
 
 
 def test_a_recurrent_model_is_predicted_and_its_note_says_how() -> None:
-    found = predicted(Recurrent)
-    weights = sum(parameter.numel() * 4 for parameter in Recurrent().parameters())
+    found = predicted(lambda: nn.Sequential(Last(), nn.Linear(WIDTH, CLASSES)))
+    weights = sum(parameter.numel() * 4 for parameter in Last().parameters())
     assert found.allocated > 4 * weights  # weights, gradients and two moments
     assert any("recurrent" in note for note in found.notes)
 
 
 def test_numbers_are_known_to_be_finite() -> None:
-    assert predicted(Wary).guesses == 0
+    assert predicted(lambda: Around(layers(), wary)).guesses == 0
 
 
 def test_a_recipe_that_cannot_be_traced_says_why() -> None:

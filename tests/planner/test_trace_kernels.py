@@ -10,8 +10,8 @@ import pytest
 import torch
 from helpers.problems import make_model, tokenizer_folder
 from helpers.tiny import InMemory
+from helpers.traced import traced, traces
 from torch import nn
-from traced import traced, traces
 
 from trainer.contract import Model
 from trainer.models import TextClassifier
@@ -65,11 +65,10 @@ def attended(
 
 
 def test_of_the_kernels_only_those_that_are_allowed_are_chosen() -> None:
-    rules = Target(gpu_named("a100-80gb"), NEW).attention
-    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
-        assert rules.choose(*attended(BF16)) == "math"
-    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.EFFICIENT_ATTENTION):
-        assert rules.choose(*attended(BF16)) == "efficient"
+    backends = nn.attention.SDPBackend
+    for allowed, kernel in ((backends.MATH, "math"), (backends.EFFICIENT_ATTENTION, "efficient")):
+        with nn.attention.sdpa_kernel(allowed):
+            assert Target(gpu_named("a100-80gb"), NEW).attention.choose(*attended(BF16)) == kernel
 
 
 # ------------------------------------------------------------------------------------------------- masks and kernels
@@ -92,13 +91,11 @@ def llama() -> Model:
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, Trace]:
-    return traced(
-        {
-            f"{name}, {lengths}": (text_recipe(model, [16, shorter]), 1)
-            for name, model in (("encoder", make_model("distilbert")), ("decoder", llama()))
-            for lengths, shorter in (("alike", 16), ("padded", 10))
-        }
-    )
+    recipes = {}
+    for name, model in (("encoder", make_model("distilbert")), ("decoder", llama())):
+        recipes[f"{name}, alike"] = (text_recipe(model, [16, 16]), 1)
+        recipes[f"{name}, padded"] = (text_recipe(model, [16, 10]), 1)
+    return traced(recipes)
 
 
 def attention_of(trace: Trace) -> set[str]:
@@ -119,10 +116,8 @@ def test_grouped_heads_count_like_others(texts: dict[str, Trace]) -> None:
     """A batch of 2, 4 heads of 16 that ask and 2 that answer, 16 tokens; 2 products forward, and 5 backward."""
     work = [work for work in texts["decoder, alike"].work if "attention" in work.op]
     product = 2 * (2 * 4 * 16 * 16 * 16)
-    assert Counter((one.phase, one.flops) for one in work) == {
-        ("forward", 2 * product): 2,
-        ("backward", 5 * product): 2,
-    }
+    counted = Counter((one.phase, one.flops) for one in work)
+    assert counted == {("forward", 2 * product): 2, ("backward", 5 * product): 2}
 
 
 # --------------------------------------------------------------------------------------------------------- workspaces

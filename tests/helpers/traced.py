@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from helpers.tiny import InMemory, trace_of
 from torch import Tensor, nn
 
+from helpers.tiny import InMemory, trace_of
 from trainer.contract import Model
 from trainer.models.common import classification_loss
 from trainer.planner.events import Event, Trace, Work
