@@ -1,7 +1,5 @@
 """Checkpoints of somebody else, with manifests that fit: no code is executed, and each fault names its file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle
