@@ -3,8 +3,6 @@
 The commands are those of the table in trainer/cli.py, with the words that it says they take: a new one is in here.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

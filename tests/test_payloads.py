@@ -1,7 +1,5 @@
 """A corpus of files that execute code when loaded carelessly, through every way by which a file can be named to us."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Bad samples are left out exactly, whatever the ranks, the cut and the workers, or the run ends naming them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

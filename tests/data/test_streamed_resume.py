@@ -5,8 +5,6 @@ has, such as 1,2,1; the first start is of the undisturbed run, too. It prints JS
 one is resumed with a shard that has changed.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Files that execute code when they are loaded carelessly: they make a folder, whose absence shows that none ran."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -44,7 +44,7 @@ def fingerprint(data: Data) -> str:
 
 def data_files(data: Data) -> dict[str, str]:
     """A short hash of every file of a dataset whose splits define ``files()``: what to name when one has changed."""
-    found = {}
+    found: dict[str, str] = {}
     for name, split in (("train", data.train), ("val", data.val), ("test", data.test)):
         if callable(getattr(split, "files", None)):
             found |= {f"{name}/{file}": digest for file, digest in split.files().items()}

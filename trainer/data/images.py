@@ -147,8 +147,9 @@ class _Downloaded(_Images):
         """Download if asked to, and read all images."""
         classes, train, test = self._read()
         self._set_classes(classes)
-        parts = (("train", *train), ("test", *test))
-        self._set_splits(*(_Part(*part, f"{type(self).__name__} {name}", range(len(part[1]))) for name, *part in parts))
+        source, found = type(self).__name__, (("train", train), ("test", test))
+        parts = [_Part(images, labels, f"{source} {name}", range(len(labels))) for name, (images, labels) in found]
+        self._set_splits(*parts)
 
     def _read(self) -> tuple[Sequence[str], Any, Any]:
         raise NotImplementedError
@@ -224,7 +225,8 @@ class CIFAR10(_Downloaded):
             sources = self._open(Source, local_path(self.root) / Source.base_folder, Source.url)
             names, found = sources[0].classes, [(source.data, source.targets) for source in sources]
         tensors = ((torch.from_numpy(images).permute(0, 3, 1, 2), torch.as_tensor(labels)) for images, labels in found)
-        return names, *((images.contiguous(), labels.long()) for images, labels in tensors)
+        train, test = ((images.contiguous(), labels.long()) for images, labels in tensors)
+        return names, train, test
 
 
 @dataclass

@@ -203,9 +203,7 @@ def _first_of(batch: Any) -> Any:
 
 
 # Labels that no class has: found on the host, before a kernel reads outside its bounds.
-
-SMALL = 64
-"""Entries up to which a list is faster than tensor operations."""
+SMALL = 64  # entries up to which a list is faster than tensor operations
 
 
 def stray_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:

@@ -167,9 +167,9 @@ def find_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cach
     files: list[tuple[str, int]] = []
     for name, label in classes:
         folder = root / part / name
-        paths = sorted(folder.glob("*.txt"))
-        require(len(paths) > 0, f"{folder} is missing or holds no .txt files")
-        files += [(str(path), label) for path in paths]
+        texts = sorted(folder.glob("*.txt"))
+        require(len(texts) > 0, f"{folder} is missing or holds no .txt files")
+        files += [(str(path), label) for path in texts]
     paths = [path for path, _ in files]
     content = hash_of(content_of(cache, list(map(Path, paths)), checksums), [label for _, label in files])
     return Rows(content, partial(_read_folders, root / part, files), str(root / part), files=paths)

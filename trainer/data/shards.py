@@ -68,7 +68,7 @@ def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, in
                 require_moderate(metadata.row_group(group), group)
             for group, _ in rows:
                 # A missing column is told by who knows the name of the setting, and too many labels are refused there.
-                if label_column in columns and len(labels) <= MOST_LABELS:
+                if label_column is not None and label_column in columns and len(labels) <= MOST_LABELS:
                     values = pc.unique(_read(file, group, [label_column]).column(0)).to_pylist()
                     labels |= {str(value) for value in values if value is not None}
     except Exception as error:  # pyarrow raises OSError and ArrowInvalid, and others for damaged files
