@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def process() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture(scope="module")
 def seen(process) -> Seen:
     """What is seen in a configuration as it is."""
-    return lru_cache(maxsize=None)(lambda name: process.submit(watch, name).result())
+    return cache(lambda name: process.submit(watch, name).result())
 
 
 def waits(watched: Watched, allowed: Allowed = SYNCS) -> list[str]:

@@ -132,8 +132,7 @@ recipe = Recipe(
 
 def fitted(folder, model, words=(), data=""):
     """Exit code, standard output and standard error of ``trainer fit`` of one of these models, in this process."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    path = Path(folder) / f"own_{rank}.py"
+    path = Path(folder) / f"own_{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(RECIPE.replace("MODEL", model).replace("DATA", data))
     out, error = io.StringIO(), io.StringIO()

@@ -32,20 +32,12 @@ LR = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is trained, for three SGD steps; picklable, so that every rank can set it up.
+    """What is trained, for three SGD steps; picklable, so that every rank can set it up."""
 
-    Args:
-        name: of the model: vit, mlp, distilbert, bigbird, tagger or two_losses.
-        size: training samples.
-        batch_size: samples per step over all ranks.
-        micro_batch_size: most samples of a micro-batch.
-        precision: as in ``memory.precision``.
-    """
-
-    name: str
-    size: int
-    batch_size: int
-    micro_batch_size: int
+    name: str  # of the model: vit, mlp, distilbert, bigbird, tagger, two_losses, unused, branch or undeclared
+    size: int  # training samples
+    batch_size: int  # samples per step over all ranks
+    micro_batch_size: int  # most samples of a micro-batch
     precision: str = "64-true"
     micro_batch_tokens: int | None = None
     by_length: bool = True
@@ -74,32 +66,21 @@ def tokenizer_folder() -> str:
 def make_model(name: str) -> Model:
     """A small model without dropout."""
     if name == "vit":
-        return VisionTransformer(
-            "custom", num_classes=CLASSES, image_size=8, patch_size=4, layers=2, heads=2, width=16, mlp_width=32
-        )
+        sizes = {"image_size": 8, "patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32}
+        return VisionTransformer("custom", num_classes=CLASSES, **sizes)
     if name == "mlp":
         return MLP([16, 16], image_size=4, channels=3, num_classes=CLASSES)
+    common = {"num_classes": CLASSES, "dropout": 0.0}
     if name == "distilbert":
         config = {"n_layers": 2, "dim": 16, "hidden_dim": 32, "n_heads": 2, "max_position_embeddings": 64}
-        return TextClassifier(
-            "distilbert", tokenizer=tokenizer_folder(), config=config, num_classes=CLASSES, dropout=0.0
-        )
+        return TextClassifier("distilbert", tokenizer=tokenizer_folder(), config=config, **common)
     if name == "bigbird":
-        config = {
-            "num_hidden_layers": 2,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 64,
-        }
-        return BigBird("big_bird", tokenizer=tokenizer_folder(), config=config, num_classes=CLASSES, dropout=0.0)
-    return {
-        "tagger": Tagger,
-        "two_losses": TwoLosses,
-        "unused": OneHead,
-        "branch": Branch,
-        "undeclared": UndeclaredBranch,
-    }[name]()
+        config = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+        config |= {"max_position_embeddings": 64}
+        return BigBird("big_bird", tokenizer=tokenizer_folder(), config=config, **common)
+    own: dict[str, type[Model]] = {"tagger": Tagger, "two_losses": TwoLosses, "unused": OneHead}
+    own |= {"branch": Branch, "undeclared": UndeclaredBranch}
+    return own[name]()
 
 
 @dataclasses.dataclass
@@ -230,20 +211,17 @@ def plain_run(problem: Problem) -> dict[str, Any]:
     dtype = {"64-true": torch.float64, "32-true": torch.float32}[problem.precision]
     samples, module = make_samples(problem), initial_module(problem)
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR)
-    before = flat(module)
-    losses, norms = [], []
+    run: dict[str, Any] = {"before": flat(module), "losses": [], "norms": []}
     for step in range(problem.steps):
-        indices = plain_indices(problem, step)
-        batch = collate([samples[index] for index in indices])
+        batch = collate([samples[index] for index in plain_indices(problem, step)])
         batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
         loss = textbook_loss(problem.name, module, batch)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(module.parameters(), problem.clip_norm or float("inf"))
+        run["norms"].append(nn.utils.clip_grad_norm_(module.parameters(), problem.clip_norm or float("inf")).item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        norms.append(norm.item())
-    return {"before": before, "after": flat(module), "losses": losses, "norms": norms}
+        run["losses"].append(loss.item())
+    return run | {"after": flat(module)}
 
 
 def plain_indices(problem: Problem, step: int) -> list[int]:
@@ -260,17 +238,15 @@ def textbook_loss(name: str, module: nn.Module, batch: dict[str, Tensor]) -> Ten
         return cross_entropy(module(batch["pixel_values"]), labels)
     if name == "tagger":
         return cross_entropy(module(batch["input_ids"]).flatten(0, 1), labels.flatten())
-    if name == "unused":
-        return cross_entropy(module(batch["pixel_values"], "left"), labels)
-    if name == "branch":
-        odd = batch["pixel_values"][labels % 2 == 1]
-        right = module(odd, "right").square().sum() if len(odd) else torch.zeros(())
-        return cross_entropy(module(batch["pixel_values"], "left"), labels) + right / len(labels)
-    if name == "two_losses":
-        odd = batch["pixel_values"][labels % 2 == 1]
-        right = module(odd, "right").square().mean() if len(odd) else torch.zeros(())
-        return cross_entropy(module(batch["pixel_values"], "left"), labels) + right
-    return cross_entropy(module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits, labels)
+    if name in ("distilbert", "bigbird"):
+        logits = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return cross_entropy(logits, labels)
+    left = cross_entropy(module(batch["pixel_values"], "left"), labels)
+    odd = batch["pixel_values"][labels % 2 == 1]
+    if name == "unused" or not len(odd):
+        return left
+    squares = module(odd, "right").square()
+    return left + (squares.mean() if name == "two_losses" else squares.sum() / len(labels))
 
 
 def initial_module(problem: Problem) -> nn.Module:
@@ -361,12 +337,13 @@ def flat(module: nn.Module) -> Tensor:
 def errors(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
     """Relative errors of the weights, of their change over the steps, of the losses and of the gradient norms."""
 
-    def relative(a: Tensor, b: Tensor) -> float:
+    def relative(of: Callable[[dict[str, Any]], Any]) -> float:
+        a, b = (torch.as_tensor(of(run)).double() for run in (ours, plain))
         return float((a - b).norm() / b.norm())
 
     return {
-        "weights": relative(ours["after"], plain["after"]),
-        "change": relative(ours["after"] - ours["before"], plain["after"] - plain["before"]),
-        "losses": relative(torch.tensor(ours["losses"]).double(), torch.tensor(plain["losses"]).double()),
-        "norms": relative(torch.tensor(ours["norms"]).double(), torch.tensor(plain["norms"]).double()),
+        "weights": relative(lambda run: run["after"]),
+        "change": relative(lambda run: run["after"] - run["before"]),
+        "losses": relative(lambda run: run["losses"]),
+        "norms": relative(lambda run: run["norms"]),
     }

@@ -61,22 +61,15 @@ class Blank(Data):
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is run: two optimizer steps of two micro-steps each on every rank.
+    """What is run: two optimizer steps of two micro-steps each on every rank."""
 
-    Args:
-        memory: knobs that differ from bf16-mixed; so do ``optim`` from AdamW, ``run`` from one without an evaluation.
-        model: linear "layers", "blocks" of a Vision Transformer, or one of the planner's tiny models.
-        around: called in the process of the run before it begins.
-        program: what is watched instead of a run.
-    """
-
-    memory: dict[str, Any] = field(default_factory=dict)
-    optim: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)  # knobs that differ from bf16-mixed
+    optim: dict[str, Any] = field(default_factory=dict)  # settings that differ from AdamW's
     ranks: int = 1
-    model: str = "blocks"
-    run: dict[str, Any] = field(default_factory=dict)
-    around: Callable[[], None] = lambda: None
-    program: Callable[[], None] | None = None
+    model: str = "blocks"  # of a Vision Transformer; linear "layers"; or one of the planner's tiny models
+    run: dict[str, Any] = field(default_factory=dict)  # settings that differ from a run without an evaluation
+    around: Callable[[], None] = lambda: None  # called in the process of the run before it begins
+    program: Callable[[], None] | None = None  # what is watched instead of a run
 
     @property
     def recipe(self) -> Recipe:
@@ -203,23 +196,14 @@ CONFIGURATIONS = USUAL | OTHERS
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen in a run.
+    """What was seen in a run."""
 
-    Args:
-        findings: what is wrong, and how often.
-        syncs: where the host waited: ``[phase, what, file, function, line, times]``.
-        entered: how often each phase began, as forward does in every micro-step; a window, and how many were abandoned.
-        orders: ``[kind, place]`` of every order between streams, or streams and host, that our own code gave.
-        operations: how many were launched.
-        met: how often the planted fault was met.
-    """
-
-    findings: dict[str, int]
-    syncs: list[list[Any]]
-    entered: dict[str, int]
-    orders: list[list[str]]
-    operations: int
-    met: int
+    findings: dict[str, int]  # what is wrong, and how often
+    syncs: list[list[Any]]  # where the host waited: [phase, what, file, function, line, times]
+    entered: dict[str, int]  # how often each phase began; a window, and how many were abandoned
+    orders: list[list[str]]  # [kind, place] of every order between streams, or with the host, that our own code gave
+    operations: int  # how many were launched
+    met: int  # how often the planted fault was met
 
 
 def watch(name: str, plant: Plant | None = None, forgotten: tuple[str, str] | None = None) -> Watched:

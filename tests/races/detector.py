@@ -76,14 +76,10 @@ def _file_of(code: CodeType) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An operation that touches the bytes from ``low`` to ``high`` of a block.
-
-    Args:
-        number: of the operation, among all of them.
-    """
+    """An operation that touches the bytes from ``low`` to ``high`` of a block."""
 
     stream: int
-    number: int
+    number: int  # of the operation, among all of them
     writes: bool
     low: int
     high: int
@@ -96,29 +92,17 @@ class Access:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory of one storage.
+    """Memory of one storage."""
 
-    Args:
-        pool: the stream that it was made on and returns to; of host memory, the host.
-        origin: what made it.
-        accesses: those that later ones must still be compared with.
-        recorded: streams that ``record_stream`` has named.
-        is_new: whether nobody has used it.
-    """
-
-    pool: int
-    origin: str
-    accesses: list[Access] = field(default_factory=list)
-    recorded: set[int] = field(default_factory=set)
-    is_new: bool = True
+    pool: int  # the stream that it was made on and returns to; of host memory, the host
+    origin: str  # what made it
+    accesses: list[Access] = field(default_factory=list)  # those that later ones must still be compared with
+    recorded: set[int] = field(default_factory=set)  # streams that record_stream has named
+    is_new: bool = True  # nobody has used it
 
 
 class Detector:
-    """Watches accesses and waits.
-
-    Args:
-        forgotten: a kind of order, and the place that gives it, which is not heeded: as if its line were missing.
-    """
+    """Watches accesses and waits; of a ``forgotten`` order (kind, place) it is as if the line were missing."""
 
     def __init__(self, forgotten: tuple[str, str] | None = None) -> None:
         self.forgotten = forgotten
@@ -130,18 +114,15 @@ class Detector:
         self.orders: Counter[tuple[str, str]] = Counter()
         self.entered: Counter[str] = Counter()
         self.last_wait: tuple[Place, int] | None = None
-        self.phase = "init"
-        self.operations = 0
+        self.phase, self.operations = "init", 0
 
     def enter(self, phase: str) -> None:
-        """What follows is of ``phase``."""
         self.phase = phase
         self.entered[phase] += 1
 
     # ------------------------------------------------------------------------------------------------------- clocks
 
     def clock(self, stream: int) -> Clock:
-        """What ``stream`` knows."""
         return self.clocks.setdefault(stream, {})
 
     def join(self, stream: int, other: Clock) -> None:
@@ -164,7 +145,6 @@ class Detector:
         return (order, str(place)) != self.forgotten
 
     def host_waits(self, clock: Clock, what: str) -> None:
-        """The host comes after all that ``clock`` knows."""
         self.join(HOST, clock)
         place = here()
         # Numbers that are read one by one, with nothing between them, are one list on a GPU.
@@ -186,7 +166,6 @@ class Detector:
     # ------------------------------------------------------------------------------------------------------- memory
 
     def touch(self, block: Block, extent: tuple[int, int], writes: bool, stream: int, number: int, what: str) -> None:
-        """An operation uses some bytes of ``block``."""
         access = Access(stream, number, writes, *extent, what, here())
         if block.is_new:
             self._begin_use(block, access)
@@ -223,7 +202,6 @@ class Detector:
                 pool[access.stream] = access, block.origin
 
     def report(self, kind: str, what: str) -> None:
-        """Something is wrong."""
         self.findings[f"{kind} in {self.phase}: {what}"] += 1
 
 

@@ -13,7 +13,6 @@ from trainer.errors import listed, require
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Request
 
-FILLED_FROM_DATA = ("num_classes", "image_size", "channels", "class_names")
 EVALUATION_FACTOR = 2
 """Evaluation keeps no activations, so its micro-batches can be larger than training's and still peak below them."""
 
@@ -29,16 +28,15 @@ def fill_from_data(model: Model, data: Data) -> Model:
         f"{type(data).__name__} has {len(names)} class_names for num_classes={classes}: give each class a name",
     )
     changes = {}
-    for name in FILLED_FROM_DATA:
+    for name in ("num_classes", "image_size", "channels", "class_names"):
         own, known = getattr(model, name, None), getattr(data, name, None)
         if known is None or not hasattr(model, name):
             continue
         if own is None:
             changes[name] = known
         elif name != "class_names":
-            require(
-                own == known, f"model.{name}={own} does not fit the data, which has {known}: leave model.{name} at null"
-            )
+            fix = f"model.{name}={own} does not fit the data, which has {known}: leave model.{name} at null"
+            require(own == known, fix)
     return dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
 
 

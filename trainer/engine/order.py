@@ -7,7 +7,6 @@ import struct
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
@@ -43,12 +42,12 @@ def batch_indices(
     first, last = step * batch_size, min((step + 1) * batch_size, size)
     if groups is None:
         return permutation(seed, epoch, size)[first:last].tolist()
-    stretches = _stretches(seed, epoch, groups)
-    number = bisect_right(stretches.begins, first) - 1
+    begins = _stretches(seed, epoch, groups)[2]
+    number = bisect_right(begins, first) - 1
     shares, samples = [], []
     while first < last:
         order, within = _stretch(seed, epoch, groups, number)
-        begin = stretches.begins[number]
+        begin = begins[number]
         places = order[first - begin : last - begin].sort().values
         shares.append(places.double() / len(order))
         samples.append(within[places])
@@ -56,26 +55,19 @@ def batch_indices(
     return torch.cat(samples)[torch.cat(shares).argsort(stable=True)].tolist()
 
 
-class _Stretches(NamedTuple):
-    """Of an epoch: its groups in order, the first group of every stretch, and where each begins, in samples."""
-
-    groups: list[int]
-    firsts: list[int]
-    begins: list[int]
-
-
 @lru_cache(maxsize=2)
-def _stretches(seed: int, epoch: int, groups: Groups) -> _Stretches:
-    found = _Stretches(permutation(seed, epoch, len(groups.sizes)).tolist(), [], [])
+def _stretches(seed: int, epoch: int, groups: Groups) -> tuple[list[int], list[int], list[int]]:
+    """The groups of an epoch in their order, the first group of every stretch, and where each begins, in samples."""
+    order, firsts, begins = permutation(seed, epoch, len(groups.sizes)).tolist(), [], []
     begin, held = 0, groups.mixed
-    for number, group in enumerate(found.groups):
+    for number, group in enumerate(order):
         if held >= groups.mixed:
-            found.firsts.append(number)
-            found.begins.append(begin)
+            firsts.append(number)
+            begins.append(begin)
             held = 0
         held += groups.sizes[group]
         begin += groups.sizes[group]
-    return found
+    return order, firsts, begins
 
 
 @lru_cache(maxsize=2)
@@ -91,9 +83,8 @@ def _stretch(seed: int, epoch: int, groups: Groups, number: int) -> tuple[torch.
     The k-th of the n shuffled samples of a group has its place at random between k / n and (k + 1) / n of the stretch,
     so every batch holds of every group what is in proportion.
     """
-    stretches, starts = _stretches(seed, epoch, groups), _starts(groups)
-    last = stretches.firsts[number + 1] if number + 1 < len(stretches.firsts) else None
-    own = stretches.groups[stretches.firsts[number] : last]
+    (order, firsts, _), starts = _stretches(seed, epoch, groups), _starts(groups)
+    own = order[firsts[number] : firsts[number + 1] if number + 1 < len(firsts) else None]
     samples = torch.cat([torch.arange(starts[group], starts[group + 1]) for group in own])
     sizes = torch.tensor([groups.sizes[group] for group in own])
     group_of = torch.repeat_interleave(sizes)

@@ -71,7 +71,11 @@ class Stepper(Forward):
         super().__init__(fabric, model, module)
         self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
         self.phases, self.world_size = phases or Phases(), fabric.world_size
-        self.generator, self.check = _generator(self.device), LossCheck(model)
+        self.check = LossCheck(model)
+        self.generator = torch.default_generator  # of dropout; far cheaper to seed than by torch.manual_seed
+        if self.device.type == "cuda":
+            torch.cuda.init()
+            self.generator = torch.cuda.default_generators[self.device.index or 0]
         self.skipped_steps = self.steps_taken = 0
         self.attach(module, optimizer, sync)
 
@@ -205,14 +209,6 @@ def why_skipped(grad_norm: float, losses: Mapping[str, float]) -> str:
     if not bad and not math.isfinite(grad_norm):
         bad = [f"the gradient norm is {grad_norm}"]
     return ", ".join(bad) or "nothing in the batch has a weight (no label besides -100)"
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """What dropout on ``device`` draws from: seeding it alone is far cheaper than ``torch.manual_seed``."""
-    if device.type != "cuda":
-        return torch.default_generator
-    torch.cuda.init()
-    return torch.cuda.default_generators[device.index or 0]
 
 
 class BatchNormStatistics:

@@ -38,25 +38,27 @@ class LossTotals:
 
     def read(self, norm: Tensor) -> tuple[float, dict[str, float]]:
         """``norm`` and the mean of every loss over the whole batch: the one host sync of a step."""
-        if self.world_size > 1:
-            # In float64: thousands of samples would lose digits in float32.
-            sums = torch.stack([torch.stack(parts).sum(dtype=torch.float64) for parts in self.parts.values()])
-            sums = torch.cat([sums, sums.new_ones(1)])
-            torch.distributed.all_reduce(sums)
-            first, *values, ranks = torch.cat([norm.detach().to(sums).reshape(1), sums]).tolist()
-            self._require_all(ranks)
+        if self.world_size > 1:  # in float64: thousands of samples would lose digits in float32
+            sums = [torch.stack(parts).sum(dtype=torch.float64) for parts in self.parts.values()]
+            first, values = self._over_ranks(norm, torch.stack(sums))
         else:
             first, *numbers = torch.stack([norm, *chain.from_iterable(self.parts.values())]).tolist()
             left = iter(numbers)
             values = [sum(islice(left, len(parts))) for parts in self.parts.values()]
         return first, self._means(values)
 
-    def _means(self, sums: Iterable[float]) -> dict[str, float]:
-        return {name: value / (weight or 1.0) for (name, weight), value in zip(self.weights.items(), sums, strict=True)}
-
-    def _require_all(self, ranks: float) -> None:
+    def _over_ranks(self, norm: Tensor, numbers: Tensor) -> tuple[float, list[float]]:
+        """``norm``, and ``numbers`` in float64 summed over the ranks."""
+        numbers = torch.cat([numbers, numbers.new_ones(1)])
+        if self.world_size > 1:
+            torch.distributed.all_reduce(numbers)
+        first, *values, ranks = torch.cat([norm.detach().to(numbers).reshape(1), numbers]).tolist()
         if ranks != self.world_size:  # NCCL says nothing of a collective that was aborted while a rank waited
             raise RuntimeError("the ranks did not all come to the end of the step: its collectives were aborted")
+        return first, values
+
+    def _means(self, sums: Iterable[float]) -> dict[str, float]:
+        return {name: value / (weight or 1.0) for (name, weight), value in zip(self.weights.items(), sums, strict=True)}
 
 
 class TotalsInOrder(LossTotals):
@@ -74,10 +76,6 @@ class TotalsInOrder(LossTotals):
         own = torch.stack([torch.stack(parts) for parts in self.parts.values()]).double()
         places = own.new_zeros(*own.shape, self.world_size)  # each is filled by one rank: adding zeros rounds nothing
         places[..., torch.distributed.get_rank() if self.world_size > 1 else 0] = own
-        numbers = torch.cat([places.flatten(), own.new_ones(1)])
-        if self.world_size > 1:
-            torch.distributed.all_reduce(numbers)
-        first, *values, ranks = torch.cat([norm.detach().to(numbers).reshape(1), numbers]).tolist()
-        self._require_all(ranks)
+        first, values = self._over_ranks(norm, places.flatten())
         left = iter(values)
         return first, self._means(sum(islice(left, places[0].numel())) for _ in self.parts)
