@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from helpers.live_bytes import LiveBytes
-from helpers.problems import tokenizer_folder
+from helpers.pretrained import saved, text, vit
 from lightning.fabric import Fabric
 from safetensors.torch import save_file
 from torch import nn
@@ -25,33 +26,12 @@ from trainer.fit import fit
 from trainer.memory.initialize import build_module, build_on_meta, materialise
 from trainer.memory.plan import decide_plan
 from trainer.memory.precision import weights_dtype
-from trainer.models import TextClassifier, VisionTransformer
+from trainer.models import VisionTransformer
 from trainer.weights.blocks import find_blocks
 from trainer.weights.streaming import WeightFiles, stored_in
 
 SEED = 4
-SAVED_CLASSES, CLASSES = 7, 5
-
-
-def make(kind, weights=None, classes=CLASSES):
-    if kind == "vit":
-        shape = {"patch_size": 4, "layers": 3, "heads": 2, "width": 66, "mlp_width": 131}  # no multiples of the ranks
-        size = 16 if weights is None else 24
-        return VisionTransformer("custom", num_classes=classes, image_size=size, weights=weights, **shape)
-    config = {"n_layers": 3, "dim": 66, "hidden_dim": 131, "n_heads": 2, "max_position_embeddings": 64}
-    options = {"tokenizer": tokenizer_folder(), "num_classes": classes, "dropout": 0.0, "train_last_blocks": 2}
-    return TextClassifier("distilbert", weights=weights, config=config, **options)
-
-
-def save(kind, folder):
-    """Weights with another head, and of another image size; where they are."""
-    torch.manual_seed(0)
-    model = make(kind, classes=SAVED_CLASSES)
-    if kind == "text":
-        model.save(module := model.build(), folder, module.state_dict())
-        return str(folder)
-    save_file(model.build().state_dict(), folder / "w.safetensors")
-    return str(folder / "w.safetensors")
+MAKE = {"vit": partial(vit, image_size=24), "text": partial(text, dropout=0.0, train_last_blocks=2)}
 
 
 def stream(model, precision, mesh):
@@ -78,7 +58,7 @@ def check_sharded(kind, weights, precision, replicas):
     ranks = torch.distributed.get_world_size()
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=names) if replicas > 1 else None
-    model = make(kind, weights)
+    model = MAKE[kind](weights=weights)
     sharded, elements, peak = stream(model, precision, mesh)
     memory = Memory(precision=precision, micro_batch_size=1)
     plan = decide_plan(Recipe(model=model, data=Data(), batch_size=1, memory=memory), 1)
@@ -119,7 +99,7 @@ def check_reads(local, elements, model):
 
 @pytest.mark.parametrize(("kind", "precision"), [("vit", "bf16-true"), ("text", "32-true")])
 def test_each_rank_reads_its_slices_and_together_they_are_the_model(ranks, tmp_path, kind, precision):
-    weights = save(kind, tmp_path)
+    weights = saved(tmp_path, kind, num_classes=7)
     results = ranks(2).run(check_sharded, kind, weights, precision, 1)
     new = ("heads.", "classifier.")
     for key, (_, shape) in stored_in(weights).items():
@@ -130,7 +110,7 @@ def test_each_rank_reads_its_slices_and_together_they_are_the_model(ranks, tmp_p
 
 
 def test_replicas_without_shards_each_read_everything_once(ranks, tmp_path):
-    weights = save("text", tmp_path)
+    weights = saved(tmp_path, "text", num_classes=7)
     first, second = ranks(2).run(check_sharded, "text", weights, "32-true", 2)
     assert first == second
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.live_bytes import LiveBytes, weight_bytes
-from helpers.problems import make_model, tokenizer_folder
+from helpers.pretrained import saved, text, vit
+from helpers.problems import make_model
 from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -19,23 +20,12 @@ from trainer import Data, Memory, Model, Optim, Pretrained, Recipe, RecipeError,
 from trainer.memory.initialize import build_module, build_on_meta, materialise
 from trainer.memory.plan import decide_plan
 from trainer.memory.precision import weights_dtype
-from trainer.models import MLP, TextClassifier, VisionTransformer
+from trainer.models import MLP, VisionTransformer
 from trainer.weights.streaming import PIECE, WeightFiles, skeleton_on_meta, stored_in
 
 CPU = torch.device("cpu")
 SEED = 3
 LARGE = {"n_layers": 2, "dim": 256, "hidden_dim": 1024, "n_heads": 4, "vocab_size": 8000}
-
-
-def vit(**changes):
-    values = {"patch_size": 4, "layers": 4, "heads": 4, "width": 64, "mlp_width": 256, "num_classes": 5}
-    return VisionTransformer("custom", **(values | {"image_size": 16} | changes))
-
-
-def text(**changes):
-    config = {"n_layers": 4, "dim": 64, "hidden_dim": 256, "n_heads": 4, "max_position_embeddings": 64}
-    values = {"name": "distilbert", "tokenizer": tokenizer_folder(), "config": config, "num_classes": 5}
-    return TextClassifier(**(values | changes))
 
 
 def plan_of(model, **knobs):
@@ -65,21 +55,6 @@ def assert_same(first, second):
         assert torch.equal(a[name], b[name]), name
     assert first.training
     assert second.training
-
-
-def saved_vit(folder: Path, **changes) -> str:
-    torch.manual_seed(11)
-    module = vit(**changes).build()
-    nn.init.normal_(module.heads.head.weight)
-    save_file(module.state_dict(), folder / "w.safetensors")
-    return str(folder / "w.safetensors")
-
-
-def saved_text(folder: Path, **changes) -> str:
-    torch.manual_seed(12)
-    model = text(**changes)
-    model.save(module := model.build(), folder, module.state_dict())
-    return str(folder)
 
 
 def in_shards(folder: Path) -> None:
@@ -112,12 +87,12 @@ def test_building_takes_no_more_than_the_weights(tmp_path, monkeypatch, kind, we
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # what is loaded in other threads could not be counted
     if kind == "vit":
         large = {"width": 256, "mlp_width": 1024}
-        file = saved_vit(tmp_path, **large) if weights else None
+        file = saved(tmp_path, "vit", **large) if weights else None
         if weights == "pth":
             torch.save(load_file(file), file := str(tmp_path / "w.pth"))
         model = vit(weights=file, **large)
     else:
-        model = text(config=LARGE, weights=saved_text(tmp_path, config=LARGE) if weights else None)
+        model = text(config=LARGE, weights=saved(tmp_path, "text", config=LARGE) if weights else None)
     model.prepare()
     with LiveBytes() as live:
         module = on_device(model, precision)
@@ -149,7 +124,7 @@ def test_a_wide_tensor_is_converted_piece_by_piece(tmp_path, monkeypatch):
     ("precision", "classes", "size"), [("bf16-true", 3, 24), ("16-true", 5, 16), ("64-true", 5, 24)]
 )
 def test_a_vit_streamed_is_the_vit_built(tmp_path, precision, classes, size):
-    model = vit(weights=saved_vit(tmp_path), num_classes=classes, image_size=size, train_last_blocks=1)
+    model = vit(weights=saved(tmp_path, "vit"), num_classes=classes, image_size=size, train_last_blocks=1)
     module = on_meta(model, precision)
     assert_same(module, on_device(model, precision))
     assert bool(module.heads.head.weight.any()) == (classes == 5)  # kept if it fits, else zero as torchvision's
@@ -157,7 +132,7 @@ def test_a_vit_streamed_is_the_vit_built(tmp_path, precision, classes, size):
 
 @pytest.mark.parametrize(("precision", "classes", "shards"), [("32-true", 3, True), ("bf16-true", 5, False)])
 def test_a_text_model_streamed_is_what_transformers_loads(tmp_path, precision, classes, shards):
-    folder = saved_text(tmp_path)
+    folder = saved(tmp_path, "text")
     if shards:
         in_shards(tmp_path)
     model = text(weights=folder, num_classes=classes, train_last_blocks=2)
@@ -198,7 +173,7 @@ def test_bigbird_streams_with_its_buffers_its_fused_attention_and_its_frozen_poo
 
 
 def test_weights_of_another_body_are_refused_in_both_ways(tmp_path):
-    folder, vit_file = saved_text(tmp_path), saved_vit(tmp_path, layers=3)
+    folder, vit_file = saved(tmp_path, "text"), saved(tmp_path, "vit", layers=2)
     state = load_file(tmp_path / "model.safetensors")
     del state["distilbert.transformer.layer.1.attention.q_lin.weight"]
     state["distilbert.embeddings.position_embeddings.weight"] = torch.zeros(3, 3)
@@ -212,7 +187,7 @@ def test_weights_of_another_body_are_refused_in_both_ways(tmp_path):
 
 
 def test_files_that_cannot_be_streamed_are_refused(tmp_path):
-    folder, file = saved_text(tmp_path), tmp_path / "w.safetensors"
+    folder, file = saved(tmp_path, "text"), tmp_path / "w.safetensors"
     in_shards(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     file.write_bytes(b"\xff" * 500)

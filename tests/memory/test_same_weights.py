@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.matrix import launched
-from helpers.problems import make_model, tokenizer_folder
+from helpers.pretrained import saved, text, vit
+from helpers.problems import make_model
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import SingleDeviceStrategy
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,7 +20,7 @@ from trainer import Data, Memory, Model, Recipe, RecipeError
 from trainer.memory.initialize import build_module, built_at_home
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.stack import Stack, apply_stack, whole_state
-from trainer.models import MLP, TextClassifier, VisionTransformer
+from trainer.models import MLP
 from trainer.models.lora import LoRA
 
 SEED = 6
@@ -29,36 +28,14 @@ TYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
 ADAPTERS = LoRA(rank=2, dropout=0.0)
 
 
-def vit(**changes):
-    shape = {"patch_size": 4, "layers": 2, "heads": 2, "width": 34, "mlp_width": 66, "image_size": 8}
-    return VisionTransformer("custom", **({"num_classes": 3} | shape | changes))
-
-
-def text(**changes):
-    config = {"n_layers": 2, "dim": 34, "hidden_dim": 66, "n_heads": 2, "max_position_embeddings": 16}
-    values = {"name": "distilbert", "tokenizer": tokenizer_folder(), "config": config, "num_classes": 3}
-    return TextClassifier(**(values | changes))
-
-
-def saved(folder: Path, kind: str) -> str:
-    """Weights for five classes; where they are."""
-    torch.manual_seed(1)
-    if kind == "text":
-        model = text(num_classes=5)
-        model.save(module := model.build(), folder, module.state_dict())
-        return str(folder)
-    save_file(vit(num_classes=5).build().state_dict(), folder / "w.safetensors")
-    return str(folder / "w.safetensors")
-
-
 MODELS = {
     "mlp": lambda folder: MLP([7], image_size=4, channels=3, num_classes=2),
     "vit": lambda folder: vit(),
-    "vit, new head": lambda folder: vit(weights=saved(folder, "vit")),
-    "vit, adapters": lambda folder: vit(weights=saved(folder, "vit"), lora=ADAPTERS),
+    "vit, new head": lambda folder: vit(num_classes=3, weights=saved(folder, "vit")),
+    "vit, adapters": lambda folder: vit(num_classes=3, weights=saved(folder, "vit"), lora=ADAPTERS),
     "text": lambda folder: text(),
-    "text, new head": lambda folder: text(weights=saved(folder, "text")),
-    "text, adapters": lambda folder: text(weights=saved(folder, "text"), lora=ADAPTERS),
+    "text, new head": lambda folder: text(num_classes=3, weights=saved(folder, "text")),
+    "text, adapters": lambda folder: text(num_classes=3, weights=saved(folder, "text"), lora=ADAPTERS),
     "bigbird": lambda folder: make_model("bigbird"),
 }
 
