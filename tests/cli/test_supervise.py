@@ -121,7 +121,7 @@ def test_the_supervisor_starts_without_torch():
     assert done.stdout == "set()\n"
 
 
-def ended(attempt, seconds=20.0):
+def ended(attempt, seconds=120.0):
     until = time.monotonic() + seconds
     while (ending := attempt.wait()) is None:
         assert time.monotonic() < until

@@ -128,8 +128,8 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
     why = f"{run_dir} has no recipe.yaml, which says what model {path.name} is of: export from within its run directory"
     require(stored.is_file(), why)
     require(not target.exists(), f"{target} exists: give another folder by --out, or remove it")
-    if problem := require_sealed_text(stored):
-        print(f"warning: {problem}")
+    if unsealed := require_sealed_text(stored):
+        print(f"warning: {unsealed}")
     from trainer.checkpoint.export import save_model
     from trainer.commands.recipes import load_recipe
     from trainer.run.resume import Found, load_whole_model
