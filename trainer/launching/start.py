@@ -51,7 +51,7 @@ def launch(
     if world.launcher != "ray":  # which ends its workers itself
         _end_with_launcher()
     environment = _environment(world)
-    store, others = None, {}
+    store, others = None, dict[int, ProcessId]()
     if plan.strategy != "single" and world.nodes == 1 and world.launcher != "ray" and not dist.is_initialized():
         store, others = gather_here(world, seconds)
     fabric = Fabric(
