@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from helpers import LONG
 from helpers.warm import forks
 
-SECONDS_PER_CALL = 240
 PICTURES = ("trainer.run.directory.plot_curves", "trainer.run.directory.plot_memory")
 MOST_CALLS = 60
 """Of a pool: with every mesh that a call makes there are more threads of gloo, which never end."""
@@ -34,7 +34,7 @@ class RankPool:
             self.connections.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS_PER_CALL) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = LONG) -> list[Any]:
         """Call the module-level ``function`` on every rank; return its results by rank, or raise the first error."""
         self.calls += 1
         for connection in self.connections:

@@ -20,16 +20,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from helpers import LONG
+
 forks: Any = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(
-    [
-        "trainer.fit",
-        "trainer.commands.flags",
-        "trainer.planner.search",
-        "sklearn.metrics",
-        "matplotlib.backends.backend_agg",
-    ]
-)
+PRELOADED = ("trainer.fit", "trainer.commands.flags", "trainer.planner.search")
+forks.set_forkserver_preload([*PRELOADED, "sklearn.metrics", "matplotlib.backends.backend_agg"])
 
 
 class WarmProcess:
@@ -82,7 +77,7 @@ class WarmProcess:
 
 
 def python(
-    *words: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 240.0
+    *words: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = LONG
 ) -> subprocess.CompletedProcess:
     """What ``python WORDS`` prints and ends with, like ``subprocess.run`` with text output."""
     with TemporaryDirectory(prefix="warm-") as folder:

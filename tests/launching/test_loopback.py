@@ -43,17 +43,17 @@ def test_the_store_listens_on_loopback_alone():
 
 def test_the_first_process_hosts_it_where_fabric_starts_the_others():
     told = {"MASTER_ADDR": "node7"}
-    local = gather_here(World("python", "cpu", 2), 1.0, told)
-    assert told == {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(local.store.port), **HERE}
-    assert gather_here(World("python", "cpu", 2), 1.0, dict(told, LOCAL_RANK="1")) is None
-    again = gather_here(World("python", "cpu", 2), 1.0, dict(told, LOCAL_RANK="0"))  # a second run of the process
-    again.store.set("a", "b")
-    assert local.store.get("a") == b"b"
+    store, _ = gather_here(World("python", "cpu", 2), 1.0, told)
+    assert told == {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(store.port), **HERE}
+    assert gather_here(World("python", "cpu", 2), 1.0, dict(told, LOCAL_RANK="1")) == (None, {})
+    again, _ = gather_here(World("python", "cpu", 2), 1.0, dict(told, LOCAL_RANK="0"))  # a second run of the process
+    again.set("a", "b")
+    assert store.get("a") == b"b"
 
 
 def test_a_store_of_the_launcher_is_left_to_it_and_interfaces_that_somebody_has_chosen_stay():
     told = rank_of(0, 1) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert gather_here(World("torchrun", "cpu", 2), 1.0, told) is None
+    assert gather_here(World("torchrun", "cpu", 2), 1.0, told) == (None, {})
     assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("node7", "1")
     told = {"GLOO_SOCKET_IFNAME": "eth7"}
     keep_to_loopback(told)
@@ -80,8 +80,8 @@ def test_ranks_that_nobody_watches_know_each_others_processes():
     other.start()
     come(0)
     other.join(LONG)
-    assert found[0].processes == {1: ProcessId.own()}
-    assert found[1].processes == {0: ProcessId.own()}
+    assert found[0][1] == {1: ProcessId.own()}
+    assert found[1][1] == {0: ProcessId.own()}
 
 
 def test_a_rank_that_does_not_come_is_named_and_a_first_one_too():

@@ -30,7 +30,7 @@ def test_a_task_knows_its_place_and_one_by_itself_is_none():
     found = task()
     assert (found.rank, found.local_rank, found.node_rank, found.size) == (3, 1, 1, 4)
     assert found.tasks_per_node == (2, 2)
-    assert found.variables == {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    assert found.variables == {"RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "4"}
     assert devices_per_node(found, None) == devices_per_node(found, 2) == 2
     assert slurm_task({}) is None
     assert slurm_task(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None
@@ -49,7 +49,8 @@ def test_tasks_of_one_node_meet_at_the_port_of_their_step(monkeypatch, wish):
     for name, text in (STEP | {"MASTER_PORT": wish}).items():
         monkeypatch.delenv(name, raising=False) if text is None else monkeypatch.setenv(name, text)
     (told,) = _environment(World("slurm", "cpu", 4))
-    assert os.environ["RANK"] == "3"
+    assert (told.global_rank(), told.local_rank(), told.node_rank(), told.world_size()) == (3, 1, 1, 4)
+    assert told.main_address == "n1"
     assert os.environ["MASTER_PORT"] == str(told.main_port) == (wish or str(task().port))
 
 

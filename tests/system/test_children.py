@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import LONG
 
 from trainer.errors import RecipeError
 from trainer.planner import target
@@ -76,10 +77,10 @@ def test_a_gpu_that_no_fork_can_use_is_asked_for_by_a_new_process(monkeypatch: A
 def test_a_child_can_be_waited_for_and_killed_also_as_it_answers() -> None:
     sleeps, answers = Child(partial(time.sleep, 60)), Child(lambda: LARGE)
     assert not sleeps.wait(0.05)
-    assert answers.wait(60)  # the pipe is full then, with 64 KiB of the answer
+    assert answers.wait(LONG)  # the pipe is full then, with 64 KiB of the answer
     for child in (sleeps, answers):
         child.kill()
-        assert child.wait(60)
+        assert child.wait(LONG)
         assert re.search(r"ended with code -9: did memory run out\?", str(child.result()))
 
 

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 
 import pytest
+from helpers import LONG
 from helpers.warm import forks
 
 from trainer.errors import RecipeError
@@ -129,7 +130,7 @@ def test_of_those_that_race_exactly_one_wins_again_and_again(tmp_path):
     for racer in racers:
         racer.start()
     begin.set()
-    assert [answers.get(timeout=240) for _ in racers] == [10, 10, 10]
+    assert [answers.get(timeout=LONG) for _ in racers] == [10, 10, 10]
     for racer in racers:
         racer.join()
     assert [racer.exitcode for racer in racers] == [0, 0, 0]

@@ -11,8 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Any
 
@@ -33,17 +32,6 @@ FOREIGN = "the store says of rank {rank} what no rank says of itself: can others
 
 SECONDS_TO_MEET = 45.0
 """How much later than this rank another one of the machine may come, where no launcher would end it if that is gone."""
-
-
-@dataclass(frozen=True)
-class Local:
-    """The store of the ranks of this machine, to be kept until the process group takes it up, and who they are.
-
-    Of the other ranks, these are the ``processes`` that nobody else watches.
-    """
-
-    store: TCPStore
-    processes: Mapping[int, ProcessId] = field(default_factory=dict)
 
 
 def loopback_store(at: int | socket.socket = 0, seconds: float = SECONDS_TO_MEET) -> TCPStore:
@@ -73,12 +61,17 @@ def keep_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None
             environment.setdefault(name, interface)
 
 
-def gather_here(world: World, seconds: float, environment: MutableMapping[str, str] = os.environ) -> Local | None:
+def gather_here(
+    world: World, seconds: float, environment: MutableMapping[str, str] = os.environ
+) -> tuple[TCPStore | None, dict[int, ProcessId]]:
     """Host the store of the ranks of one machine, or reach it, at the address that the environment names from then on.
 
     Where Fabric starts the ranks this is done before, and those find each other by it. Others wait for each other here:
-    so many ``seconds`` for the last where a launcher ends all when one is gone, else less. ``None`` where the launcher
-    hosts the store, or the first rank does and this is another that it has started.
+    so many ``seconds`` for the last where a launcher ends all when one is gone, else less.
+
+    Returns:
+        The store, to be kept until the process group takes it up; none where the launcher hosts it, or the first rank
+        does and this is another that it has started. And those of the other ranks' processes that nobody else watches.
 
     Raises:
         RunError: naming the ranks that did not come, or the store that cannot be reached.
@@ -86,14 +79,14 @@ def gather_here(world: World, seconds: float, environment: MutableMapping[str, s
     """
     keep_to_loopback(environment)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
+        return None, {}
     rank = number("LOCAL_RANK" if world.started_by_fabric else "RANK", 0, environment)
     if rank and world.started_by_fabric:
-        return None
+        return None, {}
     environment["MASTER_ADDR"] = ADDRESS
     port = number("MASTER_PORT", 0, environment)
     if world.started_by_fabric or world.size == 1:
-        return Local(_hosted(port, environment))
+        return _hosted(port, environment), {}
     seconds = seconds if has_told_launcher() else min(seconds, SECONDS_TO_MEET)
     store: TCPStore | None = None
     try:
@@ -105,7 +98,7 @@ def gather_here(world: World, seconds: float, environment: MutableMapping[str, s
     except DistError as error:
         why = "ended before the ranks met" if store is not None else f"has not come within {seconds:g} s"
         raise RunError(f"rank {rank}: the first rank {why}: nothing was trained, nothing is lost") from error
-    return Local(store, {other: _process(other, said) for other, said in enumerate(found) if other != rank})
+    return store, {other: _process(other, said) for other, said in enumerate(found) if other != rank}
 
 
 def _process(rank: int, said: object) -> ProcessId:

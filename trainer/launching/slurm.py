@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from trainer.errors import require
 from trainer.system.environment import number
@@ -37,8 +36,14 @@ class SlurmTask:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What torchrun would tell this rank."""
-        return {"RANK": str(self.rank), "LOCAL_RANK": str(self.local_rank), "WORLD_SIZE": str(self.size)}
+        """What torchrun would tell this rank, as errors and helpers expect it, and Fabric where it is told to."""
+        told = {"RANK": self.rank, "LOCAL_RANK": self.local_rank, "GROUP_RANK": self.node_rank, "WORLD_SIZE": self.size}
+        return {name: str(number) for name, number in told.items()}
+
+    @property
+    def first_node(self) -> str:
+        """Where the ranks meet."""
+        return SLURMEnvironment.resolve_root_node_address(self.nodes)
 
 
 def slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
@@ -89,56 +94,3 @@ def require_srun(environment: Mapping[str, str]) -> None:
             f"this job of Slurm has {tasks} tasks, but srun did not start this process: write srun before the command, "
             "or say --run.devices for processes of this node alone",
         )
-
-
-# How the ranks that ``srun`` started find each other, for Fabric.
-
-
-class SlurmEnvironment(ClusterEnvironment):
-    """A step of Slurm, as this ``task`` of it is told.
-
-    Fabric's own reads the variables of the whole job, which need not be those of the step, demands
-    ``--ntasks-per-node``, makes silent single runs of steps in a job that is called ``bash`` or ``interactive``, and
-    gives all steps of a job one port.
-    """
-
-    def __init__(self, task: SlurmTask) -> None:
-        super().__init__()
-        self.task = task
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        """The first node, or ``MASTER_ADDR``."""
-        return os.environ.get("MASTER_ADDR") or SLURMEnvironment.resolve_root_node_address(self.task.nodes)
-
-    @property
-    def main_port(self) -> int:
-        """That of the step, or ``MASTER_PORT``."""
-        return number("MASTER_PORT", self.task.port)
-
-    @staticmethod
-    def detect() -> bool:
-        """It is given to Fabric, never found by it."""
-        return False
-
-    def world_size(self) -> int:
-        return self.task.size
-
-    def set_world_size(self, size: int) -> None:
-        """Slurm has decided it."""
-
-    def global_rank(self) -> int:
-        return self.task.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Slurm has decided it."""
-
-    def local_rank(self) -> int:
-        return self.task.local_rank
-
-    def node_rank(self) -> int:
-        return self.task.node_rank

@@ -18,8 +18,8 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
 from trainer.errors import RecipeError, require
-from trainer.launching.loopback import SECONDS_TO_MEET, Local, gather_here
-from trainer.launching.slurm import SlurmEnvironment, slurm_task, started_by_srun
+from trainer.launching.loopback import SECONDS_TO_MEET, gather_here
+from trainer.launching.slurm import slurm_task, started_by_srun
 from trainer.launching.world import World
 from trainer.memory.plan import Plan
 from trainer.memory.precision import precision_plugin
@@ -51,9 +51,9 @@ def launch(
     if world.launcher != "ray":  # which ends its workers itself
         _end_with_launcher()
     environment = _environment(world)
-    local: Local | None = None
+    store, others = None, dict[int, ProcessId]()
     if plan.strategy != "single" and world.nodes == 1 and world.launcher != "ray" and not dist.is_initialized():
-        local = gather_here(world, seconds)
+        store, others = gather_here(world, seconds)
     fabric = Fabric(
         accelerator=world.accelerator,
         devices=world.devices,
@@ -61,12 +61,12 @@ def launch(
         strategy=fabric_strategy(plan, world.accelerator),
         plugins=[precision_plugin(plan.memory, world.accelerator), *environment],
     )
-    started, others = getattr(fabric.strategy.launcher, "procs", None), local.processes if local is not None else {}
+    started = getattr(fabric.strategy.launcher, "procs", None)
     if others or (started is not None and world.size > 1):
         watch([] if started is None else started, others)
     with _launching():
         fabric.launch()
-    del local  # its store is the process group's now
+    del store  # it is the process group's now
     require(
         fabric.world_size == world.size,
         f"{world.size} rank(s) were asked for and {fabric.world_size} came up: check run.devices and the launcher "
@@ -130,27 +130,23 @@ def on_first_rank_first(fabric: Fabric, action: Callable[[], Any]) -> None:
 
 
 def _environment(world: World) -> list[ClusterEnvironment]:
-    """What Fabric is told of the launcher. Torchrun it finds by itself; it would take any job of Slurm for one."""
+    """What Fabric is told of the launcher: ranks of Slurm and of Ray are told what torchrun would tell them.
+
+    Torchrun it finds by itself. It would take any job of Slurm for one, with the variables of the whole job, demand
+    ``--ntasks-per-node``, make silent single runs of steps in a job that is called ``bash`` or ``interactive``, and
+    give all steps of a job one port. Ray's own plugin is for Lightning's Trainer, and would make Ray an import of every
+    run; a process group that is there is taken as it is.
+    """
     task = slurm_task(os.environ) if world.launcher == "slurm" else None
     if task is not None:
-        os.environ.update(task.variables)  # as those of any other launcher: errors and helpers name ranks by them
-        os.environ.setdefault("MASTER_PORT", str(task.port))
-        return [SlurmEnvironment(task)]
-    if world.launcher == "ray":
-        return [RayEnvironment()]
-    return [LightningEnvironment()] if world.started_by_fabric else []
-
-
-class RayEnvironment(TorchElasticEnvironment):
-    """Ray's workers have the variables of torchrun's ranks, but for the number of the node.
-
-    Nothing else is needed: Fabric takes a process group that is there as it is. Ray's own plugin for Lightning is for
-    Lightning's Trainer, and would make Ray an import of every run.
-    """
-
-    def node_rank(self) -> int:
-        """Of this worker's node."""
-        return number("NODE_RANK")
+        os.environ.update(task.variables)
+        os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR") or task.first_node
+        os.environ["MASTER_PORT"] = str(number("MASTER_PORT", task.port))
+    elif world.launcher == "ray":
+        os.environ["GROUP_RANK"] = str(number("NODE_RANK"))
+    else:
+        return [LightningEnvironment()] if world.started_by_fabric else []
+    return [TorchElasticEnvironment()]
 
 
 @contextmanager
