@@ -165,8 +165,9 @@ class PartsReader:
                     raise ValueError(f"{name} of shape {shape} has a part of {size} at {offset}")
                 if not isinstance(part["file"], str):
                     raise ValueError(f"{name} has a part in the file {part['file']!r}")  # noqa: TRY004
-                if known.setdefault(part["file"], part) is not part:
+                if part["file"] in known:
                     raise ValueError(f"{name} has two parts in {part['file']}")
+                known[part["file"]] = part
 
     @torch.no_grad()
     def read_into(self, name: str, target: Part) -> None:
@@ -175,10 +176,8 @@ class PartsReader:
         if self.shapes.get(name) != target.shape:
             found = f"of shape {self.shapes[name]}" if name in self.shapes else "not there"
             raise RecipeError(f"{self.folder}: {name} is {found}, and the model needs it of shape {target.shape}")
-        filled, wanted = (
-            sum(self._copy(name, part, target) for part in self.parts[name].values()),
-            target.tensor.numel(),
-        )
+        filled = sum(self._copy(name, part, target) for part in self.parts[name].values())
+        wanted = target.tensor.numel()
         if filled != wanted:
             raise RecipeError(f"{self.folder}: {name} is incomplete: {filled} of {wanted} numbers were found")
 

@@ -312,19 +312,23 @@ def _layout(parameter: Tensor) -> int:
 def _require_agreement(columns: Sequence[Sequence[float]], updates: bool) -> None:
     flushing, kinds, _, _, overflows, stale = columns[:6]
     flushes, ranks = int(sum(flushing)), len(flushing)
-    faults = {
-        f"{flushes} of {ranks} ranks flush while the others end a full window: give every rank as many micro-batches, "
-        "with step(weight=0) for those that it lacks": 0 < flushes < ranks,
-        "give weight= on every rank, or on none": len({*kinds} - {0}) > 1,
-        "FSDP has not reduced the gradients of this window: call set_requires_gradient_sync(True) on the module before "
-        "its last backward, also of a window that is flushed": any(stale),
-        "an overflow that only some ranks saw has left their GradScalers with different scales: use "
-        "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and unscale_(optimizer) before step": updates
-        and len({*overflows}) > 1,
-    }
-    for message, is_wrong in faults.items():
-        if is_wrong:
-            raise RuntimeError(message)
+    if 0 < flushes < ranks:
+        raise RuntimeError(
+            f"{flushes} of {ranks} ranks flush while the others end a full window: give every rank as many "
+            "micro-batches, with step(weight=0) for those that it lacks"
+        )
+    if len({*kinds} - {0}) > 1:
+        raise RuntimeError("give weight= on every rank, or on none")
+    if any(stale):
+        raise RuntimeError(
+            "FSDP has not reduced the gradients of this window: call set_requires_gradient_sync(True) on the module "
+            "before its last backward, also of a window that is flushed"
+        )
+    if updates and len({*overflows}) > 1:
+        raise RuntimeError(
+            "an overflow that only some ranks saw has left their GradScalers with different scales: use "
+            "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and unscale_(optimizer) before step"
+        )
 
 
 @torch.no_grad()

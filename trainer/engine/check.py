@@ -52,8 +52,8 @@ class LossCheck:
         for loss in losses:
             self._require_loss(loss)
             self.see(loss, batch)
-            twice = f"{self.kind}: losses() yields {loss.name!r} twice for a micro-batch: {ONCE}"  # for ever, perhaps
-            require(loss.name not in names, twice)
+            if loss.name in names:  # before it is trained on: it may go on for ever
+                raise RecipeError(f"{self.kind}: losses() yields {loss.name!r} twice for a micro-batch: {ONCE}")
             names.add(loss.name)
             yield loss
 
@@ -73,11 +73,11 @@ class LossCheck:
     def see(self, loss: Loss, batch: Any) -> None:
         """A loss must have a declared name, and report the weight that it is divided by."""
         promised, where = self.model.weigh(batch), f"{self.kind}: loss {loss.name!r}"
-        require(
-            loss.name in promised and loss.name in self.model.loss_names,
-            f"{self.kind}: losses() yields {loss.name!r}, loss_names are {', '.join(self.model.loss_names)} and "
-            f"weigh() weighs {', '.join(promised)}: use the same names in all three",
-        )
+        if loss.name not in promised or loss.name not in self.model.loss_names:
+            raise RecipeError(
+                f"{self.kind}: losses() yields {loss.name!r}, loss_names are {', '.join(self.model.loss_names)} and "
+                f"weigh() weighs {', '.join(promised)}: use the same names in all three"
+            )
         weight = loss.counted()
         try:
             reported = float(weight)
@@ -185,7 +185,8 @@ def taken(batch: Any, places: list[int], count: int) -> Any:
         return batch[places] if batch.ndim else batch
     if isinstance(batch, Mapping):
         clone: Any = copy.copy(batch)
-        clone.update((key, taken(value, places, count)) for key, value in batch.items())
+        for key, value in batch.items():  # some mappings have no update(), or one that refuses
+            clone[key] = taken(value, places, count)
         return clone
     if isinstance(batch, list | tuple):
         parts = _taken_of(batch, places, count)

@@ -66,7 +66,7 @@ class TreeSync(GradientSync):
         gradients = [p.grad for p in self.reached if p.grad is not None]
         parts = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         elements, device = sum(g.numel() for g in gradients), (parts or self.parameters)[0].device
-        over_ranks = self.world_size > 1 and any(isinstance(g, DTensor) for g in gradients)
+        over_ranks = self.world_size > 1 and any(isinstance(p, DTensor) for p in self.parameters)
         norm = reproducible_norm(parts, elements, device, over_ranks)
         return norm.to(parts[0].dtype) if parts else norm
 
@@ -298,6 +298,7 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
             high = squares.floor()
             low = squares.sub_(high).mul_(2.0**bits).round_()
             sums += torch.stack([high.sum(), low.sum()]).to(torch.int64)
+            del squares, high, low  # before the next chunk's: they are the largest there is
     if over_ranks:
         torch.distributed.all_reduce(sums)
     total, rest = sums.double().unbind()

@@ -126,7 +126,7 @@ def _pieces_by_tokens(by_length: list[int], cut: Cut, world_size: int, lengths: 
     for index in by_length:
         if not room:
             pieces.append([])
-            room = max(1, min(cut.micro_batch_size, cut.micro_batch_tokens // padded(lengths[index])))
+            room = max(1, min(cut.micro_batch_size, cut.micro_batch_tokens // (padded(lengths[index]) or 1)))
         pieces[-1].append(index)
         room -= 1
     while len(pieces) % world_size:

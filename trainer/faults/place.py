@@ -14,7 +14,7 @@ from trainer.memory.monitor import Monitor
 from trainer.system.files import open_regular
 from trainer.system.text import escaped
 
-AFTER_A_STEP = (None, "evaluation", "checkpoint", "init")
+AFTER_A_STEP = (None, "evaluation", "checkpoint", "init")  # init: of a run that is resumed
 SAMPLES = MOST_LISTED + 1  # of them, as many are kept as are shown, and one
 LONGEST_ACTIVITY = 64
 

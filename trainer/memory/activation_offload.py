@@ -74,7 +74,7 @@ class Cast(NamedTuple):
         return self.weight.detach().to(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Saved:
     """One tensor in host memory."""
 

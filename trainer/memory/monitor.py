@@ -73,12 +73,10 @@ class Monitor(Phases):
         self.samples: Sequence[int] = ()  # that it is done with, by their place in the dataset
         self.moves = 0  # how often that changed since the last step ended
         self.on_move: Callable[[], None] | None = None  # called after each of them
-        self.fresh = (
-            True  # no step has been taken with the module as it was built last: compiling may make it a long one
-        )
-        self.history: list[
-            tuple[int, float]
-        ] = []  # steps, and GB at their ends: allocated on a GPU, resident elsewhere
+        # No step has been taken with the module as it was built last: compiling may make it a long one.
+        self.fresh = True
+        # Steps, and GB at their ends: allocated on a GPU, resident elsewhere.
+        self.history: list[tuple[int, float]] = []
         self.warnings: list[str] = []  # to be told to the person; whoever does takes them out
         self.phases = dict.fromkeys(PHASES, Peaks())
         self._leaks = {"device": LeakCheck("allocated", 10 * MB), "host": LeakCheck("host", 100 * MB, 0.05)}
@@ -223,9 +221,8 @@ class LeakCheck:
 
     def __init__(self, kind: str, least_bytes: float, least_share: float = 0.0) -> None:
         self.kind, self.least_bytes, self.least_share = kind, least_bytes, least_share
-        self.warm_up = (
-            3  # looks before growth counts: optimizer state, caches and buffers come to be in the first steps
-        )
+        # Looks before growth counts: optimizer state, caches and buffers come to be in the first steps.
+        self.warm_up = 3
         self.first, self.told = (0, 0), False
         self.levels: deque[int] = deque(maxlen=11)  # since 10 looks ago: all but one of them must have grown
 

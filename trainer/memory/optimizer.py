@@ -46,12 +46,11 @@ def build_optimizer(
     """
     if not parameters:
         raise RecipeError("every parameter is frozen: raise model.train_last_blocks")
-    matrices, others = ([p for p in parameters if (p.ndim >= 2) is wide] for wide in (True, False))
+    matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
     decays = ((matrices, optim.weight_decay), (others, 0.0))
     groups = [{"params": members, "weight_decay": decay} for members, decay in decays if members]
-    optimizer = _optimizer_of(
-        groups, optim, memory, device, fused and _has_fused_kernel(optim.name, device, parameters)
-    )
+    fused = fused and _has_fused_kernel(optim.name, device, parameters)
+    optimizer = _optimizer_of(groups, optim, memory, device, fused)
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
 
 

@@ -127,8 +127,10 @@ class HostGradients(GradientSync):
         self.arrived.add(parameter)
         if self.carrier is not None:
             self.carrier.carry(gradient, home, adds)
+        elif adds:
+            home.add_(gradient)
         else:
-            home.add_(gradient) if adds else home.copy_(gradient)
+            home.copy_(gradient)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         """What has arrived for ``parameter``, where it was computed."""
@@ -198,8 +200,16 @@ class StreamedGradients(HostGradients):
     Its ``parameters`` are in fp32: FSDP divides and casts none of their gradients afterwards.
     """
 
-    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], *options: Any) -> None:
-        super().__init__({p: local(p.detach()) for p in parameters}, *options)
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        device: torch.device,
+        optimizer: Optimizer,
+        world_size: int,
+        replicas: int = 1,
+    ) -> None:
+        super().__init__({p: local(p.detach()) for p in parameters}, device, optimizer, world_size, replicas)
         self.in_one, self.expected, self.unused = torch.empty(0), 0, torch.empty(0)
         self.shards: dict[nn.Parameter, DTensor] = {}
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]

@@ -22,18 +22,20 @@ DIVIDE_BY_SQUARES = (*ADAM, "adagrad", "rmsprop")
 """Optimizers that divide by the root of squared gradients, plus an epsilon of at most 1e-8."""
 
 
+CONDITIONAL = "which is conditional (some micro-batches leave parameters without a gradient)"
+
+
 def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
     """Refuse wishes that contradict each other, with the key, the reason and what to change.
 
     ``cuts`` are how batches are cut, in every phase of an accumulation schedule.
     """
-    asked_for = {
-        _meta: recipe.memory.init == "meta",
-        _in_backward: recipe.memory.optimizer_in_backward,
-        _deterministic: recipe.run.deterministic,
-    }
-    checks = [_strategy, _state, *(check for check, is_on in asked_for.items() if is_on)]
-    for reason in chain.from_iterable(check(recipe, world_size, cuts) for check in checks):
+    checks = [_strategy, _state]
+    checks += [_meta] if recipe.memory.init == "meta" else []
+    checks += [_in_backward] if recipe.memory.optimizer_in_backward else []
+    checks += [_deterministic] if recipe.run.deterministic else []
+    reason = next(chain.from_iterable(check(recipe, world_size, cuts) for check in checks), None)
+    if reason is not None:
         raise RecipeError(reason)
 
 
@@ -51,11 +53,12 @@ def _strategy(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str
     if world_size % replicas:
         yield f"memory.replicas={replicas} does not divide {world_size} rank(s): every replica needs as many"
     if not memory.reshard_after_forward and not sharded:
-        yield "memory.reshard_after_forward=false is for memory.strategy fsdp: otherwise weights are always whole"
+        yield "memory.reshard_after_forward=false is for memory.strategy fsdp: else weights are always whole; use true"
     if memory.sync_every_micro_step and not sharded:
-        yield "memory.sync_every_micro_step=true is for memory.strategy fsdp: otherwise it would only cost time"
+        key = "memory.sync_every_micro_step=true"
+        yield f"{key} is for memory.strategy fsdp: otherwise every rank keeps whole gradients either way; use null"
     if sharded and recipe.model.conditional:
-        yield f"memory.strategy=fsdp cannot train {kind}: it would wait for conditional gradients; use ddp or single"
+        yield f"memory.strategy=fsdp cannot train {kind}, {CONDITIONAL}: it would wait for them; use ddp or single"
     if sharded and recipe.optim.name == "adafactor":
         yield "optim.name=adafactor needs whole matrices, and FSDP updates shards: use memory.strategy ddp, or adamw"
     if sharded and memory.compile == "model":
@@ -97,11 +100,12 @@ def _meta(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
     model, key = recipe.model, "memory.init=meta"
     adapters, weights = getattr(model, "lora", None), getattr(model, "weights", "its own")
     if not model.starts_on_meta():
-        yield f"{key} cannot start {type(model).__name__}: it has no skeleton() and pretrained(); use device"
+        kind = type(model).__name__
+        yield f"{key} cannot start {kind}: it has no skeleton() and pretrained(); use memory.init device"
     if adapters is not None and adapters.rank:
         yield f"{key} streams weights by their names, which model.lora changes: use memory.init device"
     if weights is None:
-        yield f"{key} streams weights in, and there is nothing to stream: model.weights is null; use device"
+        yield f"{key} streams weights in, and there is nothing to stream: model.weights is null; use memory.init device"
     if Path(str(weights)).suffix in PICKLED:
         yield (
             f"{key} reads slices of safetensors files, and model.weights={weights} is a pickle: convert it with "
@@ -153,7 +157,7 @@ def _deterministic(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterato
     if memory.sync_every_micro_step is False:
         yield f"{key} reduces gradients in every micro-step: leave memory.sync_every_micro_step at null"
     if recipe.model.conditional:
-        yield f"{key} cannot train {kind}, whose gradients are conditional, as the ranks sum in step: use false"
+        yield f"{key} cannot train {kind}, {CONDITIONAL}, as the ranks sum in step: use false"
     if _sharded(memory) and len(recipe.model.loss_names) > 1:
         yield f"{key} cannot train {kind} with memory.strategy fsdp, which reduces after each loss: use ddp or single"
 
@@ -203,10 +207,11 @@ def require_first_order(output: Any, setting: str, remedy: str) -> None:
 
 def require_sparse(module: nn.Module, optim: Optim) -> None:
     """Refuse an optimizer that cannot update from sparse gradients, where ``module`` has some."""
-    for name in sparse_parameters(module) if optim.name not in ("sgd", "adagrad") or optim.weight_decay else ():
+    names = sparse_parameters(module)
+    if names and (optim.name not in ("sgd", "adagrad") or optim.weight_decay):
         raise RecipeError(
-            f"optim.name={optim.name} with optim.weight_decay={optim.weight_decay} cannot update {name}, which has "
-            "sparse gradients: leave out sparse=True, or use sgd or adagrad without decay"
+            f"optim.name={optim.name} with optim.weight_decay={optim.weight_decay} cannot update {min(names)}, which "
+            "has sparse gradients: leave out sparse=True, or use sgd or adagrad without decay"
         )
 
 

@@ -99,11 +99,12 @@ def require_same_run(path: Path, manifest: Manifest, now: Origin, allowed: list[
     free = {*LOADING, *allowed, *(PLANNED if is_planned else ())}
     told: list[str] = []
     refused: list[tuple[str, str]] = []
+    files = now.data_files  # read before training, so that the next checkpoint has those of its own fingerprint
     for key, old, new in _differences(manifest, now):
         before, after = (cut_off(json.dumps(value, ensure_ascii=False)) for value in (old, new))
         line = f"{key}: {before} in the checkpoint, {after} now"
         if key == "data":
-            line += _changed_files(manifest.data_files, now.data_files)
+            line += _changed_files(manifest.data_files, files)
         told.append(line)
         is_free = _section(key) in ("run", "checkpoint") and key not in BINDING
         if not is_free and key not in free and _section(key) not in allowed:

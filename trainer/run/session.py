@@ -47,13 +47,14 @@ class Session:
     ) -> None:
         self.recipe, self.plan, self.fabric, self.world, self.forecast = recipe, plan, fabric, world, forecast
         self.monitor, self.agreement = Monitor(fabric.device), Agreement(host_sum(fabric))
-        self.quarantine = Quarantine(recipe.data.max_bad_samples, self._report)
+
+        def report(quarantine: Quarantine, new: list[BadSampleAt]) -> None:  # no method: that would be a circle
+            if fabric.global_rank == 0:
+                report_bad_samples(quarantine, new, recipe.run.dir)
+
+        self.quarantine = Quarantine(recipe.data.max_bad_samples, report)
         self.watchdog: Watchdog | None = None
         self.signals: StopSignals | None = None
-
-    def _report(self, quarantine: Quarantine, new: list[BadSampleAt]) -> None:
-        if self.is_first:
-            report_bad_samples(quarantine, new, self.recipe.run.dir)
 
     @property
     def is_first(self) -> bool:

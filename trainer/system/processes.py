@@ -152,12 +152,10 @@ def become_helper() -> None:
     """What a process that was forked from a rank does first: signals to the rank are not for it, and it ends with it.
 
     Ctrl-C, a terminal that is closed, and torchrun's own end reach every process of the rank's group. A helper that
-    died of that would take from the rank what it needs to finish its step.
+    died of that would take from the rank what it needs to finish its step, so it leaves the group; the kernel ends it
+    when the rank ends.
     """
-    for number in (
-        signal.SIGINT,
-        signal.SIGUSR1,
-    ):  # a rank's own handlers are not for it; torch has set that of SIGTERM
+    for number in (signal.SIGINT, signal.SIGUSR1):  # a rank's own handlers; torch has set that of SIGTERM
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform == "linux":
