@@ -12,8 +12,6 @@ from trainer.report.loggers import CSVMetrics, make_loggers
 from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.summary import DISTRIBUTIONS, Summary, summary_text, versions
 
-# ---------------------------------------------------------------------------------------- metrics.csv
-
 
 def rows_of(path):
     with open(path, newline="") as file:
@@ -84,9 +82,6 @@ def test_a_missing_wandb_is_named_with_its_remedy(tmp_path, monkeypatch):
         make_loggers(["wandb"], tmp_path, {})
 
 
-# ----------------------------------------------------------------------------------------- curves.png
-
-
 def has_colour(pixels, hexadecimal):
     wanted = np.array([int(hexadecimal[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     return bool((np.abs(pixels[..., :3] - wanted).max(-1) < 0.01).any())
@@ -116,9 +111,6 @@ def test_missing_columns_and_broken_cells_leave_a_picture(tmp_path, content):
     curves_of(tmp_path)
 
 
-# ----------------------------------------------------------------------------------------- memory.png
-
-
 def memory_of(on_gpu):
     """A memory section as the monitor reports it, of a run without an evaluation."""
     phases = {
@@ -145,9 +137,6 @@ def test_peaks_by_phase_and_memory_over_steps_are_drawn(on_gpu, tmp_path):
 
 def test_a_run_that_died_early_has_a_picture(tmp_path):
     plot_memory({}, [], tmp_path / "memory.png")
-
-
-# --------------------------------------------------------------------------------------- summary.json
 
 
 def a_summary(**changes):

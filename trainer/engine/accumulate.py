@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 Group = torch.distributed.ProcessGroup
-SAME_NORM = 1e-4
-"""How far the norms of the ranks' weights may be apart, relative to them, where the ranks differ in hardware."""
+SAME_NORM = 1e-4  # how far the norms of the ranks' weights may be apart, where the ranks differ in hardware
 
 
 class AccumulatingOptimizer(Optimizer):

@@ -28,11 +28,9 @@ ITEMS = "the sum of the losses of the micro-batch's items, and how many items it
 YIELD = f"yield Loss(total, weight): {ITEMS}"
 ONCE = "yield every one of loss_names once for each"
 Weights = Mapping[str, float]
-COMPARED = 4
-"""Samples that are compared with their two halves: few, for this is besides the step."""
-
+COMPARED = 4  # samples that are compared with their two halves: few, for this is besides the step
+# How far a sum may be from that of its halves, relative to them: kernels round otherwise for other shapes.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 5e-3}
-"""How far a sum may be from that of its halves, relative to them: kernels round otherwise for other shapes."""
 HALF_TOLERANCE = 3e-2
 
 

@@ -25,8 +25,7 @@ from trainer.engine.sync import GradientSync
 from trainer.engine.window import Window
 from trainer.errors import RecipeError, RunError, require
 
-BUCKET = 2**23
-"""Elements of gradients that are sent at once, if no gradient is larger: 32 MB in fp32."""
+BUCKET = 2**23  # elements of gradients that are sent at once, if no gradient is larger: 32 MB in fp32
 
 
 class TreeSync(GradientSync):
@@ -192,8 +191,7 @@ def tree_sync(module: nn.Module, parameters: Sequence[Tensor], world_size: int) 
 # below it, or the one of them that is there: for a missing leaf nothing is added, as a zero would turn -0.0 to 0.0.
 # Floating-point addition commutes but is not associative: the tree decides the bits of the sum, and who adds does not.
 
-Node = list[Tensor] | None
-"""The tensors of a node; ``None`` for one without leaves below it."""
+Node = list[Tensor] | None  # its tensors; None for one without leaves below it
 
 
 def add_nodes(left: Node, right: Node) -> Node:
@@ -260,12 +258,10 @@ class PartialSums:
 # made an integer first, relative to the largest element, and integers are added exactly: the idea of Demmel and Nguyen,
 # "Parallel Reproducible Summation" (2015), with two bins.
 
+# Log2 of how many elements are converted at once: on a CPU their copies in float64 stay in the cache.
 CHUNK_BITS = {"cpu": 16, "cuda": 22}
-"""Log2 of how many elements are converted at once: on a CPU their copies in float64 stay in the cache."""
-
 MANTISSA_BITS = 52
-LEAST_EXPONENT = -1000
-"""Of the largest element: 2 to the power of its negative must be finite in float64."""
+LEAST_EXPONENT = -1000  # of the largest element: 2 to the power of its negative must be finite in float64
 
 
 @torch.no_grad()
@@ -309,9 +305,7 @@ def reproducible_norm(parts: Sequence[Tensor], elements: int, device: torch.devi
 # Which implementation of an operation torch takes: for ``run.deterministic``, one that always gives the same bits.
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-WORKSPACES = ":4096:8"
-"""Eight buffers of 4 MiB: one of the two settings with which cuBLAS gives the same bits in every run."""
-
+WORKSPACES = ":4096:8"  # 8 buffers of 4 MiB: one of the two settings with which cuBLAS gives the same bits in every run
 REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
 
 

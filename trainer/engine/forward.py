@@ -24,8 +24,7 @@ class Forward:
     same operations for less time per micro-step (see benchmarks/overhead.py).
     """
 
-    check: LossCheck | None = None
-    """Looks at the losses that are trained on, while it is there."""
+    check: LossCheck | None = None  # looks at the losses that are trained on, while it is there
 
     def __init__(self, fabric: Fabric, model: Model, module: nn.Module) -> None:
         self.model, self.device, self.precision = model, fabric.device, fabric.strategy.precision

@@ -13,8 +13,7 @@ from trainer.values import BadSample
 Reduce = Callable[[list[float]], list[float]]
 """Sums a list of floats over all ranks."""
 
-SHOWN = 5
-"""Bad samples that a message names; a file of the run has all."""
+SHOWN = 5  # bad samples that a message names; a file of the run has all
 
 
 class BadSampleAt(NamedTuple):
@@ -35,14 +34,12 @@ class Quarantine:
 
     Ranks find bad samples on their own and share them at a point that all of them come to: the sum of the weights of a
     batch, the end of an evaluation. From there on no rank asks for them, whoever's share they fall into.
-
-    Args:
-        limit: most bad samples of a run; ``None`` leaves them out without sharing or counting them, for a prediction.
-        announce: told of what was found, with this quarantine; called on every rank.
     """
 
     def __init__(
-        self, limit: int | None = 0, announce: Callable[[Quarantine, list[BadSampleAt]], None] | None = None
+        self,
+        limit: int | None = 0,  # most of a run; None leaves them out without sharing or counting them, for a prediction
+        announce: Callable[[Quarantine, list[BadSampleAt]], None] | None = None,  # told on every rank what was found
     ) -> None:
         self.limit, self.announce = limit, announce
         self.found: dict[tuple[str, int], BadSample] = {}

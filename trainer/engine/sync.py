@@ -18,12 +18,9 @@ from trainer.errors import RunError
 class GradientSync:
     """One process: nothing to synchronise. The base class of all other ways."""
 
-    applied = False
-    """Whether the weights have been updated already when ``norm`` is known: such a step cannot be skipped."""
-    overlapped = False
-    """Whether DDP was found to be able to reduce while backward goes on, and does."""
-    in_order = False
-    """Whether the ranks' gradients and losses are summed, not averaged, in the order of the micro-batches."""
+    applied = False  # the weights have been updated already when the norm is known: such a step cannot be skipped
+    overlapped = False  # DDP was found to be able to reduce while backward goes on, and does
+    in_order = False  # the ranks' gradients and losses are summed, not averaged, in the order of the micro-batches
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)

@@ -19,8 +19,7 @@ from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Groups, Incomplete, Request
 
-MOST_HALVINGS = 64
-"""Of a micro-batch: none has 2 ** 64 samples."""
+MOST_HALVINGS = 64  # of a micro-batch: none has 2 ** 64 samples
 
 Fetch = Callable[[Iterator[Request]], Iterator[Any]]
 """Gives a collated micro-batch for every request, in order."""

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours: told apart with any colour vision, and in grey.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#555555"
-SMOOTHED_SHARE = 50
-"""The smoothed curve averages over one fiftieth of the steps."""
-
+SMOOTHED_SHARE = 50  # the smoothed curve averages over one fiftieth of the steps
 Curve = tuple[np.ndarray, np.ndarray]
 
 
@@ -196,7 +194,6 @@ def plot_ladder(
 
 # ``plan.png``: the predicted memory of a plan over a run, by what it is for.
 
-# The rest of Okabe and Ito's colours.
 YELLOW, SKY, PURPLE, BLACK = "#E69F00", "#56B4E9", "#CC79A7", "#000000"
 
 CATEGORIES = {
@@ -206,9 +203,7 @@ CATEGORIES = {
     "activations": ("activations", YELLOW),
     "temporaries": ("temporaries", PURPLE),
     "batch": ("batch", SKY),
-}
-"""From the bottom up: what stays first."""
-
+}  # from the bottom up: what stays first
 PHASES = {"init": GREY, "forward": BLUE, "backward": ORANGE, "step": GREEN, "evaluation": PURPLE, "saving": GREY}
 SHORT = {"forward": "fwd", "backward": "bwd", "evaluation": "eval"}  # for phases with little room
 BOX = {"boxstyle": "round,pad=0.2", "facecolor": "white", "alpha": 0.8, "linewidth": 0}
@@ -232,10 +227,9 @@ def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Pa
     _draw_memory(axes, timeline, reserved)
     _draw_budget(axes, budget / 1e9, float(reserved.max(initial=0.0)))
     _draw_predicted_phases(strip, axes, timeline["marks"], len(reserved))
-    axes.set_xlim(0, max(1, len(reserved) - 1))
+    axes.set(xlim=(0, max(1, len(reserved) - 1)), xticks=[])
     axes.set_xlabel("allocations and frees, in their order (not to scale in time)", fontsize=12)
     axes.set_ylabel("memory of the device (GB)", fontsize=12)
-    axes.set_xticks([])
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     style = {"fontsize": 11, "frameon": False, "columnspacing": 1.4, "handlelength": 1.4, "handletextpad": 0.5}
@@ -245,8 +239,7 @@ def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Pa
 
 def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) -> None:
     """What is allocated as areas upon each other with a dot at the peak, what is reserved as a line."""
-    points = np.arange(len(reserved))
-    below = np.zeros(len(reserved))
+    points, below = np.arange(len(reserved)), np.zeros(len(reserved))
     for name, (label, colour) in CATEGORIES.items():
         values = np.array(timeline["allocated"].get(name, below * 0)) / 1e9
         if values.any():
@@ -283,8 +276,7 @@ def _draw_predicted_phases(strip: Axes, axes: Axes, marks: list[list[Any]], poin
         room = (end - start) / max(1, points - 1) / LETTER - 1
         word = next((word for word in (phase, SHORT.get(phase, "")) if len(word) <= room), "")
         strip.text((start + end) / 2, 0.5, word, ha="center", va="center", color="white", fontsize=10)
-    strip.set_ylim(0, 1)
-    strip.set_yticks([])
+    strip.set(ylim=(0, 1), yticks=[])
     strip.tick_params(bottom=False, labelbottom=False)
     for spine in strip.spines.values():
         spine.set_visible(False)

@@ -117,8 +117,7 @@ class Progress:
         """Print the first line, the last one, and one every few seconds in between."""
         if self._clock() >= self._next_line or step == self._total_steps:
             self._print(text)
-            self._pending = None
-            self._next_line = self._clock() + SECONDS_BETWEEN_LINES
+            self._pending, self._next_line = None, self._clock() + SECONDS_BETWEEN_LINES
         else:
             self._pending = text
 
