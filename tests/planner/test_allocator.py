@@ -48,28 +48,6 @@ def test_best_fit_is_the_smallest_then_the_lowest() -> None:
     assert allocator.reserved == 110 * MiB
 
 
-def test_nothing_is_given_to_another_stream_nor_to_small_blocks() -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.malloc(30 * MiB, stream=0))
-    allocator.malloc(30 * MiB, stream=7)
-    allocator.malloc(MiB)
-    assert allocator.reserved == 62 * MiB
-    allocator.malloc(30 * MiB, stream=0)
-    assert allocator.reserved == 62 * MiB
-
-
-def test_a_segment_in_use_is_not_released() -> None:
-    allocator = CachingAllocator()
-    small, large = allocator.malloc(512), allocator.malloc(5 * MiB)
-    allocator.free(allocator.malloc(5 * MiB))
-    allocator.release_cached()
-    assert allocator.reserved == 22 * MiB
-    allocator.free(small)
-    allocator.free(large)
-    allocator.release_cached()
-    assert (allocator.reserved, allocator.peak_reserved) == (0, 22 * MiB)
-
-
 def test_expandable_segment_grows_gives_whole_pages_back_and_fills_the_gap_first() -> None:
     allocator = CachingAllocator(EXPANDABLE)
     first, middle, last = (allocator.malloc(size * MiB) for size in (10, 60, 10))  # four pages
