@@ -86,7 +86,7 @@ def in_shards(folder: Path) -> None:
 def test_building_takes_no_more_than_the_weights(tmp_path, monkeypatch, kind, weights, precision):
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # what is loaded in other threads could not be counted
     if kind == "vit":
-        large = {"width": 256, "mlp_width": 1024}
+        large = {"layers": 4, "width": 256, "mlp_width": 1024}
         file = saved(tmp_path, "vit", **large) if weights else None
         if weights == "pth":
             torch.save(load_file(file), file := str(tmp_path / "w.pth"))
