@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.errors import EXIT_REQUEUE
-from trainer.faults.signals import stop_signals
+from trainer.faults.signals import is_hangup, stop_signals
 from trainer.supervise.attempt import (
     SECONDS_BETWEEN_LOOKS,
     Attempt,
@@ -72,7 +72,7 @@ class Supervisor:
         return outcome.code
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if not (self.asked and number == signal.SIGHUP):
+        if not (self.asked and is_hangup(number)):
             self.asked.append(number)
 
     def _attempt(self) -> Outcome | None:
