@@ -6,7 +6,7 @@ import dataclasses
 from functools import partial
 
 import pytest
-from tiny import target_of
+from helpers.tiny import target_of
 from traced import own_recipe, traces
 
 from trainer.data.loader import Loader

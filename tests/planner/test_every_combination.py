@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.combinations import Combination, ask, covering, likely, name_of
-from tiny import MODELS, prediction_of, recipe_of, target_of
+from helpers.tiny import MODELS, prediction_of, recipe_of, target_of
 
 from trainer.errors import RecipeError
 from trainer.memory.plan import Plan, decide_plan

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from tiny import prediction_of
+from helpers.tiny import prediction_of
 from torch import Tensor, nn
 from traced import BATCH, CLASSES, WIDTH, Own, own_recipe
 

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from tiny import recipe_of, target_of
+from helpers.tiny import recipe_of, target_of
 from traced import BLOCKS, CLASSES, INNER, WIDTH, own_recipe, traced
 
 from trainer.errors import RecipeError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.problems import make_model, tokenizer_folder
-from tiny import InMemory
+from helpers.tiny import InMemory
 from torch import nn
 from traced import traced, traces
 

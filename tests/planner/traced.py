@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tiny import InMemory, trace_of
+from helpers.tiny import InMemory, trace_of
 from torch import Tensor, nn
 
 from trainer.contract import Model

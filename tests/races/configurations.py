@@ -99,7 +99,7 @@ class Configuration:
             "run": Run(**{"evaluate": False, **self.run}),
         }
         if self.model not in MICRO_BATCHES:
-            from planner.tiny import recipe_of  # takes long, and only few need it
+            from helpers.tiny import recipe_of  # takes long, and only few need it
 
             return recipe_of(self.model, **settings)
         model, shape = (LAYERS, (4, 16, 16)) if self.model == "layers" else (BLOCKS, (3, 64, 64))

@@ -9,11 +9,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from helpers.combinations import Trained, tower_file
-from helpers.problems import CLASSES, OneHead, Problem, collate, make_model, make_samples
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from helpers.combinations import Trained, tower_file
+from helpers.problems import CLASSES, OneHead, Problem, collate, make_model, make_samples
 from trainer.contract import Data, Model
 from trainer.memory.plan import decide_plan
 from trainer.models import LoRA
