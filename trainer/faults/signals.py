@@ -23,10 +23,15 @@ from trainer.system.reports import say
 def stop_signals() -> list[int]:
     """Of a scheduler that wants the machine back, a person, Slurm's ``--signal``, a terminal that is closed.
 
-    Not SIGHUP where that is ignored, as ``nohup`` has it. It comes twice, of the kernel and of the shell.
+    Not SIGHUP where that is ignored, as ``nohup`` has it.
     """
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup]
+
+
+def is_hangup(number: int) -> bool:
+    """Whether a terminal sends this when it is closed: its shell sends another one, which asks for nothing more."""
+    return number == signal.SIGHUP
 
 
 def tell(text: str) -> None:
@@ -95,7 +100,7 @@ class StopSignals:
         if self.leaving and number == signal.SIGTERM:
             return
         if self.received is not None:
-            if number != signal.SIGHUP:
+            if not is_hangup(number):
                 os._exit(128 + number)
             return
         self.received = signal.Signals(number).name

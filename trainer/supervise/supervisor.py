@@ -13,7 +13,7 @@ from types import FrameType, SimpleNamespace
 from typing import NamedTuple
 
 from trainer.errors import EXIT_REQUEUE, require
-from trainer.faults.signals import stop_signals
+from trainer.faults.signals import is_hangup, stop_signals
 from trainer.supervise import attempt as looks
 from trainer.supervise.attempt import Attempt, Ending, FitCommand, Journal, newest_step, say, take
 from trainer.system.files import default_folder, make_folder
@@ -153,7 +153,7 @@ class Supervisor:
         return code
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if not (self.asked and number == signal.SIGHUP):
+        if not (self.asked and is_hangup(number)):
             self.asked.append(number)
 
     def _attempt(self) -> Outcome | None:
