@@ -103,3 +103,8 @@ def test_an_error_inside_of_torch_names_the_line_that_called_it() -> None:
     with pytest.raises(Failed) as caught:
         predicted(lambda: nn.Linear(3, BATCH))
     assert "site-packages" not in str(caught.value)
+
+
+def test_an_error_of_the_model_names_its_place() -> None:
+    with pytest.raises(Failed, match=r"^KeyError: 'no such column' \(.*traced\.py:\d+\)$"):
+        prediction_of(own_recipe(model=Own(fails=True)))
