@@ -135,7 +135,8 @@ class Pods:
         words[words.index("/runs/vit-digits")] = str(run_dir)
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("PET_", "TORCHELASTIC"))}
         clean |= {"OMP_NUM_THREADS": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
-        clean |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+        # Both are on this machine, whose own name may lead nowhere.
+        clean |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         self.outputs = [folder / f"{run_dir.name}-{port}-{rank}" for rank in range(2)]
         self.processes = []
         for rank, output in enumerate(self.outputs):
