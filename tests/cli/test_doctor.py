@@ -89,7 +89,7 @@ def crowd(folder):
         (machine.round_trip, whole, {"hash_file": lambda path: "another"}, "FAIL", "read back otherwise"),
         (machine.round_trip, whole, {"LARGEST": 10.0}, "skipped", "only up to"),
         (samples.duplicates, whole, {}, "ok", "no test sample is in the training set"),
-        ({}.__getitem__, at, {}, "FAIL", "the check ended with KeyError"),
+        ({}.__getitem__, lambda _: "x", {}, "FAIL", "the check ended with KeyError"),
     ],
 )
 def test_what_a_check_finds(tmp_path, monkeypatch, check, subject, patches, status, part):
