@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers.payloads import code
 
-from trainer.cli import COMMANDS, run
+from trainer.cli import COMMANDS, USAGE, run
 from trainer.commands.measured_run import probe_machine, run_trial
 from trainer.system.processes import own_code, own_command
 
@@ -192,10 +192,11 @@ WAYS = [
 
 
 def command_lines() -> dict[str, list[str]]:
-    """Every command with what it takes, as its line in the table says: ``{"evaluate": ["evaluate", "RUN_DIR"]}``."""
+    """Every command with what it takes, as its line of the usage says: ``{"evaluate": ["evaluate", "RUN_DIR"]}``."""
     lines = {}
-    for name, command in COMMANDS.items():
-        needed = re.sub(r"\[[^]]*\]", "", command.words.partition(" | ")[0]).split()
+    for name in COMMANDS:
+        taken = re.search(rf"^  {name} (.*?)(  |$)", USAGE, re.MULTILINE)
+        needed = re.sub(r"\[[^]]*\]", "", taken[1].partition(" | ")[0]).split()
         for words in product(*(word.split("|") for word in needed)):
             line = [name, *words]
             lines[" ".join(word for word in line if word[0] not in "-")] = line

@@ -66,8 +66,9 @@ class Optim:
         require(self.warmup_steps >= 0, f"optim.warmup_steps={self.warmup_steps} must not be negative")
         why = f"optim.clip_norm={self.clip_norm} must be greater than 0; null turns clipping off"
         require(self.clip_norm is None or self.clip_norm > 0, why)
-        why = f"optim.scale_lr={self.scale_lr} needs optim.reference_batch_size, the batch size that optim.lr was"
-        require(self.scale_lr == "none" or self.reference_batch_size is not None, f"{why} chosen for")
+        is_known = self.scale_lr == "none" or self.reference_batch_size is not None
+        why = f"optim.scale_lr={self.scale_lr} needs optim.reference_batch_size"
+        require(is_known, f"{why}, the batch size that optim.lr was chosen for")
 
 
 @dataclass(frozen=True)

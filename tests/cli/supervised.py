@@ -103,7 +103,7 @@ class ForkedProcess(WarmProcess):
 def fork_processes(patch: pytest.MonkeyPatch) -> None:
     """What is watched need not import torch; who started whom is another's to show."""
     named = SimpleNamespace(Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL)
-    patch.setattr("trainer.system.watched.subprocess", named)
+    patch.setattr("trainer.system.processes.subprocess", named)
 
 
 class Supervised(StartedRun):

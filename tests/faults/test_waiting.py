@@ -37,7 +37,10 @@ def what_waits(job) -> str | None:
     thread.start()
     try:
         until = time.monotonic() + LONG
-        while sys._current_frames()[thread.ident].f_code.co_name not in ("read", "job") and time.monotonic() < until:
+        while (
+            sys._current_frames()[thread.ident].f_code.co_name not in ("_over_ranks", "job")
+            and time.monotonic() < until
+        ):
             time.sleep(0.01)
         watched, peers = SimpleNamespace(_main=thread), SimpleNamespace(furthest_behind=lambda: None)
         return Watchdog._waits_for(watched, peers, Place(0, 3, "step"))

@@ -164,9 +164,11 @@ def _run(command: list[str], output: TextIO, seconds: float | None, environment:
 def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, str | None]:
     if code is None:
         return "too slow", f"not finished after {seconds:g} s"
+    if code == 0:
+        return "finished", None
     said = reason_in(text)
-    if code in (0, 2):
-        return ("refused", said) if code else ("finished", None)
+    if code == 2:
+        return "refused", said
     if OUT_OF_MEMORY.search(text):
         found = next((line.strip() for line in text.splitlines() if OUT_OF_MEMORY.search(line)), None)
         return "out of memory", said if said and OUT_OF_MEMORY.search(said) else found

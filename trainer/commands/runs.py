@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from trainer.commands import OwnFlags
 from trainer.commands.recipes import asked_for, resolve, source_of
 from trainer.errors import RecipeError, require
-from trainer.faults.signals import leave_before_training
 from trainer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ PREDICT_FLAGS = OwnFlags({"text": "texts to classify", "image": "image files to 
 
 def fit(argv: list[str]) -> None:
     """Train, evaluate and write a run directory."""
+    from trainer.faults.signals import leave_before_training
+
     leave_before_training()
     if asked := asked_for("fit", "RECIPE", argv):
         from trainer.fit import fit
@@ -32,6 +33,8 @@ def fit(argv: list[str]) -> None:
 
 def fit_script(recipe: Recipe) -> None:
     """``python my_recipe.py``, with the flags of ``trainer fit``."""
+    from trainer.faults.signals import leave_before_training
+
     leave_before_training()
     from trainer.commands.flags import scan
 

@@ -59,14 +59,15 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def hold_out(labels: Sequence[int], fraction: float, key: str, seed: int = 0) -> tuple[list[int], list[int]]:
+def hold_out(labels: Sequence[int], fraction: float, key: str, seed: int = 0) -> tuple[Sequence[int], Sequence[int]]:
     """Cut the positions of ``labels`` in two: ``(kept, held out)``, both sorted, with each class in proportion.
 
     They do not follow the run's seed: runs with different seeds are measured on the same samples. They are those of
     scikit-learn's ``train_test_split``; to import it takes as long as all else before the first step of a small run.
     """
     if fraction == 0:
-        return list(range(len(labels))), []
+        return range(len(labels)), []
+    require(len(labels) > 0, f"{key}={fraction} of no samples at all: look whether the files of data are whole")
     import numpy as np
 
     classes, codes, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)

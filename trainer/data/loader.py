@@ -215,8 +215,13 @@ def stray_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.is_cuda:
         return []
-    if labels.numel() <= SMALL and all(0 <= label < num_classes for label in labels.flatten().tolist()):
+    if labels.numel() <= SMALL:
+        found = labels.flatten().tolist()
+    else:  # as numbers of Python: beside a tensor of 8 bits torch would round num_classes to 8 bits
+        found = [int(bound) for bound in torch.aminmax(labels)]
+    if all(0 <= label < num_classes for label in found):
         return []
+    labels = labels.long()
     stray = ((labels < 0) | (labels >= num_classes)) & (labels != IGNORED_LABEL)
     rows = stray.nonzero()[:, 0].tolist() if labels.ndim else [None] * int(stray)
     return list(zip(labels[stray].tolist(), rows, strict=True))

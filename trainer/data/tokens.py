@@ -67,8 +67,12 @@ class Tokens:
     def __init__(
         self, table: datasets.Dataset, labels: Sequence[int], rows: Rows, pad: Padder, chosen: Sequence[int]
     ) -> None:
-        self.table, self.labels, self.rows, self.pad, self.chosen = table, labels, rows, pad, compact(chosen)
-        self.lengths = compact(table.data.column("length").to_numpy()[self.chosen])
+        self.table, self.labels, self.rows, self.pad = table, labels, rows, pad
+        self.chosen, lengths = chosen, table.data.column("length").to_numpy()
+        if not isinstance(chosen, range):  # which is of all rows, and takes no memory
+            self.chosen = compact(chosen)
+            lengths = lengths[self.chosen]
+        self.lengths = compact(lengths)
 
     def __len__(self) -> int:
         return len(self.chosen)

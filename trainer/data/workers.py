@@ -76,11 +76,13 @@ def load_in_workers(
         yield from loader
         return
     handler = signal.getsignal(signal.SIGCHLD)
-    watch.begin(iter(loader))
-    # Torch's handler, set when workers are first started, would raise an error about one wherever this process happens
-    # to be, in a collective, say. What it would find is found by the watch.
-    if threading.current_thread() is threading.main_thread():  # which alone may set handlers; torch knows this
-        signal.signal(signal.SIGCHLD, handler)
+    try:
+        watch.begin(iter(loader))
+    finally:
+        # Torch's handler, set when workers are first started, would raise an error about one wherever this process
+        # happens to be, in a collective, say. What it would find is found by the watch.
+        if threading.current_thread() is threading.main_thread():  # which alone may set handlers; torch knows this
+            signal.signal(signal.SIGCHLD, handler)
     try:
         yield from watch
     except WorkerError:

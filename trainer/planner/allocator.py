@@ -189,7 +189,9 @@ class CachingAllocator:
             raise ValueError(f"a block of {requested} bytes cannot be allocated")
         size = self.settings.rounded(requested)
         small = size <= MOST_SMALL
-        pool = self.pools.setdefault((stream, small), Pool(stream, small))
+        if (stream, small) not in self.pools:
+            self.pools[stream, small] = Pool(stream, small)
+        pool = self.pools[stream, small]
         block = self._cached(pool, size) or self._from_driver(pool, size)
         if self.settings.splits(small, block.size - size):
             pool.insert(block.split(size))

@@ -21,9 +21,8 @@ Workspaces = Literal["kept, and one a call", "kept", "one a call"]
 """Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
 torch 2.9 those with a bias had another of their own. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
 
-FAST_CUDNN = (
-    91500  # the version after which torch prefers its attention; wheels for CUDA 12.9 and before have older ones
-)
+# The version after which torch prefers its attention; wheels for CUDA 12.9 and before have older ones.
+FAST_CUDNN = 91500
 OLDEST, NEWEST = (2, 11), (2, 15)  # versions of torch whose insides this was written for and tested with
 
 

@@ -59,6 +59,8 @@ class Progress:
             memory: figure, unit and kind, such as ``"0.52 GB host peak"``.
             skipped: steps skipped so far because of a non-finite loss or gradient.
         """
+        if not self._shown:
+            return
         figures = [f"epoch {epoch}", f"loss {loss:.4f}", f"lr {lr:.1e}", f"{samples_per_second:,.0f} samples/s"]
         trouble = [f"{skipped} skipped step{'s' if skipped > 1 else ''}"] if skipped else []
         self._count(step, "step ", " · ".join([*figures, f"memory {memory}", *trouble]))

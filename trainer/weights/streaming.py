@@ -114,7 +114,9 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     first: dict[tuple, nn.Parameter] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         place = (parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter.shape, parameter.stride())
-        _register(module, name, first.setdefault(place, parameter))
+        kept = first.setdefault(place, parameter)
+        if kept is not parameter:
+            _register(module, name, kept)
     return module
 
 
@@ -262,7 +264,8 @@ def draw_new(
         torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would not be undone on a GPU
         if initialise is not None:
             initialise(skeleton)
-        for path in dict.fromkeys(name.rpartition(".")[0] for name in names) if initialise is None else ():
+            names = []
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
             owner = skeleton.get_submodule(path)
             require(
                 callable(getattr(owner, "reset_parameters", None)),
