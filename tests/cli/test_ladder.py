@@ -15,6 +15,7 @@ from io import StringIO
 from pathlib import Path
 
 import matplotlib.image
+import psutil
 import pytest
 from cli.supervised import fork_processes
 
@@ -141,7 +142,9 @@ def test_an_interrupted_ladder_keeps_its_rows_and_leaves_no_process(recipe_file,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    while not list(out.glob("03-*.log")) and process.poll() is None:
+    third = f"--run.dir={out / '03-fsdp-2-ranks'}"  # it has been forked: a signal in the midst of that may be lost
+    begun = lambda: any(third in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))  # noqa: E731
+    while process.poll() is None and not begun():
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=240)
