@@ -215,11 +215,9 @@ def stray_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.is_cuda:
         return []
-    if labels.numel() <= SMALL:
-        found = labels.flatten().tolist()
-    else:  # as numbers of Python: beside a tensor of 8 bits torch would round num_classes to 8 bits
-        found = [int(bound) for bound in torch.aminmax(labels)]
-    if all(0 <= label < num_classes for label in found):
+    found = labels.flatten() if labels.numel() <= SMALL else torch.stack(torch.aminmax(labels))
+    # As numbers of Python: beside a tensor of 8 bits torch would cut num_classes off at 8 bits.
+    if all(0 <= label < num_classes for label in found.tolist()):
         return []
     labels = labels.long()
     stray = ((labels < 0) | (labels >= num_classes)) & (labels != IGNORED_LABEL)
