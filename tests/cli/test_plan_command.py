@@ -107,7 +107,9 @@ def test_json_is_all_that_is_on_stdout_and_what_is_in_the_file(tmp_path, capfd):
     assert not any(one["fits"] for one in content["candidates"])
     assert is_png(tmp_path / "plan.png")  # of the smallest
     (error,) = [line for line in err.splitlines() if line.startswith("trainer: error: ")]
-    assert error.startswith("trainer: error: nothing fits in 1.0 MB: the smallest plan needs 0.0"), error
+    smallest = min(one["predicted_reserved_gb"] for one in content["candidates"])
+    assert 0.005 < smallest < 0.05
+    assert error.startswith(f"trainer: error: nothing fits in 1.0 MB: the smallest plan needs {smallest:.3f} GB"), error
 
 
 def test_a_table_is_printed_and_written(tmp_path, capfd):
