@@ -26,6 +26,7 @@ Allowed = dict[tuple[str, str, str], tuple[float, str]]
 
 SYNCS: Allowed = {
     ("step", "trainer/engine/totals.py", "read"): (1, "step"),  # the losses and the norm
+    ("step", "trainer/engine/totals.py", "_over_ranks"): (1, "step"),  # the same on several ranks
     ("forward", "trainer/engine/check.py", "see"): (4, "run"),  # weights of losses, compared in the first step
     ("backward", "trainer/memory/optimizer_offload.py", "wait"): (1, "step"),  # all gradients are in host memory
     ("backward", "trainer/engine/sync.py", "ranks_that_reached"): (2, "step"),  # of DDP, in the first step

@@ -79,7 +79,9 @@ class TextClassifier(Adaptable):
             source = self.tokenizer or self.weights or self.name
             has_none = f"model.tokenizer is missing: model.name={source} is a model type and has no tokenizer"
             require(is_local(source) or not _is_model_type(source), has_none)
-            self._cached_tokenizer = self._load("tokenizer", source, AutoTokenizer.from_pretrained)
+            self._cached_tokenizer = self._load(
+                "tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False
+            )
             # Of a folder that has a configuration only, transformers makes one to which every word is unknown.
             words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
             fix = "give a folder or hub id with a tokenizer"
@@ -115,6 +117,7 @@ class TextClassifier(Adaptable):
             AutoModelForSequenceClassification.from_pretrained,
             config=self._configuration(),
             dtype=torch.get_default_dtype(),  # it does not look at it itself
+            trust_remote_code=False,
             use_safetensors=True,  # never a pickle
             ignore_mismatched_sizes=True,  # a head for another number of classes is replaced
             output_loading_info=True,
@@ -135,14 +138,19 @@ class TextClassifier(Adaptable):
         from transformers import AutoModelForSequenceClassification
 
         require_filled(type(self).__name__, num_classes=self.num_classes)
-        options = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}  # it does not look at it itself
-        load = AutoModelForSequenceClassification.from_config
-        return self._finished(from_hub("name", self.name, load, self._configuration(), **options))
+        module = from_hub(
+            "name",
+            self.name,
+            AutoModelForSequenceClassification.from_config,
+            self._configuration(),
+            dtype=torch.get_default_dtype(),  # it does not look at it itself
+            trust_remote_code=False,
+        )
+        return self._finished(module)
 
     def _load(self, key: str, source: str, load: Any, **options: Any) -> Any:
-        """What a loader of transformers makes of ``source``, with no code executed that comes from there."""
-        options |= {"revision": self.revision, "trust_remote_code": False}
-        return from_hub(key, source, load, local_folder(source), **options)
+        """What a loader of transformers makes of ``source``, of the revision that is asked for."""
+        return from_hub(key, source, load, local_folder(source), revision=self.revision, **options)
 
     def pretrained(self) -> Pretrained:
         """The tensors of ``weights`` under the names that transformers loads them to; the head may be new."""
@@ -210,7 +218,7 @@ class TextClassifier(Adaptable):
             tokenizer = self.tokenizer_or_none()
             config.vocab_size, config.pad_token_id = len(tokenizer), tokenizer.pad_token_id
         else:
-            config = self._load("name", self.name, AutoConfig.from_pretrained)
+            config = self._load("name", self.name, AutoConfig.from_pretrained, trust_remote_code=False)
         unknown = [key for key in self.config if not hasattr(config, key)]
         if unknown:
             near = get_close_matches(unknown[0], list(config.to_dict()), n=1)
