@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -142,8 +143,15 @@ def test_an_interrupted_ladder_keeps_its_rows_and_leaves_no_process(recipe_file,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    third = f"--run.dir={out / '03-fsdp-2-ranks'}"  # it has been forked: a signal in the midst of that may be lost
-    begun = lambda: any(third in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))  # noqa: E731
+    third = f"--run.dir={out / '03-fsdp-2-ranks'}"
+
+    def begun() -> bool:
+        """It works: a signal in the midst of being forked may be lost."""
+        found = [one for one in psutil.process_iter(["cmdline"]) if third in (one.info["cmdline"] or ())]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return any(one.cpu_times().user > 0.5 for one in found)
+        return False
+
     while process.poll() is None and not begun():
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)

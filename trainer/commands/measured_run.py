@@ -181,14 +181,14 @@ def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, s
 def _figures(run_dir: Path) -> dict[str, Any]:
     """What the run directory says, as far as the run came."""
     figures: dict[str, Any] = {}
-    size = 0
     if (run_dir / "summary.json").is_file():
         summary = json.loads((run_dir / "summary.json").read_text())
-        figures, size = {"memory": summary["memory"], "steps": summary["steps"]}, summary["batch_size"]
+        figures = {"memory": summary["memory"], "steps": summary["steps"]}
     if (run_dir / "metrics.csv").is_file():
         with open(run_dir / "metrics.csv", newline="") as file:
             rows = [row for row in csv.DictReader(file) if row.get("loss")]
         figures["losses"] = [float(row["loss"]) for row in rows]
+        size = summary["batch_size"] if figures.get("memory") else 0
         so_far = [float(row["samples_per_second"]) for row in rows]  # since the start, as it was after every step
         if so_far and all(so_far) and size:
             first, last = size / so_far[0], size * len(so_far) / so_far[-1]
