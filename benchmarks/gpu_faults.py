@@ -74,7 +74,8 @@ class Faults:
     def resumed(self, **settings: Any) -> Found:
         """Killed as by ``kill -9`` between two checkpoints, and resumed: the losses are those of a run in one go."""
         name = "-".join(["resumed", *map(str, settings.values())])
-        saved = {"checkpoint__every": SAVED_EVERY, **settings}
+        # Before training goes on: what the kill finds is always the same.
+        saved = {"checkpoint__every": SAVED_EVERY, "checkpoint__asynchronous": "false", **settings}
         whole = self.run(f"{name}-whole", **settings)
         killed = self.run(name, f"--kill={KILLED_AT}", **saved)
         again = self.run(name, run__resume="auto", **saved)

@@ -103,8 +103,7 @@ def test_a_killed_run_is_resumed_with_the_same_losses(tmp_path):
     assert done.returncode == 0, done.stdout
     found = {row["name"]: row for row in json.loads((tmp_path / "gpu_faults.json").read_text())["rows"]}
     resumed = found["killed and resumed, weights streamed"]
-    assert (resumed["met"], resumed["killed"]) == (True, "killed")
-    assert resumed["went_on_from"] in (2, 4)  # checkpoints are written while training goes on
+    assert (resumed["met"], resumed["killed"], resumed["went_on_from"]) == (True, "killed", 4)
     assert found["out of memory, said so"]["reason"] == "needs a GPU"
 
 

@@ -151,9 +151,10 @@ def total_norm(gradients: list[Tensor], alike: bool) -> Tensor:
 
 def reshard(module: nn.Module) -> None:
     """Free whole weights that an evaluation left behind under FSDP: the optimizer must find shards."""
-    for part in module.modules() if isinstance(module, FSDPModule) else ():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    if isinstance(module, FSDPModule):
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
 
 def gradient_sync(

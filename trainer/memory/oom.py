@@ -128,8 +128,10 @@ def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Remedy]:
     if plan.first_cut.micro_batch_size > 1:  # one sample cannot be cut
         yield _smaller_micro_batches(plan, recipe)
     for knob in KNOBS:
+        if knob.needs_ranks and plan.world_size == 1:
+            continue
         now = getattr(recipe.memory, knob.name)
-        for turn in knob.turns if plan.world_size > 1 or not knob.needs_ranks else ():
+        for turn in knob.turns:
             if turn.lowers and now not in (turn.value, *turn.unless):
                 text = str(turn.value).lower() if isinstance(turn.value, bool) else turn.value
                 yield Remedy(f"--memory.{knob.name} {text}", {knob.name: turn.value}, turn.lowers, knob.to_host)

@@ -83,8 +83,9 @@ class FakeGPUMode(FakeTensorMode):
             return self._sized(func, args[0], args[-1])
         if func._schema.is_mutable:
             for argument, written in zip(func._schema.arguments, args, strict=False):
-                for tensor in tree_leaves(written) if argument.is_write else ():
-                    self.known.pop(id(tensor), None)
+                if argument.is_write:
+                    for tensor in tree_leaves(written):
+                        self.known.pop(id(tensor), None)
         try:
             out = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:

@@ -99,8 +99,9 @@ def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool 
     Children come first, parameters stay the same objects unless they leave meta, and each old tensor is freed before
     the next is moved.
     """
-    for child in module.children() if recurse else ():
-        child._apply(change)
+    if recurse:
+        for child in module.children():
+            child._apply(change)
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue

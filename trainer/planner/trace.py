@@ -251,7 +251,9 @@ def _gradients(module: nn.Module) -> Iterator[Tensor]:
             yield parameter.grad
     for part in module.modules():
         group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
-        for held in group.fsdp_params if group else ():
+        if group is None:
+            continue
+        for held in group.fsdp_params:
             whole = getattr(held, "_unsharded_param", None)  # not there before the first gathering
             kept = (getattr(held, "unsharded_accumulated_grad", None), getattr(whole, "grad", None))
             yield from (gradient for gradient in kept if gradient is not None)

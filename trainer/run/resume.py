@@ -49,8 +49,9 @@ class Resumption:
         self.step = found.manifest.step if found is not None else 0
         self.origin = Origin(session, found.manifest.run if found is not None else None)
         if found is not None:
-            for problem in problems.values() if session.is_first else ():
-                progress.warning(f"{problem}; resuming from {found.path.name} instead")
+            if session.is_first:
+                for problem in problems.values():
+                    progress.warning(f"{problem}; resuming from {found.path.name} instead")
             same = partial(require_same_run, found.path, found.manifest, self.origin, session.recipe.run.allow_change)
             for line in on_first(fabric, same):  # the others need make no fingerprint
                 say(f"changed since the checkpoint: {line}")
@@ -249,12 +250,14 @@ def require_alike(found: Any, own: Any, where: str = "it") -> None:
         return
     if isinstance(own, Mapping):
         fits = isinstance(found, dict) and found.keys() >= own.keys()
-        for key in own if fits else ():
-            require_alike(found[key], own[key], f"{where}.{key}" if where != "it" else key)
+        if fits:
+            for key in own:
+                require_alike(found[key], own[key], f"{where}.{key}" if where != "it" else key)
     elif isinstance(own, list):
         fits = isinstance(found, list)
-        for item in found if fits and own else ():
-            require_alike(item, own[0], f"an item of {where}")
+        if fits and own:
+            for item in found:
+                require_alike(item, own[0], f"an item of {where}")
     elif isinstance(own, float):
         fits = type(found) in (int, float) and math.isfinite(found)
     else:
