@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -65,7 +66,11 @@ def entry() -> None:
     """The ``trainer`` command."""
     keep_streams()
     argv = sys.argv[1:]
-    _end(run(argv) or _output_lost(argv))
+    code = run(argv) or _output_lost(argv)
+    if argv[:1] == ["plan"]:
+        atexit._run_exitfuncs()
+        _leave(code)
+    _end(code)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -107,10 +112,15 @@ def _end(code: int) -> NoReturn:
     launched = sys.modules.get("trainer.faults.signals")  # else nothing was begun that could abort
     if code and launched is not None and number("WORLD_SIZE", 1) > 1:
         launched.wait_for_children()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _leave(code)
     sys.exit(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit without Python's own end, which takes a second once torch is there."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _output_lost(argv: Sequence[str]) -> int:

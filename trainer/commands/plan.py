@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands import TRUST, OwnFlags
 from trainer.commands.recipes import Asked, asked_for, count, new_folder
 from trainer.errors import RunError, require
-from trainer.planner.gpus import gpu_named
+from trainer.planner.gpus import gpu_named, host_as_device
+from trainer.planner.network import USUAL, Cluster, clusters, devices_of, interconnects
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
+from trainer.system.imports import quick_imports
 from trainer.system.redact import redact, redact_value
 from trainer.system.text import as_text, escaped, wrapped
 
 if TYPE_CHECKING:
     from trainer.planner.report import PlanReport
 
-# The planner imports torch: it is imported where it is used, so that --help answers at once.
+# What of the planner imports torch is imported where it is used: --help answers at once, and what cannot work, too.
 
 VALUED = {
     "gpu": "the GPU to plan for, such as a100-80gb, or cpu (default: the GPU of this machine)",
@@ -52,8 +54,9 @@ def plan(argv: list[str]) -> None:
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     require(not launched, "trainer plan needs no ranks: start it without a launcher, and say --devices")
     several = any("," in own.get(name, "") for name in ("devices", "nodes"))
+    table = several or "interconnect" in own or "per-node" in own
+    _refuse_early(asked.recipe, own, table)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        table = several or "interconnect" in own or "per-node" in own
         content, missing = (_scaled if table else _planned)(asked, own)
     if as_json:
         print(json.dumps(content, indent=1))
@@ -61,19 +64,34 @@ def plan(argv: list[str]) -> None:
         raise RunError(missing)
 
 
+def _refuse_early(recipe: Recipe, own: dict[str, str], table: bool) -> None:
+    """Refuse flags that cannot work before torch is imported, which takes seconds, and the data prepared."""
+    gpu, lossy = own.get("gpu", "cpu"), own.get("lossy", "false")
+    card = host_as_device() if gpu == "cpu" else gpu_named(gpu)
+    require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
+    require(not table or "lossy" not in own, "--lossy searches for one number of devices: leave it out, or name one")
+    _clusters(recipe, {"nodes": "1", **own} if not table else own)
+    interconnects(own.get("interconnect", USUAL), card)
+
+
+def _clusters(recipe: Recipe, own: dict[str, str]) -> list[Cluster]:
+    texts = {name: own[name].split(",") for name in ("devices", "nodes") if name in own}
+    numbers = {name: [count(name, part.strip()) for part in parts] for name, parts in texts.items()}
+    per_node = count("per-node", own["per-node"]) if "per-node" in own else None
+    return clusters(numbers.get("devices", [devices_of(recipe)]), numbers.get("nodes"), per_node)
+
+
 def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Search, print for a person, and write the files: what ``plan.json`` holds, and what is missing for a plan."""
     recipe, _, reference, flags = asked
     devices = count("devices", own["devices"]) if "devices" in own else None
     nodes, lossy, gpu = count("nodes", own.get("nodes", "1")), own.get("lossy", "false"), own.get("gpu")
-    require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
-    if gpu not in (None, "cpu"):
-        gpu_named(gpu)  # before anything takes time
-    from trainer.planner.report import pasteable, table, why
-    from trainer.planner.search import search_for
-    from trainer.report.progress import Progress
-    from trainer.system.children import in_child
-    from trainer.weights.streaming import on_meta
+    with quick_imports():
+        from trainer.planner.report import pasteable, table, why
+        from trainer.planner.search import search_for
+        from trainer.report.progress import Progress
+        from trainer.system.children import in_child
+        from trainer.weights.streaming import on_meta
 
     def sizes() -> list[int]:
         parameters = list(on_meta(search.recipe.model.unloaded().build).parameters())
@@ -142,22 +160,15 @@ def chosen_command(
 def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Simulate each number of devices, print the table and write it: what ``scale.json`` holds, and what is missing."""
     recipe, _, reference, _ = asked
-    require("lossy" not in own, "--lossy searches for one number of devices: leave it out, or name one number")
-    from trainer.planner.network import USUAL, clusters, interconnects
-    from trainer.planner.predict import prepared
-    from trainer.planner.scale import ASSUMED, Scale, heading, refused, table, to_json, verdict
-    from trainer.planner.search import devices_of, target_for
-    from trainer.report.progress import Progress
+    with quick_imports():
+        from trainer.planner.predict import prepared
+        from trainer.planner.scale import ASSUMED, Scale, heading, refused, table, to_json, verdict
+        from trainer.planner.search import target_for
+        from trainer.report.progress import Progress
 
-    devices, nodes = (
-        [count(name, part.strip()) for part in own[name].split(",")] if name in own else None
-        for name in ("devices", "nodes")
-    )
-    per_node = count("per-node", own["per-node"]) if "per-node" in own else None
-    sizes = clusters(devices or [devices_of(recipe)], nodes, per_node)
     target = target_for(own.get("gpu"))
     networks = interconnects(own.get("interconnect", USUAL), target.gpu)
-    scale = Scale(prepared(recipe), target, sizes, networks)
+    scale = Scale(prepared(recipe), target, _clusters(recipe, own), networks)
     out = new_folder("scale", own.get("out"), reference)
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)

@@ -16,7 +16,7 @@ from trainer.errors import RecipeError, require
 from trainer.planner.events import Work
 from trainer.planner.gpus import ACHIEVED, GPU, PCIE_4, PCIE_5
 from trainer.planner.knobs import Settings
-from trainer.recipe import Memory
+from trainer.recipe import Memory, Recipe
 
 BASE = 14e-6  # seconds of any collective: ``baseLat`` of NCCL's LL128 protocol
 # Seconds of one hop of a ring: ``hwLat`` of the same protocol, for NVLink, PCIe and the network.
@@ -168,6 +168,11 @@ class Cluster:
     def group(self, item: Work) -> Group:
         """Who takes part in a collective, and where they are."""
         return group_of(item.ranks or self.devices, item.stride if item.ranks else 1, self.devices, self.nodes)
+
+
+def devices_of(recipe: Recipe) -> int:
+    """The ranks that the recipe asks for; 1 where it leaves them open."""
+    return 1 if recipe.run.devices == "auto" else recipe.run.devices
 
 
 def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int | None) -> list[Cluster]:

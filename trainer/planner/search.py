@@ -20,6 +20,7 @@ from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
 from trainer.planner import knobs
 from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, nccl_bytes, outside
 from trainer.planner.knobs import Settings
+from trainer.planner.network import devices_of
 from trainer.planner.predict import Prediction, predict, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
 from trainer.planner.target import Target, budget_bytes, gpu_here
@@ -82,11 +83,6 @@ def target_for(gpu: str | GPU | None) -> Target:
     if card is None:
         raise RecipeError(f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}, or cpu")
     return Target.here(card)
-
-
-def devices_of(recipe: Recipe) -> int:
-    """The ranks that the recipe asks for; 1 where it leaves them open."""
-    return 1 if recipe.run.devices == "auto" else recipe.run.devices
 
 
 class Search:
