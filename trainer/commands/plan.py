@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # What of the planner imports torch is imported where it is used: --help answers at once, and what cannot work, too.
 
+BEGAN = time.time_ns()  # before a recipe and what it imports are read
+
 VALUED = {
     "gpu": "the GPU to plan for, such as a100-80gb, or cpu (default: the GPU of this machine)",
     "devices": "ranks in all (default: run.devices, or 1 where that is auto); several, such as 1,8,64, make a table",
@@ -87,6 +89,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     devices = count("devices", own["devices"]) if "devices" in own else None
     nodes, lossy, gpu = count("nodes", own.get("nodes", "1")), own.get("lossy", "false"), own.get("gpu")
     with quick_imports():
+        from trainer.planner.kept import Keeper
         from trainer.planner.report import pasteable, table, why
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
@@ -98,6 +101,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         return [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
 
     search = search_for(recipe, gpu, devices, nodes)
+    search.keeper = Keeper.here(BEGAN)
     out = new_folder("plan", own.get("out"), reference)
     total, trained = in_child(sizes)
     print(search.heading(total, trained))

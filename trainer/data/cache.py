@@ -150,11 +150,9 @@ def content_of(
         seen = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for name, stat in stats]
         settled = all(time.time_ns() - stat.st_ctime_ns > SETTLED_NS for _, stat in stats)
     note = root / "contents" / f"{hash_of(seen, *asked)}.json"
-    if settled:
-        with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
-            known = json.loads(read_regular(note, MOST_NOTED))
-            if known["digest"] == hash_of(known["found"]):
-                return known["found"]
+    known = read_note(note) if settled else None
+    if known is not None:
+        return known
     try:
         found = look(paths)
     except OSError as error:
@@ -162,9 +160,23 @@ def content_of(
             f"{error.filename} cannot be read ({error.strerror}): check that it is there and may be read"
         ) from error
     if settled and worth_keeping(found):
-        with suppress(OSError), staged_file(note, sync_folder=False) as part:  # it saves time, no more
-            part.write_text(json.dumps({"found": found, "digest": hash_of(found)}))
+        write_note(note, found)
     return found
+
+
+def read_note(note: Path) -> Any:
+    """What :func:`write_note` has put there; ``None`` where nothing is, or what is there is damaged."""
+    with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+        known = json.loads(read_regular(note, MOST_NOTED))
+        if known["digest"] == hash_of(known["found"]):
+            return known["found"]
+    return None
+
+
+def write_note(note: Path, found: Any) -> None:
+    """Keep what JSON can hold, whole or not at all: it saves time, no more, so that no error of the disk is told."""
+    with suppress(OSError), staged_file(note, sync_folder=False) as part:
+        part.write_text(json.dumps({"found": found, "digest": hash_of(found)}))
 
 
 def hash_of(*values: Any) -> str:

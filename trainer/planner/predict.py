@@ -7,7 +7,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
 from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
 from trainer.planner.events import Trace, Work
+from trainer.planner.kept import Keeper, Known
 from trainer.planner.network import ONE, Cluster, Interconnect, interconnects, sent
 from trainer.planner.replay import AllocatorSettings, Replay, replay
 from trainer.planner.target import Target
@@ -136,14 +137,33 @@ def predict_here(
     nodes: int = 1,
     timeline: bool = False,
     over: Sequence[Interconnect] = (),
+    keeper: Keeper | None = None,
 ) -> dict[str, Any]:
     """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
 
     The first rank of a process group of that size is traced; the others are not there. ``over`` are networks that may
-    join the GPUs, by default what ``ONE`` names.
+    join the GPUs, by default what ``ONE`` names. What ``keeper`` has is not traced again.
     """
     began = time.perf_counter()
-    trace = trace_run(recipe, plan, draw_samples(recipe, plan), target, nodes)
+    # No prediction depends on the budget, so that what is kept serves all of them.
+    recipe = recipe.replace(memory=replace(recipe.memory, budget=None))
+    plan = replace(plan, memory=replace(plan.memory, budget=None))
+    samples = draw_samples(recipe, plan)
+    note = keeper and keeper.note(recipe, plan, samples, target, nodes, timeline, over)
+    try:
+        trace = trace_run(recipe, plan, samples, target, nodes, *([note.look] if note else []))
+    except Known as known:
+        return known.answer
+    answer = _answer(trace, plan, target, nodes, timeline, over)
+    answer["seconds"] = time.perf_counter() - began
+    if note:
+        note.write(answer)
+    return answer
+
+
+def _answer(
+    trace: Trace, plan: Plan, target: Target, nodes: int, timeline: bool, over: Sequence[Interconnect]
+) -> dict[str, Any]:
     memory = replay(trace, AllocatorSettings(target.expandable_segments))
     on_cpu = target.device.type == "cpu"  # where nothing is reserved: tensors take what they ask for
     allocated = memory.peak_requested if on_cpu else memory.peak_allocated
@@ -163,7 +183,6 @@ def predict_here(
         "leaving": leaving,
         "guesses": trace.guesses,
         "notes": trace.notes,
-        "seconds": time.perf_counter() - began,
         "fragmentation": 0 if on_cpu else memory.fragmentation,
         "timeline": _timeline(memory, trace) if timeline else None,
     }

@@ -19,6 +19,7 @@ from trainer.memory.knobs import FOLLOWERS
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
 from trainer.planner import knobs
 from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, nccl_bytes, outside
+from trainer.planner.kept import Keeper
 from trainer.planner.knobs import Settings
 from trainer.planner.network import devices_of
 from trainer.planner.predict import Prediction, predict, predict_here, prepared
@@ -103,6 +104,7 @@ class Search:
         self.budget = budget_bytes(text, target.gpu, devices)
         self.progress = progress or (lambda done, total, text: None)
         self.done = self.total = 0
+        self.keeper: Keeper | None = None  # of predictions of before
         self.refused: list[Candidate] = []
         model = recipe.model
         self.notes = {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
@@ -196,7 +198,8 @@ class Search:
         jobs = [job for one in settings if (job := self._job(one)) is not None]
         self.total = max(self.total, expected - (len(settings) - len(jobs)), self.done + len(jobs))
         found = []
-        calls = [partial(predict_here, recipe, plan, self.target, self.nodes, False) for _, recipe, plan in jobs]
+        asked: dict[str, Any] = {"timeline": False, "keeper": self.keeper}
+        calls = [partial(predict_here, recipe, plan, self.target, self.nodes, **asked) for _, recipe, plan in jobs]
         for number, result in in_children(calls):
             settings_of, _, plan = jobs[number]
             self.done += 1

@@ -6,7 +6,7 @@ the weights to save. Only the weights are never read and nothing is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,9 +83,17 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
     return list(evaluation_micro_batches("val", pieces[:1], loader, Quarantine(limit=None)))
 
 
-def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, nodes: int = 1) -> Trace:
+def trace_run(
+    recipe: Recipe,
+    plan: Plan,
+    samples: Samples,
+    target: Target,
+    nodes: int = 1,
+    look: Callable[[nn.Module], None] = lambda module: None,
+) -> Trace:
     """Trace a run of a prepared recipe as ``plan`` says on ``target``, on the first of its ranks, over ``nodes``.
 
+    ``look`` is called with the module as it was built, before anything is traced; what it raises is passed on.
     This changes torch for the rest of the process: see :func:`trainer.planner.fake_patches.install`.
     """
     ranks = plan.world_size
@@ -96,6 +104,7 @@ def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, node
             launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
             module = _empty(recipe, plan)
+            look(module)
         patch_transformers()
         _Run(recipe, plan, fabric, tracer).take(module, samples)
     trace = tracer.trace
