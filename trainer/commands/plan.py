@@ -39,7 +39,11 @@ VALUED = {
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
     "out": "folder for plan.json and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
-FLAGS = OwnFlags(VALUED, {"json": "print what plan.json holds, and nothing else, on stdout"})
+SWITCHES = {
+    "all": "also predict the plans that cannot be chosen, because they are slower than one that fits, or need too much",
+    "json": "print what plan.json holds, and nothing else, on stdout",
+}
+FLAGS = OwnFlags(VALUED, SWITCHES)
 
 
 def plan(argv: list[str]) -> None:
@@ -71,7 +75,6 @@ def _refuse_early(recipe: Recipe, own: dict[str, str], table: bool) -> None:
     gpu, lossy = own.get("gpu", "cpu"), own.get("lossy", "false")
     card = host_as_device() if gpu == "cpu" else gpu_named(gpu)
     require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
-    require(not table or "lossy" not in own, "--lossy searches for one number of devices: leave it out, or name one")
     _clusters(recipe, {"nodes": "1", **own} if not table else own)
     interconnects(own.get("interconnect", USUAL), card)
 
@@ -109,8 +112,8 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         progress.start(0)
         # The batch is the same in all of them, and has been said.
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
-        report = search.run(lossy.lower() == "true")
-    passed = [(name, text) for name, text in flags if name not in (*VALUED, "json")]
+        report = search.run(lossy.lower() == "true", ("all", None) in flags)
+    passed = [(name, text) for name, text in flags if name not in (*VALUED, *SWITCHES)]
     command = chosen_command(reference, passed, recipe, report)
     print(redact(f"\n{table(report)}\n\n{why(report)}"))
     if command:
@@ -164,6 +167,8 @@ def chosen_command(
 def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Simulate each number of devices, print the table and write it: what ``scale.json`` holds, and what is missing."""
     recipe, _, reference, _ = asked
+    for name in {"lossy", "all"} & {name for name, _ in asked.flags}:
+        require(False, f"--{name} is for a search for one number of devices: leave it out, or name one number")
     with quick_imports():
         from trainer.planner.predict import prepared
         from trainer.planner.scale import ASSUMED, Scale, heading, refused, table, to_json, verdict

@@ -41,13 +41,6 @@ class Unknown(Exception):
     """Something that the prediction depends on cannot be described."""
 
 
-class Known(Exception):
-    """The answer is known: nothing needs to be traced."""
-
-    def __init__(self, answer: dict[str, Any]) -> None:
-        self.answer = answer
-
-
 @dataclasses.dataclass(frozen=True)
 class Keeper:
     """Where predictions are kept."""
@@ -77,21 +70,20 @@ class Note:
         self.asked = (*asked, _surroundings())  # before a trace changes them
         self.files: set[str] = set()
 
-    def look(self, module: nn.Module) -> None:
-        """Raise :class:`Known` if the prediction for this module is."""
+    def answer(self, module: nn.Module) -> dict[str, Any] | None:
+        """What was kept of the prediction for this module, if anything was."""
         try:
             self.files = _files()
             self.key = _digest((self.asked, module, self._stamps(self.files)))
         except Exception:  # whatever a class of anybody's does when it is pickled: not kept
-            return
+            return None
         self.path = self.keeper.root / f"{self.key}.json"
         known = read_note(self.path)
-        if not isinstance(known, dict) or known.get("key") != self.key:
-            return
-        with suppress(OSError, Unknown, KeyError, TypeError):
-            if known["later"] == self._stamps(stamp[0] for stamp in known["later"]):
+        with suppress(OSError, Unknown, LookupError, TypeError):
+            if known["key"] == self.key and known["later"] == self._stamps(stamp[0] for stamp in known["later"]):
                 os.utime(self.path)
-                raise Known({**known["answer"], "notes": [*known["answer"]["notes"], AGAIN]})
+                return {**known["answer"], "notes": [*known["answer"]["notes"], AGAIN]}
+        return None
 
     def write(self, answer: dict[str, Any]) -> None:
         """Keep the answer, unless a file has changed since this process may have read it."""

@@ -11,14 +11,16 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
 from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
 from trainer.planner.events import Trace, Work
-from trainer.planner.kept import Keeper, Known
+from trainer.planner.kept import Keeper
 from trainer.planner.network import ONE, Cluster, Interconnect, interconnects, sent
-from trainer.planner.replay import AllocatorSettings, Replay, replay
+from trainer.planner.replay import AllocatorSettings, Replay, replay, retries_within
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Recipe
@@ -52,6 +54,8 @@ class Prediction:
     notes: list[str] = field(default_factory=list)  # what else a person must know, a line each
     seconds: float = 0.0  # that the prediction took
     fragmentation: int = 0  # what is reserved at the allocated peak and not in use
+    # How often torch gives its cache back to stay within the capacity that was asked about; ``None``: it cannot
+    retries: int | None = None
     # Memory, for a plot, if wanted: {"allocated": {category: [...]}, "reserved": [...], "marks": [[at, phase]]}
     timeline: dict[str, Any] | None = None
 
@@ -130,6 +134,13 @@ def predict(recipe: Recipe, plan: Plan, target: Target, nodes: int = 1, timeline
     return Prediction.answered(in_child(partial(predict_here, recipe, plan, target, nodes, timeline)))
 
 
+class Known(Exception):
+    """The answer is known before anything is traced."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self.answer = answer
+
+
 def predict_here(
     recipe: Recipe,
     plan: Plan,
@@ -137,24 +148,33 @@ def predict_here(
     nodes: int = 1,
     timeline: bool = False,
     over: Sequence[Interconnect] = (),
+    capacity: int | None = None,
     keeper: Keeper | None = None,
 ) -> dict[str, Any]:
     """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
 
     The first rank of a process group of that size is traced; the others are not there. ``over`` are networks that may
-    join the GPUs, by default what ``ONE`` names. What ``keeper`` has is not traced again.
+    join the GPUs, by default what ``ONE`` names; ``capacity``, in bytes, what ``retries`` are about. What ``keeper`` has
+    is not traced again.
     """
     began = time.perf_counter()
-    # No prediction depends on the budget, so that what is kept serves all of them.
+    # No trace depends on the budget, so that what is kept serves all of them.
     recipe = recipe.replace(memory=replace(recipe.memory, budget=None))
     plan = replace(plan, memory=replace(plan.memory, budget=None))
     samples = draw_samples(recipe, plan)
     note = keeper and keeper.note(recipe, plan, samples, target, nodes, timeline, over)
+
+    def look(module: nn.Module) -> None:
+        known = note.answer(module) if note else None
+        if known and (capacity is None or not known["allocated"] <= capacity < known["reserved"]):
+            raise Known(known)  # else the allocator is asked with what was traced
+
     try:
-        trace = trace_run(recipe, plan, samples, target, nodes, *([note.look] if note else []))
+        trace = trace_run(recipe, plan, samples, target, nodes, look)
     except Known as known:
-        return known.answer
-    answer = _answer(trace, plan, target, nodes, timeline, over)
+        reserved = known.answer["reserved"]
+        return {**known.answer, "retries": 0 if capacity is None or reserved <= capacity else None}
+    answer = _answer(trace, plan, target, nodes, timeline, over, capacity)
     answer["seconds"] = time.perf_counter() - began
     if note:
         note.write(answer)
@@ -162,17 +182,28 @@ def predict_here(
 
 
 def _answer(
-    trace: Trace, plan: Plan, target: Target, nodes: int, timeline: bool, over: Sequence[Interconnect]
+    trace: Trace,
+    plan: Plan,
+    target: Target,
+    nodes: int,
+    timeline: bool,
+    over: Sequence[Interconnect],
+    capacity: int | None,
 ) -> dict[str, Any]:
-    memory = replay(trace, AllocatorSettings(target.expandable_segments))
+    settings = AllocatorSettings(target.expandable_segments)
+    memory = replay(trace, settings)
     on_cpu = target.device.type == "cpu"  # where nothing is reserved: tensors take what they ask for
     allocated = memory.peak_requested if on_cpu else memory.peak_allocated
     cluster = Cluster(plan.world_size, nodes)
     traffic, leaving = traffic_of(trace, cluster)
+    reserved = allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved
+    retries = 0 if capacity is None or reserved <= capacity else None
+    if capacity is not None and allocated <= capacity < reserved and not on_cpu:
+        retries = retries_within(trace, capacity, settings)
     networks = over or interconnects(ONE, target.gpu)
     return {
         "allocated": allocated,
-        "reserved": allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved,
+        "reserved": reserved,
         "host": trace.host_bytes,
         "phases": {name: peak._asdict() for name, peak in memory.phases.items()},
         "categories": memory.categories,
@@ -184,6 +215,7 @@ def _answer(
         "guesses": trace.guesses,
         "notes": trace.notes,
         "fragmentation": 0 if on_cpu else memory.fragmentation,
+        "retries": retries,
         "timeline": _timeline(memory, trace) if timeline else None,
     }
 
