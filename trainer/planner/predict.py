@@ -154,8 +154,8 @@ def predict_here(
     """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
 
     The first rank of a process group of that size is traced; the others are not there. ``over`` are networks that may
-    join the GPUs, by default what ``ONE`` names; ``capacity``, in bytes, what ``retries`` are about. What ``keeper`` has
-    is not traced again.
+    join the GPUs, by default what ``ONE`` names; ``capacity``, in bytes, what ``retries`` are about. What
+    ``keeper`` has is not traced again.
     """
     began = time.perf_counter()
     # No trace depends on the budget, so that what is kept serves all of them.
