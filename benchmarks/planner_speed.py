@@ -1,17 +1,23 @@
-"""How long a prediction takes and how much host memory, from a model of 67 million parameters to one of 8 billion.
+"""How long a prediction takes and how much host memory, from a model of 67 million parameters to one of 8 billion; and
+how long ``trainer plan`` of a small recipe, beside what it cannot do without: importing torch, and one trace.
 
-``python benchmarks/planner_speed.py``: five minutes on two cores. Nothing is downloaded, and no weights exist.
+``python benchmarks/planner_speed.py``: five minutes on two cores; ``--only-command`` one. Nothing is downloaded, and no
+weights exist.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
+import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from common import Record, resolve, table, workplace
@@ -57,7 +63,17 @@ def main() -> None:
     """Measure, print a table and write the results as they come."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--skip-searches", action="store_true", help="single predictions only")
+    parser.add_argument("--only-command", action="store_true", help="the command only")
+    parser.add_argument("--rounds", type=int, default=5, help="of the command, after one that is not counted")
     options = parser.parse_args()
+    if options.only_command:
+        found = command(options.rounds)
+        settings = {"gpu": GPU_NAME, "recipe": COMMAND_RECIPE, "rounds": options.rounds}
+        Record("planner_command", settings).write(True, **found)
+        ratios = found.pop("ratios")
+        print(table(["what", "CPU s", "wall s"], [[name, *map(str, row.values())] for name, row in found.items()]))
+        print(*(f"{name}: {ratio}" for name, ratio in ratios.items()), sep="\n")
+        return
     record = Record("planner_speed", {"gpu": GPU_NAME})
     rows: list[dict[str, Any]] = []
     searches: list[dict[str, Any]] = []
@@ -126,6 +142,66 @@ def search(recipe: Recipe, ranks: int, budget: str) -> dict[str, Any]:
         "traced": sum(one.traced and one.reserved is not None for one in report.candidates),
         "chosen": report.chosen.plan,
     }
+
+
+COMMAND_RECIPE = "vit_digits"
+TORCH = "import torch"
+IMPORTS = f"""{TORCH}
+from trainer.system.imports import quick_imports
+with quick_imports():
+    import trainer.planner.search
+"""
+TRACE = f"""{IMPORTS}
+from trainer.commands.recipes import load_recipe
+from trainer.memory.plan import decide_plan
+from trainer.planner.gpus import gpu_named
+from trainer.planner.predict import predict_here, prepared
+from trainer.planner.target import Target
+import os, time
+recipe = prepared(load_recipe("{COMMAND_RECIPE}")[0])
+began = time.process_time(), time.perf_counter()
+predict_here(recipe, decide_plan(recipe, 1), Target(gpu_named("{GPU_NAME}")))
+print(time.process_time() - began[0], time.perf_counter() - began[1], flush=True)
+os._exit(0)
+"""
+
+
+def command(rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of seconds, all five one after the other in each round: ``torch`` is its import, ``imports`` that of the
+    planner with it, ``trace`` one trace after these, ``anew`` and ``again`` the command without and with predictions of
+    before; and ``anew`` as a multiple of ``trace`` and either import, by CPU time."""
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    with workplace(None) as folder:
+        for number in range(rounds + 1):  # the first of each fills the caches of the disk, and is not counted
+            plan_of = ["-m", "trainer", "plan", COMMAND_RECIPE, f"--gpu={GPU_NAME}"]
+            once = {
+                "torch": timed(["-c", TORCH])[:2],
+                "trace": tuple(map(float, timed(["-c", TRACE])[2].split())),
+                "imports": timed(["-c", IMPORTS])[:2],
+                "anew": timed([*plan_of, f"--out={folder}/{number}a"], "off")[:2],
+                "again": timed([*plan_of, f"--out={folder}/{number}b"], f"{folder}/plans")[:2],
+            }
+            for name, figures in once.items() if number else ():
+                times[name].append(figures)
+    found = {
+        name: {"cpu": round(median(cpu for cpu, _ in rows), 2), "wall": round(median(wall for _, wall in rows), 2)}
+        for name, rows in times.items()
+    }
+    ratios = {
+        f"anew / ({name} + trace)": found["anew"]["cpu"] / (found[name]["cpu"] + found["trace"]["cpu"])
+        for name in ("torch", "imports")
+    }
+    return found | {"ratios": {name: round(ratio, 2) for name, ratio in ratios.items()}}
+
+
+def timed(words: list[str], plans: str = "off") -> tuple[float, float, str]:
+    """Seconds of CPU with those of children, and of wall time, that Python takes for ``words``; and what it prints."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    environment = {**os.environ, "TRAINER_PLANS": plans}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu, time.perf_counter() - began, done.stdout
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -172,6 +174,37 @@ def test_flags_that_cannot_work_are_refused_in_one_line(flags, parts, capsys):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert [part for part in parts if part not in err] == [], err
+
+
+def test_flags_that_cannot_work_are_refused_without_torch():
+    """In an interpreter that has none."""
+    wrong = [["--gpu", "a100-80g"], [*A100, "--interconnect", "bogus"], [*A100, "--devices", "3", "--nodes", "2"]]
+    wrong += [["--gpu", "cpu", "--devices", "8,12"], [*A100, "--lossy", "maybe"], ["--interconnect", "bogus"]]
+    code = "import sys; sys.modules['torch'] = None; from trainer.cli import run\n"
+    code += f"print([run(['plan', 'vit_digits', *flags]) for flags in {wrong}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [2] * len(wrong), done.stderr
+    named = [line.removeprefix("trainer: error: --").partition("=")[0] for line in done.stderr.splitlines()]
+    assert named == ["gpu", "interconnect", "devices", "devices", "lossy", "interconnect"], done.stderr
+
+
+@pytest.mark.slow
+def test_the_planner_imports_fabric_alone_and_the_rest_of_lightning_is_there_when_it_is_wanted():
+    code = """
+import gc, sys
+from trainer.system.imports import quick_imports
+with quick_imports():
+    import trainer.planner.search
+assert gc.isenabled()
+heavy = {"lightning.pytorch", "torchmetrics", "transformers", "torchvision", "scipy", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+from lightning import Fabric as ours, LightningModule, Trainer
+import lightning, lightning.fabric, torchmetrics
+from torchmetrics.classification import MulticlassAccuracy
+assert lightning.fabric.Fabric is ours is trainer.planner.trace.Fabric and lightning.pytorch.Trainer is Trainer
+assert torchmetrics.Accuracy(task="binary") is not None and lightning.__version__[0] == "2"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
