@@ -1,10 +1,12 @@
 """How long a step takes: an estimate from what it does, to rank plans by.
 
-Each operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams, Waterman and
-Patterson, 2009), copies and collectives what their link allows. The figures are rates of data sheets times what is
-typically achieved: take the estimate for the order of plans, not for a promise. From a list of what ViT-L/16 does,
-written by hand, it comes out at 0.98 of the time of a published run on an A100 in fp32, and at 0.7 in bf16 (the
-published times include loading data).
+An operation takes its arithmetic and its memory traffic, one after the other; copies and collectives take what their
+link allows. The roofline model (Williams, Waterman and Patterson, 2009) takes the longer of both: that is a bound. In a
+real product the first tiles are read and the last are written while nothing computes, and the sum is what square
+products of 1,024 and 2,048 rows were measured to take (``tests/planner/test_cost.py``). So a product reaches
+``1 / (1 + ridge / intensity)`` of the card's rate, where the ridge is that rate over the bandwidth.
+
+No figure here was fitted on a training step. How far off steps are is in docs/planner.md.
 """
 
 from __future__ import annotations
@@ -16,17 +18,20 @@ from dataclasses import dataclass
 from trainer.planner.events import Trace, Work
 from trainer.planner.gpus import GPU
 
-# Of peak, in products on tensor cores: large square ones in isolation reach 0.65-0.7, the narrow ones of a transformer
-# and of weight gradients less, and all of them less under a power limit.
-TENSOR_CORES, ON_TENSOR_CORES = 0.55, ("float16", "bfloat16", "tfloat32")
-OTHER_CORES = 0.85  # of peak, in large products in fp32 and fp64: their operands arrive faster than they compute
-MEMORY = 0.8  # of the data sheet's bandwidth, in elementwise kernels: DRAM refreshes, and turns from reading to writing
-# Seconds that a kernel takes at least, and more than the roofline: it starts, fills the GPU and drains. This makes
-# small products inefficient: one of 0.7 GFLOP in bf16 reaches half of what a large one does on an A100.
-KERNEL = 4e-6
-LAUNCH = 8e-6  # seconds of the CPU for one operation in eager mode, autograd and Python included
-COPY = 10e-6  # seconds to start a copy over the bus
-HOST_MEMORY = 40e9  # bytes a second for one rank's optimizer: two channels of DDR5, or a server's share for each GPU
+# Of the data sheet's bandwidth, in large copies and elementwise kernels: the median of 14 measurements of torch, 0.73 on
+# an A100 to 0.96 on a 3090 (github.com/chsasank/device-benchmarks, github.com/mli/transformers-benchmarks).
+MEMORY = 0.83
+# What attention kernels reach of the rate of products: FlashAttention-2 50 to 73 % of an A100's peak, whose products
+# reach 83 % (Dao, 2023), and cuDNN's about 55 % of an H100's (Shah et al., 2024).
+ATTENTION = 0.72
+KERNEL = 4e-6  # seconds to start, fill and drain a kernel. Assumed; 2 to 10 are seen, and see test_cost.py
+# Seconds of the CPU for an operation in eager mode, autograd and Python included. Assumed: ``a * 1.2`` alone took 2.7,
+# 4.3 and 7.3 on three machines (github.com/mli/transformers-benchmarks, also issue 4), a layer's operations take 5 to 25.
+LAUNCH = 8e-6
+COPY = 10e-6  # seconds to start a copy over the bus. Assumed; 5 to 20
+# Bytes a second of one rank's optimizer on the host. Assumed: Adam on a billion weights takes 1.39 s in plain torch and
+# 0.22 s in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
+HOST_MEMORY = 40e9
 HOST_NETWORK = 1e9  # bytes a second of gloo in host memory: 0.2 s for 188 MB on 2 ranks of one machine were measured
 TAKES_WEIGHTS = "split_with_sizes_copy"
 """The operation with which FSDP2 takes gathered weights over: it waits for their all-gather."""
@@ -36,16 +41,11 @@ Seconds = Callable[[Work], tuple[str, float]]
 
 
 def kernel_seconds(item: Work, gpu: GPU) -> float:
-    """Seconds of one kernel by the roofline. A dtype that the GPU has no units for computes as fast as fp32."""
+    """Seconds of one kernel: its arithmetic at the rate of products, and its traffic."""
     if not item.flops and not item.bytes:
         return 0.0
-    dtype = item.dtype
-    if dtype == "float32" and "convolution" in item.op and "tfloat32" in gpu.flops:
-        dtype = "tfloat32"  # torch's default for convolutions, though not for matrix products
-    if dtype not in gpu.flops:
-        dtype = "float32"
-    achieved = TENSOR_CORES if dtype in ON_TENSOR_CORES else OTHER_CORES
-    return KERNEL + max(item.flops / (gpu.flops[dtype] * achieved), item.bytes / (gpu.bandwidth * MEMORY))
+    rate = gpu.product_rate(item.dtype) * (ATTENTION if "attention" in item.op else 1.0)
+    return KERNEL + item.flops / rate + item.bytes / (gpu.bandwidth * MEMORY)
 
 
 @dataclass(frozen=True)

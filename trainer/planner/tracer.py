@@ -21,6 +21,8 @@ from trainer.planner.fake_patches import FakeStream, is_paused
 from trainer.planner.target import Target
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
+CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}  # by where their weight is; 7 after it are the groups
+LEAST_CHANNELS = 8  # of a group, for tensor cores to compute a convolution: one row of their tiles in half precision
 LT_WORKSPACE = 1 << 20  # bytes for a product with a bias, by cuBLASLt (CUBLASLT_WORKSPACE_SIZE's default)
 HOST_STREAM = -1  # the stream of what the CPU computes, for the cost of a step
 LEAST_HOST_BYTES = 2**16  # of work on the host that takes time worth counting
@@ -199,7 +201,7 @@ class Tracer(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_collective(name, tensors, group_among(tree_leaves((args, kwargs))))
             return
-        if func.is_view:
+        if func.is_view or name == "_unsafe_view":  # which is one, too, but for autograd
             return
         if not any(self.is_on_device(tensor) for tensor in (*tensors, *results)):
             if (moved := _bytes(tensors)) >= LEAST_HOST_BYTES:  # what an offloaded optimizer does
@@ -211,11 +213,11 @@ class Tracer(TorchDispatchMode):
             moved = min(_bytes(results), _bytes(tensors)) if results else 0
             self.note(name, kind, 0, moved, results)
             return
-        count = flop_registry.get(getattr(func, "_overloadpacket", None))
-        flops = int(count(*counted_args(name, args), **kwargs, out_val=out)) if count else 0
+        flops = flops_of(func, name, args, kwargs, out)
         seen = {id(tensor) for tensor in tensors}  # the result of an in-place operation is one of them
         moved = _bytes(tensors) + _bytes([tensor for tensor in results if id(tensor) not in seen])
-        self.note(name, "compute", flops, moved, results or tensors)
+        units = units_of(name, args) if flops else None
+        self.note(name, "compute", flops, moved + moved_again(name, args, units, moved), results or tensors, units=units)
 
     def _note_collective(self, name: str, tensors: list[Tensor], group: tuple[int, int]) -> None:
         """What the device's network does or, with gradients in host memory, the host's."""
@@ -230,13 +232,74 @@ class Tracer(TorchDispatchMode):
             self.note(op, "collective", 0, whole, here or tensors, stream, *group)
 
     def note(
-        self, op: str, kind: Kind, flops: int, moved: int, tensors: list[Tensor], stream: int | None = None, *group: int
+        self,
+        op: str,
+        kind: Kind,
+        flops: int,
+        moved: int,
+        tensors: list[Tensor],
+        stream: int | None = None,
+        *group: int,
+        units: str | None = None,
     ) -> None:
-        """Remember one operation for the time of the step: on the current stream if none is given."""
+        """Remember one operation for the time of the step: on the current stream if none is given.
+
+        ``units`` are those that compute it, where the dtype of ``tensors`` does not say it.
+        """
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
         number = FakeStream.current.number if stream is None else stream
-        work = Work(op, kind, self.phase, number, flops, moved, str(dtype).removeprefix("torch."), *group)
+        work = Work(op, kind, self.phase, number, flops, moved, units or str(dtype).removeprefix("torch."), *group)
         self.trace.work.extend([work] * self.repeat)
+
+
+def flops_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of a call, as torch counts them, but for two things; 0 where it counts none.
+
+    Torch takes the gradient of a grouped convolution's weight for that of an ungrouped one, and causal attention for
+    all of the square of tokens, of which the kernels skip what lies above the diagonal.
+    """
+    count = flop_registry.get(getattr(func, "_overloadpacket", None))
+    if count is None:
+        return 0
+    if name == "convolution_backward":
+        groups, (of_input, of_weight, _) = args[9:11]
+        masks = ([of_input, False, False], [False, of_weight, False])
+        inputs, weights = (count(*args[:10], mask, out_val=out) for mask in masks)
+        return int(inputs + weights // groups)
+    flops = int(count(*counted_args(name, args), **kwargs, out_val=out))
+    if not name.startswith("_scaled_dot_product"):
+        return flops
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return flops // 2 if given.get("is_causal") else flops
+
+
+def units_of(name: str, args: tuple) -> str | None:
+    """What computes a product, where its dtype does not say it: tf32 for fp32, or fp32 in the place of tensor cores.
+
+    Convolutions of a few channels a group have nothing to fill tensor cores with (ATen's DepthwiseConv2d.cu).
+    """
+    setting: Any = torch.backends.cuda.matmul if name in MATRIX_PRODUCTS else None
+    if name in CONVOLUTIONS:
+        first = CONVOLUTIONS[name]
+        if args[first + 7] > 1 and args[first].shape[1] < LEAST_CHANNELS:
+            return "float32"
+        setting = torch.backends.cudnn.conv
+    fp32 = next(value.dtype for value in args if isinstance(value, Tensor)) == torch.float32
+    return "tfloat32" if setting is not None and fp32 and setting.fp32_precision == "tf32" else None
+
+
+def moved_again(name: str, args: tuple, units: str | None, moved: int) -> int:
+    """Bytes that a kernel moves besides each of the tensors of its call once, which are ``moved``.
+
+    cuDNN transposes what is not channels_last for its tensor cores (NVIDIA, Convolutional Layers User's Guide).
+    Normalisations over many rows take their sums first and read everything again for the result, as all backwards do
+    (ATen's Normalization.cuh, group_norm_kernel.cu and layer_norm_kernel.cu).
+    """
+    if name in CONVOLUTIONS and units is None and args[0].dtype in (torch.float16, torch.bfloat16):
+        return 0 if args[0].is_contiguous(memory_format=torch.channels_last) else 2 * moved
+    if name.endswith("norm_backward"):
+        return _bytes(args[:2])  # the gradient and the input
+    return _bytes(args[:1]) if name.endswith(("batch_norm", "group_norm")) else 0
 
 
 def plain_tensors(tensor: Any) -> list[Tensor]:
