@@ -1,16 +1,15 @@
 """How long a step takes: an estimate from what it does, to rank plans by.
 
-An operation takes its arithmetic and its memory traffic, one after the other; copies and collectives take what their
-link allows. The roofline model (Williams, Waterman and Patterson, 2009) takes the longer of both: that is a bound. In a
-real product the first tiles are read and the last are written while nothing computes, and the sum is what square
-products of 1,024 and 2,048 rows were measured to take (``tests/planner/test_cost.py``). So a product reaches
-``1 / (1 + ridge / intensity)`` of the card's rate, where the ridge is that rate over the bandwidth.
+An operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams, Waterman and
+Patterson, 2009) and a part of the shorter, for the first tiles of a product are read and its last are written while
+nothing computes. Copies and collectives take what their link allows.
 
 No figure here was fitted on a training step. How far off steps are is in docs/planner.md.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,21 +17,32 @@ from dataclasses import dataclass
 from trainer.planner.events import Trace, Work
 from trainer.planner.gpus import GPU
 
-# Of the data sheet's bandwidth, in large copies and elementwise kernels: the median of 14 measurements of torch, 0.73 on
-# an A100 to 0.96 on a 3090 (github.com/chsasank/device-benchmarks, github.com/mli/transformers-benchmarks).
+# Of the data sheet's bandwidth, in large copies and elementwise kernels: the median of 14 measurements of torch, 0.73
+# on an A100 to 0.96 on a 3090 (github.com/chsasank/device-benchmarks, github.com/mli/transformers-benchmarks).
 MEMORY = 0.83
+# Of the shorter of arithmetic and traffic, what nothing overlaps with, and the seconds to start, fill and drain a
+# kernel: found on what square products of 1,024 to 4,096 rows take on 16 cards (``tests/planner/test_cost.py``), 15 %
+# off in the root mean square; 20 % with all of it overlapped, 17 % with nothing.
+EXPOSED, KERNEL = 0.5, 4e-6
+# Elements that a multiprocessor reads or writes in a clock, in kernels that are no products. That, and not memory, is
+# the limit of an A100 in half precision: layers of BERT-large and GPT-2 medium take there as long as with 3.6 and 2.2
+# (github.com/mli/transformers-benchmarks). Those on a V100, an A6000 and a 3090 Ti are predicted within 8 % anyway.
+ELEMENTS = 2.8
 # What attention kernels reach of the rate of products: FlashAttention-2 50 to 73 % of an A100's peak, whose products
 # reach 83 % (Dao, 2023), and cuDNN's about 55 % of an H100's (Shah et al., 2024).
 ATTENTION = 0.72
-KERNEL = 4e-6  # seconds to start, fill and drain a kernel. Assumed; 2 to 10 are seen, and see test_cost.py
-# Seconds of the CPU for an operation in eager mode, autograd and Python included. Assumed: ``a * 1.2`` alone took 2.7,
-# 4.3 and 7.3 on three machines (github.com/mli/transformers-benchmarks, also issue 4), a layer's operations take 5 to 25.
+# Seconds of the CPU for an operation in eager mode, autograd and Python included. Assumed, and 5 to 25 µs are seen:
+# ``a * 1.2`` alone took 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks and issue 4).
 LAUNCH = 8e-6
 COPY = 10e-6  # seconds to start a copy over the bus. Assumed; 5 to 20
 # Bytes a second of one rank's optimizer on the host. Assumed: Adam on a billion weights takes 1.39 s in plain torch and
 # 0.22 s in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
 HOST_MEMORY = 40e9
 HOST_NETWORK = 1e9  # bytes a second of gloo in host memory: 0.2 s for 188 MB on 2 ranks of one machine were measured
+ERROR = 0.23
+"""What steps are off by: the root mean square, in logarithms, over the 19 published steps of docs/planner.md, "Times".
+None of them was used for a figure here."""
+ESTIMATES = f"estimates, ± {100 * ERROR:.0f} %: for the order of plans on a card, less so for that of cards"
 TAKES_WEIGHTS = "split_with_sizes_copy"
 """The operation with which FSDP2 takes gathered weights over: it waits for their all-gather."""
 
@@ -41,11 +51,21 @@ Seconds = Callable[[Work], tuple[str, float]]
 
 
 def kernel_seconds(item: Work, gpu: GPU) -> float:
-    """Seconds of one kernel: its arithmetic at the rate of products, and its traffic."""
+    """Seconds of one kernel, by its arithmetic at the rate of products and by its traffic."""
     if not item.flops and not item.bytes:
         return 0.0
     rate = gpu.product_rate(item.dtype) * (ATTENTION if "attention" in item.op else 1.0)
-    return KERNEL + item.flops / rate + item.bytes / (gpu.bandwidth * MEMORY)
+    moves = gpu.bandwidth * MEMORY
+    if not item.flops:
+        moves = min(moves, ELEMENTS * _size(item.dtype) * gpu.clocks)
+    arithmetic, traffic = item.flops / rate, item.bytes / moves
+    return KERNEL + max(arithmetic, traffic) + EXPOSED * min(arithmetic, traffic)
+
+
+def _size(dtype: str) -> float:
+    """Bytes of an element."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) / 8 if bits else 1
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,12 @@ class GPU:
         return self.flops[units] * self.products[{"tfloat32": 1, "float16": 2, "bfloat16": 2}.get(units, 0)]
 
     @property
+    def clocks(self) -> float:
+        """Of all multiprocessors in a second, at the clock of the data sheet: each has 64 or 128 fp32 units."""
+        units = 64 if self.capability[0] == 7 or self.capability == (8, 0) else 128
+        return self.flops["float32"] / (2 * units) if self.name != "cpu" else math.inf
+
+    @property
     def cublas_workspace(self) -> int:
         """Bytes of the workspace that torch gives to cuBLAS, unless CUBLAS_WORKSPACE_CONFIG says otherwise.
 
@@ -131,9 +137,9 @@ def _squash(name: str) -> str:
 # tf32, half precision. Sources: (a) github.com/zzc0721/torch-performance-test-data, database.md and issues 54 to 200;
 # (b) github.com/mli/transformers-benchmarks; (c) github.com/chsasank/device-benchmarks; (d) the best of many shapes, so
 # rather high: github.com/mag-/gpu_benchmark and the table of achievable FLOPS of github.com/stas00/ml-engineering.
-# Why they differ: a data sheet has the highest clock, which cards of 70 to 150 W do not hold in products and which those
-# of 300 W and more in PCIe slots do not quite; GeForce cards run above the clock of theirs. Where half of the
-# multiprocessors' fp32 units share their ports with integers (since 8.6, and on 9.0), fp32 products reach 0.6 to 0.77.
+# Why they differ: a data sheet counts at one clock, which cards of 70 to 150 W do not hold in products, larger ones not
+# quite, and which GeForce cards exceed. Multiprocessors since 8.6 have twice as many fp32 units, but do not feed them
+# twice as fast: fp32 products reach 0.6 to 0.77.
 GEFORCE = (0.70, 1.03, 1.05)  # medians of (a): 3060 to 3090, 4060 Ti to 4090, 5060 Ti to 5090: 0.61-0.76, 0.98-1.13
 PRODUCTS = {
     "t4": (0.51, 1, 0.64),  # (a), (c); only for as long as it is cool

@@ -16,7 +16,7 @@ from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
 from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
 from trainer.planner.events import Trace, Work
-from trainer.planner.network import ONE, Cluster, Interconnect, interconnects, sent
+from trainer.planner.network import Cluster, Interconnect, sent
 from trainer.planner.replay import AllocatorSettings, Replay, replay
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
@@ -140,7 +140,7 @@ def predict_here(
     """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
 
     The first rank of a process group of that size is traced; the others are not there. ``over`` are networks that may
-    join the GPUs, by default what ``ONE`` names.
+    join the GPUs, by default that of ``target``.
     """
     began = time.perf_counter()
     trace = trace_run(recipe, plan, draw_samples(recipe, plan), target, nodes)
@@ -149,7 +149,7 @@ def predict_here(
     allocated = memory.peak_requested if on_cpu else memory.peak_allocated
     cluster = Cluster(plan.world_size, nodes)
     traffic, leaving = traffic_of(trace, cluster)
-    networks = over or interconnects(ONE, target.gpu)
+    networks = over or [target.network]
     return {
         "allocated": allocated,
         "reserved": allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved,

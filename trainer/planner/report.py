@@ -78,6 +78,7 @@ class PlanReport:
     explanations: list[str] = field(default_factory=list)  # what each knob bought and cost, or what is missing: lines
     notes: list[str] = field(default_factory=list)  # what a person must know to read the figures
     seconds: float = 0.0  # that the search took
+    interconnect: str | None = None  # what joins the devices; ``None`` for one
 
     @property
     def smallest(self) -> Candidate | None:
@@ -98,6 +99,7 @@ class PlanReport:
             "device": self.device,
             "devices": self.devices,
             "nodes": self.nodes,
+            "interconnect": self.interconnect,
             "budget_gb": _gb(self.budget),
             "margin": self.margin,
             "outside_gb": _gb(self.outside),

@@ -13,6 +13,7 @@ import torch
 from trainer.errors import RunError
 from trainer.planner.fake_kernels import AttentionRules
 from trainer.planner.gpus import GPU, gpu_of, usable_memory
+from trainer.planner.network import ONE, Interconnect, interconnects
 from trainer.system.children import in_child
 from trainer.system.machine import ask_for_gpus, seen_gpus
 from trainer.system.text import parse_budget
@@ -36,11 +37,19 @@ class Target:
     torch_version: tuple[int, int] = (0, 0)
     expandable_segments: bool = False  # whether the run sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 
+    joined_by: str = ONE  # what joins the devices, as ``--interconnect`` names it
+
     @classmethod
-    def here(cls, gpu: GPU) -> Target:
+    def here(cls, gpu: GPU, joined_by: str = ONE) -> Target:
         """``gpu`` with the version of torch and the settings of the allocator that a run from here would have."""
         config = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-        return cls(gpu, expandable_segments="expandable_segments:true" in config.lower().replace(" ", ""))
+        expandable = "expandable_segments:true" in config.lower().replace(" ", "")
+        return cls(gpu, expandable_segments=expandable, joined_by=joined_by)
+
+    @property
+    def network(self) -> Interconnect:
+        """What joins the devices."""
+        return interconnects(self.joined_by, self.gpu)[0]
 
     @property
     def device(self) -> torch.device:

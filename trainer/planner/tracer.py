@@ -217,7 +217,9 @@ class Tracer(TorchDispatchMode):
         seen = {id(tensor) for tensor in tensors}  # the result of an in-place operation is one of them
         moved = _bytes(tensors) + _bytes([tensor for tensor in results if id(tensor) not in seen])
         units = units_of(name, args) if flops else None
-        self.note(name, "compute", flops, moved + moved_again(name, args, units, moved), results or tensors, units=units)
+        self.note(
+            name, "compute", flops, moved + moved_again(name, args, units, moved), results or tensors, units=units
+        )
 
     def _note_collective(self, name: str, tensors: list[Tensor], group: tuple[int, int]) -> None:
         """What the device's network does or, with gradients in host memory, the host's."""
