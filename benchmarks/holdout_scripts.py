@@ -1,14 +1,14 @@
 """Training scripts of others, whose peaks of memory they have published, as plain loops on a GPU that is not there.
 
 Each is written anew from the description and the settings of the original, which :mod:`planner_holdout` names; what
-matters for memory is as there: which tensors are made in which order, and which names keep them. Of an epoch three
-steps are taken, the last of which is timed.
+matters for memory is as there: which tensors are made in which order, and which names keep them. Of an epoch there are
+the first steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer.planner.tracer import Tracer
-
 Updates = Callable[[Any], torch.optim.Optimizer]
-
-
-def steps(tracer: Tracer, count: int = 3) -> Iterator[None]:
-    """So many optimizer steps; the work of the last one is recorded."""
-    for left in range(count - 1, -1, -1):
-        tracer.trace.work.clear()
-        tracer.records_work = not left
-        yield
-    tracer.records_work = False
+STEPS = 3
 
 
 def autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -52,22 +42,18 @@ class GPT2:
     vocabulary: int = 50257
     batch: int = 8
 
-    def __call__(self, tracer: Tracer) -> None:
+    def __call__(self) -> None:
         if self.tf32:
             torch.set_float32_matmul_precision("high")
         model = _Decoder(self).to("cuda")
         if self.bf16:
             model.to(torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1, fused=self.fused or None)
-        for _ in steps(tracer):
+        for _ in range(STEPS):
             optimizer.zero_grad()
-            tracer.enter("forward")
             loss = self.loss(model)
-            tracer.enter("backward")
             loss.backward()
-            tracer.enter("step")
             optimizer.step()
-        tracer.enter("evaluation")
         model.eval()
         with torch.no_grad():
             self.loss(model).item()
@@ -185,7 +171,7 @@ class Timm:
     benchmark: bool = False  # timm's: a batch that stays on the GPU, and attention of single operations
     options: tuple[tuple[str, Any], ...] = ()
 
-    def __call__(self, tracer: Tracer) -> None:
+    def __call__(self) -> None:
         import timm
 
         if self.benchmark:
@@ -197,36 +183,30 @@ class Timm:
         model.cuda().train()
         optimizer = self.optimizer(model.parameters())
         if self.benchmark:
-            self._benchmark(tracer, model, optimizer)
+            self._benchmark(model, optimizer)
         else:
-            self._finetune(tracer, model, optimizer)
+            self._finetune(model, optimizer)
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         return torch.zeros(self.batch, 3, 224, 224, dtype=self.weights), torch.zeros(self.batch, dtype=torch.long)
 
-    def _finetune(self, tracer: Tracer, model: nn.Module, optimizer: Any) -> None:
-        for _ in steps(tracer):
+    def _finetune(self, model: nn.Module, optimizer: Any) -> None:
+        for _ in range(STEPS):
             images, labels = self._batch()
-            tracer.enter("forward")
             with autocast(self.amp):
                 loss = functional.cross_entropy(model(images.cuda()), labels.cuda())
-            tracer.enter("backward")
             loss.backward()
-            tracer.enter("step")
             optimizer.step()
             optimizer.zero_grad()
 
-    def _benchmark(self, tracer: Tracer, model: nn.Module, optimizer: Any) -> None:
+    def _benchmark(self, model: nn.Module, optimizer: Any) -> None:
         images, labels = (one.cuda() for one in self._batch())
-        for _ in steps(tracer, 2):
-            optimizer.zero_grad()
-            tracer.enter("forward")
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=False)  # the default before torch 2.0
             with autocast(self.amp):
                 output = model(images)
             loss = functional.cross_entropy(output, labels)
-            tracer.enter("backward")
             loss.backward()
-            tracer.enter("step")
             optimizer.step()
 
 
@@ -249,7 +229,7 @@ class BertLarge:
     adafactor: bool = False
     keeps_input: bool = False
 
-    def __call__(self, tracer: Tracer) -> None:
+    def __call__(self) -> None:
         from transformers import Adafactor, BertConfig, BertForSequenceClassification
 
         if self.keeps_input:
@@ -264,22 +244,19 @@ class BertLarge:
         else:
             optimizer = _OldAdamW(model.parameters(), lr=5e-5)
         scaler = torch.amp.GradScaler("cuda", enabled=self.amp is not None)
-        for _ in steps(tracer):
+        for _ in range(STEPS):
             for _ in range(4 // self.micro_batch):
                 tokens = torch.ones(self.micro_batch, 512, dtype=torch.long).to("cuda")
                 labels = torch.zeros(self.micro_batch, dtype=torch.long).to("cuda")
-                tracer.enter("forward")
                 with autocast(self.amp):
                     loss = model(input_ids=tokens, labels=labels).loss * (self.micro_batch / 4)
-                tracer.enter("backward")
                 scaler.scale(loss).backward()
-            tracer.enter("step")
             if self.amp is not None:
                 scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
             scaler.step(optimizer)
             scaler.update()
-            model.zero_grad()
+            model.zero_grad(set_to_none=False)  # the default before torch 2.0
 
 
 class _OldSoftmax(torch.autograd.Function):
@@ -339,6 +316,7 @@ class LitGPT:
         micro_batch: samples that go through at once.
         tokens: of the longest one.
         llama: RMSNorm, gated MLP, no biases; else LayerNorm, GELU, and attention beside the MLP.
+        norm_in_fp32: an RMSNorm of a later commit.
     """
 
     micro_batch: int
@@ -352,8 +330,9 @@ class LitGPT:
     llama: bool = False
     shared_norm: bool = False
     head_bias: bool = False
+    norm_in_fp32: bool = False
 
-    def __call__(self, tracer: Tracer) -> None:
+    def __call__(self) -> None:
         from lightning.fabric import Fabric
 
         fabric = Fabric(accelerator="cuda", devices=1, precision="bf16-true")
@@ -365,17 +344,14 @@ class LitGPT:
         module: Any = fabric.setup_module(model)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(trained, lr=3e-4, weight_decay=0.01))
-        for _ in steps(tracer):
+        for _ in range(STEPS):
             tokens, targets = fabric.to_device(
                 tuple(torch.zeros(self.micro_batch, self.tokens, dtype=torch.long) for _ in range(2))
             )
-            tracer.enter("forward")
             logits = module(tokens)
             logits[-1] = logits[-1][..., :-1, :]
             loss = self._loss(logits, targets[..., 1:])
-            tracer.enter("backward")
             fabric.backward(loss / 128)
-            tracer.enter("step")
             optimizer.step()
             optimizer.zero_grad()
 
@@ -463,17 +439,19 @@ class _LitBlock(nn.Module):
 
 
 class _RMSNorm(nn.Module):
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, in_fp32: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight, self.in_fp32 = nn.Parameter(torch.ones(size)), in_fp32
 
     def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.float() if self.in_fp32 else x
         square = torch.mean(x * x, dim=-1, keepdim=True)
-        return self.weight * (x * torch.rsqrt(square + 1e-5))
+        return (self.weight * (x * torch.rsqrt(square + 1e-5))).to(dtype)
 
 
 def _lit_norm(config: LitGPT) -> nn.Module:
-    return _RMSNorm(config.size) if config.llama else nn.LayerNorm(config.size)
+    return _RMSNorm(config.size, config.norm_in_fp32) if config.llama else nn.LayerNorm(config.size)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Would the planner have known what others measured? Published peaks of scripts that it was not made with.
 
 ``python benchmarks/planner_holdout.py``: about five minutes on one core; ``--only WORD`` for the rows with that word,
-which writes nothing. Every row is a script of :mod:`holdout_scripts`, traced on its card with the rules of its version
-of torch and replayed, in a process of its own. Versions of torch that the project does not support are emulated by
-``tests/planner/published.py``.
+which writes nothing. Every row is a script of :mod:`holdout_scripts` under ``fake_gpu`` for its card and its version of torch, in a
+process of its own. Older versions of torch than it knows are emulated by ``tests/planner/published.py``, which has ten
+rows more: those that the planner was made with.
 
 *reserved* and *allocated* are the peaks of torch's allocator, *smi* what nvidia-smi shows less what it showed before
 the model was there, and *fits* asks whether the batch fitted a card, and the next larger one did not.
@@ -24,17 +24,16 @@ import torch
 from common import Record, table
 from holdout_scripts import GPT2, BertLarge, LitGPT, Timm
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
-
-from trainer.planner.cost import step_cost
-from trainer.planner.gpus import gpu_named
-from trainer.planner.replay import replay
-from trainer.planner.target import Target
-from trainer.planner.trace import tracing
+from trainer.planner import fake_gpu
+from trainer.planner.target import OLDEST_KERNELS
 from trainer.system.children import in_children
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
+import published
 
 GIB, MIB, GB = 2**30, 2**20, 1e9
 BF16, FP16 = torch.bfloat16, torch.float16
+IN_SAMPLE = "in sample"  # seen before the planner was ready, and two rules of torch 2.1 found after it
 FREE_3090 = 22.9 * GIB  # of 23.55, less CUDA's context and cuDNN's handles
 
 
@@ -48,7 +47,7 @@ class Row:
     torch: tuple[int, int]
     kind: str  # reserved, allocated, smi or fits
     published: float  # GB of 1e9 bytes; of fits 1 or 0
-    script: Callable[[Any], None]
+    script: Callable[[], object]
     step_ms: float | None = None  # published
     note: str = ""  # what else differs
 
@@ -139,11 +138,13 @@ BERT_ROWS = [
     for script, note in (
         (BertLarge(**options), ""),
         (BertLarge(**options, keeps_input=True), "with the softmax of torch 1.10"),
-    )
+    )[options.get("adafactor", False) :]
 ]
 
 # github.com/Lightning-AI/litgpt, tutorials/resource-tables.md of 20 October 2023, code of commit 8641822
 LITGPT = partial(Row, "Lightning-AI/litgpt resource tables")
+LATER = "with the RMSNorm of 24 October 2023, in fp32"  # commit 6178c7c, three days before the tables were merged
+ON_A100 = ("a100-40gb", (2, 1), "allocated")
 PHI = partial(
     LitGPT, tokens=1044, layers=24, size=2048, heads=32, vocabulary=51200, inner=8192, rotary=0.5, shared_norm=True,
     head_bias=True,
@@ -153,7 +154,7 @@ LLAMA = partial(LitGPT, tokens=1304, vocabulary=32000, rotary=1.0, llama=True)
 LLAMA_7B = partial(LLAMA, layers=32, size=4096, heads=32, inner=11008)
 LLAMA_13B = partial(LLAMA, layers=40, size=5120, heads=40, inner=13824)
 LORA_ROWS = [
-    LITGPT(f"LoRA {what}, {batch} x {script.keywords['tokens']}", "a100-40gb", (2, 1), "allocated", size, script(batch))
+    LITGPT(f"LoRA {what}, {batch} x {script.keywords['tokens']}", *ON_A100, size, script(batch, **options), note=note)
     for what, batch, size, script in (
         ("phi-1.5", 1, 4.82, PHI),
         ("phi-1.5", 2, 6.76, PHI),
@@ -165,6 +166,7 @@ LORA_ROWS = [
         ("Llama-2 7B", 2, 29.07, LLAMA_7B),
         ("Llama-2 13B", 1, 38.12, LLAMA_13B),
     )
+    for note, options in [("", {}), (LATER, {"norm_in_fp32": True})][: 1 + ("Llama" in what)]
 ]
 
 # github.com/huggingface/pytorch-image-models, results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv: batches of 512,
@@ -190,7 +192,15 @@ FITS_ROWS = [
     )
 ]  # fmt: skip
 
-ROWS = [*GPT2_ROWS, *VIT_ROWS, *BERT_ROWS, *LORA_ROWS, *FITS_ROWS]
+# github.com/rasbt/pytorch-memory-optim, logs.md
+LADDER_ROWS = [
+    Row(
+        "rasbt/pytorch-memory-optim", f"ViT-L/16, {name}", "a100-80gb", (2, 1), "reserved", size, script, note=IN_SAMPLE
+    )
+    for name, (size, script) in published.ROWS.items()
+]
+
+ROWS = [*GPT2_ROWS, *VIT_ROWS, *BERT_ROWS, *LORA_ROWS, *LADDER_ROWS, *FITS_ROWS]
 """All rows, by their source."""
 
 NOT_REBUILT = {
@@ -205,13 +215,10 @@ NOT_REBUILT = {
 
 
 def predicted(row: Row) -> dict[str, Any]:
-    """Peaks in bytes and the time of a step. It changes torch for the rest of the process."""
-    gpu = gpu_named(row.card)
-    with tracing(Target(gpu, torch_version=row.torch)) as tracer:
-        row.script(tracer)
-    memory = replay(tracer.trace)
-    cost = step_cost(tracer.trace, gpu, lambda work: ("", 0.0))
-    return {"allocated": memory.peak_allocated, "reserved": memory.peak_reserved, "ms": cost.step_ms}
+    """Peaks in bytes and the time of a step."""
+    with (fake_gpu if row.torch >= OLDEST_KERNELS else published.old_gpu)(row.card, torch_version=row.torch) as gpu:
+        row.script()
+    return {"allocated": gpu.allocated, "reserved": gpu.reserved, "ms": gpu.step_ms if gpu.steps else None}
 
 
 def compared(row: Row, found: Any) -> dict[str, Any]:
@@ -231,7 +238,7 @@ def compared(row: Row, found: Any) -> dict[str, Any]:
         return known | {"refused": str(found)}
     size = found["allocated" if row.kind == "allocated" else "reserved"]
     known |= {"predicted_gb": round(size / GB, 3), "allocated_gb": round(found["allocated"] / GB, 3)}
-    known |= {"predicted_ms": round(found["ms"], 1)}
+    known["predicted_ms"] = found["ms"] and round(found["ms"], 1)
     if row.step_ms:
         known["error_ms"] = round(found["ms"] / row.step_ms - 1, 4)
     if row.kind == "fits":
@@ -244,7 +251,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     eager = [row for row in rows if row["eager"] and "error" in row]
     groups = {
         "torch 2.4 to 2.6": [row for row in eager if row["torch"] in ("2.4", "2.6")],
-        "torch 2.1": [row for row in eager if row["torch"] == "2.1"],
+        "torch 2.1": [row for row in eager if row["torch"] == "2.1" and not row["note"]],
+        "torch 2.1, LoRA with RMSNorm in fp32": [row for row in eager if row["note"] == LATER],
+        "torch 2.1, in sample": [row for row in eager if row["note"] == IN_SAMPLE],
         "torch 1.10": [row for row in eager if row["torch"] == "1.10" and not row["note"]],
         "torch 1.10, with its softmax": [row for row in eager if row["torch"] == "1.10" and row["note"]],
         "compiled, traced eager": [row for row in rows if not row["eager"] and "error" in row],
@@ -273,9 +282,9 @@ def cells(row: dict[str, Any]) -> list[str]:
     else:
         memory = [f"{row['predicted_gb']:.3f}", f"{100 * row['error']:+.2f} %"]
     published = ("fitted" if row["fitted"] else "did not") if "fitted" in row else row["published_gb"]
-    time = [
-        f"{row[key]:.0f}" if row.get(key) else "" for key in ("published_ms", "predicted_ms")
-    ] + [f"{100 * row['error_ms']:+.0f} %" if "error_ms" in row else ""]
+    time = [f"{row[key]:.0f}" if row.get(key) else "" for key in ("published_ms", "predicted_ms")] + [
+        f"{100 * row['error_ms']:+.0f} %" if "error_ms" in row else ""
+    ]
     return [row["source"], configuration, row["card"], row["torch"], row["kind"], str(published), *memory, *time]
 
 

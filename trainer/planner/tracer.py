@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.planner.events import Category, Event, Kind, Trace, Work
-from trainer.planner.fake_kernels import counted_args, inner_bytes
+from trainer.planner.fake_kernels import counted_args
 from trainer.planner.fake_mode import FakeGPUMode
 from trainer.planner.fake_patches import FakeStream, install, is_paused, uninstall
 from trainer.planner.target import Target
@@ -188,7 +188,7 @@ class Tracer(TorchDispatchMode):
         for tensor in results:
             self.watch(tensor, name)
         if "attention" in name:
-            self.inside(inner_bytes(self.target.attention, name, args), name)
+            self.inside(self.target.attention.inner_bytes(name, args), name)
         if name in MATRIX_PRODUCTS:
             self._workspace(name)
         if self.records_work:
