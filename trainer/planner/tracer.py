@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.planner.events import Category, Event, Kind, Trace, Work
-from trainer.planner.fake_kernels import counted_args, inner_bytes
+from trainer.planner.fake_kernels import counted_args
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import FakeStream, is_paused
+from trainer.planner.fake_patches import FakeStream, install, is_paused, uninstall
 from trainer.planner.target import Target
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
@@ -189,7 +190,7 @@ class Tracer(TorchDispatchMode):
         for tensor in results:
             self.watch(tensor, name)
         if "attention" in name:
-            self.inside(inner_bytes(self.target.attention, name, args), name)
+            self.inside(self.target.attention.inner_bytes(name, args), name)
         if name in MATRIX_PRODUCTS:
             self._workspace(name)
         if self.records_work:
@@ -302,6 +303,25 @@ def moved_again(name: str, args: tuple, units: str | None, moved: int) -> int:
     if name.endswith("norm_backward"):
         return _bytes(args[:2])  # the gradient and the input
     return _bytes(args[:1]) if name.endswith(("batch_norm", "group_norm")) else 0
+
+
+@contextmanager
+def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] | None = None) -> Iterator[Tracer]:
+    """Make ``target`` the CUDA device of this process, and trace what is done inside of the context, by ``kind``.
+
+    Tensors that are made inside are fake; real ones that come from outside are moved with ``.to("cuda")``. What is
+    traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins.
+    """
+    notes = install(target, ranks // nodes)
+    mode = FakeGPUMode(ranks)
+    tracer = (kind or Tracer)(target, mode)
+    tracer.trace.notes += notes
+    try:
+        with mode, tracer:
+            yield tracer
+    finally:
+        tracer.trace.guesses = mode.guesses
+        uninstall()
 
 
 def plain_tensors(tensor: Any) -> list[Tensor]:
