@@ -76,13 +76,15 @@ class Interconnect:
     between: Link  # what leaves a node, over all its adapters
 
     @property
-    def description(self) -> str:
-        """In words."""
-        within, between = self.within, self.between
-        return (
-            f"{between.title}, {between.bandwidth / 1e9:.3g} GB/s a node, {1e6 * between.latency:g} µs a hop; within "
-            f"{within.title}, {within.bandwidth / 1e9:.3g} GB/s a GPU"
-        )
+    def across(self) -> str:
+        """What joins nodes, in words."""
+        between = self.between
+        return f"{between.title}, {between.bandwidth / 1e9:.3g} GB/s a node, {1e6 * between.latency:g} µs a hop"
+
+    @property
+    def inside(self) -> str:
+        """What joins the GPUs of a node, in words."""
+        return f"{self.within.title}, {self.within.bandwidth / 1e9:.3g} GB/s a GPU"
 
     def seconds(self, op: str, size: int, group: Group) -> float:
         """Seconds of a collective of ``size`` bytes (of the whole tensor): of a ring or, if faster, of a tree.

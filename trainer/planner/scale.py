@@ -223,7 +223,7 @@ def heading(report: ScaleReport) -> list[tuple[str, str]]:
     return [
         ("batch", f"{one.samples:,} samples a step{differ}, {report.recipe.memory.precision}"),
         ("devices", f"{own}; {beside} outside on {last.cluster.devices} devices"),
-        *((network.name, network.description) for network in report.networks),
+        *((network.name, f"{network.across}; within {network.inside}") for network in report.networks),
     ]
 
 

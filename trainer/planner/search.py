@@ -27,7 +27,7 @@ from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
 from trainer.planner.target import Target, budget_bytes, gpu_here
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
-from trainer.system.text import gigabytes
+from trainer.system.text import gigabytes, wrapped
 
 MARGIN = 0.03  # part of the budget that a prediction must leave free: the error that is aimed at
 WHOLE = "90%"  # the budget of a recipe that names none, but leaves knobs to the planner
@@ -130,14 +130,15 @@ class Search:
         ]
         if self.devices > 1:
             network = self.target.network
-            rows.append(("network", f"{network.name}: {network.description}"))
+            across = f"{network.name}: {network.across}; " if nodes > 1 else ""
+            rows.append(("network", f"{across}within a node {network.inside}"))
         rows.append(("times", ESTIMATES))
         if gpu.context:
             nccl = f" and {gigabytes(nccl_bytes(self.devices))} for NCCL" if self.devices > 1 else ""
             rows.append(("outside", f"on top, about {gigabytes(gpu.context)} for the CUDA context{nccl}"))
         if gpu.note:
             rows.append(("note", gpu.note))
-        return "\n".join(f"{label:<8} {text}" for label, text in rows)
+        return "\n".join(wrapped(f"{label:<8} {text}", " " * 9) for label, text in rows)
 
     def run(self, lossy: bool = False, quick: bool = False) -> PlanReport:
         """Predict, choose, predict the choice, and say why."""
@@ -167,7 +168,7 @@ class Search:
             device=self.target.gpu.title,
             devices=self.devices,
             nodes=self.nodes,
-            interconnect=self.target.joined_by if self.devices > 1 else None,
+            interconnect=self.target.joined_by if self.nodes > 1 or self.target.joined_by != ONE else None,
             budget=self.budget,
             margin=MARGIN,
             outside=outside(self.target.gpu, self.devices),

@@ -40,7 +40,7 @@ class Target:
     joined_by: str = ONE  # what joins the devices, as ``--interconnect`` names it
 
     def __post_init__(self) -> None:
-        told = (0, 0) < self.torch_version
+        told = self.torch_version > (0, 0)
         known = OLDEST_KERNELS <= self.torch_version <= max(NEWEST, installed_version())
         wanted, oldest = ".".join(map(str, self.torch_version)), ".".join(map(str, OLDEST_KERNELS))
         newest = ".".join(map(str, NEWEST))

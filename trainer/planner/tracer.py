@@ -299,7 +299,8 @@ def moved_again(name: str, args: tuple, units: str | None, moved: int) -> int:
     (ATen's Normalization.cuh, group_norm_kernel.cu and layer_norm_kernel.cu).
     """
     if name in CONVOLUTIONS and units is None and args[0].dtype in (torch.float16, torch.bfloat16):
-        return 0 if args[0].is_contiguous(memory_format=torch.channels_last) else 2 * moved
+        entered = args[CONVOLUTIONS[name] - 1]
+        return 0 if entered.is_contiguous(memory_format=torch.channels_last) else 2 * moved
     if name.endswith("norm_backward"):
         return _bytes(args[:2])  # the gradient and the input
     return _bytes(args[:1]) if name.endswith(("batch_norm", "group_norm")) else 0
