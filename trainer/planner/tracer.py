@@ -212,15 +212,14 @@ class Tracer(TorchDispatchMode):
         kind = _kind(tensors, results)
         if kind != "compute":
             moved = min(_bytes(results), _bytes(tensors)) if results else 0
-            self.note(name, kind, 0, moved, results)
+            self.note(name, kind, 0, moved, dtype_of(results))
             return
         flops = flops_of(func, name, args, kwargs, out)
         seen = {id(tensor) for tensor in tensors}  # the result of an in-place operation is one of them
         moved = _bytes(tensors) + _bytes([tensor for tensor in results if id(tensor) not in seen])
-        units = units_of(name, args) if flops else None
-        self.note(
-            name, "compute", flops, moved + moved_again(name, args, units, moved), results or tensors, units=units
-        )
+        dtype = dtype_of(results or tensors)
+        units = units_of(name, args, dtype) if flops else dtype
+        self.note(name, "compute", flops, moved + moved_again(name, args, units, moved), units)
 
     def _note_collective(self, name: str, tensors: list[Tensor], group: tuple[int, int]) -> None:
         """What the device's network does or, with gradients in host memory, the host's."""
@@ -232,27 +231,17 @@ class Tracer(TorchDispatchMode):
         whole = sum(sizes) if op == "all_reduce" else max(sizes)
         if here or whole >= LEAST_HOST_BYTES:
             stream = FakeStream.current.number if here else HOST_STREAM
-            self.note(op, "collective", 0, whole, here or tensors, stream, *group)
+            self.note(op, "collective", 0, whole, dtype_of(here or tensors), stream, *group)
 
-    def note(
-        self,
-        op: str,
-        kind: Kind,
-        flops: int,
-        moved: int,
-        tensors: list[Tensor],
-        stream: int | None = None,
-        *group: int,
-        units: str | None = None,
-    ) -> None:
-        """Remember one operation for the time of the step: on the current stream if none is given.
-
-        ``units`` are those that compute it, where the dtype of ``tensors`` does not say it.
-        """
-        dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+    def note(self, op: str, kind: Kind, flops: int, moved: int, dtype: str, stream: Any = None, *group: int) -> None:
+        """Remember one operation for the time of the step: on the current stream if none is given."""
         number = FakeStream.current.number if stream is None else stream
-        work = Work(op, kind, self.phase, number, flops, moved, units or str(dtype).removeprefix("torch."), *group)
-        self.trace.work.extend([work] * self.repeat)
+        self.trace.work.extend([Work(op, kind, self.phase, number, flops, moved, dtype, *group)] * self.repeat)
+
+
+def dtype_of(tensors: Iterable[Tensor]) -> str:
+    """What is computed in, as torch names it."""
+    return str(next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)).removeprefix("torch.")
 
 
 def flops_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
@@ -276,29 +265,29 @@ def flops_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], out: Any
     return flops // 2 if given.get("is_causal") else flops
 
 
-def units_of(name: str, args: tuple) -> str | None:
-    """What computes a product, where its dtype does not say it: tf32 for fp32, or fp32 in the place of tensor cores.
+def units_of(name: str, args: tuple, dtype: str) -> str:
+    """What computes a product of ``dtype``: units for tf32 where torch may take them for fp32, or those for fp32.
 
     Convolutions of a few channels a group have nothing to fill tensor cores with (ATen's DepthwiseConv2d.cu).
     """
-    setting: Any = torch.backends.cuda.matmul if name in MATRIX_PRODUCTS else None
+    backends: Any = torch.backends
+    setting = backends.cuda.matmul if name in MATRIX_PRODUCTS else None
     if name in CONVOLUTIONS:
         first = CONVOLUTIONS[name]
         if args[first + 7] > 1 and args[first].shape[1] < LEAST_CHANNELS:
             return "float32"
-        setting = torch.backends.cudnn.conv
-    fp32 = next(value.dtype for value in args if isinstance(value, Tensor)) == torch.float32
-    return "tfloat32" if setting is not None and fp32 and setting.fp32_precision == "tf32" else None
+        setting = backends.cudnn.conv
+    return "tfloat32" if setting and dtype == "float32" and setting.fp32_precision == "tf32" else dtype
 
 
-def moved_again(name: str, args: tuple, units: str | None, moved: int) -> int:
+def moved_again(name: str, args: tuple, units: str, moved: int) -> int:
     """Bytes that a kernel moves besides each of the tensors of its call once, which are ``moved``.
 
     cuDNN transposes what is not channels_last for its tensor cores (NVIDIA, Convolutional Layers User's Guide).
     Normalisations over many rows take their sums first and read everything again for the result, as all backwards do
     (ATen's Normalization.cuh, group_norm_kernel.cu and layer_norm_kernel.cu).
     """
-    if name in CONVOLUTIONS and units is None and args[0].dtype in (torch.float16, torch.bfloat16):
+    if name in CONVOLUTIONS and units in ("float16", "bfloat16"):
         entered = args[CONVOLUTIONS[name] - 1]
         return 0 if entered.is_contiguous(memory_format=torch.channels_last) else 2 * moved
     if name.endswith("norm_backward"):
