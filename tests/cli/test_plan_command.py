@@ -136,8 +136,28 @@ def test_a_table_is_printed_and_written(tmp_path, capfd):
     assert f"--out={tmp_path} already holds a scale" in capfd.readouterr().err
 
 
+def test_a_network_is_given_to_a_search_and_takes_as_long_as_in_a_table(tmp_path, capfd):
+    """One of everything is a search, several of anything a table: here of the same 16 devices on 2 nodes."""
+    argv = [*VIT, *HYBRID, *ONE, *SMALL, "--batch_size=16", "--memory.micro_batch_size=1", "--json"]
+    found = []
+    for name, flags in (("search", ["--interconnect", "10gbe"]), ("table", ["--interconnect", "10gbe,100gbe"])):
+        assert run([*argv, "--devices", "16", "--nodes", "2", *flags, "--out", str(tmp_path / name)]) == 0
+        out, err = capfd.readouterr()
+        found.append(json.loads(out))
+        if name == "search":
+            assert "network  10gbe: 10 Gbit/s Ethernet" in err
+            assert "times    estimates, ± " in err
+            assert "the chosen plan, over 10gbe:\ntorchrun --nnodes 2" in err
+    search, table = found
+    assert search["interconnect"] == "10gbe"
+    assert search["chosen"]["prediction"]["step_ms"] == pytest.approx(
+        table["rows"][-1]["over"]["10gbe"]["step_ms"], abs=1e-3
+    )
+    assert table["rows"][-1]["over"]["100gbe"]["step_ms"] < search["chosen"]["prediction"]["step_ms"]
+
+
 def test_a_table_without_a_row_that_fits_ends_with_1(tmp_path, capfd):
-    argv = [*VIT, "--per-node", "4", "--memory.budget", "1MB"]
+    argv = [*VIT, "--interconnect", "100gbe,ib-hdr", "--memory.budget", "1MB"]
     assert run([*argv, "--out", str(tmp_path)]) == 1
     out, err = capfd.readouterr()
     assert "single does not fit" in out
@@ -160,6 +180,8 @@ SEVERAL = (*A100, "--devices", "8,16")
         ([*A100, "--out", "/dev/null/here"], ["--out=/dev/null/here"]),
         ([*A100, "--devices", "1,x"], ["--devices='x'", "integer of at least 1"]),
         ([*A100, "--devices", "1,8,8"], ["--devices=1,8,8", "twice"]),
+        ([*A100, "--devices", "16", "--interconnect", "bogus"], ["--interconnect=bogus", "100gbe"]),
+        ([*A100, "--devices", "12", "--per-node", "8"], ["--devices=12", "multiple of --per-node=8"]),
         ([*A100, "--devices", "8,12"], ["--devices=12", "multiple of --per-node=8"]),
         ([*SEVERAL, "--nodes", "1,2,4"], ["--nodes=1,2,4", "as many as --devices=8,16"]),
         ([*SEVERAL, "--nodes", "1,3"], ["--devices=16", "multiple of --nodes=3"]),

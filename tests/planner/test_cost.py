@@ -1,20 +1,28 @@
-"""The time of a step: worked by hand, by its monotonicity, and beside a published measurement."""
+"""The time of a step: worked by hand, by its monotonicity, and beside what others have measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from statistics import mean
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from trainer.planner.cost import TAKES_WEIGHTS, Clocks, StepCost, step_cost
+from trainer.planner.cost import TAKES_WEIGHTS, Clocks, StepCost, kernel_seconds, step_cost
 from trainer.planner.events import Kind, Trace, Work
 from trainer.planner.gpus import GPU, gpu_named
 from trainer.planner.network import Cluster, interconnects
 from trainer.planner.predict import cost_of
 from trainer.planner.target import Target
+from trainer.planner.tracer import tracing
+from trainer.system.children import in_child
 
 A100 = gpu_named("a100-80gb")
 T4 = gpu_named("t4")
@@ -43,7 +51,7 @@ def collective(op: str, moved: int, stream: int = 2, phase: str = "backward") ->
 
 def busy(milliseconds: float, phase: str) -> Work:
     """A kernel that takes so long."""
-    return kernel(moved=round(milliseconds * 1_631_200_000), phase=phase, dtype="float32")
+    return kernel(moved=round(milliseconds * 1_692_370_000), phase=phase, dtype="float32")
 
 
 PHASES, MANY = st.sampled_from(["forward", "backward", "step"]), st.integers(0, 10**10)
@@ -56,14 +64,14 @@ STEPS = st.lists(KERNELS | COPIES | COLLECTIVES, max_size=12)
 
 
 def test_a_step_by_hand() -> None:
-    """At 171.6 TFLOP/s, 1.63 TB/s, 25.2 GB/s over the bus, 240 GB/s over NVLink and 40 GB/s in host memory.
+    """At 259 TFLOP/s, 1.69 TB/s, 25.2 GB/s over the bus, 240 GB/s over NVLink and 40 GB/s in host memory.
 
     Forward takes 10 ms, and backward 10. From its end on, 10 ms of copies go beside 14 ms of a reduction. Then the host
     takes 10 ms to update, and 1 ms of copies waits for nobody.
     """
     work = [
-        kernel(1_716 * 10**9),
-        kernel(moved=16_312 * MB, phase="backward"),
+        kernel(2_590 * 10**9),
+        busy(10, "backward"),
         copy(252 * MB),
         collective("all_reduce", 1920 * MB),  # 2 x 7 / 8 of the tensor goes over the link of each rank
         Work("host_optimizer", "compute", "step", -1, 0, 400 * MB, "float32"),
@@ -86,10 +94,11 @@ def test_small_kernels_are_bound_by_their_launch_and_views_cost_nothing_else() -
 @pytest.mark.parametrize(
     ("gpu", "op", "dtype", "milliseconds"),
     [
-        (A100, "mm", "float32", 60.3),  # 1 TFLOP at 19.5 or 156 TFLOP/s, of which 85 or 55 % are reached
-        (A100, "convolution_backward", "float32", 11.7),  # in tf32
-        (T4, "convolution", "float32", 145.2),  # at 8.1 TFLOP/s
-        (T4, "mm", "bfloat16", 145.2),  # for which it has no units
+        (A100, "mm", "float32", 52.3),  # 1 TFLOP at 19.5 TFLOP/s, of which 98 % are reached
+        (A100, "convolution_backward", "tfloat32", 8.7),  # at 156, of which 74 %
+        (A100, "_scaled_dot_product_flash_attention", "bfloat16", 5.4),  # at 312, of which 83 %, and 72 % of these
+        (T4, "convolution", "tfloat32", 242.1),  # at 8.1, of which 51 %: it has no units for tf32
+        (T4, "mm", "bfloat16", 242.1),  # nor for that
     ],
 )
 def test_rates_of_dtypes(gpu: GPU, op: str, dtype: str, milliseconds: float) -> None:
@@ -162,10 +171,156 @@ def vit_large(batch: int, dtype: str) -> Iterator[Work]:
 
 @pytest.mark.parametrize(("dtype", "minutes"), [("bfloat16", 2.88), ("float32", 17.9)])
 def test_a_published_measurement_is_near(dtype: str, minutes: float) -> None:
-    """ViT-L/16, batch 64, on one A100: minutes for 703 steps as published, data loading included."""
+    """ViT-L/16, batch 64, on one A100: minutes for 703 steps as published.
+
+    Never longer, for data loading is included there, and kernels are missing from the list above.
+    """
     work = list(vit_large(64, dtype))
     assert sum(item.flops for item in work) == pytest.approx(3 * 2 * 61.6e9 * 64, rel=0.02)
-    assert 1 / 1.5 < cost(work, A100, 1).step_ms / (1e3 * minutes * 60 / 703) < 1.5
+    assert 0.7 < cost(work, A100, 1).step_ms / (1e3 * minutes * 60 / 703) < 1
+
+
+SQUARES = {  # TFLOP/s of torch.mm in half precision, of matrices of 1,024, 2,048, 4,096 and 8,192 rows
+    "v100-16gb": (57.3, 78.2, 95.7, 97.4),  # github.com/zzc0721/torch-performance-test-data, issue 140
+    "a100-80gb-pcie": (94.9, 138.5, 234.1, 215.3),  # 108, a card of 40 GB
+    "h100-sxm": (176.6, 676.6, 788.7, 797.5),  # 79
+    "h100-pcie": (217.7, 449.1, 495.9, 492.8),  # 95
+    "a10g": (47.9, 60.6, 62.5, 66.6),  # 126
+    "rtx-3060": (19.0, 23.7, 24.3, 25.4),  # 131
+    "rtx-3070-ti": (36.3, 40.6, 44.2, 45.6),  # 184
+    "rtx-3080": (50.1, 58.9, 61.5, 63.6),  # 114
+    "rtx-3080-ti": (55.1, 69.3, 71.6, 71.4),  # 144
+    "rtx-4060-ti-16gb": (41.4, 44.8, 45.0, 47.5),  # 145
+    "rtx-4070-super": (42.3, 68.0, 74.0, 74.3),  # 54
+    "rtx-4070-ti-super": (72.8, 79.4, 87.8, 91.0),  # 70
+    "rtx-4090": (126.8, 164.8, 151.5, 160.2),  # 78
+    "rtx-5060-ti-16gb": (39.1, 41.2, 45.8, 46.0),  # 134
+    "rtx-5070-ti": (65.4, 81.9, 78.1, 84.0),  # 172
+    "rtx-5090": (93.6, 173.9, 183.7, 236.0),  # pull request 15
+}
+
+
+def product(rows: int) -> Work:
+    return kernel(2 * rows**3, 6 * rows**2, "float16")
+
+
+def test_square_products_take_what_was_measured() -> None:
+    """What ``EXPOSED``, ``KERNEL`` and the table's ``products`` stand for; one card at one size is up to a half off."""
+    off = [
+        math.log(2 * rows**3 / 1e12 / kernel_seconds(product(rows), gpu_named(name)) / measured)
+        for name, figures in SQUARES.items()
+        for rows, measured in zip((1024, 2048, 4096, 8192), figures, strict=True)
+    ]
+    assert math.sqrt(mean(one**2 for one in off)) < 0.15
+    assert abs(mean(off)) < 0.05
+    assert max(map(abs, off)) < math.log(1.6)
+
+
+LAYERS = {  # TFLOP/s of forward and backward: of BERT-large 128 x 128 tokens, of GPT-2 medium 64 x 512
+    "rtx-a6000": (70, 38),  # github.com/mli/transformers-benchmarks, from its README
+    "v100-16gb": (67, 37),
+    "rtx-3090-ti": (62, 39),
+    "a100-80gb": (136, 53),  # on which ``ELEMENTS`` was found
+}
+
+
+def layer_work(kind: str) -> list[Work]:
+    """Of a layer in half precision with attention of separate products, as traced on an A100."""
+    from transformers import BertConfig, GPT2Config
+    from transformers.models.bert.modeling_bert import BertLayer
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    bert = BertConfig(hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
+    gpt2 = GPT2Config(n_embd=1024, n_head=16)
+    bert._attn_implementation = gpt2._attn_implementation = "eager"
+    with tracing(Target(A100)) as tracer:
+        layer, shape = (BertLayer(bert), (128, 128)) if kind == "bert" else (GPT2Block(gpt2, layer_idx=0), (64, 512))
+        layer, states = layer.half().to("cuda"), torch.zeros(*shape, 1024).half().to("cuda")
+        tracer.records_work = True
+        tracer.enter("forward")
+        out = layer(states)
+        tracer.enter("backward")
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+    return tracer.trace.work
+
+
+def test_layers_take_what_was_measured() -> None:
+    bert, gpt2 = (in_child(partial(_as_lists, kind)) for kind in ("bert", "gpt2"))
+    for name, rates in LAYERS.items():
+        for work, (batch, tokens), rate in zip((bert, gpt2), ((128, 128), (64, 512)), rates, strict=True):
+            flops = 3 * batch * tokens * (24 * 1024**2 + 4 * tokens * 1024)  # as the benchmark counts them
+            found = cost([Work(*item) for item in work], gpu_named(name), 1).step_ms
+            assert found == pytest.approx(1e3 * flops / (rate * 1e12), rel=0.2 if name == "a100-80gb" else 0.1), name
+
+
+def _as_lists(kind: str) -> list[list[Any]]:
+    return [list(item) for item in layer_work(kind)]
+
+
+# ----------------------------------------------------------------------------------------------- what is counted
+
+
+def products(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], half: bool = False, layout: Any = torch.contiguous_format
+) -> list[tuple[Any, ...]]:
+    """(Operation, FLOPs, bytes, dtype) of the products of a forward and a backward."""
+    with tracing(Target(A100)) as tracer:
+        layer = build().to("cuda", memory_format=layout)
+        values = torch.zeros(shape).to("cuda").contiguous(memory_format=layout).requires_grad_()
+        tracer.records_work = True
+        with torch.autocast("cuda", torch.float16, enabled=half):
+            out = layer(values)
+        out.sum().backward()
+    return [(item.op, item.flops, item.bytes, item.dtype) for item in tracer.trace.work if item.flops]
+
+
+def counted() -> dict[str, list[tuple[Any, ...]]]:
+    image = (2, 96, 16, 16)
+    convolution, transposed = partial(nn.Conv2d, 96, 192, 3, padding=1), partial(nn.ConvTranspose2d, 96, 192, 3)
+    found = {f"groups {n}": products(partial(convolution, groups=n), image) for n in (1, 4)}
+    found |= {f"transposed {n}": products(partial(transposed, groups=n), image) for n in (1, 4)}
+    depthwise = partial(nn.Conv2d, 96, 96, 7, padding=3, groups=96)
+    found |= {"depthwise": products(depthwise, image), "depthwise in half": products(depthwise, image, True)}
+    found["half"] = products(convolution, image, True)
+    found["channels last"] = products(convolution, image, True, torch.channels_last)
+    linear = partial(nn.Linear, 64, 64), (8, 64)
+    found["linear"] = products(*linear)
+    torch.set_float32_matmul_precision("high")
+    found["linear, high"] = products(*linear)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    found["linear, allowed"] = products(*linear)
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    found |= {"linear, ieee": products(*linear), "ieee": products(convolution, image)}
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    found["linear, tf32"] = products(*linear)
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, list[Any]]:
+    return in_child(counted)
+
+
+@pytest.mark.parametrize("name", ["groups 1", "groups 4", "transposed 1", "transposed 4", "depthwise"])
+def test_a_backward_is_twice_its_forward_whatever_the_groups(kernels: dict[str, list[Any]], name: str) -> None:
+    (_, forward, *_), (_, backward, *_) = kernels[name]
+    assert backward == 2 * forward
+    if name.endswith("4"):
+        assert kernels[name.replace("4", "1")][0][1] == 4 * forward
+
+
+def test_the_units_of_a_product_are_those_that_torch_is_told_to_use(kernels: dict[str, list[Any]]) -> None:
+    units = {name: {item[3] for item in found} for name, found in kernels.items()}
+    tf32 = {"linear, high", "linear, allowed", "linear, tf32", "groups 1", "groups 4", "transposed 1", "transposed 4"}
+    assert {name for name, used in units.items() if used == {"tfloat32"}} == tf32  # torch's default for convolutions
+    assert {name for name, used in units.items() if used == {"float16"}} == {"half", "channels last"}
+
+
+def test_tensors_are_transposed_for_tensor_cores(kernels: dict[str, list[Any]]) -> None:
+    both = zip(kernels["half"], kernels["channels last"], strict=True)
+    assert [moved / in_order for (_, _, moved, _), (_, _, in_order, _) in both] == [3, 3]
 
 
 # ------------------------------------------------------------------------------------------------------------ overlap

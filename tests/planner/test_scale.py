@@ -15,6 +15,7 @@ from trainer.memory.plan import decide_plan
 from trainer.planner import scale
 from trainer.planner.cost import StepCost
 from trainer.planner.events import Trace
+from trainer.planner.knobs import applied
 from trainer.planner.network import Cluster, clusters, interconnects, strategies
 from trainer.planner.predict import Prediction, cost_of, predict, traffic_of
 from trainer.planner.scale import Scale, ScaleReport, ScaleRow
@@ -126,6 +127,13 @@ def test_a_single_plan_and_the_table_say_the_same_of_the_same_step(report: Scale
     single = predict(report.recipe, alone.plan, TARGET)
     assert [single.cost, single.cost] == list(alone.found.costs.values())
     assert (single.allocated, single.reserved, single.traffic) == (alone.found.allocated, alone.found.reserved, {})
+
+
+def test_a_plan_and_the_table_say_the_same_over_a_network(report: ScaleReport) -> None:
+    row = next(row for row in report.rows if row.strategy == "hsdp")
+    for network in (SLOW, FAST):
+        target = dataclasses.replace(TARGET, joined_by=network.name)
+        assert predict(applied(report.recipe, row.settings), row.plan, target, 2).cost == row.found.costs[network.name]
 
 
 def test_the_table_has_a_line_for_each_row_and_json_all_of_it(report: ScaleReport) -> None:

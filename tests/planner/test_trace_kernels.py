@@ -39,8 +39,6 @@ CHOICES = [
     ("a100-80gb", NEW, FP64, {}, "math"),
     ("a100-80gb", NEW, BF16, {"key_heads": 1}, "math"),
     ("a100-80gb", NEW, BF16, {"key_heads": 1, "grouped": True}, "flash"),
-    ("a100-80gb", (2, 1), BF16, {"size": 160}, "efficient"),
-    ("a100-80gb", (2, 1), BF16, {"size": 128}, "flash"),
     ("h100-sxm", (2, 9), BF16, {}, "flash"),
     ("h100-sxm", (2, 10), BF16, {}, "cudnn"),
     ("h100-sxm", (2, 10), BF16, {"size": 192}, "flash"),

@@ -16,7 +16,6 @@ from trainer.commands import TRUST, OwnFlags
 from trainer.commands.recipes import Asked, asked_for, count, new_folder
 from trainer.errors import RunError, require
 from trainer.planner.gpus import gpu_named, host_as_device
-from trainer.planner.network import USUAL, Cluster, clusters, devices_of, interconnects
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.imports import quick_imports
@@ -24,6 +23,7 @@ from trainer.system.redact import redact, redact_value
 from trainer.system.text import as_text, escaped, wrapped
 
 if TYPE_CHECKING:
+    from trainer.planner.network import Cluster
     from trainer.planner.report import PlanReport
 
 # What of the planner imports torch is imported where it is used: --help answers at once, and what cannot work, too.
@@ -33,9 +33,10 @@ BEGAN = time.time_ns()  # before a recipe and what it imports are read
 VALUED = {
     "gpu": "the GPU to plan for, such as a100-80gb, or cpu (default: the GPU of this machine)",
     "devices": "ranks in all (default: run.devices, or 1 where that is auto); several, such as 1,8,64, make a table",
-    "nodes": "machines that the ranks are spread over (default: 1; in a table what --per-node makes)",
-    "per-node": "for a table: devices of a machine (default: 8)",
-    "interconnect": "for a table: what joins the devices, such as 100gbe,8x-ib-hdr,pcie-4+25gbe",
+    "nodes": "machines that the ranks are spread over; several, one for each of --devices, make a table (default: 1)",
+    "per-node": "instead of --nodes: devices of a machine (default in a table: 8)",
+    "interconnect": "what joins the devices, such as 100gbe or pcie-4+25gbe (default: ib-hdr); several, such as "
+    "100gbe,8x-ib-hdr, make a table",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
     "out": "folder for plan.json and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
@@ -59,38 +60,22 @@ def plan(argv: list[str]) -> None:
     as_json = ("json", None) in asked.flags
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     require(not launched, "trainer plan needs no ranks: start it without a launcher, and say --devices")
-    several = any("," in own.get(name, "") for name in ("devices", "nodes"))
-    table = several or "interconnect" in own or "per-node" in own
-    _refuse_early(asked.recipe, own, table)
+    # Several of any of these are compared in a table; of one of each the fastest plan is searched for.
+    several = any("," in own.get(name, "") for name in ("devices", "nodes", "interconnect"))
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        content, missing = (_scaled if table else _planned)(asked, own)
+        content, missing = (_scaled if several else _planned)(asked, own)
     if as_json:
         print(json.dumps(content, indent=1))
     if missing:
         raise RunError(missing)
 
 
-def _refuse_early(recipe: Recipe, own: dict[str, str], table: bool) -> None:
-    """Refuse flags that cannot work before torch is imported, which takes seconds, and the data prepared."""
-    gpu, lossy = own.get("gpu", "cpu"), own.get("lossy", "false")
-    card = host_as_device() if gpu == "cpu" else gpu_named(gpu)
-    require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
-    _clusters(recipe, {"nodes": "1", **own} if not table else own)
-    interconnects(own.get("interconnect", USUAL), card)
-
-
-def _clusters(recipe: Recipe, own: dict[str, str]) -> list[Cluster]:
-    texts = {name: own[name].split(",") for name in ("devices", "nodes") if name in own}
-    numbers = {name: [count(name, part.strip()) for part in parts] for name, parts in texts.items()}
-    per_node = count("per-node", own["per-node"]) if "per-node" in own else None
-    return clusters(numbers.get("devices", [devices_of(recipe)]), numbers.get("nodes"), per_node)
-
-
 def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Search, print for a person, and write the files: what ``plan.json`` holds, and what is missing for a plan."""
     recipe, _, reference, flags = asked
-    devices = count("devices", own["devices"]) if "devices" in own else None
-    nodes, lossy, gpu = count("nodes", own.get("nodes", "1")), own.get("lossy", "false"), own.get("gpu")
+    cluster = _clusters(recipe, own, False)[-1]
+    lossy, gpu = own.get("lossy", "false"), own.get("gpu")
+    require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
     with quick_imports():
         from trainer.planner.kept import Keeper
         from trainer.planner.report import pasteable, table, why
@@ -103,7 +88,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         parameters = list(on_meta(search.recipe.model.unloaded().build).parameters())
         return [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
 
-    search = search_for(recipe, gpu, devices, nodes)
+    search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
     search.keeper = Keeper.here(BEGAN)
     out = new_folder("plan", own.get("out"), reference)
     total, trained = in_child(sizes)
@@ -117,7 +102,8 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     command = chosen_command(reference, passed, recipe, report)
     print(redact(f"\n{table(report)}\n\n{why(report)}"))
     if command:
-        print(f"\nthe chosen plan:\n{pasteable(command)}")
+        over = f", over {report.interconnect}" if report.interconnect else ""
+        print(f"\nthe chosen plan{over}:\n{pasteable(command)}")
     found = {"parameters": total, "trained_parameters": trained, **report.to_json()}
     content = _write(out / "plan.json", reference, found | {"command": " ".join(command) or None})
     drawn = report.drawn
@@ -131,6 +117,23 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     if report.chosen is not None:
         return content, ""
     return content, next(line for line in reversed(report.explanations) if line.startswith(("nothing", "no comb")))
+
+
+def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluster]:
+    """The devices and their nodes; that flags name something is seen here, before anything that takes time."""
+    from trainer.planner.network import USUAL, clusters, devices_of, interconnects
+
+    if own.get("gpu") not in (None, "cpu"):
+        gpu_named(own["gpu"])
+    interconnects(own.get("interconnect", USUAL), host_as_device())  # the names are the same for every device
+    devices, nodes = (
+        [count(name, part.strip()) for part in own[name].split(",")] if name in own else None
+        for name in ("devices", "nodes")
+    )
+    per_node = count("per-node", own["per-node"]) if "per-node" in own else None
+    if nodes is None and per_node is None and not several:
+        nodes = [1]
+    return clusters(devices or [devices_of(recipe)], nodes, per_node)
 
 
 def _write(path: Path, reference: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +172,9 @@ def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     recipe, _, reference, _ = asked
     for name in {"lossy", "all"} & {name for name, _ in asked.flags}:
         require(False, f"--{name} is for a search for one number of devices: leave it out, or name one number")
+    sizes = _clusters(recipe, own, True)
     with quick_imports():
+        from trainer.planner.network import USUAL, interconnects
         from trainer.planner.predict import prepared
         from trainer.planner.scale import ASSUMED, Scale, heading, refused, table, to_json, verdict
         from trainer.planner.search import target_for
@@ -177,7 +182,7 @@ def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
     target = target_for(own.get("gpu"))
     networks = interconnects(own.get("interconnect", USUAL), target.gpu)
-    scale = Scale(prepared(recipe), target, _clusters(recipe, own), networks)
+    scale = Scale(prepared(recipe), target, sizes, networks)
     out = new_folder("scale", own.get("out"), reference)
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)

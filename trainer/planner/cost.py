@@ -1,14 +1,15 @@
 """How long a step takes: an estimate from what it does, to rank plans by.
 
-Each operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams, Waterman and
-Patterson, 2009), copies and collectives what their link allows. The figures are rates of data sheets times what is
-typically achieved: take the estimate for the order of plans, not for a promise. From a list of what ViT-L/16 does,
-written by hand, it comes out at 0.98 of the time of a published run on an A100 in fp32, and at 0.7 in bf16 (the
-published times include loading data).
+An operation takes the longer of its arithmetic and its memory traffic (the roofline model: Williams, Waterman and
+Patterson, 2009) and a part of the shorter, for the first tiles of a product are read and its last are written while
+nothing computes. Copies and collectives take what their link allows.
+
+No figure here was fitted on a training step. How far off steps are is in docs/planner.md.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,18 +17,32 @@ from dataclasses import dataclass
 from trainer.planner.events import Trace, Work
 from trainer.planner.gpus import GPU
 
-# Of peak, in products on tensor cores: large square ones in isolation reach 0.65-0.7, the narrow ones of a transformer
-# and of weight gradients less, and all of them less under a power limit.
-TENSOR_CORES, ON_TENSOR_CORES = 0.55, ("float16", "bfloat16", "tfloat32")
-OTHER_CORES = 0.85  # of peak, in large products in fp32 and fp64: their operands arrive faster than they compute
-MEMORY = 0.8  # of the data sheet's bandwidth, in elementwise kernels: DRAM refreshes, and turns from reading to writing
-# Seconds that a kernel takes at least, and more than the roofline: it starts, fills the GPU and drains. This makes
-# small products inefficient: one of 0.7 GFLOP in bf16 reaches half of what a large one does on an A100.
-KERNEL = 4e-6
-LAUNCH = 8e-6  # seconds of the CPU for one operation in eager mode, autograd and Python included
-COPY = 10e-6  # seconds to start a copy over the bus
-HOST_MEMORY = 40e9  # bytes a second for one rank's optimizer: two channels of DDR5, or a server's share for each GPU
+# Of the data sheet's bandwidth, in large copies and elementwise kernels: the median of 14 measurements of torch, 0.73
+# on an A100 to 0.96 on a 3090 (github.com/chsasank/device-benchmarks, github.com/mli/transformers-benchmarks).
+MEMORY = 0.83
+# Of the shorter of arithmetic and traffic, what nothing overlaps with, and the seconds to start, fill and drain a
+# kernel: found on what square products of 1,024 to 4,096 rows take on 16 cards (``tests/planner/test_cost.py``), 15 %
+# off in the root mean square; 20 % with all of it overlapped, 17 % with nothing.
+EXPOSED, KERNEL = 0.5, 4e-6
+# Elements that a multiprocessor reads or writes in a clock, in kernels that are no products. That, and not memory, is
+# the limit of an A100 in half precision: layers of BERT-large and GPT-2 medium take there as long as with 3.6 and 2.2
+# (github.com/mli/transformers-benchmarks). Those on a V100, an A6000 and a 3090 Ti are predicted within 8 % anyway.
+ELEMENTS = 2.8
+# What attention kernels reach of the rate of products: FlashAttention-2 50 to 73 % of an A100's peak, whose products
+# reach 83 % (Dao, 2023), and cuDNN's about 55 % of an H100's (Shah et al., 2024).
+ATTENTION = 0.72
+# Seconds of the CPU for an operation in eager mode, autograd and Python included. Assumed, and 5 to 25 µs are seen:
+# ``a * 1.2`` alone took 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks and issue 4).
+LAUNCH = 8e-6
+COPY = 10e-6  # seconds to start a copy over the bus. Assumed; 5 to 20
+# Bytes a second of one rank's optimizer on the host. Assumed: Adam on a billion weights takes 1.39 s in plain torch and
+# 0.22 s in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
+HOST_MEMORY = 40e9
 HOST_NETWORK = 1e9  # bytes a second of gloo in host memory: 0.2 s for 188 MB on 2 ranks of one machine were measured
+ERROR = 0.23
+"""What steps are off by: the root mean square, in logarithms, over the 19 published steps of docs/planner.md, "Times".
+None of them was used for a figure here."""
+ESTIMATES = f"estimates, ± {100 * ERROR:.0f} %: for the order of plans on a card, less so for that of cards"
 TAKES_WEIGHTS = "split_with_sizes_copy"
 """The operation with which FSDP2 takes gathered weights over: it waits for their all-gather."""
 
@@ -36,16 +51,21 @@ Seconds = Callable[[Work], tuple[str, float]]
 
 
 def kernel_seconds(item: Work, gpu: GPU) -> float:
-    """Seconds of one kernel by the roofline. A dtype that the GPU has no units for computes as fast as fp32."""
+    """Seconds of one kernel, by its arithmetic at the rate of products and by its traffic."""
     if not item.flops and not item.bytes:
         return 0.0
-    dtype = item.dtype
-    if dtype == "float32" and "convolution" in item.op and "tfloat32" in gpu.flops:
-        dtype = "tfloat32"  # torch's default for convolutions, though not for matrix products
-    if dtype not in gpu.flops:
-        dtype = "float32"
-    achieved = TENSOR_CORES if dtype in ON_TENSOR_CORES else OTHER_CORES
-    return KERNEL + max(item.flops / (gpu.flops[dtype] * achieved), item.bytes / (gpu.bandwidth * MEMORY))
+    rate = gpu.product_rate(item.dtype) * (ATTENTION if "attention" in item.op else 1.0)
+    moves = gpu.bandwidth * MEMORY
+    if not item.flops:
+        moves = min(moves, ELEMENTS * _size(item.dtype) * gpu.clocks)
+    arithmetic, traffic = item.flops / rate, item.bytes / moves
+    return KERNEL + max(arithmetic, traffic) + EXPOSED * min(arithmetic, traffic)
+
+
+def _size(dtype: str) -> float:
+    """Bytes of an element."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) / 8 if bits else 1
 
 
 @dataclass(frozen=True)

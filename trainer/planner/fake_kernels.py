@@ -72,15 +72,15 @@ def to_device(tensor: Tensor, device: Any, dtype: torch.dtype, *options: Any) ->
 # Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and the kernels' host code beside it.
 
 Kernel = Literal["flash", "efficient", "cudnn", "math"]
+WITH_CUDNN = ((9, 0), (10, 0))  # compute capabilities for which torch prefers cuDNN's attention
 
 
 @dataclass(frozen=True)
 class AttentionRules:
-    """What a GPU and a version of torch allow."""
+    """What a GPU and a version of torch allow, and what its kernels take."""
 
     capability: tuple[int, int]  # CUDA compute capability
-    flash: int = 2  # 1 for the first flash attention (torch before 2.2), 2 since
-    prefers_cudnn: bool = False  # whether cuDNN's comes before flash (torch 2.10 and later, on 9.0 and 10.0)
+    prefers_cudnn: bool = False  # whether cuDNN's comes before flash (torch 2.10 and later)
 
     def choose(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> Kernel:
         """The kernel for these tensors, of shape ``(batch, heads, tokens, size)``, of those that are enabled."""
@@ -96,7 +96,7 @@ class AttentionRules:
             and half
             and mask is None
             and (same_heads or grouped)
-            and self._flash(sizes, grouped)
+            and self.fits_flash(sizes, grouped)
         ):
             return "flash"
         efficient = cuda.mem_efficient_sdp_enabled() and same_heads and self._efficient(query.dtype, half, sizes)
@@ -105,12 +105,11 @@ class AttentionRules:
     def _cudnn(self, size: int, value_size: int, mask: Tensor | None) -> bool:
         fits = size % 8 == value_size % 8 == 0 and max(size, value_size) <= 128
         learned = mask is not None and mask.requires_grad
-        return self.prefers_cudnn and self.capability in ((9, 0), (10, 0)) and fits and not learned
+        return self.prefers_cudnn and self.capability in WITH_CUDNN and fits and not learned
 
-    def _flash(self, sizes: tuple[int, ...], grouped: bool) -> bool:
-        size = sizes[0]
-        fits = len(set(sizes)) == 1 and size <= 256 and self.capability >= (8, 0)
-        return fits and (self.flash > 1 or (size % 8 == 0 and size <= 128 and not grouped))
+    def fits_flash(self, sizes: tuple[int, ...], grouped: bool) -> bool:
+        """Whether flash attention takes heads of these sizes, ``grouped`` or each with its own keys."""
+        return len(set(sizes)) == 1 and sizes[0] <= 256 and self.capability >= (8, 0)
 
     def _efficient(self, dtype: torch.dtype, half: bool, sizes: tuple[int, ...]) -> bool:
         if self.capability < (5, 0) or not (half or dtype == torch.float32):
@@ -119,6 +118,31 @@ class AttentionRules:
             return False
         align = 8 if half and self.capability >= (7, 0) else 4 if self.capability >= (8, 0) else 1
         return sizes[0] == sizes[1] and sizes[0] % align == sizes[2] % align == 0
+
+    def flash(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
+    ) -> Tensor:
+        """Flash attention, for heads whose size is a multiple of 8, after padding."""
+        size = query.size(-1)
+        scale = scale if scale is not None else size**-0.5
+        if missing := -size % 8:
+            query, key, value = (functional.pad(tensor, (0, missing)) for tensor in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
+        return out[..., :size] if missing else out
+
+    def inner_bytes(self, name: str, args: tuple) -> tuple[int, ...]:
+        """Sizes of what an attention kernel allocates for itself and frees before it returns; ``args`` of a call."""
+        if not name.endswith("attention_backward"):
+            return ()
+        query = args[1]
+        batch, heads, tokens, size = query.shape
+        rows = batch * heads
+        if name == "_scaled_dot_product_efficient_attention_backward":
+            scratch = 0 if query.dtype == torch.float32 else rows * round_up(tokens, 64) * round_up(size, 32) * 4
+            return rows * round_up(tokens, 32) * 4, scratch
+        if name in ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"):
+            return rows * round_up(tokens, 128) * round_up(size, 32) * 4, rows * round_up(tokens, 128) * 4
+        return ()
 
 
 def attend(rules: AttentionRules) -> Any:
@@ -137,7 +161,7 @@ def attend(rules: AttentionRules) -> Any:
     ) -> Tensor:
         kernel = rules.choose(query, key, value, attn_mask, enable_gqa)
         if kernel == "flash":
-            return _flash(rules, query, key, value, dropout_p, is_causal, scale)
+            return rules.flash(query, key, value, dropout_p, is_causal, scale)
         how: tuple[Any, ...] = (dropout_p, is_causal)
         if kernel == "math":
             math_kernel = aten._scaled_dot_product_attention_math
@@ -160,38 +184,6 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if length % 16:
         mask = functional.pad(mask, (0, 16 - length % 16))[..., :length]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
-
-
-def _flash(
-    rules: AttentionRules, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
-) -> Tensor:
-    size = query.size(-1)
-    scale = scale if scale is not None else size**-0.5
-    if missing := -size % 8:
-        query, key, value = (functional.pad(tensor, (0, missing)) for tensor in (query, key, value))
-    out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)[0]
-    if rules.flash == 1:  # written token by token, so that the caller's .contiguous() makes a copy
-        out = out.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-    return out[..., :size] if missing else out
-
-
-def inner_bytes(rules: AttentionRules, name: str, args: tuple) -> tuple[int, ...]:
-    """Sizes of what an attention kernel allocates for itself and frees before it returns; ``args`` of a call."""
-    if name == "_scaled_dot_product_flash_attention":
-        return (3 * args[0].numel() * args[0].element_size(),) if rules.flash == 1 else ()
-    if not name.endswith("attention_backward"):
-        return ()
-    query = args[1]
-    batch, heads, tokens, size = query.shape
-    rows = batch * heads
-    if name == "_scaled_dot_product_efficient_attention_backward":
-        scratch = 0 if query.dtype == torch.float32 else rows * round_up(tokens, 64) * round_up(size, 32) * 4
-        return rows * round_up(tokens, 32) * 4, scratch
-    if name == "_scaled_dot_product_flash_attention_backward" and rules.flash == 1:
-        return 3 * query.numel() * query.element_size(), rows * round_up(tokens, 128) * size * 4
-    if name in ("_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_cudnn_attention_backward"):
-        return rows * round_up(tokens, 128) * round_up(size, 32) * 4, rows * round_up(tokens, 128) * 4
-    return ()
 
 
 def counted_args(name: str, args: tuple) -> tuple:

@@ -2,8 +2,8 @@
 
 Python sees tensors on ``cuda:0``; to C++ they are on meta, so that autograd works on any build of torch, without a GPU,
 a driver, or memory. Whatever asks which device it has before it chooses (autocast, attention, dropout, the optimizers,
-FSDP2) is told what the target GPU would say. Every function here changes torch for the rest of the process: call them
-in one that does nothing else, see ``children``.
+FSDP2) is told what the target GPU would say. Every function here changes torch for the whole process, until
+:func:`uninstall`: call them in one that does nothing else meanwhile, see ``children``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -34,15 +34,17 @@ from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainer.errors import RunError
 from trainer.memory import sharding
 from trainer.planner.fake_kernels import install_kernels
-from trainer.planner.fake_mode import GPU_DEVICE, install_autocast
+from trainer.planner.fake_mode import GPU_DEVICE, _cast_weights, install_autocast
 from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
 
 # Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200.
 L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
 _paused = 0
 _library: torch.library.Library | None = None
+_undo: list[Callable[[], object]] = []
 
 
 def is_paused() -> bool:
@@ -56,20 +58,37 @@ def is_on_gpu(tensor: Any) -> bool:
 
 
 def _replace(owner: Any, **answers: Any) -> None:
-    """Set attributes of ``owner``, those that this version of torch has."""
+    """Set attributes of ``owner``, those that this version of torch has, until :func:`uninstall`."""
     for name, answer in answers.items():
         if hasattr(owner, name):
+            own = name in vars(owner)  # a class may have it from another
+            _undo.append(partial(setattr, owner, name, vars(owner)[name]) if own else partial(delattr, owner, name))
             setattr(owner, name, answer)
+
+
+def uninstall() -> None:
+    """Give torch back as it was before :func:`install`."""
+    global _library
+    while _undo:
+        _undo.pop()()
+    if _library is not None:
+        _library._destroy()
+    _library = None
+    _cast_weights.clear()
+    FakeStream.current = FakeStream.default
 
 
 def install(target: Target, ranks: int = 1) -> list[str]:
     """Give this process ``target``, a card or the CPU, as its device, of which this machine says that it has ``ranks``.
 
-    It is given once and for all; returns warnings for a person.
+    It has it until :func:`uninstall`; returns warnings for a person.
+
+    Raises:
+        RunError: when it has one already.
     """
     global _library
     if _library is not None:
-        raise RuntimeError("a process can have one fake device only: use another process")
+        raise RunError("a process can have one fake GPU at a time: end the block of the other one first")
     _library = torch.library.Library("aten", "IMPL")
     patch_modules()
     patch_ranks()
@@ -81,6 +100,7 @@ def install(target: Target, ranks: int = 1) -> list[str]:
     patch_fsdp()
     with warnings.catch_warnings():  # that kernels are replaced is the purpose
         warnings.simplefilter("ignore")
+        _replace(torch, clear_autocast_cache=torch.clear_autocast_cache)  # which the next line replaces
         uncast = install_autocast(_library, is_on_gpu)
         install_kernels(_library, target.attention)
     if OLDEST <= installed_version() <= NEWEST:
@@ -250,7 +270,7 @@ def patch_updates() -> None:
     modules: tuple[Any, ...] = (optimizers, _foreach_utils)
     for module in modules:
         known = module._foreach_supported_types
-        known += [kind for kind in (FakeTensor, DTensor) if kind not in known]
+        _replace(module, _foreach_supported_types=known + [kind for kind in (FakeTensor, DTensor) if kind not in known])
     for module in (*modules, clip_grad):
         _replace(module, _group_tensors_by_device_and_dtype=group)
     checks = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
@@ -283,7 +303,7 @@ def patch_ranks() -> None:
     names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached", "_propagate_tensor_meta")
     for name in (*names, "propagate_tensor_meta", "propagate"):
         if hasattr(ShardingPropagator, name):
-            setattr(ShardingPropagator, name, _within(_only_shapes, getattr(ShardingPropagator, name)))
+            _replace(ShardingPropagator, **{name: _within(_only_shapes, getattr(ShardingPropagator, name))})
 
 
 def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,11 +34,23 @@ class GPU:
     # Dense floating-point operations a second by torch's dtype, without sparsity and with sums in fp32; also tfloat32
     # where it has it. A dtype that is not there has no units of its own.
     flops: dict[str, float]
+    products: tuple[float, float, float]  # what large products reach of ``flops``: fp32 and fp64, tf32, half precision
     bus: float  # PCIe, bytes a second in one direction, as a large copy from pinned memory reaches them (ACHIEVED)
     link: float  # the same to another GPU of its machine, as a large collective reaches them; of the bus if it has none
     reported: str = ""  # what the driver calls it; empty where the card was not looked up by name
     estimated: bool = False  # the figures are not from a data sheet, but derived from what torch says of the card
     note: str = ""  # what a person must know before trusting a prediction for it
+
+    def product_rate(self, dtype: str) -> float:
+        """Operations a second that large products reach; a dtype without units of its own computes as fast as fp32."""
+        units = dtype if dtype in self.flops else "float32"
+        return self.flops[units] * self.products[{"tfloat32": 1, "float16": 2, "bfloat16": 2}.get(units, 0)]
+
+    @property
+    def clocks(self) -> float:
+        """Of all multiprocessors in a second, at the clock of the data sheet: each has 64 or 128 fp32 units."""
+        units = 64 if self.capability[0] == 7 or self.capability == (8, 0) else 128
+        return self.flops["float32"] / (2 * units) if self.name != "cpu" else math.inf
 
     @property
     def cublas_workspace(self) -> int:
@@ -95,7 +107,7 @@ def host_as_device() -> GPU:
     """The CPU of this machine as the device of a run. Its rates are rough, and only for ranking plans."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     flops = {"float32": 50e9 * cores(), "float64": 25e9 * cores()}
-    return GPU("cpu", "CPU", (0, 0), memory, 20e9, flops, bus=20e9, link=1e9, estimated=True)
+    return GPU("cpu", "CPU", (0, 0), memory, 20e9, flops, (1, 1, 1), bus=20e9, link=1e9, estimated=True)
 
 
 def outside(gpu: GPU, ranks: int) -> int:
@@ -121,6 +133,36 @@ def _squash(name: str) -> str:
     return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", name.lower())
 
 
+# What large products reach of the data sheet, measured by others with torch.mm of square matrices of 8,192 rows: fp32,
+# tf32, half precision. Sources: (a) github.com/zzc0721/torch-performance-test-data, database.md and issues 54 to 200;
+# (b) github.com/mli/transformers-benchmarks; (c) github.com/chsasank/device-benchmarks; (d) the best of many shapes, so
+# rather high: github.com/mag-/gpu_benchmark and the table of achievable FLOPS of github.com/stas00/ml-engineering.
+# Why they differ: a data sheet counts at one clock, which cards of 70 to 150 W do not hold in products, larger ones not
+# quite, and which GeForce cards exceed. Multiprocessors since 8.6 have twice as many fp32 units, but do not feed them
+# twice as fast: fp32 products reach 0.6 to 0.77.
+GEFORCE = (0.70, 1.03, 1.05)  # medians of (a): 3060 to 3090, 4060 Ti to 4090, 5060 Ti to 5090: 0.61-0.76, 0.98-1.13
+PRODUCTS = {
+    "t4": (0.51, 1, 0.64),  # (a), (c); only for as long as it is cool
+    "v100-16gb": (0.90, 1, 0.75),  # (a) 0.92 and 0.78, (b) 0.76, (c) 0.83 and 0.67
+    "v100-32gb": (0.90, 1, 0.75),
+    "a10": (0.45, 0.45, 0.45),  # (c); tf32 assumed
+    "a10g": (0.67, 0.98, 0.95),  # (a)
+    "l4": (0.60, 0.70, 0.70),  # (d) 0.76; fp32 and tf32 assumed
+    "l40s": (0.65, 0.70, 0.70),  # (d); fp32 and tf32 assumed
+    "rtx-a6000": (0.63, 0.78, 0.68),  # (b) 0.61 in 2022, (a) 0.74 of the A40, which has the same chip
+    "rtx-6000-ada": (0.65, 0.76, 0.76),  # (d); fp32 and tf32 assumed
+    "a100-40gb": (0.95, 0.74, 0.80),  # (a)
+    "a100-80gb": (0.98, 0.74, 0.83),  # (a) 0.83-0.85, (b) 0.74 in 2022, (d) 0.87
+    "a100-80gb-pcie": (0.88, 0.66, 0.69),  # (a), (b), (d) 0.81
+    "h100-sxm": (0.76, 0.76, 0.76),  # (a) 0.74-0.81, (d) 0.80
+    "h100-pcie": (0.71, 0.62, 0.61),  # (a), (c), (d) 0.66
+    "h100-nvl": (0.71, 0.60, 0.58),  # (d); fp32 and tf32 assumed
+    "h200": (0.76, 0.76, 0.76),  # assumed: the chip and the power of the H100
+    "gh200": (0.76, 0.78, 0.80),  # (d) 0.84; fp32 and tf32 assumed
+    "b200": (0.88, 0.75, 0.75),  # (a); tf32 assumed
+    "mi300x": (0.55, 0.55, 0.55),  # (d) 0.51-0.60; fp32 and tf32 assumed
+}
+
 # Of one multiprocessor, by major capability: in fp32, and in half precision with sums in fp32. Of GeForce where it
 # differs from servers' cards, so that a card is rather faster than estimated.
 FLOPS_PER_CLOCK = {6: (256, 256), 7: (128, 512), 8: (256, 512), 9: (256, 4096), 10: (256, 8192), 12: (256, 512)}
@@ -138,7 +180,7 @@ def _estimate(seen: Mapping[str, Any]) -> GPU:
     bus = (PCIE_4 if capability >= (8, 0) else PCIE_3) * 1e9 * ACHIEVED
     note = f"{name} is not in the planner's table: its speed is estimated from its clocks"
     memory = seen["total_memory"]
-    return GPU("detected", name, capability, memory, bandwidth, flops, bus, bus, estimated=True, note=note)
+    return GPU("detected", name, capability, memory, bandwidth, flops, GEFORCE, bus, bus, estimated=True, note=note)
 
 
 def _flops(capability: tuple[int, int], fp64: float, fp32: float, tf32: float, half: float) -> dict[str, float]:
@@ -162,7 +204,8 @@ def _card(
     flops = _flops(capability, *(figure * 1e12 for figure in tflops))
     within = (bus if link is None else link) * 1e9 * ACHIEVED
     size, moves, reached = int(memory * GIB), bandwidth * 1e9, bus * 1e9 * ACHIEVED
-    return GPU(name, title, capability, size, moves, flops, reached, within, reported, note=note)
+    products = PRODUCTS.get(name, GEFORCE)
+    return GPU(name, title, capability, size, moves, flops, products, reached, within, reported, note=note)
 
 
 def _geforce(

@@ -28,7 +28,7 @@ TCP_HOP = 20e-6
 TCP = 0.6
 TREE = 0.9  # what a tree reaches of the bandwidth of a ring
 USUAL, ONE = "25gbe,100gbe,8x-ib-hdr", "ib-hdr"
-"""What is compared when nobody says which, and what joins the nodes of a single plan."""
+"""What is compared when nobody says which, and what joins the devices of a single plan."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,17 @@ class Interconnect:
     name: str  # as a flag: ``100gbe``, ``8x-ib-hdr``, ``pcie-4+25gbe``
     within: Link  # of each GPU to the others of its node
     between: Link  # what leaves a node, over all its adapters
+
+    @property
+    def across(self) -> str:
+        """What joins nodes, in words."""
+        between = self.between
+        return f"{between.title}, {between.bandwidth / 1e9:.3g} GB/s a node, {1e6 * between.latency:g} µs a hop"
+
+    @property
+    def inside(self) -> str:
+        """What joins the GPUs of a node, in words."""
+        return f"{self.within.title}, {self.within.bandwidth / 1e9:.3g} GB/s a GPU"
 
     def seconds(self, op: str, size: int, group: Group) -> float:
         """Seconds of a collective of ``size`` bytes (of the whole tensor): of a ring or, if faster, of a tree.
@@ -170,11 +181,6 @@ class Cluster:
         return group_of(item.ranks or self.devices, item.stride if item.ranks else 1, self.devices, self.nodes)
 
 
-def devices_of(recipe: Recipe) -> int:
-    """The ranks that the recipe asks for; 1 where it leaves them open."""
-    return 1 if recipe.run.devices == "auto" else recipe.run.devices
-
-
 def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int | None) -> list[Cluster]:
     """The devices with their nodes, one device first: the others are compared with it.
 
@@ -201,6 +207,11 @@ def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int 
         found.append(Cluster(count, machines))
     found.sort(key=lambda one: one.devices)
     return found if found[0].devices == 1 else [Cluster(1, 1), *found]
+
+
+def devices_of(recipe: Recipe) -> int:
+    """The ranks that the recipe asks for; 1 where it leaves them open."""
+    return 1 if recipe.run.devices == "auto" else recipe.run.devices
 
 
 def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:

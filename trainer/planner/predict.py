@@ -19,7 +19,7 @@ from trainer.memory.plan import Plan
 from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
 from trainer.planner.events import Trace, Work
 from trainer.planner.kept import Keeper
-from trainer.planner.network import ONE, Cluster, Interconnect, interconnects, sent
+from trainer.planner.network import Cluster, Interconnect, sent
 from trainer.planner.replay import AllocatorSettings, Replay, replay, retries_within
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
@@ -154,7 +154,7 @@ def predict_here(
     """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
 
     The first rank of a process group of that size is traced; the others are not there. ``over`` are networks that may
-    join the GPUs, by default what ``ONE`` names; ``capacity``, in bytes, what ``retries`` are about. What
+    join the GPUs, by default that of ``target``; ``capacity``, in bytes, what ``retries`` are about. What
     ``keeper`` has is not traced again.
     """
     began = time.perf_counter()
@@ -200,7 +200,7 @@ def _answer(
     retries = 0 if capacity is None or reserved <= capacity else None
     if capacity is not None and allocated <= capacity < reserved and not on_cpu:
         retries = retries_within(trace, capacity, settings)
-    networks = over or interconnects(ONE, target.gpu)
+    networks = over or [target.network]
     return {
         "allocated": allocated,
         "reserved": reserved,

@@ -82,6 +82,7 @@ class PlanReport:
     explanations: list[str] = field(default_factory=list)  # what each knob bought and cost, or what is missing: lines
     notes: list[str] = field(default_factory=list)  # what a person must know to read the figures
     seconds: float = 0.0  # that the search took
+    interconnect: str | None = None  # what joins the devices, where it was said, or joins several nodes
 
     @property
     def smallest(self) -> Candidate | None:
@@ -102,6 +103,7 @@ class PlanReport:
             "device": self.device,
             "devices": self.devices,
             "nodes": self.nodes,
+            "interconnect": self.interconnect,
             "budget_gb": _gb(self.budget),
             "margin": self.margin,
             "outside_gb": _gb(self.outside),

@@ -17,6 +17,7 @@ from typing import Any
 from trainer.engine.window import cut_at
 from trainer.errors import RecipeError
 from trainer.memory.plan import Plan, decide_plan
+from trainer.planner.cost import ESTIMATES
 from trainer.planner.gpus import outside
 from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
 from trainer.planner.network import Cluster, Interconnect, strategies
@@ -203,7 +204,7 @@ def best_of(tried: Sequence[ScaleRow]) -> ScaleRow:
 LEFT = ("strategy", "fits")
 EQUAL = 0.01  # difference of two times that is none: the strategy that is named first in the table is taken
 ASSUMED = (
-    "memory is simulated with a process group of that size; times are estimates, for the order of the rows",
+    f"memory is simulated with a process group of that size; times are {ESTIMATES}",
     "large collectives reach 80 % of a data sheet's bandwidth over NVLink, PCIe and RDMA, and 60 % over TCP; a ring "
     "enters and leaves each node once; no switch is shared with others, no rank is slower than the rest",
     "nothing waits for data; the CPU launches each operation by itself, without compiling",
@@ -222,17 +223,8 @@ def heading(report: ScaleReport) -> list[tuple[str, str]]:
     return [
         ("batch", f"{one.samples:,} samples a step{differ}, {report.recipe.memory.precision}"),
         ("devices", f"{own}; {beside} outside on {last.cluster.devices} devices"),
-        *((network.name, described(network)) for network in report.networks),
+        *((network.name, f"{network.across}; within {network.inside}") for network in report.networks),
     ]
-
-
-def described(network: Interconnect) -> str:
-    """An interconnect in words."""
-    within, between = network.within, network.between
-    return (
-        f"{between.title}, {between.bandwidth / 1e9:.3g} GB/s a node, {1e6 * between.latency:g} µs a hop; within "
-        f"{within.title}, {within.bandwidth / 1e9:.3g} GB/s a GPU"
-    )
 
 
 def table(report: ScaleReport) -> str:

@@ -28,16 +28,17 @@ from trainer.errors import RecipeError, require
 from trainer.memory.knobs import FOLLOWERS
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
 from trainer.planner import knobs
+from trainer.planner.cost import ESTIMATES
 from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, nccl_bytes, outside
 from trainer.planner.kept import Keeper
 from trainer.planner.knobs import Settings
-from trainer.planner.network import devices_of
+from trainer.planner.network import ONE, devices_of
 from trainer.planner.predict import GROWING, Prediction, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
 from trainer.planner.target import Target, budget_bytes, gpu_here
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
-from trainer.system.text import gigabytes, parse_budget
+from trainer.system.text import gigabytes, parse_budget, wrapped
 
 MARGIN = 0.03
 """Part of the budget that a prediction must leave free. Published peaks that nothing was tuned on are met within 0.4 %
@@ -63,6 +64,7 @@ def plan(
     lossy: bool = False,
     progress: Progress | None = None,
     everything: bool = False,
+    interconnect: str | None = None,
 ) -> PlanReport:
     """Find the fastest plan of ``recipe`` that fits a budget; no GPU is needed.
 
@@ -75,32 +77,39 @@ def plan(
         lossy: whether plans that change the result (half-precision weights, 8-bit optimizer state) are candidates, too.
         progress: told after each prediction.
         everything: predict also what cannot be chosen, because it is slower than what fits, or takes too much.
+        interconnect: what joins the devices, such as 100gbe; by default 200 Gbit/s InfiniBand between nodes.
 
     Raises:
         RecipeError: when the recipe cannot work, or the GPU is not known.
     """
-    search = search_for(recipe, gpu, devices, nodes, budget)
+    search = search_for(recipe, gpu, devices, nodes, budget, interconnect)
     search.progress = progress or search.progress
     return search.run(lossy, everything)
 
 
 def search_for(
-    recipe: Recipe, gpu: str | GPU | None, devices: int | None, nodes: int, budget: str | None = None
+    recipe: Recipe,
+    gpu: str | GPU | None,
+    devices: int | None,
+    nodes: int,
+    budget: str | None = None,
+    interconnect: str | None = None,
 ) -> Search:
     """The search that :func:`plan` does, ready to run; arguments and errors as there."""
-    target, ranks = target_for(gpu), devices or devices_of(recipe)
+    target, ranks = target_for(gpu, interconnect), devices or devices_of(recipe)
     require(ranks % nodes == 0, f"--devices={ranks} must be a multiple of --nodes={nodes}")
     return Search(prepared(recipe), target, ranks, nodes, budget)
 
 
-def target_for(gpu: str | GPU | None) -> Target:
-    """What ``--gpu`` means: a card by name, ``cpu``, or the card that is there."""
+def target_for(gpu: str | GPU | None, interconnect: str | None = None) -> Target:
+    """What ``--gpu`` means: a card by name, ``cpu``, or the card that is there; and what joins several of them."""
+    joined_by = interconnect or ONE
     if gpu == "cpu":
-        return Target.here(host_as_device())
+        return Target.here(host_as_device(), joined_by)
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu or gpu_here()
     if card is None:
         raise RecipeError(f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}, or cpu")
-    return Target.here(card)
+    return Target.here(card, joined_by)
 
 
 @dataclass(eq=False)
@@ -170,12 +179,17 @@ class Search:
             ("devices", f"{self.devices} × {gpu.title} of {gigabytes(gpu.memory)}{where}"),
             ("budget", f"{gigabytes(self.budget)} on each device for torch, of which {free}"),
         ]
+        if self.devices > 1:
+            network = self.target.network
+            across = f"{network.name}: {network.across}; " if nodes > 1 else ""
+            rows.append(("network", f"{across}within a node {network.inside}"))
+        rows.append(("times", ESTIMATES))
         if gpu.context:
             nccl = f" and {gigabytes(nccl_bytes(self.devices))} for NCCL" if self.devices > 1 else ""
             rows.append(("outside", f"on top, about {gigabytes(gpu.context)} for the CUDA context{nccl}"))
         if gpu.note:
             rows.append(("note", gpu.note))
-        return "\n".join(f"{label:<8} {text}" for label, text in rows)
+        return "\n".join(wrapped(f"{label:<8} {text}", " " * 9) for label, text in rows)
 
     def run(self, lossy: bool = False, everything: bool = False) -> PlanReport:
         """Predict, choose, and say why."""
@@ -209,6 +223,7 @@ class Search:
             device=self.target.gpu.title,
             devices=self.devices,
             nodes=self.nodes,
+            interconnect=self.target.joined_by if self.nodes > 1 or self.target.joined_by != ONE else None,
             budget=self.budget,
             margin=MARGIN,
             outside=outside(self.target.gpu, self.devices),

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.errors import RunError
-from trainer.planner.fake_kernels import AttentionRules
+from trainer.errors import RunError, require
+from trainer.planner.fake_kernels import WITH_CUDNN, AttentionRules
 from trainer.planner.gpus import GPU, gpu_of, usable_memory
+from trainer.planner.network import ONE, Interconnect, interconnects
 from trainer.system.children import in_child
 from trainer.system.machine import ask_for_gpus, seen_gpus
 from trainer.system.text import parse_budget
@@ -24,6 +25,9 @@ torch 2.9 those with a bias had another of their own. Source: aten/src/ATen/cuda
 # The version after which torch prefers its attention; wheels for CUDA 12.9 and before have older ones.
 FAST_CUDNN = 91500
 OLDEST, NEWEST = (2, 11), (2, 15)  # versions of torch whose insides this was written for and tested with
+# The oldest whose kernels can be asked for: of published peaks of torch 2.4 to 2.6 seven were compared, the worst 0.4 %
+# off. What differs before (flash attention 1, the softmax of 1.10) was adapted to the figures that it is compared with.
+OLDEST_KERNELS = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,28 @@ class Target:
     """What the run will take place on."""
 
     gpu: GPU
-    # Whose kernels the card will run, (major, minor): this process's, unless an older published figure is to be
-    # replayed. Before 2.2 attention was flash attention 1.
-    torch_version: tuple[int, int] = (0, 0)
+    torch_version: tuple[int, int] = (0, 0)  # whose kernels the card will run, (major, minor); 0.0: this process's
     expandable_segments: bool = False  # whether the run sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+    joined_by: str = ONE  # what joins the devices, as ``--interconnect`` names it
+
+    def __post_init__(self) -> None:
+        told = self.torch_version > (0, 0)
+        known = OLDEST_KERNELS <= self.torch_version <= max(NEWEST, installed_version())
+        wanted, oldest = ".".join(map(str, self.torch_version)), ".".join(map(str, OLDEST_KERNELS))
+        newest = ".".join(map(str, NEWEST))
+        require(not told or known, f"torch_version={wanted}: kernels are known of torch {oldest} to {newest}")
 
     @classmethod
-    def here(cls, gpu: GPU) -> Target:
+    def here(cls, gpu: GPU, joined_by: str = ONE) -> Target:
         """``gpu`` with the version of torch and the settings of the allocator that a run from here would have."""
         config = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-        return cls(gpu, expandable_segments="expandable_segments:true" in config.lower().replace(" ", ""))
+        expandable = "expandable_segments:true" in config.lower().replace(" ", "")
+        return cls(gpu, expandable_segments=expandable, joined_by=joined_by)
+
+    @property
+    def network(self) -> Interconnect:
+        """What joins the devices."""
+        return interconnects(self.joined_by, self.gpu)[0]
 
     @property
     def device(self) -> torch.device:
@@ -55,10 +71,8 @@ class Target:
     @property
     def attention(self) -> AttentionRules:
         """Which attention kernels it has. Whether an installed cuDNN is fast is not known of a CPU build: taken so."""
-        cudnn = torch.backends.cudnn.version()
-        fast = cudnn is None or cudnn > FAST_CUDNN
-        flash = 1 if self.version < (2, 2) else 2
-        return AttentionRules(self.gpu.capability, flash, prefers_cudnn=self.version >= (2, 10) and fast)
+        asked = self.version >= (2, 10) and self.gpu.capability in WITH_CUDNN  # others than these it may refuse
+        return AttentionRules(self.gpu.capability, asked and (torch.backends.cudnn.version() or 10**6) > FAST_CUDNN)
 
     @property
     def workspaces(self) -> Workspaces:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.planner.events import Category, Event, Kind, Trace, Work
-from trainer.planner.fake_kernels import counted_args, inner_bytes
+from trainer.planner.fake_kernels import counted_args
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import FakeStream, is_paused
+from trainer.planner.fake_patches import FakeStream, install, is_paused, uninstall
 from trainer.planner.target import Target
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
+CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}  # by where their weight is; 7 after it are the groups
+LEAST_CHANNELS = 8  # of a group, for tensor cores to compute a convolution: one row of their tiles in half precision
 LT_WORKSPACE = 1 << 20  # bytes for a product with a bias, by cuBLASLt (CUBLASLT_WORKSPACE_SIZE's default)
 HOST_STREAM = -1  # the stream of what the CPU computes, for the cost of a step
 LEAST_HOST_BYTES = 2**16  # of work on the host that takes time worth counting
@@ -187,7 +190,7 @@ class Tracer(TorchDispatchMode):
         for tensor in results:
             self.watch(tensor, name)
         if "attention" in name:
-            self.inside(inner_bytes(self.target.attention, name, args), name)
+            self.inside(self.target.attention.inner_bytes(name, args), name)
         if name in MATRIX_PRODUCTS:
             self._workspace(name)
         if self.records_work:
@@ -199,7 +202,7 @@ class Tracer(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_collective(name, tensors, group_among(tree_leaves((args, kwargs))))
             return
-        if func.is_view:
+        if func.is_view or name == "_unsafe_view":  # which is one, too, but for autograd
             return
         if not any(self.is_on_device(tensor) for tensor in (*tensors, *results)):
             if (moved := _bytes(tensors)) >= LEAST_HOST_BYTES:  # what an offloaded optimizer does
@@ -209,13 +212,14 @@ class Tracer(TorchDispatchMode):
         kind = _kind(tensors, results)
         if kind != "compute":
             moved = min(_bytes(results), _bytes(tensors)) if results else 0
-            self.note(name, kind, 0, moved, results)
+            self.note(name, kind, 0, moved, dtype_of(results))
             return
-        count = flop_registry.get(getattr(func, "_overloadpacket", None))
-        flops = int(count(*counted_args(name, args), **kwargs, out_val=out)) if count else 0
+        flops = flops_of(func, name, args, kwargs, out)
         seen = {id(tensor) for tensor in tensors}  # the result of an in-place operation is one of them
         moved = _bytes(tensors) + _bytes([tensor for tensor in results if id(tensor) not in seen])
-        self.note(name, "compute", flops, moved, results or tensors)
+        dtype = dtype_of(results or tensors)
+        units = units_of(name, args, dtype) if flops else dtype
+        self.note(name, "compute", flops, moved + moved_again(name, args, units, moved), units)
 
     def _note_collective(self, name: str, tensors: list[Tensor], group: tuple[int, int]) -> None:
         """What the device's network does or, with gradients in host memory, the host's."""
@@ -227,16 +231,87 @@ class Tracer(TorchDispatchMode):
         whole = sum(sizes) if op == "all_reduce" else max(sizes)
         if here or whole >= LEAST_HOST_BYTES:
             stream = FakeStream.current.number if here else HOST_STREAM
-            self.note(op, "collective", 0, whole, here or tensors, stream, *group)
+            self.note(op, "collective", 0, whole, dtype_of(here or tensors), stream, *group)
 
-    def note(
-        self, op: str, kind: Kind, flops: int, moved: int, tensors: list[Tensor], stream: int | None = None, *group: int
-    ) -> None:
+    def note(self, op: str, kind: Kind, flops: int, moved: int, dtype: str, stream: Any = None, *group: int) -> None:
         """Remember one operation for the time of the step: on the current stream if none is given."""
-        dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
         number = FakeStream.current.number if stream is None else stream
-        work = Work(op, kind, self.phase, number, flops, moved, str(dtype).removeprefix("torch."), *group)
-        self.trace.work.extend([work] * self.repeat)
+        self.trace.work.extend([Work(op, kind, self.phase, number, flops, moved, dtype, *group)] * self.repeat)
+
+
+def dtype_of(tensors: Iterable[Tensor]) -> str:
+    """What is computed in, as torch names it."""
+    return str(next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)).removeprefix("torch.")
+
+
+def flops_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of a call, as torch counts them, but for two things; 0 where it counts none.
+
+    Torch takes the gradient of a grouped convolution's weight for that of an ungrouped one, and causal attention for
+    all of the square of tokens, of which the kernels skip what lies above the diagonal.
+    """
+    count = flop_registry.get(getattr(func, "_overloadpacket", None))
+    if count is None:
+        return 0
+    if name == "convolution_backward":
+        groups, (of_input, of_weight, _) = args[9:11]
+        masks = ([of_input, False, False], [False, of_weight, False])
+        inputs, weights = (count(*args[:10], mask, out_val=out) for mask in masks)
+        return int(inputs + weights // groups)
+    flops = int(count(*counted_args(name, args), **kwargs, out_val=out))
+    if not name.startswith("_scaled_dot_product"):
+        return flops
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return flops // 2 if given.get("is_causal") else flops
+
+
+def units_of(name: str, args: tuple, dtype: str) -> str:
+    """What computes a product of ``dtype``: units for tf32 where torch may take them for fp32, or those for fp32.
+
+    Convolutions of a few channels a group have nothing to fill tensor cores with (ATen's DepthwiseConv2d.cu).
+    """
+    backends: Any = torch.backends
+    setting = backends.cuda.matmul if name in MATRIX_PRODUCTS else None
+    if name in CONVOLUTIONS:
+        first = CONVOLUTIONS[name]
+        if args[first + 7] > 1 and args[first].shape[1] < LEAST_CHANNELS:
+            return "float32"
+        setting = backends.cudnn.conv
+    return "tfloat32" if setting and dtype == "float32" and setting.fp32_precision == "tf32" else dtype
+
+
+def moved_again(name: str, args: tuple, units: str, moved: int) -> int:
+    """Bytes that a kernel moves besides each of the tensors of its call once, which are ``moved``.
+
+    cuDNN transposes what is not channels_last for its tensor cores (NVIDIA, Convolutional Layers User's Guide).
+    Normalisations over many rows take their sums first and read everything again for the result, as all backwards do
+    (ATen's Normalization.cuh, group_norm_kernel.cu and layer_norm_kernel.cu).
+    """
+    if name in CONVOLUTIONS and units in ("float16", "bfloat16"):
+        entered = args[CONVOLUTIONS[name] - 1]
+        return 0 if entered.is_contiguous(memory_format=torch.channels_last) else 2 * moved
+    if name.endswith("norm_backward"):
+        return _bytes(args[:2])  # the gradient and the input
+    return _bytes(args[:1]) if name.endswith(("batch_norm", "group_norm")) else 0
+
+
+@contextmanager
+def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] | None = None) -> Iterator[Tracer]:
+    """Make ``target`` the CUDA device of this process, and trace what is done inside of the context, by ``kind``.
+
+    Tensors that are made inside are fake; real ones that come from outside are moved with ``.to("cuda")``. What is
+    traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins.
+    """
+    notes = install(target, ranks // nodes)
+    mode = FakeGPUMode(ranks)
+    tracer = (kind or Tracer)(target, mode)
+    tracer.trace.notes += notes
+    try:
+        with mode, tracer:
+            yield tracer
+    finally:
+        tracer.trace.guesses = mode.guesses
+        uninstall()
 
 
 def plain_tensors(tensor: Any) -> list[Tensor]:

@@ -1,0 +1,316 @@
+"""Would the planner have known what others measured? Published peaks of scripts that it was not made with.
+
+``python benchmarks/planner_holdout.py``: about five minutes on one core; ``--only WORD`` for the rows with that word,
+which writes nothing. Every row is a script of :mod:`holdout_scripts` under ``fake_gpu`` for its card and its version of torch, in a
+process of its own. Older versions of torch than it knows are emulated by ``tests/planner/published.py``, which has ten
+rows more: those that the planner was made with.
+
+*reserved* and *allocated* are the peaks of torch's allocator, *smi* what nvidia-smi shows less what it showed before
+the model was there, and *fits* asks whether the batch fitted a card, and the next larger one did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from common import Record, table
+from holdout_scripts import GPT2, BertLarge, LitGPT, Timm
+
+from trainer.planner import fake_gpu
+from trainer.planner.target import OLDEST_KERNELS
+from trainer.system.children import in_children
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
+import published
+
+GIB, MIB, GB = 2**30, 2**20, 1e9
+BF16, FP16 = torch.bfloat16, torch.float16
+IN_SAMPLE = "in sample"  # seen before the planner was ready, and two rules of torch 2.1 found after it
+FREE_3090 = 22.9 * GIB  # of 23.55, less CUDA's context and cuDNN's handles
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published figure, and what was run for it."""
+
+    source: str
+    configuration: str
+    card: str
+    torch: tuple[int, int]
+    kind: str  # reserved, allocated, smi or fits
+    published: float  # GB of 1e9 bytes; of fits 1 or 0
+    script: Callable[[], object]
+    step_ms: float | None = None  # published
+    note: str = ""  # what else differs
+
+    @property
+    def eager(self) -> bool:
+        """Whether it ran as it is traced: not compiled."""
+        return not self.note.startswith("compiled")
+
+
+def gib(figure: float) -> float:
+    return figure * GIB / GB
+
+
+def mib_over(occupied: float) -> float:
+    """What the guide's nvidia-smi showed, less the context."""
+    return (occupied - 1343) * MIB / GB
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
+
+
+def eight_bits(parameters: Any) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(parameters, lr=1e-4)
+
+
+def four_bits(parameters: Any) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW4bit
+
+    return AdamW4bit(parameters, lr=1e-4)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, foreach=False)
+
+
+# github.com/rasbt/LLMs-from-scratch, ch05/10_llm-training-speed/README.md at 9a89948 and later; its GB are GiB
+TUTORIAL = partial(Row, "rasbt/LLMs-from-scratch ch05/10")
+GPT2_ROWS = [
+    TUTORIAL(f"GPT-2 124M, 8 x 1024, {what}", "a100-80gb", (2, 6), "reserved", gib(size), script, 8192e3 / rate, note)
+    for what, size, rate, script, note in (
+        ("fp32 AdamW, own attention", 26.2617, 12525, GPT2(), ""),
+        ("mask made on the fly", 26.2422, 12526, GPT2(True), ""),
+        ("tf32, fused AdamW", 26.2422, 28399, GPT2(True, True, True), ""),
+        ("bf16 weights", 13.7871, 45486, GPT2(True, True, True, True), ""),
+        ("torch's LayerNorm and GELU", 11.5645, 55256, GPT2(True, True, True, True, True), ""),
+        ("flash attention", 5.9004, 91901, GPT2(True, True, True, True, True, True), ""),
+        ("compiled", 6.1875, 112046, GPT2(True, True, True, True, True, True), "compiled"),
+        ("vocabulary of 50304", 5.8906, 127345, GPT2(True, True, True, True, True, True, 50304), "compiled"),
+        ("batch 32", 22.5078, 142156 / 4, GPT2(True, True, True, True, True, True, 50304, 32), "compiled"),
+    )
+]
+
+# github.com/pytorch/ao, torchao/optim/README.md at 072500a, benchmarks/benchmark_low_bit_adam.py
+TORCHAO = partial(Row, "pytorch/ao torchao/optim README")
+GIANT = Timm("vit_giant_patch14_dinov2", 32, fused, weights=BF16, checkpointing=True, options=(("img_size", 224),))
+HUGE = partial(Timm, "vit_huge_patch14_224", 8, amp=BF16)
+ON_4070 = ("rtx-4070-ti-super", (2, 4), "allocated")
+VIT_ROWS = [
+    TORCHAO("ViT-giant/14, batch 32, bf16, checkpointing", *ON_4070, 9.82, GIANT, 1270),
+    TORCHAO("the same, compiled", *ON_4070, 9.90, GIANT, 1180, "compiled"),
+    TORCHAO("ViT-H/14, batch 8, bf16 AMP", *ON_4070, 12.23, HUGE(fused), 8e3 / 41.9, "compiled"),
+    TORCHAO("the same, 8-bit AdamW", *ON_4070, 8.33, HUGE(eight_bits), 8e3 / 42.5, "compiled"),
+    TORCHAO("the same, 4-bit AdamW", *ON_4070, 7.72, HUGE(four_bits), 8e3 / 42.4, "compiled"),
+]
+
+# huggingface/transformers docs/source/en/perf_train_gpu_one.mdx at 0016acf; run on 11 January 2022, torch 1.10
+GUIDE = partial(Row, "HF perf_train_gpu_one")
+ON_V100 = ("v100-16gb", (1, 10), "smi")
+BERT_ROWS = [
+    GUIDE(f"BERT-large, {what}", *ON_V100, mib_over(occupied), script, 4e3 / rate, note)
+    for what, occupied, rate, options in (
+        ("4 x 1 of 512 tokens, checkpointing", 6775, 5.99, {"micro_batch": 1, "checkpointing": True}),
+        ("4 x 1, checkpointing, fp16", 7275, 10.09, {"micro_batch": 1, "checkpointing": True, "amp": FP16}),
+        ("4 x 1", 8681, 7.75, {"micro_batch": 1}),
+        ("batch 4", 14949, 8.86, {}),
+        ("batch 4, fp16", 13939, 18.64, {"amp": FP16}),
+        ("batch 4, Adafactor", 12295, 7.96, {"adafactor": True}),
+        (
+            "4 x 1, checkpointing, fp16, Adafactor",
+            4847,
+            9.06,
+            {"micro_batch": 1, "checkpointing": True, "amp": FP16, "adafactor": True},
+        ),
+    )
+    for script, note in (
+        (BertLarge(**options), ""),
+        (BertLarge(**options, keeps_input=True), "with the softmax of torch 1.10"),
+    )[options.get("adafactor", False) :]
+]
+
+# github.com/Lightning-AI/litgpt, tutorials/resource-tables.md of 20 October 2023, code of commit 8641822
+LITGPT = partial(Row, "Lightning-AI/litgpt resource tables")
+LATER = "with the RMSNorm of 24 October 2023, in fp32"  # commit 6178c7c, three days before the tables were merged
+ON_A100 = ("a100-40gb", (2, 1), "allocated")
+PHI = partial(
+    LitGPT, tokens=1044, layers=24, size=2048, heads=32, vocabulary=51200, inner=8192, rotary=0.5, shared_norm=True,
+    head_bias=True,
+)  # fmt: skip
+STABLELM = partial(LitGPT, tokens=1034, layers=16, size=4096, heads=32, vocabulary=50688, inner=16384, rotary=0.25)
+LLAMA = partial(LitGPT, tokens=1304, vocabulary=32000, rotary=1.0, llama=True)
+LLAMA_7B = partial(LLAMA, layers=32, size=4096, heads=32, inner=11008)
+LLAMA_13B = partial(LLAMA, layers=40, size=5120, heads=40, inner=13824)
+LORA_ROWS = [
+    LITGPT(f"LoRA {what}, {batch} x {script.keywords['tokens']}", *ON_A100, size, script(batch, **options), note=note)
+    for what, batch, size, script in (
+        ("phi-1.5", 1, 4.82, PHI),
+        ("phi-1.5", 2, 6.76, PHI),
+        ("phi-1.5", 4, 10.68, PHI),
+        ("StableLM 3B", 1, 9.69, STABLELM),
+        ("StableLM 3B", 2, 12.10, STABLELM),
+        ("StableLM 3B", 4, 16.92, STABLELM),
+        ("Llama-2 7B", 1, 21.30, LLAMA_7B),
+        ("Llama-2 7B", 2, 29.07, LLAMA_7B),
+        ("Llama-2 13B", 1, 38.12, LLAMA_13B),
+    )
+    for note, options in [("", {}), (LATER, {"norm_in_fp32": True})][: 1 + ("Llama" in what)]
+]
+
+# github.com/huggingface/pytorch-image-models, results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv: batches of 512,
+# 384, 256, ... are tried until one fits
+TIMM = partial(Row, "timm benchmark-train")
+FITS_ROWS = [
+    TIMM(f"{name}, AMP, batch {batch}", "rtx-3090", (1, 12), "fits", float(ms is not None),
+         Timm(name, batch, sgd, amp=FP16, benchmark=True), ms)
+    for name, batch, ms in (
+        ("vit_small_patch16_224", 384, 363.872),
+        ("vit_small_patch16_224", 512, None),
+        ("convnext_tiny", 256, 313.859),
+        ("convnext_tiny", 384, None),
+        ("resnet50", 512, 618.983),
+        ("resnet18", 512, 184.877),
+        ("mobilenetv2_100", 512, 278.633),
+        ("efficientnet_b0", 384, 262.1),
+        ("efficientnet_b0", 512, None),
+        ("densenet121", 256, 348.758),
+        ("densenet121", 384, None),
+        ("swin_tiny_patch4_window7_224", 256, 394.841),
+        ("swin_tiny_patch4_window7_224", 384, None),
+    )
+]  # fmt: skip
+
+# github.com/rasbt/pytorch-memory-optim, logs.md
+LADDER_ROWS = [
+    Row(
+        "rasbt/pytorch-memory-optim", f"ViT-L/16, {name}", "a100-80gb", (2, 1), "reserved", size, script, note=IN_SAMPLE
+    )
+    for name, (size, script) in published.ROWS.items()
+]
+
+ROWS = [*GPT2_ROWS, *VIT_ROWS, *BERT_ROWS, *LORA_ROWS, *LADDER_ROWS, *FITS_ROWS]
+"""All rows, by their source."""
+
+NOT_REBUILT = {
+    "HF perf_train_gpu_one, 8-bit Adam (2 rows)": "kernels of bitsandbytes, which is not installed",
+    "pytorch/ao, bitsandbytes, FP8 and lpmm optimizers; DeepSpeed": "kernels that are not torch's",
+    "pytorch/ao, Llama-2 7B by torchtune; torchtune's tables": "packed samples, FlexAttention, compiled",
+    "torchtitan, tables 2 to 6": "float8, tensor parallel",
+    "litgpt, quantised rows": "kernels of bitsandbytes",
+    "litgpt, rows on several GPUs; rasbt/pytorch-memory-optim 08 to 10": "FSDP1, which the project does not have",
+}
+"""Published figures that were looked at and left out, and why."""
+
+
+def predicted(row: Row) -> dict[str, Any]:
+    """Peaks in bytes and the time of a step."""
+    with (fake_gpu if row.torch >= OLDEST_KERNELS else published.old_gpu)(row.card, torch_version=row.torch) as gpu:
+        row.script()
+    return {"allocated": gpu.allocated, "reserved": gpu.reserved, "ms": gpu.step_ms if gpu.steps else None}
+
+
+def compared(row: Row, found: Any) -> dict[str, Any]:
+    """A row beside what was predicted, or why it was not."""
+    known: dict[str, Any] = {
+        "source": row.source,
+        "configuration": row.configuration,
+        "card": row.card,
+        "torch": ".".join(map(str, row.torch)),
+        "kind": row.kind,
+        "eager": row.eager,
+        "note": row.note,
+        "published_gb": None if row.kind == "fits" else round(row.published, 3),
+        "published_ms": row.step_ms and round(row.step_ms, 1),
+    }
+    if isinstance(found, Exception):
+        return known | {"refused": str(found)}
+    size = found["allocated" if row.kind == "allocated" else "reserved"]
+    known |= {"predicted_gb": round(size / GB, 3), "allocated_gb": round(found["allocated"] / GB, 3)}
+    known["predicted_ms"] = found["ms"] and round(found["ms"], 1)
+    if row.step_ms:
+        known["error_ms"] = round(found["ms"] / row.step_ms - 1, 4)
+    if row.kind == "fits":
+        return known | {"fitted": bool(row.published), "predicted_fits": found["reserved"] <= FREE_3090}
+    return known | {"error": round(size / (row.published * GB) - 1, 5)}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and worst errors of what ran uncompiled, by versions of torch, and of the times."""
+    eager = [row for row in rows if row["eager"] and "error" in row]
+    groups = {
+        "torch 2.4 to 2.6": [row for row in eager if row["torch"] in ("2.4", "2.6")],
+        "torch 2.1": [row for row in eager if row["torch"] == "2.1" and not row["note"]],
+        "torch 2.1, LoRA with RMSNorm in fp32": [row for row in eager if row["note"] == LATER],
+        "torch 2.1, in sample": [row for row in eager if row["note"] == IN_SAMPLE],
+        "torch 1.10": [row for row in eager if row["torch"] == "1.10" and not row["note"]],
+        "torch 1.10, with its softmax": [row for row in eager if row["torch"] == "1.10" and row["note"]],
+        "compiled, traced eager": [row for row in rows if not row["eager"] and "error" in row],
+    }
+    found: dict[str, Any] = {}
+    for name, of in groups.items():
+        errors = [abs(row["error"]) for row in of]
+        if errors:
+            found[name] = {"rows": len(errors), "median": median(errors), "worst": max(errors)}
+    asked = [row for row in rows if "fitted" in row]
+    found["fits"] = {"rows": len(asked), "right": sum(row["fitted"] == row["predicted_fits"] for row in asked)}
+    times = [abs(row["error_ms"]) for row in rows if "error_ms" in row]
+    if times:
+        found["step times"] = {"rows": len(times), "median": median(times), "worst": max(times)}
+    return found
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A line of the printed table."""
+    configuration = row["configuration"] + (f" ({row['note']})" if row["note"] else "")
+    if "refused" in row:
+        memory = ["-", "refused"]
+    elif row["kind"] == "fits":
+        said = "right" if row["fitted"] == row["predicted_fits"] else "wrong"
+        memory = [f"{row['predicted_gb']:.2f}", said]
+    else:
+        memory = [f"{row['predicted_gb']:.3f}", f"{100 * row['error']:+.2f} %"]
+    published = ("fitted" if row["fitted"] else "did not") if "fitted" in row else row["published_gb"]
+    time = [f"{row[key]:.0f}" if row.get(key) else "" for key in ("published_ms", "predicted_ms")] + [
+        f"{100 * row['error_ms']:+.0f} %" if "error_ms" in row else ""
+    ]
+    return [row["source"], configuration, row["card"], row["torch"], row["kind"], str(published), *memory, *time]
+
+
+def main() -> None:
+    """Predict every row, print the table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="rows with this word in their source or configuration")
+    parser.add_argument("--at-once", type=int, default=1, help="predictions at the same time")
+    options = parser.parse_args()
+    wanted = [row for row in ROWS if options.only.lower() in f"{row.source} {row.configuration} {row.note}".lower()]
+    import timm  # noqa: F401 - once, not in every child
+    import transformers  # noqa: F401
+
+    record = Record("planner_holdout", {})
+    found: dict[int, dict[str, Any]] = {}
+    for number, answer in in_children([partial(predicted, row) for row in wanted], options.at_once):
+        found[number] = compared(wanted[number], answer)
+        print(" | ".join(cells(found[number])), found[number].get("refused", ""), flush=True)
+        rows = [found[number] for number in sorted(found)]
+        if not options.only:
+            record.write(len(rows) == len(wanted), rows=rows, summary=summary(rows), not_rebuilt=NOT_REBUILT)
+    header = ["source", "configuration", "card", "torch", "kind", "published GB", "predicted", "error"]
+    print(table([*header, "published ms", "predicted ms", "error ms"], [cells(row) for row in rows]))
+    for name, figures in summary(rows).items():
+        print(name, figures)
+
+
+if __name__ == "__main__":
+    main()
