@@ -66,11 +66,7 @@ def entry() -> None:
     """The ``trainer`` command."""
     keep_streams()
     argv = sys.argv[1:]
-    code = run(argv) or _output_lost(argv)
-    if argv[:1] == ["plan"]:
-        atexit._run_exitfuncs()
-        _leave(code)
-    _end(code)
+    _end(run(argv) or _output_lost(argv), soon=argv[:1] == ["plan"])
 
 
 def run(argv: Sequence[str]) -> int:
@@ -107,20 +103,20 @@ def _carry_out(command: str, argv: list[str]) -> int:
     return getattr(import_module(f"trainer.{module}"), function)(argv) or 0
 
 
-def _end(code: int) -> NoReturn:
-    """Exit; a rank that failed among several without Python's own end: gloo would abort in it, with another code."""
+def _end(code: int, soon: bool = False) -> NoReturn:
+    """Exit: ``soon`` without Python's own end, which takes a second once torch is there; so a rank that failed among
+    several, in which gloo would abort, with another code."""
     launched = sys.modules.get("trainer.faults.signals")  # else nothing was begun that could abort
-    if code and launched is not None and number("WORLD_SIZE", 1) > 1:
+    failed = code and launched is not None and number("WORLD_SIZE", 1) > 1
+    if failed:
         launched.wait_for_children()
-        _leave(code)
+    elif soon:
+        atexit._run_exitfuncs()
+    if failed or soon:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
-
-
-def _leave(code: int) -> NoReturn:
-    """Exit without Python's own end, which takes a second once torch is there."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _output_lost(argv: Sequence[str]) -> int:

@@ -1,10 +1,8 @@
 """Predictions of before, given again while nothing that they came from has changed; a wrong one is worse than none.
 
-A prediction is a function of code, settings, samples and surroundings. All of them are in its key: the settings of the
-recipe but for its data, the plan, the target, the samples and the module that is traced, down to every attribute and
-buffer; the environment; what is installed; and size, times and inode of the file of every module that is loaded. What
-is loaded only while it is traced is noted beside the answer, and compared as well. What cannot be described (a local
-function) or has no file (a notebook) is traced each time.
+All that a prediction comes from is in its key: the settings but those of the data, the plan, the target, the samples,
+the module down to every attribute and buffer, the environment, what is installed, and the file of every module that is
+loaded; of those that are loaded while it is traced the answer has a list. What cannot be described is not kept.
 """
 
 from __future__ import annotations
@@ -28,116 +26,104 @@ from trainer.recipe import Recipe
 
 VARIABLE = "TRAINER_PLANS"
 AGAIN = f"predictions of before are given again, as nothing that they come from has changed ({VARIABLE}=off: none is)"
-MOST_BYTES = 64_000_000
-"""Of all that is kept; what was used longest ago goes first. A prediction takes some 100 kB, for its timeline."""
-
-OF_A_TERMINAL = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "WINDOWID")
-"""Variables that say where a command was typed, as do those that begin with ``SSH_``."""
-
-Stamp = list[Any]  # [path, size, times of writing and of change, inode] of a file
+MOST_BYTES = 64_000_000  # of all that is kept; a prediction takes some 100 kB, for its timeline
+OF_A_TERMINAL = ("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "WINDOWID")  # where a command was typed
 
 
 class Unknown(Exception):
     """Something that the prediction depends on cannot be described."""
 
 
+class Known(Exception):
+    """The answer is known: nothing needs to be traced."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self.answer = answer
+
+
 @dataclasses.dataclass(frozen=True)
 class Keeper:
-    """Where predictions are kept."""
+    """Where predictions are kept, and when (in nanoseconds) this process had not read what a user may change."""
 
     root: Path
-    since: int  # nanoseconds since 1970: when this process had not yet read what a user may change
+    since: int
 
     @classmethod
     def here(cls, since: int) -> Keeper | None:
-        """That of this user; ``None`` where ``TRAINER_PLANS=off``, which may also be a folder."""
-        wanted = os.environ.get(VARIABLE) or os.path.join(
-            os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "plans"
-        )
+        """In the user's cache, or in the folder that ``TRAINER_PLANS`` names; ``None`` where that is ``off``."""
+        usual = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "trainer", "plans")
+        wanted = os.environ.get(VARIABLE) or usual
         return None if wanted == "off" else cls(Path(wanted).expanduser().absolute(), since)
-
-    def note(self, recipe: Recipe, *asked: Any) -> Note:
-        """The note on what was ``asked`` of a prepared recipe; of its data only the samples count that are among it."""
-        settings = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-        return Note(self, {**settings, "data": type(recipe.data)}, *asked)
 
 
 class Note:
-    """What is known of one prediction."""
+    """What is known of one prediction, of a prepared recipe and whatever else is ``asked``, the samples among it."""
 
-    def __init__(self, keeper: Keeper, *asked: Any) -> None:
-        self.keeper, self.path, self.key = keeper, None, ""
-        self.asked = (*asked, _surroundings())  # before a trace changes them
-        self.files: set[str] = set()
+    def __init__(self, keeper: Keeper, recipe: Recipe, *asked: Any) -> None:
+        settings = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+        self.asked = ({**settings, "data": type(recipe.data)}, *asked, _surroundings())  # before a trace changes them
+        self.keeper, self.path, self.files = keeper, keeper.root, set[str]()
 
-    def answer(self, module: nn.Module) -> dict[str, Any] | None:
-        """What was kept of the prediction for this module, if anything was."""
+    def look(self, module: nn.Module, capacity: int | None = None) -> None:
+        """Raise :class:`Known` if the prediction for this module is; but not where the allocator must be asked how it
+        does with ``capacity`` bytes."""
         try:
             self.files = _files()
-            self.key = _digest((self.asked, module, self._stamps(self.files)))
-        except Exception:  # whatever a class of anybody's does when it is pickled: not kept
-            return None
-        self.path = self.keeper.root / f"{self.key}.json"
+            key = _digest((self.asked, module, self._stamps(self.files)))
+        except Exception:  # whatever a class of anybody's does when it is pickled
+            return
+        self.path = self.keeper.root / f"{key}.json"
         known = read_note(self.path)
         with suppress(OSError, Unknown, LookupError, TypeError):
-            if known["key"] == self.key and known["later"] == self._stamps(stamp[0] for stamp in known["later"]):
-                os.utime(self.path)
-                return {**known["answer"], "notes": [*known["answer"]["notes"], AGAIN]}
-        return None
+            if (known["key"], known["later"]) == (key, self._stamps(stamp[0] for stamp in known["later"])):
+                answer, too_much = known["answer"], capacity is not None and known["answer"]["reserved"] > capacity
+                if not too_much or answer["allocated"] > (capacity or 0):
+                    os.utime(self.path)
+                    notes = [*answer["notes"], AGAIN]
+                    raise Known({**answer, "notes": notes, "retries": None if too_much else 0})
 
     def write(self, answer: dict[str, Any]) -> None:
         """Keep the answer, unless a file has changed since this process may have read it."""
         with suppress(OSError, Unknown):
-            if self.path is not None and self._stamps(self.files) is not None:
+            if self.path != self.keeper.root and self._stamps(self.files):
                 later = self._stamps(_files() - self.files)
-                write_note(self.path, {"key": self.key, "later": later, "answer": answer})
+                write_note(self.path, {"key": self.path.stem, "later": later, "answer": answer})
                 _tidy(self.keeper.root)
 
-    def _stamps(self, files: Iterable[str]) -> list[Stamp]:
-        stamps: list[Stamp] = []
+    def _stamps(self, files: Iterable[str]) -> list[list[Any]]:
+        """Path, size, times of writing and of change and inode of each; a path alone is of a module that is made up."""
+        stamps: list[list[Any]] = []
         for path in sorted(files):
-            try:
-                found = os.stat(path)
-            except FileNotFoundError:  # a module that another one has made up
-                stamps.append([path])
-                continue
-            if found.st_ctime_ns > self.keeper.since - SETTLED_NS:
+            found = os.stat(path) if os.path.lexists(path) else None
+            if found and found.st_ctime_ns > self.keeper.since - SETTLED_NS:
                 raise Unknown(f"{path} was changed after this process began, or just before")
-            stamps.append([path, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino])
+            of = (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino) if found else ()
+            stamps.append([path, *of])
         return stamps
 
 
 def _files() -> set[str]:
-    """Those of all modules that are loaded; an :class:`Unknown` where the program has none."""
     if not getattr(sys.modules["__main__"], "__file__", None):
-        raise Unknown("the program is typed in")
+        raise Unknown("a program that is typed in has no file")
     paths = {vars(module).get("__file__") for module in list(sys.modules.values()) if hasattr(module, "__dict__")}
     return {os.path.abspath(path) for path in paths if path}
 
 
-def _surroundings() -> dict[str, Any]:
+def _surroundings() -> Any:
     """What code may ask for besides files of its own."""
+    variables = sorted(pair for pair in os.environ.items() if pair[0] not in OF_A_TERMINAL and pair[0][:4] != "SSH_")
     folders = [folder for folder in sys.path if os.path.isdir(folder)]
-    installed = {folder: [name for name in os.listdir(folder) if name.endswith("-info")] for folder in folders}
-    environment = {k: v for k, v in os.environ.items() if k not in OF_A_TERMINAL and not k.startswith("SSH_")}
-    return {
-        "environment": sorted(environment.items()),
-        "path": [*sys.path, os.getcwd()],
-        "installed": {folder: sorted(names) for folder, names in installed.items()},
-        "system": (*os.uname(), sys.version),
-        "torch": (torch.__version__, torch.version.git_version, torch.backends.cudnn.version()),
-        "modes": (torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.is_grad_enabled()),
-    }
+    installed = [sorted(name for name in os.listdir(folder) if name.endswith("-info")) for folder in folders]
+    version = (torch.__version__, torch.version.git_version, torch.backends.cudnn.version(), sys.version, *os.uname())
+    modes = (torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.is_grad_enabled())
+    return variables, sys.path, os.getcwd(), folders, installed, version, modes
 
 
 class _Describer(pickle._Pickler):  # type: ignore[name-defined, misc]
     """Writes the same bytes for what is the same in another process: sets in order, texts without identity."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file, protocol=5)
-        self.storages: dict[int, int] = {}
+    storages: dict[int, int]
 
     def memoize(self, value: Any) -> None:
         if not isinstance(value, str):
@@ -154,16 +140,22 @@ class _Describer(pickle._Pickler):  # type: ignore[name-defined, misc]
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
             raise Unknown(f"a {type(value).__name__}")
         shared = self.storages.setdefault(value.untyped_storage()._cdata, len(self.storages))
-        content = None
-        if not value.is_meta:
-            content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        shape = (tuple(value.shape), value.stride(), value.storage_offset(), shared)
-        return type(value), (str(value.dtype), str(value.device), value.requires_grad, shape, vars(value), content)
+        real = None if value.is_meta else value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        layout = (
+            str(value.dtype),
+            str(value.device),
+            tuple(value.shape),
+            value.stride(),
+            value.storage_offset(),
+            shared,
+        )
+        return type(value), (layout, value.requires_grad, vars(value), real)
 
 
 def _digest(facts: Any) -> str:
-    written = io.BytesIO()
-    _Describer(written).dump(facts)
+    describer = _Describer(written := io.BytesIO(), protocol=5)
+    describer.storages = {}
+    describer.dump(facts)
     return hashlib.sha256(written.getbuffer()).hexdigest()
 
 
@@ -171,8 +163,7 @@ def _tidy(root: Path) -> None:
     """Remove what was used longest ago, until the rest is small enough."""
     found = sorted(((stat := path.stat()).st_mtime_ns, stat.st_size, path) for path in root.iterdir())
     size = sum(bytes_ for _, bytes_, _ in found)
-    for _, bytes_, path in found:
-        if size <= MOST_BYTES:
-            break
+    while size > MOST_BYTES:
+        _, bytes_, path = found.pop(0)
         path.unlink(missing_ok=True)
         size -= bytes_

@@ -11,14 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
 from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
 from trainer.planner.events import Trace, Work
-from trainer.planner.kept import Keeper
+from trainer.planner.kept import Keeper, Known, Note
 from trainer.planner.network import Cluster, Interconnect, sent
 from trainer.planner.replay import AllocatorSettings, Replay, replay, retries_within
 from trainer.planner.target import Target
@@ -134,13 +132,6 @@ def predict(recipe: Recipe, plan: Plan, target: Target, nodes: int = 1, timeline
     return Prediction.answered(in_child(partial(predict_here, recipe, plan, target, nodes, timeline)))
 
 
-class Known(Exception):
-    """The answer is known before anything is traced."""
-
-    def __init__(self, answer: dict[str, Any]) -> None:
-        self.answer = answer
-
-
 def predict_here(
     recipe: Recipe,
     plan: Plan,
@@ -162,34 +153,11 @@ def predict_here(
     recipe = recipe.replace(memory=replace(recipe.memory, budget=None))
     plan = replace(plan, memory=replace(plan.memory, budget=None))
     samples = draw_samples(recipe, plan)
-    note = keeper and keeper.note(recipe, plan, samples, target, nodes, timeline, over)
-
-    def look(module: nn.Module) -> None:
-        known = note.answer(module) if note else None
-        if known and (capacity is None or not known["allocated"] <= capacity < known["reserved"]):
-            raise Known(known)  # else the allocator is asked with what was traced
-
+    note = Note(keeper, recipe, plan, samples, target, nodes, timeline, over) if keeper else None
     try:
-        trace = trace_run(recipe, plan, samples, target, nodes, look)
+        trace = trace_run(recipe, plan, samples, target, nodes, partial(note.look, capacity=capacity) if note else None)
     except Known as known:
-        reserved = known.answer["reserved"]
-        return {**known.answer, "retries": 0 if capacity is None or reserved <= capacity else None}
-    answer = _answer(trace, plan, target, nodes, timeline, over, capacity)
-    answer["seconds"] = time.perf_counter() - began
-    if note:
-        note.write(answer)
-    return answer
-
-
-def _answer(
-    trace: Trace,
-    plan: Plan,
-    target: Target,
-    nodes: int,
-    timeline: bool,
-    over: Sequence[Interconnect],
-    capacity: int | None,
-) -> dict[str, Any]:
+        return known.answer
     settings = AllocatorSettings(target.expandable_segments)
     memory = replay(trace, settings)
     on_cpu = target.device.type == "cpu"  # where nothing is reserved: tensors take what they ask for
@@ -201,7 +169,7 @@ def _answer(
     if capacity is not None and allocated <= capacity < reserved and not on_cpu:
         retries = retries_within(trace, capacity, settings)
     networks = over or [target.network]
-    return {
+    answer = {
         "allocated": allocated,
         "reserved": reserved,
         "host": trace.host_bytes,
@@ -214,10 +182,14 @@ def _answer(
         "leaving": leaving,
         "guesses": trace.guesses,
         "notes": trace.notes,
+        "seconds": time.perf_counter() - began,
         "fragmentation": 0 if on_cpu else memory.fragmentation,
         "retries": retries,
         "timeline": _timeline(memory, trace) if timeline else None,
     }
+    if note:
+        note.write(answer)
+    return answer
 
 
 def _timeline(memory: Replay, trace: Trace) -> dict[str, Any]:

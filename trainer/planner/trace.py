@@ -87,7 +87,7 @@ def trace_run(
     samples: Samples,
     target: Target,
     nodes: int = 1,
-    look: Callable[[nn.Module], None] = lambda module: None,
+    look: Callable[[nn.Module], None] | None = None,
 ) -> Trace:
     """Trace a run of a prepared recipe as ``plan`` says on ``target``, on the first of its ranks, over ``nodes``.
 
@@ -102,7 +102,8 @@ def trace_run(
             launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
             module = _empty(recipe, plan)
-            look(module)
+            if look is not None:
+                look(module)
         patch_transformers()
         _Run(recipe, plan, fabric, tracer).take(module, samples)
     trace = tracer.trace
