@@ -77,6 +77,8 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     lossy, gpu = own.get("lossy", "false"), own.get("gpu")
     require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
     with quick_imports():
+        import accelerate  # noqa: F401  # the children build modules with it: here once for all of them
+
         from trainer.planner.kept import Keeper
         from trainer.planner.report import pasteable, table, why
         from trainer.planner.search import search_for
