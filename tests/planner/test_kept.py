@@ -162,7 +162,7 @@ def test_a_change_of_a_file_misses_whether_it_was_loaded_before_or_while_tracing
     note.write(ANSWER)
     monkeypatch.delitem(sys.modules, "own_later")
     before = os.stat(tmp_path / "own_net.py")
-    for name in ("own_net", "own_later"):
+    for name in ("own_later", "own_net"):
         assert asked.known(root)
         (tmp_path / f"{name}.py").write_text("WIDTH = 2\n")  # as long as before, and of the same time
         os.utime(tmp_path / f"{name}.py", ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -188,7 +188,7 @@ def test_a_damaged_entry_is_a_miss_and_is_replaced(tmp_path):
     asked = Asked()
     path = asked.keep(tmp_path)
     whole = path.read_bytes()
-    for damaged in (b"", whole[: len(whole) // 2], whole.replace(b"7", b"8"), b"[" * 100_000, b"\xff\x00", b"null"):
+    for damaged in (b"", whole[: len(whole) // 2], whole.replace(b"7", b"8"), b"[" * 100_000, b"{}", b"null"):
         path.write_bytes(damaged)
         assert not asked.known(tmp_path)
         asked.keep(tmp_path)
