@@ -3,7 +3,6 @@ the place of traces, which is cheap enough to be asked about all of it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -202,6 +201,7 @@ def test_the_chosen_plan_against_brute_force(search, capsys):
     rows, wrong = [], []
     for model in MODELS:
         grid = list(everything(model))
+        least = min(grid, key=lambda one: one[0])
         worst, before, counts, refused = 0.0, inf, [], 0
         for budget in budgets(grid, 18):
             report, asked = search(model, budget)
@@ -214,10 +214,8 @@ def test_the_chosen_plan_against_brute_force(search, capsys):
                 refused += report.chosen is None
                 if (report.chosen is None) != (best is None):
                     wrong.append(f"{where}: {report.chosen} and {best and said(best)}")
-                elif report.smallest.reserved > min(one[0] for one in grid):
-                    wrong.append(
-                        f"{where}: the smallest is {report.smallest.plan}, not {said(min(grid, key=lambda one: one[0]))}"
-                    )
+                elif report.smallest.reserved > least[0]:
+                    wrong.append(f"{where}: the smallest is {report.smallest.plan}, not {said(least)}")
                 continue
             slower = report.chosen.step_ms / best[1] - 1
             worst = max(worst, slower)
