@@ -255,17 +255,15 @@ class Search:
                 arm.ends = [by_settings.get(end, []) for end in ends]
 
     def _padding(self, sizes: Sequence[int | None]) -> dict[int, float]:
-        """How much less the smaller micro-batches may compute than the largest, which pads texts more; else 1.
-
-        By the squares of the padded lengths, as if attention were all: more than that is not saved.
-        """
-        lengths, squares = getattr(self.recipe.data.train, "lengths", None), {}
+        """By samples of a micro-batch, the part of the most tokens of a batch: texts of like length pad less in small
+        ones, which may thus be faster. All 1 without lengths."""
+        lengths, tokens = getattr(self.recipe.data.train, "lengths", None), {}
         for size in sizes if lengths is not None else ():
             cut = cut_at(knobs.applied(self.recipe, with_size({}, size)), self.devices, 0)
             batch = batch_indices(self.recipe.seed, 0, 0, len(lengths), cut.batch_size)
             pieces = cut_batch(batch, cut, self.devices, lengths)
-            squares[size or 0] = sum(len(one) * padded(max(lengths[i] for i in one)) ** 2 for one in pieces if one)
-        return {size or 0: squares[size or 0] / max(squares.values()) if squares else 1.0 for size in sizes}
+            tokens[size or 0] = sum(len(one) * padded(max(lengths[i] for i in one)) for one in pieces if one)
+        return {size or 0: tokens[size or 0] / max(tokens.values()) if tokens else 1.0 for size in sizes}
 
     # What is traced next.
 
@@ -401,7 +399,7 @@ class Search:
         grown = growing * (samples / last - 1) if last else 0.0
         allocated, reserved = large.allocated + min(0.0, grown), large.reserved + grown
         each = [(one.cost.step_ms - one.cost.update_ms) / self._micro_steps(count) for count, one in ends]
-        micro_step = each[0] * (samples / last if last else 1.0)
+        micro_step = each[0] * (samples / last if last else 1.0) * min(1.0, self.padding[samples] / self.padding[last])
         if last > first:
             part = (samples - first) / (last - first)
             allocated = max(allocated, small.allocated)
