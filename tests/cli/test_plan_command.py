@@ -17,7 +17,7 @@ import torch
 
 from trainer import PlanReport, plan
 from trainer.cli import run
-from trainer.commands.plan import VALUED, chosen_command
+from trainer.commands.plan import SWITCHES, VALUED, chosen_command
 from trainer.commands.recipes import load_recipe
 from trainer.planner.gpus import GPUS
 from trainer.planner.report import Candidate
@@ -51,7 +51,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, str, Pa
     folder, out, err = tmp_path_factory.mktemp("plan") / "out", StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setenv(*WORKSPACE)
-        code = run([*VIT, "--memory.budget", "30MB", *FEW, "--seed=3", "--out", str(folder)])
+        code = run([*VIT, "--memory.budget", "30MB", *FEW, "--seed=3", "--all", "--out", str(folder)])
     return code, out.getvalue(), err.getvalue(), folder
 
 
@@ -69,7 +69,7 @@ def test_a_plan_is_printed_with_its_reasons_and_written(planned):
         "outside  on top, about 0.500 GB for the CUDA context",
         "micro-batch  strategy  checkpointing",
         "yes  chosen",
-        "- tried: 2 combinations of knobs: 2 plans, 2 traced; 2 fit",
+        "- tried: 2 of 2 combinations of knobs: 2 plans, 2 traced; 2 fit",
         "the chosen plan:\ntrainer fit vit_digits",
         f"files: {folder}: plan.json, plan.png",
     ]
@@ -188,6 +188,7 @@ SEVERAL = (*A100, "--devices", "8,16")
         ([*SEVERAL, "--nodes", "2", "--per-node", "8"], ["--nodes and --per-node"]),
         ([*A100, "--interconnect", "ib-hd"], ["--interconnect=ib-hd", "did you mean ib-hdr?"]),
         ([*SEVERAL, "--lossy", "true"], ["--lossy"]),
+        ([*SEVERAL, "--all"], ["--all", "one number of devices"]),
         ([*SEVERAL, "--memory.cpu_offload", "auto"], ["memory.cpu_offload=auto", "--devices 16"]),
     ],
 )
@@ -248,7 +249,7 @@ def test_a_folder_that_holds_a_plan_and_a_launcher_are_refused(tmp_path, monkeyp
 def test_help_lists_the_planners_flags_and_the_recipes(capsys):
     assert run(["plan", "vit_digits", "--help"]) == 0
     page = capsys.readouterr().out
-    assert all(f"--{name} " in page for name in (*VALUED, "json", "optim.lr", "memory.budget"))
+    assert all(f"--{name} " in page for name in (*VALUED, *SWITCHES, "optim.lr", "memory.budget"))
 
 
 def test_a_folder_with_a_configuration_is_enough_for_a_text_model(tmp_path, sample_data, capsys):

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.planner.allocator import AllocatorSettings
 from trainer.planner.events import Event, Trace
-from trainer.planner.replay import CATEGORIES, PhasePeak, replay
+from trainer.planner.replay import CATEGORIES, PhasePeak, replay, retries_within
 
 MiB = 2**20
 
@@ -55,6 +55,14 @@ def test_fragmentation_is_what_is_reserved_and_not_in_use_at_the_peak() -> None:
     result, expandable = replay(events), replay(events, AllocatorSettings(expandable_segments=True))
     assert (result.peak_allocated, result.reserved_then, result.fragmentation) == (38 * MiB, 58 * MiB, 20 * MiB)
     assert (expandable.peak_allocated, expandable.peak_reserved) == (38 * MiB, 40 * MiB)
+
+
+def test_with_less_memory_the_cache_is_given_back_until_what_is_allocated_is_too_much() -> None:
+    """30, 40, 20 and 10 MiB; then 50 more, for which the 40 and the 10 that are free go back."""
+    assert replay(TRACE).peak_reserved == 150 * MiB
+    assert retries_within(TRACE, 150 * MiB) == 0
+    assert retries_within(TRACE, 110 * MiB) == 1
+    assert retries_within(TRACE, 95 * MiB) is None
 
 
 def test_no_events() -> None:

@@ -269,12 +269,11 @@ def _tried(candidates: Sequence[Candidate], combinations: int) -> list[str]:
     sizes = {one.flags[SIZE] for one in candidates if SIZE in one.flags}
     traced, fitting = sum(one.traced for one in candidates), sum(one.fits for one in candidates)
     cut = f" with micro-batches of {' to '.join(map(str, sorted({min(sizes), max(sizes)})))}" if sizes else ""
-    between = f", {len(candidates) - traced} between two traces" if traced < len(candidates) else ""
+    plans = f"{len(candidates)} plan{'s' if len(candidates) > 1 else ''}, {traced} traced"
+    plans += f", {len(candidates) - traced} between two traces" if traced < len(candidates) else ""
     tried = len(best_of_each(candidates))
-    lines = [
-        f"tried: {tried} combinations of knobs{cut}: {len(candidates)} plans, {traced} traced{between}; {fitting} fit"
-    ]
+    lines = [f"tried: {tried} of {combinations} combinations of knobs{cut}: {plans}; {fitting} fit"]
     if tried < combinations:
-        cannot = "cannot be faster than what fits" if fitting else "cannot need less"
-        lines.append(f"not tried: {combinations - tried} combinations, which {cannot}; trainer plan --all tries more")
+        cannot = "cannot be faster, or cannot fit" if fitting else "cannot need less"
+        lines.append(f"the other combinations {cannot}: they were not tried; trainer plan --all tries more of them")
     return lines

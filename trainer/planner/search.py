@@ -38,7 +38,7 @@ from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
 from trainer.planner.target import Target, budget_bytes, gpu_here
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
-from trainer.system.text import gigabytes, parse_budget, wrapped
+from trainer.system.text import as_text, gigabytes, parse_budget, wrapped
 
 MARGIN = 0.03
 """Part of the budget that a prediction must leave free. Published peaks that nothing was tuned on are met within 0.4 %
@@ -262,23 +262,21 @@ class Search:
             arm.kept = [one for one in self.arms if knobs.keeps(one.settings) == knobs.keeps(wanted)]
             arm.alike = [*by_settings[repr(wanted)]]
             if wanted.get(knobs.SYNC):  # in one micro-step there is no difference
-                arm.alike += [one for one in by_settings.get(repr(wanted | {knobs.SYNC: None}), [])[:1]]
+                arm.alike += by_settings.get(repr(wanted | {knobs.SYNC: None}), [])[:1]
             if isinstance(wish, float):
                 ends = (repr(wanted | {knobs.CHECKPOINTING: end}) for end in ("none", "full"))
                 arm.ends = [by_settings.get(end, []) for end in ends]
 
     def _padding(self, sizes: Sequence[int | None]) -> dict[int, float]:
-        """How much less the smaller micro-batches may compute than the largest, which pads texts more; else 1.
-
-        By the squares of the padded lengths, as if attention were all: more than that is not saved.
-        """
-        lengths, squares = getattr(self.recipe.data.train, "lengths", None), {}
+        """By samples of a micro-batch, the part of the most tokens of a batch: texts of like length pad less in small
+        ones, which may thus be faster. All 1 without lengths."""
+        lengths, tokens = getattr(self.recipe.data.train, "lengths", None), {}
         for size in sizes if lengths is not None else ():
             cut = cut_at(knobs.applied(self.recipe, with_size({}, size)), self.devices, 0)
             batch = batch_indices(self.recipe.seed, 0, 0, len(lengths), cut.batch_size)
             pieces = cut_batch(batch, cut, self.devices, lengths)
-            squares[size or 0] = sum(len(one) * padded(max(lengths[i] for i in one)) ** 2 for one in pieces if one)
-        return {size or 0: squares[size or 0] / max(squares.values()) if squares else 1.0 for size in sizes}
+            tokens[size or 0] = sum(len(one) * padded(max(lengths[i] for i in one)) for one in pieces if one)
+        return {size or 0: tokens[size or 0] / max(tokens.values()) if tokens else 1.0 for size in sizes}
 
     # What is traced next.
 
@@ -401,43 +399,34 @@ class Search:
 
     def _from(self, arms: Sequence[Arm], size: int | None) -> Estimate | None:
         """From plans that differ in the micro-batch only; ``None`` where none was traced."""
-        known = {samples: one for arm in arms for samples, one in arm.known.items()}
+        known = {count: one.prediction for arm in arms for count, one in arm.known.items() if one.prediction}
         samples = size or 0
         below = max((one for one in known if one <= samples), default=None)
         above = min((one for one in known if one >= samples), default=None)
         ends = [(one, known[one]) for one in (below, above) if one is not None]
         if not ends:
             return None
-        # Bytes, if all that may grow with the micro-batch does so in proportion; but not less than a smaller one needs.
         (first, small), (last, large) = ends[0], ends[-1]
-        assert large.prediction is not None and large.allocated is not None and large.reserved is not None
-        fixed = sum(size for name, size in large.prediction.categories.items() if name not in GROWING)
-        grown = (large.allocated - fixed) * (samples / (last or 1) - 1) if last != samples else 0
+        # Bytes, if all that may grow with the micro-batch does so in proportion; but not less than a smaller one needs.
+        growing = large.allocated - sum(size for name, size in large.categories.items() if name not in GROWING)
+        grown = growing * (samples / last - 1) if last else 0.0
         allocated, reserved = large.allocated + min(0.0, grown), large.reserved + grown
-        part = (samples - first) / (last - first) if last > first else 1.0
+        each = [(one.cost.step_ms - one.cost.update_ms) / self._micro_steps(count) for count, one in ends]
+        micro_step = each[0] * (samples / last if last else 1.0) * min(1.0, self.padding[samples] / self.padding[last])
         if last > first:
-            allocated = max(allocated, small.allocated or 0)
+            part = (samples - first) / (last - first)
+            allocated = max(allocated, small.allocated)
             # Of memory that a constant peak bounds from below, the line through both ends is an upper bound.
-            line = (small.reserved or 0) + part * (large.reserved - (small.reserved or 0))
-            reserved = (max(reserved, small.reserved or 0) + line) / 2
-        each = [self._micro_step_ms(count, one) for count, one in ends]
-        micro_step = (
-            each[0] + part * (each[-1] - each[0])
-            if last > first
-            else each[0] * (samples / (last or 1) if samples else 1)
-        )
-        once = min(one.prediction.cost.update_ms for _, one in ends if one.prediction)
-        step_ms = once + self._micro_steps(samples) * micro_step
-        if last > samples > first:  # time, too: nothing is faster than in fewer micro-steps
-            step_ms = (step_ms + min(step_ms, large.step_ms or 0.0)) / 2
-        return Estimate(allocated, reserved, step_ms, large.allocated - fixed + grown)
+            line = small.reserved + part * (large.reserved - small.reserved)
+            reserved = (max(reserved, small.reserved) + line) / 2
+            micro_step = each[0] + part * (each[1] - each[0])
+        step_ms = min(one.cost.update_ms for _, one in ends) + self._micro_steps(samples) * micro_step
+        if last > samples > first:  # of time, too: nothing is faster than in fewer micro-steps
+            step_ms = (step_ms + min(step_ms, large.cost.step_ms)) / 2
+        return Estimate(allocated, reserved, step_ms, growing + grown)
 
     def _micro_steps(self, samples: int) -> int:
         return -(-(self.arms[0].sizes[0] or 1) // samples) if samples else 1
-
-    def _micro_step_ms(self, samples: int, one: Candidate) -> float:
-        assert one.prediction is not None
-        return ((one.step_ms or 0.0) - one.prediction.cost.update_ms) / self._micro_steps(samples)
 
     # Predictions.
 
@@ -446,9 +435,14 @@ class Search:
         for (arm, size), found in zip(
             wanted, self._predicted([with_size(arm.settings, size) for arm, size in wanted]), strict=True
         ):
-            arm.failed |= found is None
             if found is not None:
                 arm.known[size or 0] = found
+                continue
+            arm.failed, reason = True, self.refused[-1].reason
+            for key, value in arm.settings.items():
+                if reason.startswith(f"{key}={as_text(value)} "):  # then that is so whatever else is set
+                    for other in self.arms:
+                        other.failed |= other.settings[key] == value
 
     def _predicted(self, settings: Sequence[Settings]) -> list[Candidate | None]:
         """Candidates with these settings; ``None`` for those that are refused, which are kept apart."""
