@@ -39,8 +39,8 @@ COPY = 10e-6  # seconds to start a copy over the bus. Assumed; 5 to 20
 # 0.22 s in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
 HOST_MEMORY = 40e9
 HOST_NETWORK = 1e9  # bytes a second of gloo in host memory: 0.2 s for 188 MB on 2 ranks of one machine were measured
-ERROR = 0.23
-"""What steps are off by: the root mean square, in logarithms, over the 19 published steps of docs/planner.md, "Times".
+ERROR = 0.2
+"""What steps are off by: the root mean square, in logarithms, over the published steps of docs/planner.md, "Times".
 None of them was used for a figure here."""
 ESTIMATES = f"estimates, ± {100 * ERROR:.0f} %: for the order of plans on a card, less so for that of cards"
 TAKES_WEIGHTS = "split_with_sizes_copy"
