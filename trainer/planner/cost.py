@@ -18,16 +18,16 @@ from trainer.planner.events import Trace, Work
 from trainer.planner.gpus import GPU
 
 # Of the data sheet's bandwidth, in large copies and elementwise kernels: the median of 14 measurements of torch, 0.73
-# on an A100 to 0.96 on a 3090 (github.com/chsasank/device-benchmarks, github.com/mli/transformers-benchmarks).
+# on an A100 to 0.91 on a 4090 (github.com/chsasank/device-benchmarks, github.com/mli/transformers-benchmarks).
 MEMORY = 0.83
 # Of the shorter of arithmetic and traffic, what nothing overlaps with, and the seconds to start, fill and drain a
 # kernel: found on what square products of 1,024 to 4,096 rows take on 16 cards (``tests/planner/test_cost.py``), 15 %
 # off in the root mean square; 20 % with all of it overlapped, 17 % with nothing.
 EXPOSED, KERNEL = 0.5, 4e-6
 # Elements that a multiprocessor reads or writes in a clock, in kernels that are no products. That, and not memory, is
-# the limit of an A100 in half precision: layers of BERT-large and GPT-2 medium take there as long as with 3.6 and 2.2
+# the limit of an A100 in half precision: layers of BERT-large and GPT-2 medium take there as long as with 3.3 and 2.1
 # (github.com/mli/transformers-benchmarks). Those on a V100, an A6000 and a 3090 Ti are predicted within 8 % anyway.
-ELEMENTS = 2.8
+ELEMENTS = 2.6
 # What attention kernels reach of the rate of products: FlashAttention-2 50 to 73 % of an A100's peak, whose products
 # reach 83 % (Dao, 2023), and cuDNN's about 55 % of an H100's (Shah et al., 2024).
 ATTENTION = 0.72
@@ -39,8 +39,8 @@ COPY = 10e-6  # seconds to start a copy over the bus. Assumed; 5 to 20
 # 0.22 s in DeepSpeed's kernel on two large sockets (ZeRO-Offload, Ren et al., 2021, table 4), which is 20 to 127 GB/s.
 HOST_MEMORY = 40e9
 HOST_NETWORK = 1e9  # bytes a second of gloo in host memory: 0.2 s for 188 MB on 2 ranks of one machine were measured
-ERROR = 0.23
-"""What steps are off by: the root mean square, in logarithms, over the 19 published steps of docs/planner.md, "Times".
+ERROR = 0.2
+"""What steps are off by: the root mean square, in logarithms, over the published steps of docs/planner.md, "Times".
 None of them was used for a figure here."""
 ESTIMATES = f"estimates, ± {100 * ERROR:.0f} %: for the order of plans on a card, less so for that of cards"
 TAKES_WEIGHTS = "split_with_sizes_copy"
