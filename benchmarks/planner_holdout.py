@@ -271,21 +271,30 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A line of the printed table."""
-    configuration = row["configuration"] + (f" ({row['note']})" if row["note"] else "")
-    if "refused" in row:
-        memory = ["-", "refused"]
-    elif row["kind"] == "fits":
-        said = "right" if row["fitted"] == row["predicted_fits"] else "wrong"
-        memory = [f"{row['predicted_gb']:.2f}", said]
+def memory_cells(row: dict[str, Any]) -> list[str]:
+    """A line of the table of docs/planner.md."""
+    note = f" ({row['note']})" if row["note"] else ""
+    if row["kind"] == "fits":
+        published, verdict = "fitted" if row["fitted"] else "did not fit", row["fitted"] == row.get("predicted_fits")
+        error = "right" if verdict else "**wrong**"
     else:
-        memory = [f"{row['predicted_gb']:.3f}", f"{100 * row['error']:+.2f} %"]
-    published = ("fitted" if row["fitted"] else "did not") if "fitted" in row else row["published_gb"]
-    time = [f"{row[key]:.0f}" if row.get(key) else "" for key in ("published_ms", "predicted_ms")] + [
-        f"{100 * row['error_ms']:+.0f} %" if "error_ms" in row else ""
-    ]
-    return [row["source"], configuration, row["card"], row["torch"], row["kind"], str(published), *memory, *time]
+        published = f"{row['published_gb']:.3f}"
+        error = f"{100 * row['error']:+.2f} %".replace("-", "−") if "error" in row else "**refused**"
+    found = f"{row['predicted_gb']:.3f}" if "predicted_gb" in row else ""
+    place = f"{row['card']}, {row['torch']}"
+    return [f"{row['source']}: {row['configuration']}{note}", place, row["kind"], published, found, error]
+
+
+def time_cells(row: dict[str, Any]) -> list[str]:
+    """A line of the table of step times."""
+    error = f"{100 * row['error_ms']:+.0f} %"
+    return [row["configuration"], row["card"], f"{row['published_ms']:.0f}", f"{row['predicted_ms']:.0f}", error]
+
+
+def memory_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of docs/planner.md."""
+    header = ["script", "card, torch", "kind", "published GB", "predicted", "error"]
+    return table(header, [memory_cells(row) for row in rows])
 
 
 def main() -> None:
@@ -302,12 +311,13 @@ def main() -> None:
     found: dict[int, dict[str, Any]] = {}
     for number, answer in in_children([partial(predicted, row) for row in wanted], options.at_once):
         found[number] = compared(wanted[number], answer)
-        print(" | ".join(cells(found[number])), found[number].get("refused", ""), flush=True)
+        print(" | ".join(memory_cells(found[number])), found[number].get("refused", ""), flush=True)
         rows = [found[number] for number in sorted(found)]
         if not options.only:
             record.write(len(rows) == len(wanted), rows=rows, summary=summary(rows), not_rebuilt=NOT_REBUILT)
-    header = ["source", "configuration", "card", "torch", "kind", "published GB", "predicted", "error"]
-    print(table([*header, "published ms", "predicted ms", "error ms"], [cells(row) for row in rows]))
+    print(memory_table(rows))
+    timed = [time_cells(row) for row in rows if "error_ms" in row]
+    print(table(["step", "card", "published ms", "predicted", "error"], timed))
     for name, figures in summary(rows).items():
         print(name, figures)
 
