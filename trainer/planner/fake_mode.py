@@ -10,13 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -36,6 +31,7 @@ SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default}  # what a b
 ABSORBING = {aten.bitwise_or.Tensor: True, aten.logical_or.default: True}
 ABSORBING |= {aten.bitwise_and.Tensor: False, aten.logical_and.default: False}
 """The truth value that decides what such an operation returns, whatever the other one is."""
+ALL = {aten.all.default, aten._is_all_true.default}  # code asks whether everything is as it must be
 WRITTEN_WHOLE = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
 BUILT_IN = {"aten", "prims", "quantized", "torchvision"}  # namespaces whose kernels for a CPU are harmless
 
@@ -43,9 +39,9 @@ BUILT_IN = {"aten", "prims", "quantized", "torchvision"}  # namespaces whose ker
 class FakeGPUMode(FakeTensorMode):
     """A fake tensor mode that knows the values of masks, positions and lengths.
 
-    A model that asks ``if mask.all()`` must take the branch that it takes on a GPU, so tensors of integers and booleans,
-    and small ones of floating-point numbers, carry their values along where those follow from real tensors, constants
-    and the host's random numbers. Where a value is not known, it is guessed, and counted.
+    A model that asks ``if mask.all()`` must take the branch that it takes on a GPU, so tensors of integers and
+    booleans, and small ones of floating-point numbers, carry along what follows from real tensors, constants and random
+    numbers. Where a value is not known, it is guessed, and counted.
 
     Args:
         ranks: how many there are. Each is taken to hold the same values as this one when they are summed, and every
@@ -73,37 +69,34 @@ class FakeGPUMode(FakeTensorMode):
         """A fake of a real tensor, which is kept as its value if it is small enough."""
         fake = self.from_tensor(real)
         if _can_be_known(real):
-            self._know(fake, real)
+            self.know(fake, real)
         return fake
 
     def value(self, tensor: Any) -> Tensor | None:
         """The value of a tensor, where it is known; a real one is its own."""
-        entry = self.known.get(id(tensor)) if isinstance(tensor, FakeTensor) else (None, tensor)
-        return None if entry is None or entry[1].untyped_storage() in self.overwritten else entry[1]
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        _, value = self.known.get(id(tensor), (None, None))
+        return None if value is None or value.untyped_storage() in self.overwritten else value
 
     def read(self, fake: Any) -> Tensor:
         """The value of a tensor that somebody has asked for: guessed where it is not known."""
         with no_dispatch():
-            value = self.value(fake)
-            if value is None:
-                self._guess(not fake.is_floating_point())
-                value = torch.full(fake.shape, self.ranks if fake.is_floating_point() else 0, dtype=fake.dtype)
-            return value.detach().clone()
+            if (value := self.value(fake)) is not None:
+                return value.detach().clone()
+            if fake.is_floating_point():
+                return torch.full(fake.shape, self.ranks, dtype=fake.dtype)
+            self._guess()
+            return torch.full(fake.shape, hasattr(fake, "should_hold"), dtype=fake.dtype)
 
-    def exchange(self, fake: Any, data: Any) -> None:
-        """``fake`` has the data of another tensor from now on."""
-        self.known.pop(id(fake), None)
-        if (value := self.value(data)) is not None:
-            self._know(fake, value)
+    def _guess(self) -> None:
+        """The caller guesses a value that decides something: remember where it was asked for."""
+        self.guesses += 1
+        self.guessed[users_line((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))] = None
 
-    def _guess(self, counts: bool = True) -> None:
-        """A value that decides something is guessed by the caller; remember where it was asked for."""
-        if counts:
-            self.guesses += 1
-            frames = traceback.walk_stack(None)
-            self.guessed[users_line((frame.f_code.co_filename, line) for frame, line in frames)] = None
+    def know(self, fake: Any, value: Tensor) -> None:
+        """``value`` is that of a fake tensor until it is written to."""
 
-    def _know(self, fake: Any, value: Tensor) -> None:
         def forget(_: Any, key: int = id(fake)) -> None:
             self.known.pop(key, None)
 
@@ -121,7 +114,7 @@ class FakeGPUMode(FakeTensorMode):
         if not isinstance(func, torch._ops.OpOverload):  # such as flex attention
             return super().dispatch(func, types, args, kwargs)
         pinned = bool(kwargs) and _is_pinned(func, args, kwargs)
-        kwargs = _on_a_device(kwargs) if kwargs else {}
+        kwargs = _on_a_device(func, kwargs) if kwargs else {}
         if func is aten._local_scalar_dense.default:
             return self.read(args[0]).item()
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
@@ -130,17 +123,17 @@ class FakeGPUMode(FakeTensorMode):
         if func is torch.ops.c10d.allreduce_.default:
             for tensor in args[0]:
                 if (value := self.value(tensor)) is not None:
-                    self._know(tensor, value * self.ranks)
+                    self.know(tensor, value * self.ranks)
         if func in SIZED_BY_VALUES and self.value(args[-1]) is None:
             return self._sized(func, args[0], args[-1])
         try:
             out = super().dispatch(func, types, args, kwargs)
-        except DataDependentOutputException:
+        except fake_tensor.DataDependentOutputException:
             if func not in (aten.equal.default, aten.allclose.default):
                 raise
             self._guess()
             return True  # a question whether two tensors are equal: they are
-        except (DynamicOutputShapeException, UnsupportedOperatorException):
+        except (fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException):
             return self._tried(func, args, kwargs)
         finally:
             torch._C._set_only_lift_cpu_tensors(True)  # a nested mode's exit drops it, and torch.tensor needs it
@@ -165,7 +158,7 @@ class FakeGPUMode(FakeTensorMode):
         outs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         for tensor in outs:
             if tensor.constant is not None:  # torch's own knowledge, which it would compute with on a real GPU
-                self._know(tensor, tensor.constant)
+                self.know(tensor, tensor.constant)
                 tensor.constant = None
         first = next((tensor for tensor in outs if _can_be_known(tensor)), None)
         if first is None or id(first) in self.known or func in UNINITIALISED:
@@ -176,7 +169,9 @@ class FakeGPUMode(FakeTensorMode):
                 results = [torch.tensor(certain).expand(first.shape)]  # in the memory of one element
         for tensor, value in zip(outs, results or [], strict=False):
             if isinstance(value, Tensor):
-                self._know(tensor, value)
+                self.know(tensor, value)
+        if results is None and func in ALL:
+            outs[0].should_hold = True
 
     def _write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Write into the values as ``func`` has written into the tensors, also for all that share their memory."""
@@ -184,12 +179,12 @@ class FakeGPUMode(FakeTensorMode):
         new = func in WRITTEN_WHOLE and isinstance(target, FakeTensor) and self.value(target) is None
         if new and not target._is_view() and _can_be_known(target):
             with no_dispatch():
-                self._know(target, torch.empty_strided(target.shape, target.stride(), dtype=target.dtype))
+                self.know(target, torch.empty_strided(target.shape, target.stride(), dtype=target.dtype))
         if self._computed(func, args, kwargs) is None:
             self._forget(func, args)
 
     def _certain(self, func: Any, args: Any) -> bool | None:
-        """What an operation comes to whatever else is unknown: numbers are finite, one side decides ``and`` and ``or``."""
+        """What an operation comes to, whatever is not known: numbers are finite, one side decides ``and`` and ``or``."""
         if func in (aten.isnan.default, aten.isinf.default):
             return False
         if func in COMPARED and args[0].is_floating_point():
@@ -201,7 +196,7 @@ class FakeGPUMode(FakeTensorMode):
         return ABSORBING[func] if decided else None
 
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any], stand_in: Any = None) -> list[Any] | None:
-        """What ``func`` returns for the values of its inputs, if all are known; else ``stand_in(tensor)`` may be one."""
+        """What ``func`` returns for the values of its inputs; of those that are not known, for ``stand_in(input)``."""
         if stand_in is None and any(isinstance(item, FakeTensor) and self.value(item) is None for item in args):
             return None  # as nearly always: seen without taking a tree apart
         unknown = False
@@ -214,7 +209,7 @@ class FakeGPUMode(FakeTensorMode):
                 unknown = unknown or item is None or not _can_be_known(item)
             return torch.device("cpu") if isinstance(item, torch.device) else item
 
-        with no_dispatch():
+        with no_dispatch(), torch.no_grad():
             real_args, real_kwargs = tree_map(real, (tuple(args), dict(kwargs)))
             try:
                 return None if unknown else tree_leaves(func(*real_args, **real_kwargs))
@@ -231,21 +226,18 @@ class FakeGPUMode(FakeTensorMode):
         if func.namespace in BUILT_IN and all(tensor.numel() <= LARGEST_KNOWN for tensor in tensors):
             results = self._computed(func, args, kwargs, lambda t: torch.arange(t.numel()).view(t.shape).to(t.dtype))
             results = results or self._computed(func, args, kwargs, lambda t: torch.ones(t.shape, dtype=t.dtype))
-        if not results or any(isinstance(one, Tensor) and one.layout is not torch.strided for one in results):
-            raise NotImplementedError(
-                f"{func} says nothing of its result for tensors without data, so it cannot be traced: "
-                "torch.library.register_fake teaches it, or leave it out to plan"
-            )
+        if not results or not all(isinstance(one, Tensor) and one.layout is torch.strided for one in results):
+            advice = "give it one with torch.library.register_fake, or plan without it"
+            raise NotImplementedError(f"{func} has no kernel for tensors without data and cannot be traced: {advice}")
         decisive = [tensor for tensor in tensors if not tensor.is_floating_point()] or tensors
-        self._guess(any(self.value(tensor) is None for tensor in decisive))
+        if any(self.value(tensor) is None for tensor in decisive):
+            self._guess()
         device = tensors[0].fake_device if tensors else GPU_DEVICE
-        outs: list[Any] = []
-        for result in results:
-            with self:
-                out = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
+        with self:
+            outs: list[Any] = [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=device) for r in results]
+        for out, result in zip(outs, results, strict=True):
             if not result.is_floating_point():
-                self._know(out, result)
-            outs.append(out)
+                self.know(out, result)
         if func is aten._pack_padded_sequence.default:
             outs[1] = results[1]  # sizes that C++ reads: a real tensor on the host, as it always is
         return outs[0] if len(outs) == 1 else tuple(outs)
@@ -265,11 +257,14 @@ def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("pin_memory"))
 
 
-def _on_a_device(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """C++ that asks for "where the input is" says meta, and means the GPU; pinned memory needs one that is there."""
+def _on_a_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """C++ that asks for "where the input is" says meta, and means the GPU; pinned memory needs one that is there.
+
+    A single number, which C++ makes for ``torch.where``, goes with tensors of both if it is on the host.
+    """
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
-        kwargs = {**kwargs, "device": GPU_DEVICE}
+        kwargs = {**kwargs, "device": "cpu" if func is aten.scalar_tensor.default else GPU_DEVICE}
     return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
 
@@ -301,7 +296,7 @@ LEFT_ALONE = """norm.Scalar norm.ScalarOpt_dim binary_cross_entropy _cudnn_rnn r
     gru_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose"""
 """Refused by autocast, recurrent, or reached only through another of the lists."""
 
-_cast_weights: dict[int, tuple[Tensor, Tensor]] = {}
+cast_weights: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], bool]) -> list[str]:
@@ -310,13 +305,6 @@ def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], 
         for name in names.split():
             if (op := _overload(name)) is not None:
                 library.impl(name, _kernel(op, policy, is_on_gpu), "AutocastCUDA", allow_override=True)
-    clear = torch.clear_autocast_cache
-
-    def clear_all() -> None:
-        _cast_weights.clear()
-        clear()
-
-    torch.clear_autocast_cache = clear_all
     known = {f"aten::{name}" for names in (*CASTS.values(), LEFT_ALONE) for name in names.split()}
     cast = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     return sorted(name for name in cast if name.startswith("aten::") and name not in known)
@@ -370,6 +358,6 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     )
     if not kept:
         return value.to(dtype)
-    if id(value) not in _cast_weights:
-        _cast_weights[id(value)] = (value, value.to(dtype))
-    return _cast_weights[id(value)][1]
+    if id(value) not in cast_weights:
+        cast_weights[id(value)] = (value, value.to(dtype))
+    return cast_weights[id(value)][1]

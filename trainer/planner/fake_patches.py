@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -41,14 +42,14 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainer.memory import sharding
 from trainer.planner.fake_kernels import install_kernels
-from trainer.planner.fake_mode import GPU_DEVICE, install_autocast
+from trainer.planner.fake_mode import GPU_DEVICE, cast_weights, install_autocast
 from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
 
-# Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200.
 NOTHING = """set_device init _lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all seed seed_all
     set_stream reset_peak_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated ipc_collect _sleep
-    set_per_process_memory_fraction _record_memory_history memory_summary""".split()
+    set_per_process_memory_fraction _record_memory_history memory_summary"""
 """What ``torch.cuda`` has nothing to do for."""
+# Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200.
 L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
 MISSING = object()
 _paused = 0
@@ -105,6 +106,8 @@ def install(target: Target, ranks: int = 1) -> list[str]:
     with warnings.catch_warnings():  # that kernels are replaced is the purpose
         warnings.simplefilter("ignore")
         uncast = install_autocast(_library, is_on_gpu)
+        clear = torch.clear_autocast_cache
+        _replace(torch, clear_autocast_cache=lambda: (cast_weights.clear(), clear())[1])
         install_kernels(_library, target.attention)
     if OLDEST <= installed_version() <= NEWEST:
         return []
@@ -152,7 +155,9 @@ def patch_modules() -> None:
     def set_data(tensor: Any, value: Any) -> None:
         data.__set__(tensor, value)
         tensor.fake_device = value.device
-        tensor.fake_mode.exchange(tensor, value)
+        tensor.fake_mode.known.pop(id(tensor), None)
+        if (known := tensor.fake_mode.value(value)) is not None:
+            tensor.fake_mode.know(tensor, known)
 
     def of_storage(storage: Any) -> int:
         return storage._cdata if storage.device.type == "meta" else address(storage)
@@ -179,12 +184,15 @@ def patch_modules() -> None:
         with no_dispatch():
             return tensor.fake_mode.read(tensor).numpy()
 
-    by_storage = torch.Tensor.__deepcopy__
+    def tensor_of(data: Any, **options: Any) -> Tensor:  # torch's reads the numbers in a list below any dispatch
+        return make(tree_map(lambda item: item.tolist() if isinstance(item, FakeTensor) else item, data), **options)
+
+    by_storage, make = torch.Tensor.__deepcopy__, torch.tensor
     torch.serialization.add_safe_globals([_unpickled])
     _device_constructors()  # kept by torch, with the functions that are replaced below
     _replace(FakeTensor, __deepcopy__=deepcopy, __reduce_ex__=pickled, numpy=numpy)
     _replace(torch.Tensor, share_memory_=lambda tensor: tensor)
-    _replace(torch, tensor=_tensor(torch.tensor))
+    _replace(torch, tensor=lambda data, **options: (tensor_of if isinstance(data, list) else make)(data, **options))
     _replace(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
     _replace(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
     _replace(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor, __format__=written)
@@ -193,18 +201,6 @@ def patch_modules() -> None:
 
 def _unpickled(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, learns: bool) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=learns)
-
-
-def _tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``torch.tensor``, which reads the numbers in a list below any dispatch."""
-
-    @wraps(make)
-    def tensor(data: Any, *args: Any, **options: Any) -> Tensor:
-        if isinstance(data, list | tuple):
-            data = tree_map(lambda item: item.tolist() if isinstance(item, FakeTensor) else item, data)
-        return make(data, *args, **options)
-
-    return tensor
 
 
 def patch_tensors() -> None:
@@ -229,7 +225,6 @@ def patch_tensors() -> None:
         _make_subclass=staticmethod(make_subclass),
         to=_to(torch.Tensor.to),
         type_as=lambda tensor, other: tensor.to(other),
-        type=_type(torch.Tensor.type),
         get_device=lambda tensor: -1 if tensor.device.index is None else tensor.device.index,
         cuda=lambda tensor, *args, **options: tensor.to(GPU_DEVICE),
         record_stream=lambda tensor, stream: None,
@@ -260,20 +255,6 @@ def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
     return to
 
 
-def _type(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.type``, whose names say where a tensor is, such as ``"torch.cuda.FloatTensor"``."""
-
-    def type_(tensor: Tensor, dtype: Any = None, *args: Any, **options: Any) -> Any:
-        if dtype is None:
-            return convert(tensor).replace(".meta.", ".cuda." if tensor.is_cuda else ".")
-        if isinstance(dtype, torch.dtype):
-            return tensor.to(dtype)
-        module, _, name = (dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}").rpartition(".")
-        return tensor.to("cuda" if module == "torch.cuda" else "cpu", getattr(torch, name).dtype)
-
-    return type_
-
-
 def patch_cuda(target: Target, ranks: int) -> None:
     """``torch.cuda`` answers for the target, of which this machine has ``ranks``."""
     gpu, major = target.gpu, target.gpu.capability[0]
@@ -286,34 +267,33 @@ def patch_cuda(target: Target, ranks: int) -> None:
         multi_processor_count=100,  # about what large cards have; memory does not depend on it
         warp_size=32,
     )
-    ours = {
-        **dict.fromkeys(NOTHING, lambda *args, **options: None),
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_bf16_supported": lambda *args, **options: major >= 8,
-        "is_current_stream_capturing": lambda: False,
-        "can_device_access_peer": lambda device, other: True,
-        "device_count": lambda: ranks,
-        "current_device": lambda: 0,
-        "_exchange_device": lambda device: 0,
-        "_maybe_exchange_device": lambda device: 0,
-        "get_device_capability": lambda device=None: gpu.capability,
-        "get_device_properties": lambda device=None: properties,
-        "get_device_name": lambda device=None: gpu.title,
-        "get_rng_state": lambda device=None: torch.empty(16, dtype=torch.uint8),
-        "initial_seed": torch.initial_seed,
-        "mem_get_info": lambda device=None: (gpu.memory, gpu.memory),
-        "utilization": lambda device=None: 0,
-        "Stream": FakeStream,
-        "ExternalStream": FakeStream,
-        "Event": FakeEvent,
-        "stream": OnStream,
-        "current_stream": lambda device=None: FakeStream.current,
-        "default_stream": lambda device=None: FakeStream.default,
-        "default_generators": (torch.Generator(),),
+    ours: dict[str, Any] = {name: lambda *args, **options: None for name in NOTHING.split()}
+    ours |= {
+        name: lambda *args, **options: True for name in ("is_available", "is_initialized", "can_device_access_peer")
     }
+    ours |= {name: lambda *args: 0 for name in ("current_device", "_exchange_device", "_maybe_exchange_device")}
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
-        _replace(module, **ours)
+        _replace(
+            module,
+            **ours,
+            is_bf16_supported=lambda *args, **options: major >= 8,
+            is_current_stream_capturing=lambda: False,
+            device_count=lambda: ranks,
+            get_device_capability=lambda device=None: gpu.capability,
+            get_device_properties=lambda device=None: properties,
+            get_device_name=lambda device=None: gpu.title,
+            get_rng_state=lambda device=None: torch.empty(16, dtype=torch.uint8),
+            initial_seed=torch.initial_seed,
+            mem_get_info=lambda device=None: (gpu.memory, gpu.memory),
+            memory_stats=lambda device=None: defaultdict(int),
+            Stream=FakeStream,
+            ExternalStream=FakeStream,
+            Event=FakeEvent,
+            stream=OnStream,
+            current_stream=lambda device=None: FakeStream.current,
+            default_stream=lambda device=None: FakeStream.default,
+            default_generators=(torch.Generator(),),
+        )
     _replace(torch, Generator=FakeGenerator)
 
 
@@ -339,8 +319,8 @@ def patch_updates() -> None:
 
     _replace(torch, compile=compiled)
     _replace(torch.backends.mha, get_fastpath_enabled=lambda: False)  # nested tensors, which cannot be traced
-    _replace(torch.distributions.Distribution, _validate_args=False)  # it asks the values of parameters
-    _replace(DataLoader, _get_iterator=lambda loader: _SingleProcessDataLoaderIter(loader))  # no worker knows what this process pretends
+    # No worker knows what this process pretends.
+    _replace(DataLoader, _get_iterator=lambda loader: _SingleProcessDataLoaderIter(loader))
     _replace(torch.utils._triton, has_triton=lambda: True)
     for module in (cuda_amp, grad_scaler):
         _replace(module, amp_definitely_not_available=lambda: False)
@@ -453,12 +433,12 @@ FakeStream.default = FakeStream.current = FakeStream()
 class FakeGenerator(torch.Generator):
     """Stands in for ``torch.Generator``, on a GPU, too: its numbers are those of the host."""
 
-    def __new__(cls, device: Any = "cpu") -> Any:
-        made = super().__new__(cls, device="cpu")
-        made.where = torch.device(device)
-        return made
+    device: Any = None
 
-    device = property(lambda generator: generator.where)
+    def __new__(cls, device: Any = "cpu") -> Any:
+        made = super().__new__(cls)
+        made.device = torch.device(device)
+        return made
 
 
 class FakeEvent:

@@ -26,11 +26,6 @@ HOST_STREAM = -1  # the stream of what the CPU computes, for the cost of a step
 LEAST_HOST_BYTES = 2**16  # of work on the host that takes time worth counting
 _ALL_GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
 _SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor", "alltoall_base_")  # as many bytes
-PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-}
-"""Methods of a sparse tensor that return what it consists of."""
 COLLECTIVES = {
     **dict.fromkeys(("allreduce_", "allreduce_coalesced_", "all_reduce"), "all_reduce"),
     **dict.fromkeys(_ALL_GATHERS, "all_gather"),
@@ -93,7 +88,7 @@ class Tracer(TorchDispatchMode):
         """Notice the storage of ``tensor`` if it is new, or has another size than before."""
         if not isinstance(tensor, FakeTensor):
             return
-        if tensor.layout is not torch.strided:
+        if tensor.layout is torch.sparse_coo:
             for part in plain_tensors(tensor):
                 self.watch(part, op)
             return
@@ -254,8 +249,8 @@ def plain_tensors(tensor: Any) -> list[Tensor]:
     """The tensors with memory that a tensor consists of: a shard, or the parts of a quantised one."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
-    if isinstance(tensor, FakeTensor) and tensor.layout in PARTS:
-        return [getattr(tensor, name)() for name in PARTS[tensor.layout]]
+    if isinstance(tensor, FakeTensor) and tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
     if isinstance(tensor, FakeTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor] if isinstance(tensor, Tensor) else []
     names, _ = tensor.__tensor_flatten__()
