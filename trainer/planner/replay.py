@@ -96,7 +96,7 @@ def _history(allocator: CachingAllocator, events: Sequence[Event]) -> list[_Mome
     blocks: dict[int, Block] = {}
     history = []
     for index, event in enumerate(events):
-        if event.id and bool(event.bytes) == (event.id in blocks):
+        if event.id != EMPTY_CACHE and bool(event.bytes) == (event.id in blocks):
             what = "allocates block {}, which is in use" if event.bytes else "frees block {}, which is not in use"
             raise ValueError(f"event {index} ({event.op}) {what.format(event.id)}")
         history.append(_Moment(follow(allocator, blocks, event), allocator.allocated, allocator.reserved))
