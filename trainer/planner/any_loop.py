@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +29,10 @@ from trainer.planner.fake_patches import _replace, _within, patch_transformers
 from trainer.planner.gpus import GPU, gpu_named, usable_memory
 from trainer.planner.network import ONE, Cluster, interconnects
 from trainer.planner.predict import LARGEST, _timeline, cost_of
-from trainer.planner.replay import PhasePeak, follow
-from trainer.planner.replay import replay as replayed
+from trainer.planner.replay import PhasePeak, follow, replay
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer, plain_tensors, tracing
-from trainer.system.text import gigabytes, wrapped
+from trainer.system.text import GB, gigabytes, wrapped
 
 
 class Held(NamedTuple):
@@ -132,6 +131,17 @@ class LoopTracer(Tracer):
         for number in self._from_host:
             self.trace.categories.setdefault(number, "batch")
         self._from_host.clear()
+
+    def alive(self, at: int | None) -> list[Held]:
+        """The blocks in use after the event of that index, the largest first."""
+        held: dict[int, Held] = {}
+        for number, size, op, phase, _ in self.trace.events[: (at or 0) + 1]:
+            if size:
+                known = self.made.get(number) or Held(size, "temporaries", op, (), "", phase)
+                held[number] = known._replace(category=self.trace.categories.get(number, "temporaries"))
+            else:
+                held.pop(number, None)
+        return sorted(held.values(), key=lambda block: -block.bytes)
 
     def watch(self, tensor: Any, op: str) -> None:
         before = self._ids
@@ -240,45 +250,95 @@ class LoopTracer(Tracer):
         return max(0, usable_memory(gpu, 1) - self._stats()["reserved_bytes.all.current"]), gpu.memory
 
 
-@dataclass
 class FakeGPU:
-    """What a loop has taken of a card that is not there, known after the block. Memory is in bytes."""
+    """What a loop takes of a card that is not there: so far or, after the block, in all. Memory is in bytes."""
 
     card: GPU
-    capacity: int  # that torch may take of the card: all but CUDA's context
-    fits: bool = True  # whether that is enough; the loop is never ended for the want of memory
-    allocated: int = 0  # the most that tensors took at once, as torch.cuda.max_memory_allocated
-    reserved: int = 0  # the most that torch's allocator took from the GPU, as torch.cuda.max_memory_reserved
-    host: int = 0  # the most that tensors made in the block took in host memory, besides Python and its libraries
-    categories: dict[Category, int] = field(default_factory=dict)  # what was in use at the allocated peak, by purpose
-    largest: list[Held] = field(default_factory=list)  # the largest blocks of it
-    peak_phase: str = "init"  # where it was
-    # The peaks within each phase: init, forward, backward, step, evaluation and, between them, other.
-    phases: dict[str, PhasePeak] = field(default_factory=dict)
-    steps: int = 0  # optimizer steps that were taken
-    # Milliseconds of the GPU from the step before the last to the end of the last, estimated; ``None`` without a step.
-    step_ms: float | None = None
-    notes: list[str] = field(default_factory=list)  # what else a person must know to read the figures
-    timeline: dict[str, Any] | None = field(default=None, repr=False)  # see ``plot_plan``
+    capacity: int  # that torch may take of the card: all but CUDA's context; set it to ask about less
+    fits: bool  # whether that is enough; the loop is never ended for the want of memory
+    allocated: int  # the most that tensors take at once, as torch.cuda.max_memory_allocated
+    reserved: int  # the most that torch's allocator takes from the GPU, as torch.cuda.max_memory_reserved
+    host: int  # the most that tensors made in the block take in host memory, besides Python, its libraries and batches
+    categories: dict[Category, int]  # what is in use at the allocated peak, by what it is for
+    largest: list[Held]  # the largest blocks of it
+    peak_phase: str  # where that peak is
+    phases: dict[str, PhasePeak]  # peaks within init, forward, backward, step, evaluation and, between them, other
+    steps: int  # optimizer steps that were taken
+    step_ms: float | None  # of the GPU, estimated, from the last step but one to the end of the last; None without one
+    notes: list[str]  # what else a person must know to read the figures
+    timeline: dict[str, Any]  # for ``plot_plan``
+
+    def __init__(self, tracer: LoopTracer) -> None:
+        self.card, self.capacity = tracer.target.gpu, usable_memory(tracer.target.gpu, 1)
+        self._tracer, self._found = tracer, ((-1, -1), dict[str, Any]())
+
+    def __getattr__(self, name: str) -> Any:  # of the figures: they are computed when somebody asks
+        if name not in FakeGPU.__annotations__:
+            raise AttributeError(f"a FakeGPU has no {name!r}")
+        seen = len(self._tracer.trace.events), self._tracer.steps
+        if self._found[0] != seen:
+            self._found = seen, self._figures()
+        return self.reserved <= self.capacity if name == "fits" else self._found[1][name]
+
+    def _figures(self) -> dict[str, Any]:
+        tracer = self._tracer
+        tracer.settle()
+        target, trace, step_ms = tracer.target, tracer.trace, None
+        memory = replay(trace, tracer.settings)
+        if tracer.steps:
+            last = dataclasses.replace(trace, work=trace.work[slice(*tracer.step_work)])
+            step_ms = cost_of(last, target, Cluster(1, 1), interconnects(ONE, target.gpu)[0]).step_ms
+        notes, guesses = list(trace.notes), tracer.mode.guesses
+        if guesses:
+            notes.append(f"{guesses} values that were read are not known, and were guessed")
+        if not memory.peak_allocated:
+            notes.append('nothing was put on the GPU: move the model and the batches with .to("cuda")')
+        elif tracer.steps < 2:
+            notes.append(f"{tracer.steps or 'no'} optimizer step was taken, and the peak of training is in the second")
+        return {
+            "allocated": memory.peak_allocated,
+            "reserved": memory.peak_reserved,
+            "host": trace.host_bytes,
+            "categories": memory.categories,
+            "largest": tracer.alive(memory.allocated_at)[:LARGEST],
+            "peak_phase": memory.allocated_phase or "init",
+            "phases": memory.phases,
+            "steps": tracer.steps,
+            "step_ms": step_ms,
+            "notes": notes,
+            "timeline": _timeline(memory, trace),
+        }
 
     def plot(self, path: str | Path) -> None:
-        """Draw memory over allocations and frees, by what it was for, with the phases: a PNG.
+        """Draw memory over allocations and frees, by what it is for, with the phases: a PNG.
 
         Raises:
-            RunError: inside of the block, or when nothing was put on the GPU.
+            RunError: when nothing was put on the GPU.
         """
         from trainer.report.plots import plot_plan
 
-        if self.timeline is None:
-            why = self.notes[-1] if self.notes else "the figures are known when the block has ended"
-            raise RunError(f"{path} cannot be drawn: {why}")
+        if not self.allocated:
+            raise RunError(f"{path} cannot be drawn: {self.notes[-1]}")
         plot_plan(self.timeline, self.capacity, f"{self.card.title}, predicted: {self._verdict}", Path(path))
 
     def to_json(self) -> dict[str, Any]:
-        """All of it in plain types, but for what is drawn."""
-        figures = {key: value for key, value in vars(self).items() if key not in ("timeline", "phases", "largest")}
-        peaks = {phase: peak._asdict() for phase, peak in self.phases.items()}
-        return figures | {"card": self.card.name, "phases": peaks, "largest": [one._asdict() for one in self.largest]}
+        """All of it but what is drawn, in plain types, with memory in GB (1e9 bytes)."""
+
+        def gb(size: int) -> float:
+            return round(size / GB, 4)
+
+        largest = [{"gb": gb(one.bytes), **dict(zip(one._fields[1:], one[1:], strict=True))} for one in self.largest]
+        peaks = self.phases.items()
+        return {
+            "card": self.card.name,
+            **{name: getattr(self, name) for name in ("fits", "steps", "step_ms", "peak_phase", "notes")},
+            **{f"{name}_gb": gb(getattr(self, name)) for name in ("capacity", "allocated", "reserved", "host")},
+            "categories": {name: gb(size) for name, size in self.categories.items()},
+            "phases": {
+                phase: {f"{kind}_gb": gb(size) for kind, size in peak._asdict().items()} for phase, peak in peaks
+            },
+            "largest": largest,
+        }
 
     @property
     def _verdict(self) -> str:
@@ -297,36 +357,6 @@ class FakeGPU:
             "notes": "; ".join(self.notes) or "none",
         }
         return "\n".join(wrapped(f"{label:<9} {text}", " " * 10) for label, text in rows.items())
-
-    def _read(self, tracer: LoopTracer) -> None:
-        """Take what ``tracer`` has found."""
-        tracer.settle()
-        target, trace, settings = tracer.target, tracer.trace, tracer.settings
-        memory = replayed(trace, settings)
-        self.allocated, self.reserved, self.host = memory.peak_allocated, memory.peak_reserved, trace.host_bytes
-        self.fits, self.categories, self.phases = self.reserved <= self.capacity, memory.categories, memory.phases
-        self.peak_phase, self.steps, self.notes = memory.allocated_phase or "init", tracer.steps, list(trace.notes)
-        alive: dict[int, Held] = {}
-        for number, size, op, phase, _ in trace.events[: (memory.allocated_at or 0) + 1]:
-            if size:
-                held = tracer.made.get(number) or Held(size, "temporaries", op, (), "", phase)
-                alive[number] = held._replace(category=trace.categories.get(number, "temporaries"))
-            else:
-                alive.pop(number, None)
-        self.largest = sorted(alive.values(), key=lambda held: -held.bytes)[:LARGEST]
-        if trace.guesses:
-            self.notes.append(f"{trace.guesses} values that were read are not known, and were guessed")
-        if self.allocated:
-            self.timeline = _timeline(memory, trace)
-        else:
-            self.notes.append('nothing was put on the GPU: move the model and the batches with .to("cuda")')
-        if self.allocated and self.steps < 2:
-            self.notes.append(
-                f"{self.steps or 'no'} optimizer step was taken, and the peak of training is in the second"
-            )
-        if self.steps:
-            last = replace(trace, work=trace.work[slice(*tracer.step_work)])
-            self.step_ms = cost_of(last, target, Cluster(1, 1), interconnects(ONE, target.gpu)[0]).step_ms
 
 
 @contextmanager
@@ -348,12 +378,7 @@ def fake_gpu(card: str | GPU, *, torch_version: str | None = None) -> Iterator[F
     version = re.fullmatch(r"(\d+)\.(\d+).*", torch_version or "0.0")
     require(version is not None, f"torch_version={torch_version!r} must be such as '2.6'")
     major, minor = map(int, version.groups()) if version else (0, 0)
-    target, found = replace(Target.here(gpu), torch_version=(major, minor)), FakeGPU(gpu, usable_memory(gpu, 1))
-    tracer: Any = None
-    try:
-        with tracing(target, kind=LoopTracer) as tracer:
-            tracer.enter("init")
-            yield found
-    finally:  # also what was traced until an error
-        if tracer is not None:
-            found._read(tracer)
+    with tracing(dataclasses.replace(Target.here(gpu), torch_version=(major, minor)), kind=LoopTracer) as tracer:
+        assert isinstance(tracer, LoopTracer)
+        tracer.enter("init")
+        yield FakeGPU(tracer)

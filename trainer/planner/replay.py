@@ -112,8 +112,9 @@ def follow(allocator: CachingAllocator, blocks: dict[int, Block], event: Event) 
         block = blocks[event.id] = allocator.malloc(event.bytes, event.stream)
         return block.size
     block = blocks.pop(event.id)
+    size = block.size  # before it is merged with its neighbours
     allocator.free(block)
-    return -block.size
+    return -size
 
 
 def _phases(events: Sequence[Event], history: Sequence[_Moment]) -> dict[str, PhasePeak]:
