@@ -33,7 +33,7 @@ VALUED = {
     "per-node": "for a table: devices of a machine (default: 8)",
     "interconnect": "for a table: what joins the devices, such as 100gbe,8x-ib-hdr,pcie-4+25gbe",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
-    "out": "folder for plan.json, plan.html and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
+    "out": "folder for plan.json, .html and .png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
 FLAGS = OwnFlags(VALUED, {"json": "print what plan.json holds, and nothing else, on stdout"})
 
