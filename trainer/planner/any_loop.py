@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import re
@@ -18,14 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, dataloader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.errors import RunError, require
 from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator
 from trainer.planner.events import EMPTY_CACHE, Category, Event
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import _replace, _within, patch_transformers
+from trainer.planner.fake_patches import _replace, patch_transformers
 from trainer.planner.gpus import GPU, gpu_named, usable_memory
 from trainer.planner.network import ONE, Cluster, interconnects
 from trainer.planner.predict import LARGEST, _timeline, cost_of
@@ -98,22 +96,13 @@ class LoopTracer(Tracer):
             self._name(module)
             return module
 
-        def batches(loader: DataLoader) -> Any:  # real ones, loaded here: no worker knows of this GPU
-            alone: Any = copy.copy(loader)
-            alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
-            with _disable_current_modes():
-                return dataloader._SingleProcessDataLoaderIter(alone)
-
-        steps = dataloader._BaseDataLoaderIter
         hooks = register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)
         self._remove = [hook.remove for hook in hooks]
         _replace(nn.Module, __call__=called, _apply=applied)
         _replace(torch.autograd, backward=backwards)
-        _replace(DataLoader, __iter__=batches)
-        _replace(steps, __next__=_within(_disable_current_modes, steps.__next__))
         for module in (torch.cuda, torch.cuda.memory):
             _replace(module, memory_stats=self._stats, mem_get_info=self._free, empty_cache=self._empty_cache)
-            _replace(module, reset_peak_memory_stats=self._reset_peaks, ipc_collect=lambda: None)
+            _replace(module, reset_peak_memory_stats=self._reset_peaks)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
