@@ -337,7 +337,7 @@ def mistakes() -> list[str]:
 def test_mistakes_are_named_and_torch_is_given_back() -> None:
     nested, full, as_json, failed, empty, card, version, drawn = in_child(mistakes)
     assert nested == "a process can have one fake GPU at a time: end the block of the other one first"
-    assert full.startswith("card      RTX 4060 with 7.69 GB for torch: it does not fit, by 4.31 GB"), full
+    assert full.startswith("card      RTX 4060 with 7.69 GB for torch: it does not fit: 12.00 GB are needed"), full
     assert "no optimizer step was taken" in full
     assert json.loads(as_json)["reserved_gb"] == pytest.approx(12, rel=0.001)
     assert "peak      in init: params" in failed

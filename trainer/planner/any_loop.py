@@ -27,7 +27,7 @@ from trainer.planner.fake_patches import _replace, patch_transformers
 from trainer.planner.gpus import GPU, gpu_named, usable_memory
 from trainer.planner.network import ONE, Cluster, interconnects
 from trainer.planner.predict import LARGEST, _timeline, cost_of
-from trainer.planner.replay import PhasePeak, follow, replay
+from trainer.planner.replay import PhasePeak, follow, replay, retries_within
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer, plain_tensors, tracing
 from trainer.system.text import GB, gigabytes, wrapped
@@ -245,6 +245,7 @@ class FakeGPU:
     card: GPU
     capacity: int  # that torch may take of the card: all but CUDA's context; set it to ask about less
     fits: bool  # whether that is enough; the loop is never ended for the want of memory
+    retries: int | None  # how often torch must give its cache back for it to be enough; ``None``: it is not
     allocated: int  # the most that tensors take at once, as torch.cuda.max_memory_allocated
     reserved: int  # the most that torch's allocator takes from the GPU, as torch.cuda.max_memory_reserved
     host: int  # the most that tensors made in the block take in host memory, besides Python, its libraries and batches
@@ -267,7 +268,14 @@ class FakeGPU:
         seen = len(self._tracer.trace.events), self._tracer.steps
         if self._found[0] != seen:
             self._found = seen, self._figures()
-        return self.reserved <= self.capacity if name == "fits" else self._found[1][name]
+        if name == "fits":
+            return self.retries is not None
+        return self._retries() if name == "retries" else self._found[1][name]
+
+    def _retries(self) -> int | None:
+        if self.reserved <= self.capacity or self.allocated > self.capacity:
+            return 0 if self.reserved <= self.capacity else None
+        return retries_within(self._tracer.trace, self.capacity, self._tracer.settings)
 
     def _figures(self) -> dict[str, Any]:
         tracer = self._tracer
@@ -320,7 +328,7 @@ class FakeGPU:
         peaks = self.phases.items()
         return {
             "card": self.card.name,
-            **{name: getattr(self, name) for name in ("fits", "steps", "step_ms", "peak_phase", "notes")},
+            **{name: getattr(self, name) for name in ("fits", "retries", "steps", "step_ms", "peak_phase", "notes")},
             **{f"{name}_gb": gb(getattr(self, name)) for name in ("capacity", "allocated", "reserved", "host")},
             "categories": {name: gb(size) for name, size in self.categories.items()},
             "phases": {
@@ -331,7 +339,9 @@ class FakeGPU:
 
     @property
     def _verdict(self) -> str:
-        return "it fits" if self.fits else f"it does not fit, by {gigabytes(self.reserved - self.capacity)}"
+        if self.retries:
+            return f"it fits, if torch gives its cache back {self.retries} times"
+        return "it fits" if self.fits else f"it does not fit: {gigabytes(self.reserved)} are needed"
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in self.categories.items())
