@@ -24,7 +24,7 @@ from trainer.memory import optimizer_offload
 from trainer.memory.activation_offload import Shelf
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP, VisionTransformer
-from trainer.planner import trace
+from trainer.planner import trace, tracer
 from trainer.planner.gpus import gpu_named
 from trainer.planner.predict import prepared
 from trainer.planner.target import Target
@@ -235,7 +235,7 @@ def _watch(configuration: Configuration, plant: Plant | None, forgotten: tuple[s
 def install(detector: Detector) -> Detector:
     """Let ``detector`` watch what is traced in this process, with all its transfers: the planner counts some once."""
     WatchedTracer.detector = detector
-    trace.Tracer = WatchedTracer  # type: ignore[misc]
+    tracer.Tracer = WatchedTracer  # type: ignore[misc]
     whole = optimizer_offload.in_chunks
     trace._Run._first_chunk = lambda run, ours, theirs: whole(ours, theirs)  # type: ignore[method-assign, assignment]
 

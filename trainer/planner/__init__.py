@@ -1,1 +1,21 @@
-"""Peak memory and step time of a recipe, predicted without a GPU, and the fastest plan that fits a budget."""
+"""Peak memory and step time of a recipe, predicted without a GPU, and the fastest plan that fits a budget.
+
+For a loop that is not ours there is :func:`fake_gpu`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.planner.any_loop import FakeGPU, fake_gpu
+
+__all__ = ["FakeGPU", "fake_gpu"]
+
+
+def __getattr__(name: str) -> Any:  # they need torch, and much of it: imported when they are used
+    if name not in __all__:
+        raise AttributeError(f"module 'trainer.planner' has no attribute {name!r}")
+    from trainer.planner import any_loop
+
+    return getattr(any_loop, name)

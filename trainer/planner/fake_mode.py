@@ -296,7 +296,7 @@ LEFT_ALONE = """norm.Scalar norm.ScalarOpt_dim binary_cross_entropy _cudnn_rnn r
     gru_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose"""
 """Refused by autocast, recurrent, or reached only through another of the lists."""
 
-cast_weights: dict[int, tuple[Tensor, Tensor]] = {}
+_cast_weights: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], bool]) -> list[str]:
@@ -305,6 +305,13 @@ def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], 
         for name in names.split():
             if (op := _overload(name)) is not None:
                 library.impl(name, _kernel(op, policy, is_on_gpu), "AutocastCUDA", allow_override=True)
+    clear = torch.clear_autocast_cache
+
+    def clear_all() -> None:
+        _cast_weights.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_all
     known = {f"aten::{name}" for names in (*CASTS.values(), LEFT_ALONE) for name in names.split()}
     cast = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     return sorted(name for name in cast if name.startswith("aten::") and name not in known)
@@ -358,6 +365,6 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     )
     if not kept:
         return value.to(dtype)
-    if id(value) not in cast_weights:
-        cast_weights[id(value)] = (value, value.to(dtype))
-    return cast_weights[id(value)][1]
+    if id(value) not in _cast_weights:
+        _cast_weights[id(value)] = (value, value.to(dtype))
+    return _cast_weights[id(value)][1]

@@ -13,6 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -40,9 +41,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from trainer.errors import RunError
 from trainer.memory import sharding
 from trainer.planner.fake_kernels import install_kernels
-from trainer.planner.fake_mode import GPU_DEVICE, cast_weights, install_autocast
+from trainer.planner.fake_mode import GPU_DEVICE, _cast_weights, install_autocast
 from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
 
 NOTHING = """set_device init _lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all seed seed_all
@@ -84,16 +86,23 @@ def uninstall() -> None:
     if _library is not None:
         _library._destroy()
     _library = None
+    _cast_weights.clear()
+    FakeStream.current = FakeStream.default
 
 
 def install(target: Target, ranks: int = 1) -> list[str]:
     """Give this process ``target``, a card or the CPU, as its device, of which this machine says that it has ``ranks``.
 
     It is so until :func:`uninstall`; returns warnings for a person.
+
+    Raises:
+        RunError: when it has one already, fake or in use.
     """
     global _library
     if _library is not None:
-        raise RuntimeError("a process can have one fake device at a time: leave the context of the other one first")
+        raise RunError("a process can have one fake GPU at a time: end the block of the other one first")
+    if torch.cuda.is_initialized():
+        raise RunError("this process has used its GPU already: do it before that, or in a process of its own")
     _library = torch.library.Library("aten", "IMPL")
     patch_modules()
     patch_ranks()
@@ -105,9 +114,8 @@ def install(target: Target, ranks: int = 1) -> list[str]:
     patch_fsdp()
     with warnings.catch_warnings():  # that kernels are replaced is the purpose
         warnings.simplefilter("ignore")
+        _replace(torch, clear_autocast_cache=torch.clear_autocast_cache)  # which the next line replaces
         uncast = install_autocast(_library, is_on_gpu)
-        clear = torch.clear_autocast_cache
-        _replace(torch, clear_autocast_cache=lambda: (cast_weights.clear(), clear())[1])
         install_kernels(_library, target.attention)
     if OLDEST <= installed_version() <= NEWEST:
         return []
@@ -319,8 +327,10 @@ def patch_updates() -> None:
 
     _replace(torch, compile=compiled)
     _replace(torch.backends.mha, get_fastpath_enabled=lambda: False)  # nested tensors, which cannot be traced
-    # No worker knows what this process pretends.
-    _replace(DataLoader, _get_iterator=lambda loader: _SingleProcessDataLoaderIter(loader))
+    _replace(DataLoader, __iter__=_real_batches)
+    _replace(
+        _SingleProcessDataLoaderIter, __next__=_within(_disable_current_modes, _SingleProcessDataLoaderIter.__next__)
+    )
     _replace(torch.utils._triton, has_triton=lambda: True)
     for module in (cuda_amp, grad_scaler):
         _replace(module, amp_definitely_not_available=lambda: False)
@@ -333,6 +343,14 @@ def patch_updates() -> None:
         _replace(module, _group_tensors_by_device_and_dtype=group)
     checks = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
     _replace(torch.optim.Optimizer, **dict.fromkeys(checks, lambda optimizer: None))
+
+
+def _real_batches(loader: DataLoader) -> Any:
+    """Loaded in this process: no worker knows what it pretends, and no page is locked."""
+    alone: Any = copy(loader)
+    alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
+    with _disable_current_modes():
+        return _SingleProcessDataLoaderIter(alone)
 
 
 def patch_transformers() -> None:
@@ -361,7 +379,7 @@ def patch_ranks() -> None:
     names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached", "_propagate_tensor_meta")
     for name in (*names, "propagate_tensor_meta", "propagate"):
         if hasattr(ShardingPropagator, name):
-            setattr(ShardingPropagator, name, _within(_only_shapes, getattr(ShardingPropagator, name)))
+            _replace(ShardingPropagator, **{name: _within(_only_shapes, getattr(ShardingPropagator, name))})
 
 
 def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:

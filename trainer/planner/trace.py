@@ -7,7 +7,6 @@ the weights to save. Only the weights are never read and nothing is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,11 +36,10 @@ from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.planner.events import Trace
-from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import install, patch_transformers, uninstall
+from trainer.planner.fake_patches import patch_transformers
 from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.target import Target
-from trainer.planner.tracer import Tracer
+from trainer.planner.tracer import Tracer, tracing
 from trainer.recipe import Recipe
 from trainer.values import Loss
 from trainer.weights.streaming import allocate, default_dtype, on_meta
@@ -102,26 +100,6 @@ def trace_run(recipe: Recipe, plan: Plan, samples: Samples, target: Target, node
     trace.notes += _notes(plan, module)
     trace.skipped_micro_steps = samples.skipped
     return trace
-
-
-@contextmanager
-def tracing(target: Target, ranks: int = 1, nodes: int = 1) -> Iterator[Tracer]:
-    """Make ``target`` the CUDA device of this process, and trace what is done inside of the context.
-
-    Tensors that are made inside are fake; real ones that come from outside are moved with ``.to("cuda")``. What is
-    traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins. Torch is itself again afterwards; tensors
-    that were made inside are of no use there.
-    """
-    notes = install(target, ranks // nodes)
-    mode = FakeGPUMode(ranks)
-    tracer = Tracer(target, mode)
-    try:
-        with mode, tracer:
-            yield tracer
-    finally:
-        uninstall()
-    tracer.trace.guesses = mode.guesses
-    tracer.trace.notes += [*notes, *(f"a value that is not known is asked for at {line}" for line in mode.guessed)]
 
 
 def _notes(plan: Plan, module: nn.Module) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from trainer.planner.events import Category, Event, Kind, Trace, Work
 from trainer.planner.fake_kernels import counted_args, inner_bytes
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import FakeStream, is_paused
+from trainer.planner.fake_patches import FakeStream, install, is_paused, uninstall
 from trainer.planner.target import Target
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
@@ -243,6 +244,27 @@ class Tracer(TorchDispatchMode):
         number = FakeStream.current.number if stream is None else stream
         work = Work(op, kind, self.phase, number, flops, moved, str(dtype).removeprefix("torch."), *group)
         self.trace.work.extend([work] * self.repeat)
+
+
+@contextmanager
+def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] | None = None) -> Iterator[Tracer]:
+    """Make ``target`` the CUDA device of this process, and trace what is done inside of the context, by ``kind``.
+
+    Tensors that are made inside are fake; real ones that come from outside are moved with ``.to("cuda")``. What is
+    traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins. Torch is itself again afterwards; tensors
+    that were made inside are of no use there.
+    """
+    notes = install(target, ranks // nodes)
+    mode = FakeGPUMode(ranks)
+    tracer = (kind or Tracer)(target, mode)
+    tracer.trace.notes += notes
+    try:
+        with mode, tracer:
+            yield tracer
+    finally:
+        tracer.trace.guesses = mode.guesses
+        tracer.trace.notes += [f"a value that is not known is asked for at {line}" for line in mode.guessed]
+        uninstall()
 
 
 def plain_tensors(tensor: Any) -> list[Tensor]:
