@@ -33,9 +33,13 @@ VALUED = {
     "per-node": "for a table: devices of a machine (default: 8)",
     "interconnect": "for a table: what joins the devices, such as 100gbe,8x-ib-hdr,pcie-4+25gbe",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
-    "out": "folder for plan.json and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
+    "out": "folder for plan.json, .html and .png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
-FLAGS = OwnFlags(VALUED, {"json": "print what plan.json holds, and nothing else, on stdout"})
+SWITCHES = {
+    "all": "also predict the plans that cannot be chosen, because they are slower than one that fits, or need too much",
+    "json": "print what plan.json holds, and nothing else, on stdout",
+}
+FLAGS = OwnFlags(VALUED, SWITCHES)
 
 
 def plan(argv: list[str]) -> None:
@@ -69,6 +73,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
     if gpu not in (None, "cpu"):
         gpu_named(gpu)  # before anything takes time
+    from trainer.planner.page import write_page
     from trainer.planner.report import pasteable, table, why
     from trainer.planner.search import search_for
     from trainer.report.progress import Progress
@@ -87,22 +92,24 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         progress.start(0)
         # The batch is the same in all of them, and has been said.
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
-        report = search.run(lossy.lower() == "true")
-    passed = [(name, text) for name, text in flags if name not in (*VALUED, "json")]
+        report = search.run(lossy.lower() == "true", ("all", None) in flags)
+    passed = [(name, text) for name, text in flags if name not in (*VALUED, *SWITCHES)]
     command = chosen_command(reference, passed, recipe, report)
     print(redact(f"\n{table(report)}\n\n{why(report)}"))
     if command:
         print(f"\nthe chosen plan:\n{pasteable(command)}")
     found = {"parameters": total, "trained_parameters": trained, **report.to_json()}
     content = _write(out / "plan.json", reference, found | {"command": " ".join(command) or None})
-    drawn = report.drawn
+    drawn, timeline = report.drawn, None
     if drawn is not None and drawn.prediction is not None and drawn.prediction.timeline is not None:
         from trainer.report.plots import plot_plan
 
+        timeline = drawn.prediction.timeline
         verdict = "" if drawn is report.chosen else ", which does not fit"
         title = f"{Path(reference).stem} on {report.devices} × {report.device}, predicted{verdict}\n{drawn.plan}"
-        plot_plan(drawn.prediction.timeline, report.budget, title, out / "plan.png")
-    print(f"\nfiles: {escaped(out)}: plan.json, plan.png")
+        plot_plan(timeline, report.budget, title, out / "plan.png")
+    write_page(out / "plan.html", content, timeline)
+    print(f"\nfiles: {escaped(out)}: plan.json, plan.html" + (", plan.png" if timeline else ""))
     if report.chosen is not None:
         return content, ""
     return content, next(line for line in reversed(report.explanations) if line.startswith(("nothing", "no comb")))
@@ -142,7 +149,8 @@ def chosen_command(
 def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Simulate each number of devices, print the table and write it: what ``scale.json`` holds, and what is missing."""
     recipe, _, reference, _ = asked
-    require("lossy" not in own, "--lossy searches for one number of devices: leave it out, or name one number")
+    for name in {"lossy", "all"} & {name for name, _ in asked.flags}:
+        require(False, f"--{name} is for a search for one number of devices: leave it out, or name one number")
     from trainer.planner.network import USUAL, clusters, interconnects
     from trainer.planner.predict import prepared
     from trainer.planner.scale import ASSUMED, Scale, heading, refused, table, to_json, verdict
