@@ -1,11 +1,11 @@
 """Predicted beside measured memory without a GPU: the rungs of a ladder that was measured on a CPU.
 
 ``trainer ladder benchmarks/recipes/vit_cpu.py --run.accelerator cpu --out FOLDER`` measures; this predicts each of its
-runs from the flags it had, in processes that compute nothing. About a minute. With ``--odd`` it also measures seven runs
-that nothing was fitted to (``CPU_BUFFERS`` was found on the ladder): four minutes; without, those of before are kept.
+runs from the flags it had, in processes that compute nothing. About a minute. With ``--odd`` it also measures runs that
+nothing was fitted to (``CPU_BUFFERS`` was found on the ladder): ten minutes; without, those of before are kept.
 
-DDP makes its buckets anew in the third step, and until they are filled they are addresses without memory: a run of three
-steps shows less than any longer one. ``steps`` of each row says how many were measured.
+DDP makes its buckets anew in the third step, and until they are filled they are addresses without memory: a run of
+three steps shows less than any longer one. ``steps`` of each row says how many were measured.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ ODD = {
     "ddp, 2 ranks, 11 in micro-batches of 4": f"{SHAPE} --memory.strategy=ddp --run.devices=2 --batch_size=11 "
     "--memory.micro_batch_size=4",
     "ddp, 2 ranks, as in the ladder": "--memory.strategy=ddp --run.devices=2 --memory.micro_batch_size=8",
+    "parameters offloaded, as in the ladder": "--memory.cpu_offload=parameters --memory.micro_batch_size=16",
 }
-"""Settings that the ladder has not, and its DDP with more steps: flags by what they are."""
+"""Settings that the ladder has not, its DDP with more steps, and what takes more since it was measured."""
 
 
 def main() -> None:
@@ -72,7 +73,13 @@ def main() -> None:
     figures = {name: {"median": median(found), "worst": max(found)} for name, found in errors.items()}
     record.write(True, rows=rows, odd=odd, errors=figures)
     cells = [
-        [r["name"], str(r["steps"]), f"{r['measured_gb']:.3f}", f"{r['predicted_gb']:.3f}", f"{100 * r['error']:+.1f} %"]
+        [
+            r["name"],
+            str(r["steps"]),
+            f"{r['measured_gb']:.3f}",
+            f"{r['predicted_gb']:.3f}",
+            f"{100 * r['error']:+.1f} %",
+        ]
         for r in rows
     ]
     print(table(["run", "steps", "measured, GB over idle", "predicted", "error"], cells))

@@ -38,7 +38,7 @@ class Target:
     expandable_segments: bool = False  # whether the run sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 
     def __post_init__(self) -> None:
-        told = (0, 0) < self.torch_version
+        told = self.torch_version > (0, 0)
         known = OLDEST_KERNELS <= self.torch_version <= max(NEWEST, installed_version())
         wanted, oldest = ".".join(map(str, self.torch_version)), ".".join(map(str, OLDEST_KERNELS))
         newest = ".".join(map(str, NEWEST))
