@@ -151,7 +151,7 @@ def test_what_is_said_of_predictions_is_what_was_found():
     median, worst = claimed()
     summary = found["summary"]["torch 2.4 to 2.6"]
     assert summary["rows"] == 7
-    assert (round(100 * summary["median"], 2), round(100 * summary["worst"], 2)) == (median, worst)
+    assert (round(100 * summary["median"], 1), round(100 * summary["worst"], 1)) == (median, worst)
     assert found["summary"]["torch 2.1, in sample"]["rows"] == 10
     assert found["summary"]["torch 2.1, in sample"]["worst"] < 0.03
 
@@ -181,4 +181,4 @@ def test_the_peaks_of_the_readme_are_predicted_as_it_says():
     with ProcessPoolExecutor(1, forks) as pool:
         errors = sorted(pool.submit(errors_of_seven).result().values())
     assert len(errors) == 7
-    assert (errors[3], errors[-1]) == pytest.approx(claimed(), abs=0.01)
+    assert (round(errors[3], 1), round(errors[-1], 1)) == claimed()
