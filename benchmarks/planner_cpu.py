@@ -1,7 +1,11 @@
 """Predicted beside measured memory without a GPU: the rungs of a ladder that was measured on a CPU.
 
 ``trainer ladder benchmarks/recipes/vit_cpu.py --run.accelerator cpu --out FOLDER`` measures; this predicts each of its
-runs from the flags it had, in processes that compute nothing. About a minute.
+runs from the flags it had, in processes that compute nothing. About a minute. With ``--odd`` it also measures runs that
+nothing was fitted to (``CPU_BUFFERS`` was found on the ladder): ten minutes; without, those of before are kept.
+
+DDP makes its buckets anew in the third step, and until they are filled they are addresses without memory: a run of
+three steps shows less than any longer one. ``steps`` of each row says how many were measured.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import tempfile
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,6 +22,7 @@ from typing import Any
 from common import RESULTS, Record, table
 
 from trainer.commands.flags import RecipeParser
+from trainer.commands.measured_run import RETURN_FREED_MEMORY, run_trial
 from trainer.commands.recipes import load_recipe
 from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import host_as_device
@@ -26,34 +32,85 @@ from trainer.settings import change
 from trainer.system.children import in_children
 from trainer.system.text import GB
 
+STEPS = 5  # of an odd run
+SHAPE = "--model.layers=8 --model.heads=7 --model.width=448 --model.mlp_width=1792 --data.image_size=144"
+ODD = {
+    "a fraction 0.3 checkpointed, 2 x 7 of 14": f"{SHAPE} --memory.activation_checkpointing=0.3 --batch_size=14 "
+    "--memory.micro_batch_size=7",
+    "8-bit AdamW, 13 in micro-batches of 5": f"{SHAPE} --memory.optimizer_state_bits=8 --batch_size=13 "
+    "--memory.micro_batch_size=5",
+    "optimizer in backward, 9": f"{SHAPE} --memory.optimizer_in_backward=true --batch_size=9 "
+    "--memory.micro_batch_size=9",
+    "bf16-true, stochastic rounding, 7": f"{SHAPE} --memory.precision=bf16-true --memory.stochastic_rounding=true "
+    "--batch_size=7 --memory.micro_batch_size=7",
+    "fsdp, 2 ranks, 11 in micro-batches of 4": f"{SHAPE} --memory.strategy=fsdp --run.devices=2 --batch_size=11 "
+    "--memory.micro_batch_size=4",
+    "ddp, 2 ranks, 11 in micro-batches of 4": f"{SHAPE} --memory.strategy=ddp --run.devices=2 --batch_size=11 "
+    "--memory.micro_batch_size=4",
+    "ddp, 2 ranks, as in the ladder": "--memory.strategy=ddp --run.devices=2 --memory.micro_batch_size=8",
+    "parameters offloaded, as in the ladder": "--memory.cpu_offload=parameters --memory.micro_batch_size=16",
+}
+"""Settings that the ladder has not, its DDP with more steps, and what takes more since it was measured."""
+
 
 def main() -> None:
-    """Predict every rung that finished, and print and write how far off that is."""
+    """Predict every run that finished, and print and write how far off that is."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ladder", nargs="?", type=Path, default=RESULTS / "ladder_cpu.json", help="a ladder.json")
+    parser.add_argument("--odd", action="store_true", help="measure those anew that are not of the ladder")
     options = parser.parse_args()
     ladder = json.loads(options.ladder.read_text())
-    rungs = [rung for rung in ladder["rungs"] if rung["status"] == "finished"]
-    recipe, _ = load_recipe(ladder["recipe"])
-    recipe = prepared(recipe)
-    predictions = dict(in_children([partial(predicted, recipe, rung["command"]) for rung in rungs]))
-    rows = [row(rung, predictions[number]) for number, rung in enumerate(rungs)]
-    errors = [abs(found["error"]) for found in rows]
     record = Record("planner_cpu", {"ladder": options.ladder.name, "measured": ladder["date"]})
-    record.write(True, rows=rows, median_error=median(errors), worst_error=max(errors))
+    before = json.loads(record.path.read_text()) if record.path.is_file() else {}
+    rungs = [rung for rung in ladder["rungs"] if rung["status"] == "finished"]
+    odd = measured(ladder["recipe"]) if options.odd else before.get("odd", [])
+    recipe, _ = load_recipe(ladder["recipe"])
+    runs = [*rungs, *odd]
+    predictions = dict(in_children([partial(predicted, recipe, run["command"]) for run in runs]))
+    rows = [row(run, predictions[number]) for number, run in enumerate(runs)]
+    ways = {"of the ladder": rows[: len(rungs)], "odd": rows[len(rungs) :]}
+    errors = {name: [abs(found["error"]) for found in of] for name, of in ways.items() if of}
+    figures = {name: {"median": median(found), "worst": max(found)} for name, found in errors.items()}
+    record.write(True, rows=rows, odd=odd, errors=figures)
     cells = [
-        [r["name"], f"{r['measured_gb']:.3f}", f"{r['predicted_gb']:.3f}", f"{100 * r['error']:+.1f} %"] for r in rows
+        [
+            r["name"],
+            str(r["steps"]),
+            f"{r['measured_gb']:.3f}",
+            f"{r['predicted_gb']:.3f}",
+            f"{100 * r['error']:+.1f} %",
+        ]
+        for r in rows
     ]
-    print(table(["run", "measured, GB over idle", "predicted", "error"], cells))
-    print(f"median {100 * median(errors):.1f} %, worst {100 * max(errors):.1f} %; written to {record.path}")
+    print(table(["run", "steps", "measured, GB over idle", "predicted", "error"], cells))
+    for name, found in figures.items():
+        print(f"{name}: median {100 * found['median']:.1f} %, worst {100 * found['worst']:.1f} %")
+    print(f"written to {record.path}")
+
+
+def measured(recipe: str) -> list[dict[str, Any]]:
+    """The odd runs, one after the other, as the ladder measures its own."""
+    found = []
+    fixed = ["--run.accelerator=cpu", f"--max_steps={STEPS}", "--epochs=5", "--run.evaluate=false", "--accumulate=null"]
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, flags) in enumerate(ODD.items()):
+            words = [recipe, *fixed, *flags.split()]
+            environment = RETURN_FREED_MEMORY | {"OMP_NUM_THREADS": "1"}
+            trial = run_trial(words, Path(folder) / str(number), seconds=300, environment=environment)
+            if trial.status != "finished":
+                raise SystemExit(f"{name}: {trial.status}: {trial.reason}")
+            print(f"  {name}: {trial.peak_gb:.3f} GB over idle", flush=True)
+            command = shlex.join(["python", "-m", "trainer", "fit", *words])
+            found.append({"name": name, "command": command, "steps": trial.steps, "peak_gb": trial.peak_gb})
+    return found
 
 
 def predicted(recipe: Any, command: str) -> dict[str, Any]:
-    """The prediction for a run of the ladder, from its command line."""
+    """The prediction for a run, from its command line."""
     flags = [word[2:].split("=", 1) for word in shlex.split(command) if word.startswith("--")]
     ranks = int(dict(flags).get("run.devices", 1))
     chosen = [(name, value) for name, value in flags if not name.startswith("run.")]
-    changed = change(recipe, {}, RecipeParser(recipe).read_flags(chosen, {}))
+    changed = prepared(change(recipe, {}, RecipeParser(recipe).read_flags(chosen, {})))
     return predict_here(changed, decide_plan(changed, ranks), Target(host_as_device()), 1, False)
 
 
@@ -64,6 +121,7 @@ def row(rung: dict[str, Any], prediction: Any) -> dict[str, Any]:
     measured, found = rung["peak_gb"], prediction["reserved"] / GB
     return {
         "name": rung["name"],
+        "steps": rung["steps"],
         "measured_gb": round(measured, 4),
         "predicted_gb": round(found, 4),
         "error": round(found / measured - 1, 4),

@@ -6,11 +6,15 @@ import dataclasses
 import importlib
 import json
 import re
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 import torch
-from helpers.warm import python
+from helpers.benchmark import imported
+from helpers.warm import forks, python
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
@@ -19,6 +23,7 @@ from trainer.data import ImageFolder, StreamedText, TextFiles
 from trainer.memory.initialize import build_on_meta, materialise
 from trainer.recipe import Memory
 from trainer.settings import settings_of
+from trainer.system.children import in_child
 
 ROOT = Path(__file__).parents[1]
 
@@ -121,3 +126,59 @@ def test_links_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
             assert ((ROOT / page).parent / target).exists(), (page, target)
+
+
+def test_what_is_said_of_predictions_is_what_was_found():
+    """Every row of the benchmarks is in the page, with its error, and the README's figures are those of the rows."""
+    results = ROOT / "benchmarks" / "results"
+    page = (ROOT / "docs" / "planner.md").read_text().replace("\u2212", "-")
+    found = json.loads((results / "planner_holdout.json").read_text())
+    assert found["complete"]
+    for row in found["rows"]:
+        lines = [line for line in page.splitlines() if f"{row['source']}: {row['configuration']}" in line]
+        said = [line for line in lines if (f"({row['note']})" in line) == bool(row["note"])]
+        error = (
+            f"{100 * row['error']:+.2f} %"
+            if "error" in row
+            else "right"
+            if row["fitted"] == row["predicted_fits"]
+            else "wrong"
+        )
+        assert any(f"{row['card']}, {row['torch']} | " in line and error in line for line in said), row
+    for row in json.loads((results / "planner_cpu.json").read_text())["rows"]:
+        cells = (row["name"], f"{row['measured_gb']:.3f}", f"{row['predicted_gb']:.3f}", f"{100 * row['error']:+.1f} %")
+        assert any(all(cell in line for cell in cells) for line in page.splitlines()), row
+    median, worst = claimed()
+    summary = found["summary"]["torch 2.4 to 2.6"]
+    assert summary["rows"] == 7
+    assert (round(100 * summary["median"], 1), round(100 * summary["worst"], 1)) == (median, worst)
+    assert found["summary"]["torch 2.1, in sample"]["rows"] == 10
+    assert found["summary"]["torch 2.1, in sample"]["worst"] < 0.03
+
+
+def claimed():
+    """The median and the worst error of seven published peaks that the README claims, in per cent."""
+    text = (ROOT / "README.md").read_text().replace("\n", " ")
+    seven = re.search(
+        r"Seven published peaks of torch 2.4 to 2.6.*?median error of ([\d.]+) %, the worst ([\d.]+) %", text
+    )
+    return float(seven[1]), float(seven[2])
+
+
+def errors_of_seven():
+    """In per cent, by script: for a process that never trained."""
+    (holdout,) = imported("planner_holdout")
+    found = {}
+    for row in holdout.ROWS:
+        if row.torch >= (2, 4) and row.eager:
+            size = in_child(partial(holdout.predicted, row))[row.kind]
+            found[row.configuration] = 100 * abs(size / (row.published * 1e9) - 1)
+    return found
+
+
+@pytest.mark.slow
+def test_the_peaks_of_the_readme_are_predicted_as_it_says():
+    with ProcessPoolExecutor(1, forks) as pool:
+        errors = sorted(pool.submit(errors_of_seven).result().values())
+    assert len(errors) == 7
+    assert (round(errors[3], 1), round(errors[-1], 1)) == claimed()

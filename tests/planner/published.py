@@ -22,7 +22,6 @@ from torchvision.models import vit_l_16
 from trainer.planner.allocator import round_up
 from trainer.planner.any_loop import FakeGPU, LoopTracer
 from trainer.planner.fake_kernels import AttentionRules
-from trainer.planner.fake_patches import patch_transformers
 from trainer.planner.gpus import gpu_named
 from trainer.planner.target import Target
 from trainer.planner.tracer import tracing
@@ -63,14 +62,13 @@ class OldTarget(Target):
 
 
 @contextmanager
-def old_gpu(card: str, torch_version: tuple[int, int]) -> Iterator[FakeGPU]:
+def old_gpu(card: str, torch_version: str) -> Iterator[FakeGPU]:
     """As ``fake_gpu``, with the kernels of an older torch."""
-    target = OldTarget(gpu_named(card), torch_version)
-    with tracing(target, kind=LoopTracer) as tracer:
-        patch_transformers()
-        tracer.enter("init")
+    major, minor = map(int, torch_version.split("."))
+    with tracing(OldTarget(gpu_named(card), (major, minor)), kind=LoopTracer) as tracer:
         assert isinstance(tracer, LoopTracer)
-        yield FakeGPU(target, tracer)
+        tracer.enter("init")
+        yield FakeGPU(tracer)
 
 
 class OldAdam(torch.optim.Adam):

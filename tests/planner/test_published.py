@@ -22,7 +22,7 @@ TOLERANCE = 0.03
 
 def predicted(script: str) -> float:
     """The peak of reserved memory, GB."""
-    with old_gpu("a100-80gb", (2, 1)) as gpu:
+    with old_gpu("a100-80gb", "2.1") as gpu:
         ROWS[script][1]()
     return gpu.reserved / 1e9
 

@@ -38,7 +38,7 @@ VALUED = {
     "interconnect": "what joins the devices, such as 100gbe or pcie-4+25gbe (default: ib-hdr); several, such as "
     "100gbe,8x-ib-hdr, make a table",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
-    "out": "folder for plan.json and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
+    "out": "folder for plan.json, .html and .png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
 SWITCHES = {
     "all": "also predict the plans that cannot be chosen, because they are slower than one that fits, or need too much",
@@ -80,6 +80,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         import accelerate  # noqa: F401  # the children build modules with it: here once for all of them
 
         from trainer.planner.kept import Keeper
+        from trainer.planner.page import write_page
         from trainer.planner.report import pasteable, table, why
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
@@ -108,14 +109,16 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         print(f"\nthe chosen plan{over}:\n{pasteable(command)}")
     found = {"parameters": total, "trained_parameters": trained, **report.to_json()}
     content = _write(out / "plan.json", reference, found | {"command": " ".join(command) or None})
-    drawn = report.drawn
+    drawn, timeline = report.drawn, None
     if drawn is not None and drawn.prediction is not None and drawn.prediction.timeline is not None:
         from trainer.report.plots import plot_plan
 
+        timeline = drawn.prediction.timeline
         verdict = "" if drawn is report.chosen else ", which does not fit"
         title = f"{Path(reference).stem} on {report.devices} × {report.device}, predicted{verdict}\n{drawn.plan}"
-        plot_plan(drawn.prediction.timeline, report.budget, title, out / "plan.png")
-    print(f"\nfiles: {escaped(out)}: plan.json, plan.png")
+        plot_plan(timeline, report.budget, title, out / "plan.png")
+    write_page(out / "plan.html", content, timeline)
+    print(f"\nfiles: {escaped(out)}: plan.json, plan.html" + (", plan.png" if timeline else ""))
     if report.chosen is not None:
         return content, ""
     return content, next(line for line in reversed(report.explanations) if line.startswith(("nothing", "no comb")))

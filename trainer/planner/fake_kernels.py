@@ -22,6 +22,7 @@ def install_kernels(library: torch.library.Library, attention: AttentionRules) -
     """Register attention, dropout and moves between devices in ``library``, for aten."""
     library.impl("scaled_dot_product_attention", attend(attention), "AutogradCUDA")
     library.impl("dropout", dropout, "AutogradCUDA")
+    library.impl("_pad_packed_sequence", pad_packed_sequence, "AutogradCUDA")
     for key in ("AutogradCUDA", "AutogradCPU"):
         library.impl("to.dtype_layout", to_dtype_layout, key)
         library.impl("to.device", to_device, key)
@@ -34,6 +35,18 @@ def dropout(tensor: Tensor, rate: float, train: bool) -> Tensor:
     if rate == 1:
         return tensor * torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     return aten.native_dropout(tensor, rate, train)[0]
+
+
+def pad_packed_sequence(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """As in C++, which would write into memory that is not there."""
+    sizes = batch_sizes.tolist()
+    padded = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), padding_value)
+    for row, part in enumerate(data.split(sizes)):
+        padded[row, : len(part)] = part
+    lengths = torch.tensor([sum(size > item for size in sizes) for item in range(sizes[0])])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
 def to_dtype_layout(

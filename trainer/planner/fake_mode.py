@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import math
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
+
+from trainer.system.children import users_line
 
 aten = torch.ops.aten
 
 GPU_DEVICE = torch.device("cuda", 0)
 LARGEST_KNOWN = 2**22  # elements up to which the values of whole numbers and truth values are computed for real
+LARGEST_KNOWN_FLOATS = 2**16  # of floating-point numbers: rates, scales, masks that are added; few weights are as small
 UNINITIALISED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_permuted.default}
 UNINITIALISED |= {aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default}
 """Operations that return whatever was in memory before: nobody knows it."""
 COMPARED = {aten.eq.Tensor: True, aten.ne.Tensor: False, aten.eq.Scalar: False, aten.ne.Scalar: True}
 """What comparisons of finite numbers come to, with themselves or with infinity: what isfinite is made of."""
 SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default}  # what a boolean index becomes
+ABSORBING = {aten.bitwise_or.Tensor: True, aten.logical_or.default: True}
+ABSORBING |= {aten.bitwise_and.Tensor: False, aten.logical_and.default: False}
+"""The truth value that decides what such an operation returns, whatever the other one is."""
+ALL = {aten.all.default, aten._is_all_true.default}  # code asks whether everything is as it must be
+WRITTEN_WHOLE = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+BUILT_IN = {"aten", "prims", "quantized", "torchvision"}  # namespaces whose kernels for a CPU are harmless
 
 
 class FakeGPUMode(FakeTensorMode):
     """A fake tensor mode that knows the values of masks, positions and lengths.
 
-    A model that asks ``if mask.all()`` must take the branch that it takes on a GPU, so tensors of integers and booleans
-    that come from real ones carry their values along. Where a value is not known, it is guessed, and counted.
+    A model that asks ``if mask.all()`` must take the branch that it takes on a GPU, so tensors of integers and
+    booleans, and small ones of floating-point numbers, carry along what follows from real tensors, constants and random
+    numbers. Where a value is not known, it is guessed, and counted.
 
     Args:
         ranks: how many there are. Each is taken to hold the same values as this one when they are summed, and every
@@ -37,12 +49,16 @@ class FakeGPUMode(FakeTensorMode):
             Whether numbers are finite is not guessed: they are.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, ranks: int = 1) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.ranks = ranks
         self.guesses = 0
+        self.guessed: dict[str, None] = {}  # lines of code that have asked
         self.known: dict[int, tuple[Any, Tensor]] = {}
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.overwritten: weakref.WeakSet[Any] = weakref.WeakSet()  # memory of values that are known no more
 
     @property
     def avoid_device_init(self) -> bool:
@@ -50,49 +66,75 @@ class FakeGPUMode(FakeTensorMode):
         return True
 
     def fake(self, real: Tensor) -> Tensor:
-        """A fake of a real tensor, which is kept as its value if it is of integers or booleans."""
+        """A fake of a real tensor, which is kept as its value if it is small enough."""
         fake = self.from_tensor(real)
-        if not real.is_floating_point() and real.numel() <= LARGEST_KNOWN:
-            self._know(fake, real)
+        if _can_be_known(real):
+            self.know(fake, real)
         return fake
 
-    def value(self, fake: Any) -> Tensor | None:
-        """The value of a fake tensor, where it is known."""
-        entry = self.known.get(id(fake))
-        return None if entry is None else entry[1]
+    def value(self, tensor: Any) -> Tensor | None:
+        """The value of a tensor, where it is known; a real one is its own."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        _, value = self.known.get(id(tensor), (None, None))
+        return None if value is None or value.untyped_storage() in self.overwritten else value
 
-    def _know(self, fake: Any, value: Tensor) -> None:
+    def read(self, fake: Any) -> Tensor:
+        """The value of a tensor that somebody has asked for: guessed where it is not known."""
+        with no_dispatch():
+            if (value := self.value(fake)) is not None:
+                return value.detach().clone()
+            if fake.is_floating_point():
+                return torch.full(fake.shape, self.ranks, dtype=fake.dtype)
+            self._guess()
+            return torch.full(fake.shape, hasattr(fake, "should_hold"), dtype=fake.dtype)
+
+    def _guess(self) -> None:
+        """The caller guesses a value that decides something: remember where it was asked for."""
+        self.guesses += 1
+        self.guessed[users_line((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))] = None
+
+    def know(self, fake: Any, value: Tensor) -> None:
+        """``value`` is that of a fake tensor until it is written to."""
+
         def forget(_: Any, key: int = id(fake)) -> None:
             self.known.pop(key, None)
 
         self.known[id(fake)] = (weakref.ref(fake, forget), value)
 
+    def _forget(self, func: Any, args: Any) -> None:
+        """What ``func`` has written is not known any more, nor is any tensor that shares its memory."""
+        for argument, written in zip(func._schema.arguments, args, strict=False):
+            for tensor in tree_leaves(written) if argument.is_write else ():
+                if (value := self.value(tensor)) is not None:
+                    self.overwritten.add(value.untyped_storage())
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out: Any
+        if not isinstance(func, torch._ops.OpOverload):  # such as flex attention
+            return super().dispatch(func, types, args, kwargs)
         pinned = bool(kwargs) and _is_pinned(func, args, kwargs)
-        kwargs = _on_a_device(kwargs) if kwargs else {}
+        kwargs = _on_a_device(func, kwargs) if kwargs else {}
         if func is aten._local_scalar_dense.default:
-            return self._scalar(args[0])
+            return self.read(args[0]).item()
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
+            self._forget(func, args)
             return None  # a fused optimizer: works in place, and not all have a kernel for fake tensors
         if func is torch.ops.c10d.allreduce_.default:
             for tensor in args[0]:
                 if (value := self.value(tensor)) is not None:
-                    self._know(tensor, value * self.ranks)
-        if func in SIZED_BY_VALUES:
+                    self.know(tensor, value * self.ranks)
+        if func in SIZED_BY_VALUES and self.value(args[-1]) is None:
             return self._sized(func, args[0], args[-1])
-        if func._schema.is_mutable:
-            for argument, written in zip(func._schema.arguments, args, strict=False):
-                if argument.is_write:
-                    for tensor in tree_leaves(written):
-                        self.known.pop(id(tensor), None)
         try:
             out = super().dispatch(func, types, args, kwargs)
-        except DataDependentOutputException:
+        except fake_tensor.DataDependentOutputException:
             if func not in (aten.equal.default, aten.allclose.default):
                 raise
-            self.guesses += 1
+            self._guess()
             return True  # a question whether two tensors are equal: they are
+        except (fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException):
+            return self._tried(func, args, kwargs)
         finally:
             torch._C._set_only_lift_cpu_tensors(True)  # a nested mode's exit drops it, and torch.tensor needs it
         if pinned:
@@ -100,76 +142,111 @@ class FakeGPUMode(FakeTensorMode):
         self._learn(func, args, kwargs, out)
         return out
 
-    def _scalar(self, tensor: Any) -> Any:
-        value = self.value(tensor)
-        if value is not None:
-            return value.item()
-        if tensor.dtype.is_floating_point:
-            return float(self.ranks)
-        self.guesses += 1
-        return False if tensor.dtype == torch.bool else 0
-
     def _sized(self, func: Any, tensor: Any, mask: Any) -> Any:
-        """The result of an operation whose shape depends on a mask; of one that is not known all elements are taken."""
-        value = self.value(mask)
-        self.guesses += value is None
-        taken = mask.numel() if value is None else int(value.count_nonzero())
+        """The result of an operation whose shape depends on a mask that is not known: all elements are taken."""
+        self._guess()
         if func is aten.nonzero.default:
-            return tensor.new_empty((taken, tensor.dim()), dtype=torch.int64)
-        whole = math.prod(torch.broadcast_shapes(tensor.shape, mask.shape))
-        return tensor.new_empty(taken * whole // max(mask.numel(), 1))
+            return tensor.new_empty((mask.numel(), tensor.dim()), dtype=torch.int64)
+        return tensor.new_empty(math.prod(torch.broadcast_shapes(tensor.shape, mask.shape)))
 
     def _learn(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Keep the values of what an operation returned, if they can be known."""
+        """Keep the values of what an operation returned or wrote, if they can be known."""
+        if func._schema.is_mutable:
+            self._write(func, args, kwargs)
+            return
         leaves = [out] if isinstance(out, FakeTensor) else tree_leaves(out)  # which costs as much as all the rest
         outs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         for tensor in outs:
             if tensor.constant is not None:  # torch's own knowledge, which it would compute with on a real GPU
-                self._know(tensor, tensor.constant)
+                self.know(tensor, tensor.constant)
                 tensor.constant = None
-        finite = _about_finite(func, args)
-        if finite is not None and outs[0].numel() <= LARGEST_KNOWN:
-            with no_dispatch():
-                self._know(outs[0], torch.tensor(finite).expand(outs[0].shape))  # in the memory of one element
-        unknown = [t for t in outs if not t.is_floating_point() and t.numel() <= LARGEST_KNOWN]
-        if unknown and id(unknown[0]) not in self.known and func not in UNINITIALISED:
-            self._compute(func, args, kwargs, outs)
-
-    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any], outs: list[Any]) -> None:
-        """Compute the values of ``outs`` for real, if those of all inputs are known."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        first = next((tensor for tensor in outs if _can_be_known(tensor)), None)
+        if first is None or id(first) in self.known or func in UNINITIALISED:
             return
-        is_known = True
+        results = self._computed(func, args, kwargs)
+        if results is None and (certain := self._certain(func, args)) is not None:
+            with no_dispatch():
+                results = [torch.tensor(certain).expand(first.shape)]  # in the memory of one element
+        for tensor, value in zip(outs, results or [], strict=False):
+            if isinstance(value, Tensor):
+                self.know(tensor, value)
+        if results is None and func in ALL:
+            outs[0].should_hold = True
+
+    def _write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Write into the values as ``func`` has written into the tensors, also for all that share their memory."""
+        target = args[0] if args else None
+        new = func in WRITTEN_WHOLE and isinstance(target, FakeTensor) and self.value(target) is None
+        if new and not target._is_view() and _can_be_known(target):
+            with no_dispatch():
+                self.know(target, torch.empty_strided(target.shape, target.stride(), dtype=target.dtype))
+        if self._computed(func, args, kwargs) is None:
+            self._forget(func, args)
+
+    def _certain(self, func: Any, args: Any) -> bool | None:
+        """What an operation comes to, whatever is not known: numbers are finite, one side decides ``and`` and ``or``."""
+        if func in (aten.isnan.default, aten.isinf.default):
+            return False
+        if func in COMPARED and args[0].is_floating_point():
+            alike = args[1] is args[0] if isinstance(args[1], Tensor) else args[1] == math.inf
+            return COMPARED[func] if alike else None
+        sides = [value for value in map(self.value, args) if value is not None] if func in ABSORBING else []
+        with no_dispatch():
+            decided = any(side.dtype == torch.bool and bool((side == ABSORBING[func]).all()) for side in sides)
+        return ABSORBING[func] if decided else None
+
+    def _computed(self, func: Any, args: Any, kwargs: dict[str, Any], stand_in: Any = None) -> list[Any] | None:
+        """What ``func`` returns for the values of its inputs; of those that are not known, for ``stand_in(input)``."""
+        if stand_in is None and any(isinstance(item, FakeTensor) and self.value(item) is None for item in args):
+            return None  # as nearly always: seen without taking a tree apart
+        unknown = False
 
         def real(item: Any) -> Any:
-            nonlocal is_known
-            if isinstance(item, FakeTensor):
+            nonlocal unknown
+            if isinstance(item, Tensor):
                 value = self.value(item)
-                is_known = is_known and value is not None
-                return value
+                item = stand_in(item) if value is None and stand_in else value
+                unknown = unknown or item is None or not _can_be_known(item)
             return torch.device("cpu") if isinstance(item, torch.device) else item
 
-        real_args, real_kwargs = tree_map(real, (tuple(args), dict(kwargs)))
-        if not is_known:
-            return
-        with no_dispatch():
+        with no_dispatch(), torch.no_grad():
+            real_args, real_kwargs = tree_map(real, (tuple(args), dict(kwargs)))
             try:
-                results = tree_leaves(func(*real_args, **real_kwargs))
-            except (RuntimeError, TypeError, NotImplementedError):  # not computable on a CPU: simply not known
-                return
-        for tensor, value in zip(outs, results, strict=False):
-            if isinstance(value, Tensor):
-                self._know(tensor, value)
+                return None if unknown else tree_leaves(func(*real_args, **real_kwargs))
+            except (RuntimeError, TypeError, ValueError, IndexError):
+                return None  # not computable on a CPU: simply not known
+
+    def _tried(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What ``func`` returns, which torch cannot say of fake tensors, from trying it on the host.
+
+        What is not known is stood in for by numbers that all differ, so that none is left out, or by ones.
+        """
+        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, FakeTensor)]
+        results = None
+        if func.namespace in BUILT_IN and all(tensor.numel() <= LARGEST_KNOWN for tensor in tensors):
+            results = self._computed(func, args, kwargs, lambda t: torch.arange(t.numel()).view(t.shape).to(t.dtype))
+            results = results or self._computed(func, args, kwargs, lambda t: torch.ones(t.shape, dtype=t.dtype))
+        if not results or not all(isinstance(one, Tensor) and one.layout is torch.strided for one in results):
+            advice = "give it one with torch.library.register_fake, or plan without it"
+            raise NotImplementedError(f"{func} has no kernel for tensors without data and cannot be traced: {advice}")
+        decisive = [tensor for tensor in tensors if not tensor.is_floating_point()] or tensors
+        if any(self.value(tensor) is None for tensor in decisive):
+            self._guess()
+        device = tensors[0].fake_device if tensors else GPU_DEVICE
+        with self:
+            outs: list[Any] = [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=device) for r in results]
+        for out, result in zip(outs, results, strict=True):
+            if not result.is_floating_point():
+                self.know(out, result)
+        if func is aten._pack_padded_sequence.default:
+            outs[1] = results[1]  # sizes that C++ reads: a real tensor on the host, as it always is
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-def _about_finite(func: Any, args: Any) -> bool | None:
-    """What an operation says of every floating-point number that is finite; ``None`` if that depends on the number."""
-    if func in (aten.isnan.default, aten.isinf.default):
-        return False
-    if func not in COMPARED or not args[0].is_floating_point():
-        return None
-    alike = args[1] is args[0] if isinstance(args[1], Tensor) else args[1] == math.inf
-    return COMPARED[func] if alike else None
+def _can_be_known(tensor: Tensor) -> bool:
+    """Whether a tensor is small enough to compute with."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.layout is torch.strided and tensor.numel() <= (LARGEST_KNOWN if whole else LARGEST_KNOWN_FLOATS)
 
 
 def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -180,11 +257,14 @@ def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("pin_memory"))
 
 
-def _on_a_device(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """C++ that asks for "where the input is" says meta, and means the GPU; pinned memory needs one that is there."""
+def _on_a_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """C++ that asks for "where the input is" says meta, and means the GPU; pinned memory needs one that is there.
+
+    A single number, which C++ makes for ``torch.where``, goes with tensors of both if it is on the host.
+    """
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
-        kwargs = {**kwargs, "device": GPU_DEVICE}
+        kwargs = {**kwargs, "device": "cpu" if func is aten.scalar_tensor.default else GPU_DEVICE}
     return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
 

@@ -2,17 +2,19 @@
 
 Python sees tensors on ``cuda:0``; to C++ they are on meta, so that autograd works on any build of torch, without a GPU,
 a driver, or memory. Whatever asks which device it has before it chooses (autocast, attention, dropout, the optimizers,
-FSDP2) is told what the target GPU would say. Every function here changes torch for the whole process, until
-:func:`uninstall`: call them in one that does nothing else meanwhile, see ``children``.
+FSDP2) is told what the target GPU would say. Every function here changes torch for the rest of the process: call them
+in one that does nothing else, see ``children``.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from copy import copy
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -32,7 +34,12 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
+from torch.utils._device import _device_constructors
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainer.errors import RunError
 from trainer.memory import sharding
@@ -40,11 +47,16 @@ from trainer.planner.fake_kernels import install_kernels
 from trainer.planner.fake_mode import GPU_DEVICE, _cast_weights, install_autocast
 from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
 
+NOTHING = """set_device init _lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all seed seed_all
+    set_stream reset_peak_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated ipc_collect _sleep
+    set_per_process_memory_fraction _record_memory_history memory_summary"""
+"""What ``torch.cuda`` has nothing to do for."""
 # Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200.
 L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
+MISSING = object()
 _paused = 0
 _library: torch.library.Library | None = None
-_undo: list[Callable[[], object]] = []
+_replaced: list[tuple[Any, str, Any]] = []  # owner, name, and what was there
 
 
 def is_paused() -> bool:
@@ -61,16 +73,16 @@ def _replace(owner: Any, **answers: Any) -> None:
     """Set attributes of ``owner``, those that this version of torch has, until :func:`uninstall`."""
     for name, answer in answers.items():
         if hasattr(owner, name):
-            own = name in vars(owner)  # a class may have it from another
-            _undo.append(partial(setattr, owner, name, vars(owner)[name]) if own else partial(delattr, owner, name))
+            _replaced.append((owner, name, vars(owner).get(name, MISSING)))
             setattr(owner, name, answer)
 
 
 def uninstall() -> None:
-    """Give torch back as it was before :func:`install`."""
+    """Take everything back that :func:`install` has changed."""
     global _library
-    while _undo:
-        _undo.pop()()
+    while _replaced:
+        owner, name, before = _replaced.pop()
+        delattr(owner, name) if before is MISSING else setattr(owner, name, before)
     if _library is not None:
         _library._destroy()
     _library = None
@@ -81,14 +93,16 @@ def uninstall() -> None:
 def install(target: Target, ranks: int = 1) -> list[str]:
     """Give this process ``target``, a card or the CPU, as its device, of which this machine says that it has ``ranks``.
 
-    It has it until :func:`uninstall`; returns warnings for a person.
+    It is so until :func:`uninstall`; returns warnings for a person.
 
     Raises:
-        RunError: when it has one already.
+        RunError: when it has one already, fake or in use.
     """
     global _library
     if _library is not None:
         raise RunError("a process can have one fake GPU at a time: end the block of the other one first")
+    if torch.cuda.is_initialized():
+        raise RunError("this process has used its GPU already: do it before that, or in a process of its own")
     _library = torch.library.Library("aten", "IMPL")
     patch_modules()
     patch_ranks()
@@ -149,6 +163,9 @@ def patch_modules() -> None:
     def set_data(tensor: Any, value: Any) -> None:
         data.__set__(tensor, value)
         tensor.fake_device = value.device
+        tensor.fake_mode.known.pop(id(tensor), None)
+        if (known := tensor.fake_mode.value(value)) is not None:
+            tensor.fake_mode.know(tensor, known)
 
     def of_storage(storage: Any) -> int:
         return storage._cdata if storage.device.type == "meta" else address(storage)
@@ -159,10 +176,39 @@ def patch_modules() -> None:
     def written(tensor: Tensor, spec: str) -> str:  # f"{loss:.3f}", which torch allows no subclass
         return format(tensor.item(), spec) if spec and not tensor.dim() else str(tensor)
 
+    def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:  # torch's would copy memory that is not there
+        if not tensor.is_leaf or id(tensor) in memo:
+            return memo.get(id(tensor)) if tensor.is_leaf else by_storage(tensor, memo)
+        with torch.no_grad():
+            memo[id(tensor)] = twin = tensor.clone().requires_grad_(tensor.requires_grad)
+        vars(twin).update({name: value for name, value in vars(tensor).items() if name not in vars(twin)})
+        twin.grad = None if tensor.grad is None else deepcopy(tensor.grad, memo)
+        return twin
+
+    def pickled(tensor: Any, protocol: Any) -> Any:  # without data: a checkpoint is written and read at no cost
+        return _unpickled, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def numpy(tensor: Any, *, force: bool = False) -> Any:
+        with no_dispatch():
+            return tensor.fake_mode.read(tensor).numpy()
+
+    def tensor_of(data: Any, **options: Any) -> Tensor:  # torch's reads the numbers in a list below any dispatch
+        return make(tree_map(lambda item: item.tolist() if isinstance(item, FakeTensor) else item, data), **options)
+
+    by_storage, make = torch.Tensor.__deepcopy__, torch.tensor
+    torch.serialization.add_safe_globals([_unpickled])
+    _device_constructors()  # kept by torch, with the functions that are replaced below
+    _replace(FakeTensor, __deepcopy__=deepcopy, __reduce_ex__=pickled, numpy=numpy)
+    _replace(torch.Tensor, share_memory_=lambda tensor: tensor)
+    _replace(torch, tensor=lambda data, **options: (tensor_of if isinstance(data, list) else make)(data, **options))
     _replace(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
     _replace(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
     _replace(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor, __format__=written)
     _replace(torch.UntypedStorage, data_ptr=of_storage)
+
+
+def _unpickled(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, learns: bool) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=learns)
 
 
 def patch_tensors() -> None:
@@ -179,12 +225,15 @@ def patch_tensors() -> None:
 
     _replace(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
     _replace(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
+    _replace(torch._C._nn, _parse_to=_to(torch._C._nn._parse_to, moved=0))
     _replace(DTensor, device=property(lambda tensor: tensor._local_tensor.device))
     _replace(DTensor, is_cuda=property(lambda tensor: tensor._local_tensor.is_cuda))
     _replace(
         torch.Tensor,
         _make_subclass=staticmethod(make_subclass),
         to=_to(torch.Tensor.to),
+        type_as=lambda tensor, other: tensor.to(other),
+        get_device=lambda tensor: -1 if tensor.device.index is None else tensor.device.index,
         cuda=lambda tensor, *args, **options: tensor.to(GPU_DEVICE),
         record_stream=lambda tensor, stream: None,
         pin_memory=lambda tensor, device=None: torch.empty_like(tensor, device="cpu", pin_memory=True),
@@ -192,20 +241,24 @@ def patch_tensors() -> None:
     )
 
 
-def _to(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``Tensor.to``, in which ``"cuda"`` and ``0`` are the GPU, without C++ asking a driver which one is current."""
+def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
+    """``Tensor.to``, in which ``"cuda"`` and ``0`` are the GPU, without C++ asking a driver which one is current.
 
-    def is_gpu(device: Any) -> bool:
-        named = isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
-        return named or (isinstance(device, int) and not isinstance(device, bool))
+    Of another tensor, C++ would take the device that it believes in. ``moved`` tensors come first.
+    """
+
+    def placed(where: Any) -> tuple[Any, ...]:
+        if isinstance(where, Tensor):
+            return where.device, where.dtype
+        named = isinstance(where, str | torch.device) and torch.device(where).type == "cuda"
+        return (GPU_DEVICE if named or type(where) is int else where,)
 
     @wraps(move)
-    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        if args and is_gpu(args[0]):
-            args = (GPU_DEVICE, *args[1:])
-        if is_gpu(options.get("device")):
-            options["device"] = GPU_DEVICE
-        return move(tensor, *args, **options)
+    def to(*args: Any, **options: Any) -> Any:
+        given = (part for where in args[moved : moved + 1] for part in placed(where))
+        if "device" in options:
+            (options["device"],) = placed(options["device"])
+        return move(*args[:moved], *given, *args[moved + 1 :], **options)
 
     return to
 
@@ -219,27 +272,37 @@ def patch_cuda(target: Target, ranks: int) -> None:
         total_memory=gpu.memory,
         major=major,
         minor=gpu.capability[1],
+        multi_processor_count=100,  # about what large cards have; memory does not depend on it
+        warp_size=32,
     )
-    nothing = ("set_device", "init", "_lazy_init", "synchronize", "empty_cache", "set_rng_state", "manual_seed")
-    _replace(torch.cuda, **dict.fromkeys((*nothing, "manual_seed_all"), lambda *args, **options: None))
-    _replace(
-        torch.cuda,
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        is_bf16_supported=lambda *args, **options: major >= 8,
-        device_count=lambda: ranks,
-        current_device=lambda: 0,
-        get_device_capability=lambda device=None: gpu.capability,
-        get_device_properties=lambda device=None: properties,
-        get_device_name=lambda device=None: gpu.title,
-        get_rng_state=lambda device=None: torch.empty(16, dtype=torch.uint8),
-        Stream=FakeStream,
-        Event=FakeEvent,
-        stream=OnStream,
-        current_stream=lambda device=None: FakeStream.current,
-        default_stream=lambda device=None: FakeStream.default,
-        default_generators=(torch.Generator(),),
-    )
+    ours: dict[str, Any] = {name: lambda *args, **options: None for name in NOTHING.split()}
+    ours |= {
+        name: lambda *args, **options: True for name in ("is_available", "is_initialized", "can_device_access_peer")
+    }
+    ours |= {name: lambda *args: 0 for name in ("current_device", "_exchange_device", "_maybe_exchange_device")}
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+        _replace(
+            module,
+            **ours,
+            is_bf16_supported=lambda *args, **options: major >= 8,
+            is_current_stream_capturing=lambda: False,
+            device_count=lambda: ranks,
+            get_device_capability=lambda device=None: gpu.capability,
+            get_device_properties=lambda device=None: properties,
+            get_device_name=lambda device=None: gpu.title,
+            get_rng_state=lambda device=None: torch.empty(16, dtype=torch.uint8),
+            initial_seed=torch.initial_seed,
+            mem_get_info=lambda device=None: (gpu.memory, gpu.memory),
+            memory_stats=lambda device=None: defaultdict(int),
+            Stream=FakeStream,
+            ExternalStream=FakeStream,
+            Event=FakeEvent,
+            stream=OnStream,
+            current_stream=lambda device=None: FakeStream.current,
+            default_stream=lambda device=None: FakeStream.default,
+            default_generators=(torch.Generator(),),
+        )
+    _replace(torch, Generator=FakeGenerator)
 
 
 def patch_updates() -> None:
@@ -263,18 +326,31 @@ def patch_updates() -> None:
         return {(GPU_DEVICE if device.type == "meta" else device, dtype): v for (device, dtype), v in found.items()}
 
     _replace(torch, compile=compiled)
+    _replace(torch.backends.mha, get_fastpath_enabled=lambda: False)  # nested tensors, which cannot be traced
+    _replace(DataLoader, __iter__=_real_batches)
+    _replace(
+        _SingleProcessDataLoaderIter, __next__=_within(_disable_current_modes, _SingleProcessDataLoaderIter.__next__)
+    )
     _replace(torch.utils._triton, has_triton=lambda: True)
     for module in (cuda_amp, grad_scaler):
         _replace(module, amp_definitely_not_available=lambda: False)
     _replace(torch.amp.GradScaler, _maybe_opt_step=step)
     modules: tuple[Any, ...] = (optimizers, _foreach_utils)
     for module in modules:
-        known = module._foreach_supported_types
-        _replace(module, _foreach_supported_types=known + [kind for kind in (FakeTensor, DTensor) if kind not in known])
+        known = [kind for kind in module._foreach_supported_types if kind not in (FakeTensor, DTensor)]
+        _replace(module, _foreach_supported_types=[*known, FakeTensor, DTensor])
     for module in (*modules, clip_grad):
         _replace(module, _group_tensors_by_device_and_dtype=group)
     checks = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
     _replace(torch.optim.Optimizer, **dict.fromkeys(checks, lambda optimizer: None))
+
+
+def _real_batches(loader: DataLoader) -> Any:
+    """Loaded in this process: no worker knows what it pretends, and no page is locked."""
+    alone: Any = copy(loader)
+    alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
+    with _disable_current_modes():
+        return _SingleProcessDataLoaderIter(alone)
 
 
 def patch_transformers() -> None:
@@ -370,6 +446,17 @@ class FakeStream(OnStream):
 
 
 FakeStream.default = FakeStream.current = FakeStream()
+
+
+class FakeGenerator(torch.Generator):
+    """Stands in for ``torch.Generator``, on a GPU, too: its numbers are those of the host."""
+
+    device: Any = None
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        made = super().__new__(cls)
+        made.device = torch.device(device)
+        return made
 
 
 class FakeEvent:

@@ -40,11 +40,9 @@ class Target:
     joined_by: str = ONE  # what joins the devices, as ``--interconnect`` names it
 
     def __post_init__(self) -> None:
-        told = self.torch_version > (0, 0)
-        known = OLDEST_KERNELS <= self.torch_version <= max(NEWEST, installed_version())
-        wanted, oldest = ".".join(map(str, self.torch_version)), ".".join(map(str, OLDEST_KERNELS))
-        newest = ".".join(map(str, NEWEST))
-        require(not told or known, f"torch_version={wanted}: kernels are known of torch {oldest} to {newest}")
+        named = (*self.torch_version, *OLDEST_KERNELS, *NEWEST)
+        known = OLDEST_KERNELS <= self.version <= max(NEWEST, installed_version())
+        require(known, "torch_version={}.{}: kernels are known of torch {}.{} to {}.{}".format(*named))
 
     @classmethod
     def here(cls, gpu: GPU, joined_by: str = ONE) -> Target:

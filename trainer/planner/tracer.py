@@ -56,6 +56,8 @@ class Storage:
 class Tracer(TorchDispatchMode):
     """Records the events of everything that runs inside of it, on tensors of ``mode`` that seem to be on ``target``."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, target: Target, mode: FakeGPUMode) -> None:
         super().__init__()
         self.target, self.mode, self.trace, self.phase = target, mode, Trace(), "init"
@@ -88,6 +90,10 @@ class Tracer(TorchDispatchMode):
     def watch(self, tensor: Any, op: str) -> None:
         """Notice the storage of ``tensor`` if it is new, or has another size than before."""
         if not isinstance(tensor, FakeTensor):
+            return
+        if tensor.layout is torch.sparse_coo:
+            for part in plain_tensors(tensor):
+                self.watch(part, op)
             return
         untyped = tensor.untyped_storage()
         size, key = untyped.nbytes(), id(untyped)
@@ -202,7 +208,7 @@ class Tracer(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_collective(name, tensors, group_among(tree_leaves((args, kwargs))))
             return
-        if func.is_view or name == "_unsafe_view":  # which is one, too, but for autograd
+        if getattr(func, "is_view", False) or name == "_unsafe_view":  # which is one, too, but for autograd
             return
         if not any(self.is_on_device(tensor) for tensor in (*tensors, *results)):
             if (moved := _bytes(tensors)) >= LEAST_HOST_BYTES:  # what an offloaded optimizer does
@@ -300,7 +306,8 @@ def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] |
     """Make ``target`` the CUDA device of this process, and trace what is done inside of the context, by ``kind``.
 
     Tensors that are made inside are fake; real ones that come from outside are moved with ``.to("cuda")``. What is
-    traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins.
+    traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins. Torch is itself again afterwards; tensors
+    that were made inside are of no use there.
     """
     notes = install(target, ranks // nodes)
     mode = FakeGPUMode(ranks)
@@ -311,6 +318,7 @@ def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] |
             yield tracer
     finally:
         tracer.trace.guesses = mode.guesses
+        tracer.trace.notes += [f"a value that is not known is asked for at {line}" for line in mode.guessed]
         uninstall()
 
 
@@ -318,6 +326,8 @@ def plain_tensors(tensor: Any) -> list[Tensor]:
     """The tensors with memory that a tensor consists of: a shard, or the parts of a quantised one."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
+    if isinstance(tensor, FakeTensor) and tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
     if isinstance(tensor, FakeTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor] if isinstance(tensor, Tensor) else []
     names, _ = tensor.__tensor_flatten__()
