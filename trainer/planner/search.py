@@ -270,7 +270,8 @@ class Search:
     def _padding(self, sizes: Sequence[int | None]) -> dict[int, float]:
         """By samples of a micro-batch, the part of the most tokens of a batch: texts of like length pad less in small
         ones, which may thus be faster. All 1 without lengths."""
-        lengths, tokens = getattr(self.recipe.data.train, "lengths", None), {}
+        lengths: Any = getattr(self.recipe.data.train, "lengths", None)
+        tokens: dict[int, int] = {}
         for size in sizes if lengths is not None else ():
             cut = cut_at(knobs.applied(self.recipe, with_size({}, size)), self.devices, 0)
             batch = batch_indices(self.recipe.seed, 0, 0, len(lengths), cut.batch_size)
