@@ -294,7 +294,7 @@ def test_what_cannot_be_traced_names_the_operation_and_the_line() -> None:
         return opaque(x)
 
     def packs(x: Tensor) -> Any:
-        return torch.from_dlpack(x)
+        return torch.from_dlpack(x.detach())
 
     def coalesces(x: Tensor) -> Any:
         return x.to_sparse().coalesce()
