@@ -180,11 +180,13 @@ class FakeGPUMode(FakeTensorMode):
         if new and not target._is_view() and _can_be_known(target):
             with no_dispatch():
                 self.know(target, torch.empty_strided(target.shape, target.stride(), dtype=target.dtype))
-        if self._computed(func, args, kwargs) is None:
+        # Nobody asks for the value of a weight, which would make those of small models known.
+        drawn = torch.Tag.nondeterministic_seeded in func.tags and target.is_floating_point()
+        if drawn or self._computed(func, args, kwargs) is None:
             self._forget(func, args)
 
     def _certain(self, func: Any, args: Any) -> bool | None:
-        """What an operation comes to, whatever is not known: numbers are finite, one side decides ``and`` and ``or``."""
+        """What an operation comes to whatever is not known: numbers are finite, one side decides ``and`` and ``or``."""
         if func in (aten.isnan.default, aten.isinf.default):
             return False
         if func in COMPARED and args[0].is_floating_point():
@@ -224,9 +226,14 @@ class FakeGPUMode(FakeTensorMode):
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, FakeTensor)]
         results = None
         if func.namespace in BUILT_IN and all(tensor.numel() <= LARGEST_KNOWN for tensor in tensors):
-            results = self._computed(func, args, kwargs, lambda t: torch.arange(t.numel()).view(t.shape).to(t.dtype))
+            if func is not aten.bincount.default:  # there are seldom as many bins
+                results = self._computed(
+                    func, args, kwargs, lambda t: torch.arange(t.numel()).view(t.shape).to(t.dtype)
+                )
             results = results or self._computed(func, args, kwargs, lambda t: torch.ones(t.shape, dtype=t.dtype))
-        if not results or not all(isinstance(one, Tensor) and one.layout is torch.strided for one in results):
+        if not results or not all(
+            isinstance(one, Tensor) and one.layout is torch.strided and not one.is_nested for one in results
+        ):
             advice = "give it one with torch.library.register_fake, or plan without it"
             raise NotImplementedError(f"{func} has no kernel for tensors without data and cannot be traced: {advice}")
         decisive = [tensor for tensor in tensors if not tensor.is_floating_point()] or tensors

@@ -37,7 +37,6 @@ from torch.utils import _foreach_utils
 from torch.utils._device import _device_constructors
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
@@ -193,14 +192,15 @@ def patch_modules() -> None:
             return tensor.fake_mode.read(tensor).numpy()
 
     def tensor_of(data: Any, **options: Any) -> Tensor:  # torch's reads the numbers in a list below any dispatch
-        return make(tree_map(lambda item: item.tolist() if isinstance(item, FakeTensor) else item, data), **options)
+        listed = isinstance(data, list) and any(isinstance(item, FakeTensor) for item in data)
+        return make([item.tolist() for item in data] if listed else data, **options)
 
     by_storage, make = torch.Tensor.__deepcopy__, torch.tensor
     torch.serialization.add_safe_globals([_unpickled])
     _device_constructors()  # kept by torch, with the functions that are replaced below
     _replace(FakeTensor, __deepcopy__=deepcopy, __reduce_ex__=pickled, numpy=numpy)
     _replace(torch.Tensor, share_memory_=lambda tensor: tensor)
-    _replace(torch, tensor=lambda data, **options: (tensor_of if isinstance(data, list) else make)(data, **options))
+    _replace(torch, tensor=tensor_of)
     _replace(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
     _replace(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
     _replace(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor, __format__=written)
@@ -275,33 +275,19 @@ def patch_cuda(target: Target, ranks: int) -> None:
         multi_processor_count=100,  # about what large cards have; memory does not depend on it
         warp_size=32,
     )
-    ours: dict[str, Any] = {name: lambda *args, **options: None for name in NOTHING.split()}
-    ours |= {
-        name: lambda *args, **options: True for name in ("is_available", "is_initialized", "can_device_access_peer")
-    }
-    ours |= {name: lambda *args: 0 for name in ("current_device", "_exchange_device", "_maybe_exchange_device")}
+    says: dict[str, Any] = dict.fromkeys(NOTHING.split())
+    says |= dict.fromkeys(("is_available", "is_initialized", "can_device_access_peer"), True)
+    says |= dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device", "utilization"), 0)
+    says |= {"is_bf16_supported": major >= 8, "is_current_stream_capturing": False, "device_count": ranks}
+    says |= {"get_device_capability": gpu.capability, "get_device_name": gpu.title, "get_device_properties": properties}
+    says |= {"mem_get_info": (gpu.memory, gpu.memory), "memory_stats": defaultdict(int)}
+    says |= {"get_rng_state": torch.empty(16, dtype=torch.uint8), "initial_seed": 0}
+    answers: dict[str, Any] = {name: lambda *_, said=said, **__: said for name, said in says.items()}
+    answers |= {"Stream": FakeStream, "ExternalStream": FakeStream, "Event": FakeEvent, "stream": OnStream}
+    answers |= {"current_stream": lambda device=None: FakeStream.current, "default_generators": (torch.Generator(),)}
+    answers |= {"default_stream": lambda device=None: FakeStream.default}
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
-        _replace(
-            module,
-            **ours,
-            is_bf16_supported=lambda *args, **options: major >= 8,
-            is_current_stream_capturing=lambda: False,
-            device_count=lambda: ranks,
-            get_device_capability=lambda device=None: gpu.capability,
-            get_device_properties=lambda device=None: properties,
-            get_device_name=lambda device=None: gpu.title,
-            get_rng_state=lambda device=None: torch.empty(16, dtype=torch.uint8),
-            initial_seed=torch.initial_seed,
-            mem_get_info=lambda device=None: (gpu.memory, gpu.memory),
-            memory_stats=lambda device=None: defaultdict(int),
-            Stream=FakeStream,
-            ExternalStream=FakeStream,
-            Event=FakeEvent,
-            stream=OnStream,
-            current_stream=lambda device=None: FakeStream.current,
-            default_stream=lambda device=None: FakeStream.default,
-            default_generators=(torch.Generator(),),
-        )
+        _replace(module, **answers)
     _replace(torch, Generator=FakeGenerator)
 
 
