@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -99,9 +99,11 @@ class FakeGPUMode(FakeTensorMode):
     def _guess(self, counts: bool = True) -> None:
         """A value that decides something is guessed by the caller; remember where it was asked for."""
         if counts:
+            frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+            if any(file == nn.init.__file__ for file, _ in frames):
+                return  # first weights: whether to draw some of them again
             self.guesses += 1
-            frames = traceback.walk_stack(None)
-            self.guessed[users_line((frame.f_code.co_filename, line) for frame, line in frames)] = None
+            self.guessed[users_line(frames)] = None
 
     def _know(self, fake: Any, value: Tensor) -> None:
         def forget(_: Any, key: int = id(fake)) -> None:
