@@ -88,6 +88,21 @@ def test_shards_are_written_as_shown(tmp_path, monkeypatch):
     assert pq.ParquetFile(files[0]).metadata.row_group(0).num_rows == 500
 
 
+def test_the_loop_on_a_fake_gpu_prints_what_the_readme_says(tmp_path):
+    code, printed = re.findall(
+        r"```python\n(from torch|import torch.*?)```\n```text\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+    )[0]
+    (tmp_path / "loop.py").write_text(code)
+    done = python("loop.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    number = r"\d[\d,.]*"
+    assert re.sub(number, "#", done.stdout).split() == re.sub(number, "#", printed).split()
+    for name in ("card", "reserved", "host"):
+        ours, theirs = (re.search(rf"^{name}.*?({number}) GB", text, re.M)[1] for text in (done.stdout, printed))
+        assert abs(float(ours) / float(theirs) - 1) < 0.01, name
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 NAMED = r"(?:--|`|\b(?=memory\.|optim\.|run\.))((?:memory|optim|run|model|data)\.[a-z_]+(?:\.[a-z_]+)?)"
 RECIPES = ("vit_digits", "mlp_fashion_mnist", "distilbert_imdb", "bigbird_imdb")

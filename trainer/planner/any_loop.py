@@ -285,9 +285,7 @@ class FakeGPU:
         if tracer.steps:
             last = dataclasses.replace(trace, work=trace.work[slice(*tracer.step_work)])
             step_ms = cost_of(last, target, Cluster(1, 1), interconnects(ONE, target.gpu)[0]).step_ms
-        notes, guesses = list(trace.notes), tracer.mode.guesses
-        if guesses:
-            notes.append(f"{guesses} values that were read are not known, and were guessed")
+        notes = list(trace.notes)
         if not memory.peak_allocated:
             notes.append('nothing was put on the GPU: move the model and the batches with .to("cuda")')
         elif tracer.steps < 2:

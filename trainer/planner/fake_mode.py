@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
@@ -91,8 +91,10 @@ class FakeGPUMode(FakeTensorMode):
 
     def _guess(self) -> None:
         """The caller guesses a value that decides something: remember where it was asked for."""
-        self.guesses += 1
-        self.guessed[users_line((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))] = None
+        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+        if not any(file == nn.init.__file__ for file, _ in frames):  # first weights: whether to draw some of them again
+            self.guesses += 1
+            self.guessed[users_line(frames)] = None
 
     def know(self, fake: Any, value: Tensor) -> None:
         """``value`` is that of a fake tensor until it is written to."""
