@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands import TRUST, OwnFlags
 from trainer.commands.recipes import Asked, asked_for, count, new_folder
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError, require
 from trainer.planner.gpus import gpu_named
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
@@ -22,10 +22,17 @@ from trainer.system.redact import redact, redact_value
 from trainer.system.text import as_text, escaped, wrapped
 
 if TYPE_CHECKING:
+    from trainer.commands.flags import Flags
     from trainer.planner.report import PlanReport
 
 # The planner imports torch: it is imported where it is used, so that --help answers at once.
 
+HUB = {
+    "task": "for hf:MODEL: causal-lm, masked-lm, sequence-classification, ... (default: what its config.json is for)",
+    "tokens": "for hf:MODEL: tokens of every text (default: what the model takes, and at most 4096)",
+    "batch": "for hf:MODEL: samples of a step (default: 8)",
+    "lora": "for hf:MODEL: rank of adapters to train instead of the weights",
+}
 VALUED = {
     "gpu": "the GPU to plan for, such as a100-80gb, or cpu (default: the GPU of this machine)",
     "devices": "ranks in all (default: run.devices, or 1 where that is auto); several, such as 1,8,64, make a table",
@@ -33,6 +40,7 @@ VALUED = {
     "per-node": "for a table: devices of a machine (default: 8)",
     "interconnect": "for a table: what joins the devices, such as 100gbe,8x-ib-hdr,pcie-4+25gbe",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
+    **HUB,
     "out": "folder for plan.json and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
 FLAGS = OwnFlags(VALUED, {"json": "print what plan.json holds, and nothing else, on stdout"})
@@ -44,7 +52,7 @@ def plan(argv: list[str]) -> None:
     Raises:
         RunError: when nothing fits; the table is printed and the files are written all the same.
     """
-    asked = asked_for("plan", "RECIPE", argv, FLAGS)
+    asked = asked_for("plan", "RECIPE", argv, FLAGS, made=_of_config)
     if asked is None:
         return
     own = {name: text or "" for name, text in asked.flags if name in VALUED}
@@ -61,6 +69,33 @@ def plan(argv: list[str]) -> None:
         raise RunError(missing)
 
 
+def _of_config(reference: str, flags: Flags) -> Recipe | None:
+    """The recipe that ``hf:MODEL`` stands for, of its flags; ``None`` for any other ``reference``, which has none."""
+    given = {name: text or "" for name, text in flags if name in HUB}
+    if not reference.startswith("hf:"):
+        for name in given:
+            raise RecipeError(f"--{name} is for hf:MODEL, a model's config.json: {reference} says it itself")
+        return None
+    from trainer.planner.hub import hub_recipe
+
+    numbers = {name: count(name, text) for name, text in given.items() if name != "task"}
+    revision = dict(flags).get("model.revision")
+    return hub_recipe(reference.removeprefix("hf:"), given.get("task"), revision=revision, **numbers)
+
+
+def _fit_command(asked: Asked, passed: Flags, report: PlanReport) -> list[str]:
+    """The command that trains the chosen plan, a word each; empty without a plan, or where no recipe of ours can."""
+    recipe, _, reference, _ = asked
+    if not reference.startswith("hf:"):
+        return chosen_command(reference, passed, recipe, report)
+    from trainer.planner.hub import trained_by
+
+    if (found := trained_by(reference.removeprefix("hf:"), recipe)) is None:
+        return []
+    packaged, own = found
+    return chosen_command(packaged, [*own.items(), *(flag for flag in passed if flag[0] not in own)], recipe, report)
+
+
 def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Search, print for a person, and write the files: what ``plan.json`` holds, and what is missing for a plan."""
     recipe, _, reference, flags = asked
@@ -69,7 +104,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
     if gpu not in (None, "cpu"):
         gpu_named(gpu)  # before anything takes time
-    from trainer.planner.report import pasteable, table, why
+    from trainer.planner.report import pasteable, settings, table, why
     from trainer.planner.search import search_for
     from trainer.report.progress import Progress
     from trainer.system.children import in_child
@@ -89,10 +124,12 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
         report = search.run(lossy.lower() == "true")
     passed = [(name, text) for name, text in flags if name not in (*VALUED, "json")]
-    command = chosen_command(reference, passed, recipe, report)
+    command = _fit_command(asked, passed, report)
     print(redact(f"\n{table(report)}\n\n{why(report)}"))
     if command:
         print(f"\nthe chosen plan:\n{pasteable(command)}")
+    elif report.chosen is not None:
+        print(f"\nthe chosen plan, which no packaged recipe trains:\n{settings(report)}")
     found = {"parameters": total, "trained_parameters": trained, **report.to_json()}
     content = _write(out / "plan.json", reference, found | {"command": " ".join(command) or None})
     drawn = report.drawn
@@ -157,7 +194,7 @@ def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     sizes = clusters(devices or [devices_of(recipe)], nodes, per_node)
     target = target_for(own.get("gpu"))
     networks = interconnects(own.get("interconnect", USUAL), target.gpu)
-    scale = Scale(prepared(recipe), target, sizes, networks)
+    scale = Scale(prepared(recipe, outlines=True), target, sizes, networks)
     out = new_folder("scale", own.get("out"), reference)
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)

@@ -150,6 +150,22 @@ def why(report: PlanReport) -> str:
     return "\n".join(wrapped(f"- {line}", "  ") for line in lines)
 
 
+def settings(report: PlanReport) -> str:
+    """The chosen plan as a table of its knobs: for a trainer that is not this one."""
+    assert report.chosen is not None
+    recipe = applied(report.recipe, report.chosen.flags)
+    plan = decide_plan(recipe, report.devices)
+    rows = [
+        ("samples of a micro-batch", plan.first_cut.micro_batch_size),
+        ("micro-batches of a step, on each rank", plan.first_cut.accumulate),
+        ("ranks", f"{report.devices}, {plan.strategy}"),
+        ("precision", plan.memory.precision),
+        ("optimizer", recipe.optim.name),
+        *((f"memory.{knob.name}", as_text(getattr(plan.memory, knob.name))) for knob in SEARCHED if not knob.needs_ranks),
+    ]
+    return columns(["knob", "value"], [[name, str(value)] for name, value in rows], ("knob", "value"))
+
+
 def pasteable(words: Sequence[str]) -> str:
     """A command on as few lines as fit, to paste; each of ``words`` stays together, such as a flag with its value."""
     lines = [words[0]]

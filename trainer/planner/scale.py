@@ -115,7 +115,8 @@ class Scale:
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
         best = [best_of(found) for found in tried]
-        notes = dict.fromkeys(note for row in best if row.found for note in row.found.notes)
+        notes = dict.fromkeys(getattr(self.recipe.data, "notes", ()))
+        notes |= dict.fromkeys(note for row in best if row.found for note in row.found.notes)
         seconds = time.perf_counter() - began
         return ScaleReport(self.recipe, self.target, list(self.networks), best, list(notes), seconds)
 

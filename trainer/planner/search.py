@@ -71,7 +71,7 @@ def search_for(
     """The search that :func:`plan` does, ready to run; arguments and errors as there."""
     target, ranks = target_for(gpu), devices or devices_of(recipe)
     require(ranks % nodes == 0, f"--devices={ranks} must be a multiple of --nodes={nodes}")
-    return Search(prepared(recipe), target, ranks, nodes, budget)
+    return Search(prepared(recipe, outlines=True), target, ranks, nodes, budget)
 
 
 def target_for(gpu: str | GPU | None) -> Target:
@@ -109,7 +109,8 @@ class Search:
         self.done = self.total = 0
         self.refused: list[Candidate] = []
         model = recipe.model
-        self.notes = {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
+        self.notes = dict.fromkeys(getattr(recipe.data, "notes", ()))
+        self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
 
     def heading(self, count: int, trained: int) -> str:
         """What is going to be planned, for a model of ``count`` parameters, of which so many are trained."""
