@@ -83,19 +83,6 @@ def _of_config(reference: str, flags: Flags) -> Recipe | None:
     return hub_recipe(reference.removeprefix("hf:"), given.get("task"), revision=revision, **numbers)
 
 
-def _fit_command(asked: Asked, passed: Flags, report: PlanReport) -> list[str]:
-    """The command that trains the chosen plan, a word each; empty without a plan, or where no recipe of ours can."""
-    recipe, _, reference, _ = asked
-    if not reference.startswith("hf:"):
-        return chosen_command(reference, passed, recipe, report)
-    from trainer.planner.hub import trained_by
-
-    if (found := trained_by(reference.removeprefix("hf:"), recipe)) is None:
-        return []
-    packaged, own = found
-    return chosen_command(packaged, [*own.items(), *(flag for flag in passed if flag[0] not in own)], recipe, report)
-
-
 def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Search, print for a person, and write the files: what ``plan.json`` holds, and what is missing for a plan."""
     recipe, _, reference, flags = asked
@@ -104,6 +91,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
     if gpu not in (None, "cpu"):
         gpu_named(gpu)  # before anything takes time
+    from trainer.planner.hub import trained_by
     from trainer.planner.report import pasteable, settings, table, why
     from trainer.planner.search import search_for
     from trainer.report.progress import Progress
@@ -123,8 +111,9 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         # The batch is the same in all of them, and has been said.
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
         report = search.run(lossy.lower() == "true")
-    passed = [(name, text) for name, text in flags if name not in (*VALUED, "json")]
-    command = _fit_command(asked, passed, report)
+    trained, own_flags = trained_by(reference, recipe)
+    passed = [(name, text) for name, text in flags if name not in (*VALUED, "json", *own_flags)]
+    command = chosen_command(trained, [*own_flags.items(), *passed], recipe, report) if trained else []
     print(redact(f"\n{table(report)}\n\n{why(report)}"))
     if command:
         print(f"\nthe chosen plan:\n{pasteable(command)}")

@@ -10,8 +10,7 @@ from trainer.errors import RecipeError, require
 from trainer.system.files import require_regular
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-COUNTED_FROM_PADDING = ("camembert", "longformer", "mpnet", "luke", "ibert", "data2vec-text", "xmod")
-"""Besides RoBERTa's relatives by name: transformers' ``create_position_ids_from_input_ids``."""
+FROM_PADDING = ("roberta", "camembert", "longformer", "mpnet", "luke", "ibert", "xmod")  # in names of model types
 
 MOST_TEXT = 500_000_000
 """Bytes of a file of settings or words; the largest vocabularies take some ten millions."""
@@ -72,7 +71,7 @@ def positions(config: Mapping[str, Any]) -> int | None:
     """The most tokens that a model takes, from the settings in its ``config.json``; ``None`` where any number goes."""
     kind = str(config.get("model_type"))
     found = next((config[name] for name in POSITIONS if isinstance(config.get(name), int)), 0)
-    if "roberta" in kind or kind in COUNTED_FROM_PADDING:  # the positions up to the padding token's are not used
+    if any(name in kind for name in FROM_PADDING):  # which do not use the positions up to that of the padding token
         found -= 1 + (config.get("pad_token_id") or 0)
     return found if found > 0 and "t5" not in kind else None  # T5 has the entry, but only relative positions
 

@@ -1,16 +1,11 @@
-"""``hf:NAME``: a recipe made of nothing but a model's ``config.json``, to plan what training it would need.
-
-Its samples are made up, all of the shape that is asked for; its loss is computed from the logits. Nothing of the hub
-is executed, and no weights are read.
-"""
+"""``hf:NAME``: a recipe of nothing but a model's ``config.json``, to plan with samples that are made up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import RecipeError, listed, require
 from trainer.models.common import classification_loss
@@ -26,36 +21,22 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 PREFIX, CONFIG = "hf:", "config.json"
-SAMPLES = 100_000  # of the training set that is made up: more than a batch
-MOST_TOKENS, FEW_TOKENS = 4096, 512
-"""Of a sample, where nobody says how many: at most; and for a model that takes any number."""
-
-BATCH = 8  # the batch size of transformers' TrainingArguments
-IMAGE_SIZE = 224  # that of ImageNet's classifiers, for a configuration that has none
-
-
-class Kind(NamedTuple):
-    """One task."""
-
-    auto: str  # the class of transformers that makes its models
-    table: str  # of the model types that have one, in transformers.models.auto.modeling_auto
-    endings: tuple[str, ...]  # of the class that a configuration's ``architectures`` name
-
-
 TASKS = {
-    "causal-lm": Kind("AutoModelForCausalLM", "CAUSAL_LM", ("ForCausalLM", "LMHeadModel")),
-    "masked-lm": Kind("AutoModelForMaskedLM", "MASKED_LM", ("ForMaskedLM",)),
-    "seq2seq-lm": Kind("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", ("ForConditionalGeneration",)),
-    "sequence-classification": Kind(
-        "AutoModelForSequenceClassification", "SEQUENCE_CLASSIFICATION", ("ForSequenceClassification",)
-    ),
-    "token-classification": Kind(
-        "AutoModelForTokenClassification", "TOKEN_CLASSIFICATION", ("ForTokenClassification",)
-    ),
-    "image-classification": Kind(
-        "AutoModelForImageClassification", "IMAGE_CLASSIFICATION", ("ForImageClassification",)
-    ),
+    "causal-lm": "CausalLM",
+    "masked-lm": "MaskedLM",
+    "seq2seq-lm": "Seq2SeqLM",
+    "sequence-classification": "SequenceClassification",
+    "token-classification": "TokenClassification",
+    "image-classification": "ImageClassification",
 }
+"""How transformers calls them in the names of its classes, such as ``AutoModelForCausalLM``."""
+
+ENDINGS = {f"For{word}": task for task, word in TASKS.items()}
+ENDINGS |= {"LMHeadModel": "causal-lm", "ForConditionalGeneration": "seq2seq-lm"}
+SAMPLES = 100_000  # of the training set that is made up: more than a batch
+MOST_TOKENS, FEW_TOKENS = 4096, 512  # where nobody says how many: at most; of a model that takes any number
+BATCH = 8  # as in transformers' TrainingArguments
+IMAGE_SIZE = 224  # of a configuration that has none: ImageNet's classifiers were trained with it
 
 
 @dataclass
@@ -64,30 +45,25 @@ class FromConfig(TextClassifier):
 
     task: ClassVar[str]
 
-    def prepare(self) -> None:
-        """Look whether the configuration can be used."""
-        self._configuration()
-
     def skeleton(self) -> nn.Module:
         """The module that transformers makes for the task, without adapters."""
-        return self._finished(self._from_configuration(TASKS[self.task].auto))
+        return self._finished(self._from_configuration(f"AutoModelFor{TASKS[self.task]}"))
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """Cross entropy summed over labels, of the next tokens for ``causal-lm``; logits are not kept for it."""
+        """Cross entropy of the labels, of the next tokens for ``causal-lm``; nothing else of the logits is kept."""
         yield self._loss(module, batch)
 
     def _loss(self, module: nn.Module, batch: Any) -> Loss:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        labels = self._targets(batch).flatten()
-        total = classification_loss(module(**inputs).logits.flatten(0, -2), labels).total
-        return Loss(total, targets=labels)
+        targets = self._targets(batch).flatten()
+        return Loss(classification_loss(module(**inputs).logits.flatten(0, -2), targets).total, targets=targets)
 
     def weigh(self, batch: Any) -> dict[str, float]:
-        """The labels that count: of a text of n tokens, ``causal-lm`` predicts n - 1."""
+        """The labels that count: ``causal-lm`` has one less than tokens."""
         return super().weigh({"labels": self._targets(batch)})
 
     def _targets(self, batch: Any) -> Tensor:
-        """What the logits are compared with: the labels, for ``causal-lm`` each one place earlier."""
+        """The labels, for ``causal-lm`` each one place earlier, ``(n,)`` or ``(n, tokens)``."""
         from torch.nn.functional import pad
 
         labels = batch["labels"]
@@ -111,12 +87,13 @@ def hub_recipe(
 ) -> Recipe:
     """A recipe for the model whose ``config.json`` is in the folder ``name``, or else on the hub under that name.
 
-    The settings are usual ones: AdamW, bf16-mixed, gradients clipped at 1.
+    It has the optimizer and the precision of ``distilbert_imdb``, which are usual ones. Nothing is executed that comes
+    from the hub, and no weights are read.
 
     Args:
         name: a folder, or a hub id.
         task: one of :data:`TASKS`; by default what the configuration's ``architectures`` are for.
-        tokens: of every sample of text; by default as many as the model takes, but no more than ``MOST_TOKENS``.
+        tokens: of every text; by default as many as the model takes, but no more than ``MOST_TOKENS``.
         batch: samples of a step; 8 by default.
         lora: rank of adapters to train instead of the weights; 0 for none.
         revision: of the configuration on the hub.
@@ -127,12 +104,11 @@ def hub_recipe(
     require(task is None or task in TASKS, f"--task={task!r} must be one of {', '.join(TASKS)}")
     said = f"{PREFIX}{name}"
     given, folder = _read(said, name, revision)
-    notes = [] if task else [f"--task {(task := _guessed(said, given))}: what the architectures of its config.json do"]
-    shape = partial(_shape, said, task, tokens)
-    shape(given)  # refuses what it can before torch is imported
-    model = _model(said, given, task)(str(folder), tokenizer=NO_TOKENIZER, lora=LoRA(lora))
+    notes = [] if task else [f"--task is {(task := _guessed(said, given))}: what its {CONFIG} is for"]
+    _shape(said, task, tokens, given, [])  # refuses what it can before torch is imported
+    model = _class(said, given, task)(str(folder), tokenizer=NO_TOKENIZER, lora=LoRA(lora))
     config = model._configuration()
-    outline = shape(config.to_dict() | {"num_labels": config.num_labels}, notes)
+    outline = _shape(said, task, tokens, config.to_dict() | {"num_labels": config.num_labels}, notes)
     return Recipe(
         model=model,
         data=MadeUp(outline, notes=notes),
@@ -143,113 +119,98 @@ def hub_recipe(
 
 
 def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], Path]:
-    """The settings in ``config.json``, and the folder that holds it: no weights can be left to train where they are
-    quantised, and no code of the hub is executed."""
+    """The settings in ``config.json``, and the folder that holds it: here, or in the hub's cache, which is filled."""
     folder = Path(local_folder(name)).expanduser()
-    if not folder.is_dir():
+    if not name or not folder.is_dir():
         require(not name.startswith((".", "/", "~", "file:")), f"{said}: there is no folder {folder}")
-        folder = _fetched(said, name, revision)
+        from huggingface_hub import hf_hub_download
+
+        try:
+            folder = Path(hf_hub_download(name, CONFIG, revision=revision)).parent
+        except Exception as error:  # of the network, of the name, of the hub: gated, private, none of that name
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise RecipeError(
+                f"{said}: there is no such folder, and its {CONFIG} could not be had from the hub ({why}): save that "
+                f"one file in a folder and plan {PREFIX}./FOLDER; a gated model needs HF_TOKEN, and with "
+                "HF_HUB_OFFLINE=1 the hub is not asked"
+            ) from error
     try:
-        config = parsed_object(read_regular(folder / CONFIG, MOST_TEXT), MOST_TEXT)
+        config = parsed_object(read_regular(folder / CONFIG, MOST_TEXT), MOST_TEXT) or {}
     except OSError as error:
         raise RecipeError(f"{said}: {folder / CONFIG} cannot be read: {error.strerror}") from error
-    if config is None or not isinstance(config.get("model_type"), str):
-        raise RecipeError(f"{said}: {folder / CONFIG} names no model_type: give one as transformers writes it")
+    known = isinstance(config.get("model_type"), str)
+    require(known, f"{said}: {folder / CONFIG} names no model_type: give one as transformers writes it")
     quantised = f"{said}: its {CONFIG} has a quantization_config, and quantised weights cannot be trained"
     require(not config.get("quantization_config"), f"{quantised}: name the model that they were made of")
     return config, folder
 
 
-def _fetched(said: str, name: str, revision: str | None) -> Path:
-    """The folder of the hub's cache that holds the configuration, fetched if it is not there."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(name, CONFIG, revision=revision)).parent
-    except Exception as error:  # of the network, of the name, of the hub: gated, private, none of that name
-        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise RecipeError(
-            f"{said}: there is no folder of that name, and its {CONFIG} could not be had from the hub ({why}): save that "
-            f"one file in a folder and plan {PREFIX}./FOLDER; a gated model needs HF_TOKEN, and with HF_HUB_OFFLINE=1 "
-            "the hub is not asked"
-        ) from error
-
-
 def _guessed(said: str, config: Mapping[str, Any]) -> str:
     """The task that a configuration's ``architectures`` are for."""
-    names = [str(name) for name in config.get("architectures") or []]
-    for task, kind in TASKS.items():
-        if any(name.endswith(kind.endings) for name in names):
-            return task
-    found = f"the architectures of its {CONFIG}, {listed(names) or 'of which it names none'}, say no task"
+    names = [str(name) for name in config.get("architectures") or ()]
+    for task in (task for name in names for ending, task in ENDINGS.items() if name.endswith(ending)):
+        return task
+    found = f"the architectures of its {CONFIG} ({listed(names) or 'none'}) say no task"
     raise RecipeError(f"{said}: {found}: give --task, one of {', '.join(TASKS)}")
 
 
-def _model(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig]:
-    """The class of the model, named as that of transformers; refuses a model that has none for the task."""
+def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig]:
+    """The class of the model, called as that of transformers; refuses a model that has none for the task."""
     import transformers
-    from transformers.models.auto import modeling_auto
 
     kind = config["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
-        fix = f"transformers {transformers.__version__} has no model_type {kind!r}: look for a newer version"
+        why = f"transformers {transformers.__version__} has no model_type {kind!r}: install a newer one"
         if config.get("auto_map"):
-            fix = "it needs Python code that comes with it (auto_map), and no such remote code is executed"
-        raise RecipeError(f"{said}: {fix}; trainer plan --script plans a script that runs it")
-    tables = {one: getattr(modeling_auto, f"MODEL_FOR_{TASKS[one].table}_MAPPING_NAMES") for one in TASKS}
-    able = [one for one, table in tables.items() if kind in table]
-    instead = f"--task {' or '.join(able)}" if able else f"a model for {' or '.join(TASKS)}"
-    require(task in able, f"{said}: transformers has no model of type {kind} for --task {task}: give {instead}")
-    found = tables[task][kind]
-    return type(found if isinstance(found, str) else found[0], (FromConfig,), {"task": task})
+            why = "it needs Python code that comes with it (auto_map), and no such remote code is executed"
+        raise RecipeError(f"{said}: {why}; trainer plan --script plans a script that runs it")
+    own = transformers.CONFIG_MAPPING[kind]
+    classes = {one: getattr(transformers, f"AutoModelFor{word}")._model_mapping for one, word in TASKS.items()}
+    able = [one for one, known in classes.items() if own in known]
+    instead = f"give --task {' or '.join(able)}" if able else f"give a model for one of {', '.join(TASKS)}"
+    require(task in able, f"{said}: transformers has no model of type {kind} for --task {task}: {instead}")
+    found = classes[task][own]
+    return type((found[0] if isinstance(found, tuple) else found).__name__, (FromConfig,), {"task": task})
 
 
-def _shape(
-    said: str, task: str, tokens: int | None, config: Mapping[str, Any], notes: list[str] | None = None
-) -> Outline:
-    """The samples to plan with: of so many ``tokens``, or of the image size of ``config``, which may lack defaults.
-
-    ``notes`` get what was decided here.
-    """
-    notes = [] if notes is None else notes
+def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], notes: list[str]) -> Outline:
+    """The samples to plan with, of so many ``tokens`` or of the image size of ``config``; ``notes`` on what was open."""
     classes = None if task.endswith("-lm") else config.get("num_labels")
-    label: tuple[str, tuple[int, ...]] = ("int64", ())
     if task == "image-classification":
         require(tokens is None, f"{said}: --tokens is for texts, and --task {task} takes images")
-        size = config.get("image_size")
-        if size is None:
-            size = IMAGE_SIZE
-            notes.append(f"its {CONFIG} names no image_size: planned with {size}")
+        size = config.get("image_size") or IMAGE_SIZE
+        notes += [] if config.get("image_size") else [f"its {CONFIG} has no image_size: planned with {size}"]
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        shape = (config.get("num_channels") or 3, height, width)
-        return Outline({"pixel_values": ("float32", shape), "labels": label}, SAMPLES, num_classes=classes)
+        pixels = ("float32", (config.get("num_channels") or 3, height, width))
+        return Outline({"pixel_values": pixels, "labels": ("int64", ())}, SAMPLES, num_classes=classes)
     both = f"{said} is an encoder-decoder, of which --task {task} would take the decoder alone: give --task seq2seq-lm"
     require(task != "causal-lm" or not config.get("is_encoder_decoder"), both)
     most = positions(config.get("text_config") or config)
     if tokens is None:
         tokens = min(most or FEW_TOKENS, MOST_TOKENS)
-        why = f"the model takes {most:,}" if most else "the model takes any number"
-        notes.append(f"--tokens {tokens}: {why}")
-    long = f"--tokens={tokens} is more than the {most} tokens that {said} takes: lower it"
-    require(most is None or tokens <= most, long)
+        notes.append(f"--tokens is {tokens:,}: the model takes {f'{most:,}' if most else 'any number'}")
+    require(not most or tokens <= most, f"--tokens={tokens} is more than the {most} that {said} takes: lower it")
     require(tokens > 1 or task != "causal-lm", "--tokens=1 leaves no next token to predict: give 2 or more")
-    # Texts of one length need no mask; those of classifiers and taggers are padded, as a rule.
+    # Texts to generate are packed to one length, and need no mask; others are padded, as a rule.
     names = {"causal-lm": (), "seq2seq-lm": ("attention_mask", "decoder_input_ids")}.get(task, ("attention_mask",))
-    tensors = dict.fromkeys(("input_ids", *names), ("int64", (tokens,)))
-    whole = label if task == "sequence-classification" else ("int64", (tokens,))
-    return Outline({**tensors, "labels": whole}, SAMPLES, num_classes=classes, length=tokens)
+    row = ("int64", (tokens,))
+    labels = ("int64", ()) if task == "sequence-classification" else row
+    return Outline({**dict.fromkeys(("input_ids", *names), row), "labels": labels}, SAMPLES, 0, 0, classes, tokens)
 
 
-def trained_by(name: str, recipe: Recipe) -> tuple[str, dict[str, str]] | None:
-    """The packaged recipe that trains the model of a :func:`hub_recipe`, and the flags for that; ``None`` if none does.
+def trained_by(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:
+    """The recipe that trains what ``reference`` names, and the flags for that; of ``hf:MODEL`` a packaged one, if any.
 
-    The recipe has the optimizer and the precision of :func:`hub_recipe`.
+    An empty name, where there is none.
     """
-    if recipe.model.task != "sequence-classification":  # type: ignore[attr-defined]
-        return None
+    model: Any = recipe.model
+    if not isinstance(model, FromConfig):
+        return reference, {}
+    if model.task != "sequence-classification":
+        return "", {}
+    name = reference.removeprefix(PREFIX)
     folder = Path(local_folder(name)).expanduser()
     weights = name if not folder.is_dir() or any(folder.glob("*.safetensors")) else "null"
-    flags = {"model.name": name, "model.weights": weights, "data.max_length": str(recipe.data.train.lengths[0])}
-    if recipe.model.lora.rank:  # type: ignore[attr-defined]
-        flags["model.lora.rank"] = str(recipe.model.lora.rank)  # type: ignore[attr-defined]
-    return "distilbert_imdb", {**flags, "batch_size": str(recipe.batch_size)}
+    rank = {"model.lora.rank": str(model.lora.rank)} if model.lora.rank else {}
+    flags = {"data.max_length": str(recipe.data.train.lengths[0]), **rank, "batch_size": str(recipe.batch_size)}
+    return "distilbert_imdb", {"model.name": name, "model.weights": weights, **flags}
