@@ -112,31 +112,37 @@ def test_the_loss_of_a_causal_model_is_a_sum_whose_mean_is_that_of_transformers(
     torch.testing.assert_close(loss.total / weight, module(**batch).loss)
 
 
-def test_a_plan_of_a_folder_prints_knobs_and_grows_with_the_tokens(tmp_path, monkeypatch, capsys):
+def test_a_plan_of_a_folder_prints_its_knobs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    reference = config_in(tmp_path / "tiny", TINY)
-    short, _ = planned(capsys, reference, "--batch", "4", "--tokens", "16", *ONE, "--out", "short")
-    long, said = planned(capsys, "hf:./tiny", "--batch", "4", *ONE, "--memory.precision", "32-true", "--optim.name", "sgd")
-    assert (long["recipe"], long["parameters"], long["command"]) == ("hf:./tiny", TINY_SIZE, None)
+    config_in(tmp_path / "tiny", TINY)
+    content, said = planned(
+        capsys, "hf:./tiny", "--batch", "4", *ONE, "--memory.precision", "32-true", "--optim.name", "sgd"
+    )
+    assert (content["recipe"], content["parameters"], content["command"]) == ("hf:./tiny", TINY_SIZE, None)
     assert "the chosen plan, which no packaged recipe trains:" in said
     assert "trainer fit" not in said
     rows = {line[:38].strip(): line[38:].strip() for line in said.splitlines()}
     assert rows["samples of a micro-batch"] == rows["micro-batches of a step, on each rank"] == "2"
     assert (rows["precision"], rows["optimizer"]) == ("32-true", "sgd")
-    assert long["notes"] == ["--task is causal-lm: what its config.json is for", "--tokens is 64: the model takes 64"]
-    assert short["chosen"]["prediction"]["categories"]["batch"] < long["chosen"]["prediction"]["categories"]["batch"]
+    assert content["notes"] == [
+        "--task is causal-lm: what its config.json is for",
+        "--tokens is 64: the model takes 64",
+    ]
+    assert content["chosen"]["prediction"]["phases"]["init"]["allocated_gb"] == round(4 * TINY_SIZE / 1e9, 4)
     assert next(Path("runs/tiny").iterdir()).name.startswith("plan-")
 
 
 def test_adapters_and_a_table_of_devices_are_planned_as_well(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     reference = config_in(tmp_path / "tiny", TINY)
-    content, _ = planned(capsys, reference, "--batch", "4", "--lora", "4", *ONE)
+    content, _ = planned(capsys, reference, "--batch", "2", "--lora", "4", *ONE)
     adapters = 2 * 4 * (32 + 96 + 32 + 32)  # the two matrices of an attention, in two blocks
     assert content["parameters"] == TINY_SIZE + adapters
     assert content["trained_parameters"] == adapters + 2 * 32  # and the norm behind the blocks
-    table, _ = planned(capsys, reference, "--batch", "4", "--devices", "1,2", "--memory.strategy", "ddp", *ONE[4:6])
-    assert [(row["devices"], row["strategy"], row["fits"]) for row in table["rows"]] == [(1, "single", True), (2, "ddp", True)]
+    ddp = ("--devices", "1,2", "--memory.strategy", "ddp")
+    table, _ = planned(capsys, reference, "--batch", "4", *ddp, "--gpu", "rtx-4090", "--memory.micro_batch_size", "2")
+    found = [(row["devices"], row["strategy"], row["fits"]) for row in table["rows"]]
+    assert found == [(1, "single", True), (2, "ddp", True)]
     assert "--task is causal-lm: what its config.json is for" in table["notes"]
 
 

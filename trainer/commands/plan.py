@@ -111,9 +111,9 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         # The batch is the same in all of them, and has been said.
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
         report = search.run(lossy.lower() == "true")
-    trained, own_flags = trained_by(reference, recipe)
+    by, own_flags = trained_by(reference, recipe)
     passed = [(name, text) for name, text in flags if name not in (*VALUED, "json", *own_flags)]
-    command = chosen_command(trained, [*own_flags.items(), *passed], recipe, report) if trained else []
+    command = chosen_command(by, [*own_flags.items(), *passed], recipe, report) if by else []
     print(redact(f"\n{table(report)}\n\n{why(report)}"))
     if command:
         print(f"\nthe chosen plan:\n{pasteable(command)}")

@@ -174,7 +174,7 @@ def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig]:
 
 
 def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], notes: list[str]) -> Outline:
-    """The samples to plan with, of so many ``tokens`` or of the image size of ``config``; ``notes`` on what was open."""
+    """The samples to plan with, of so many ``tokens`` or of the size of its images; ``notes`` on what was open."""
     classes = None if task.endswith("-lm") else config.get("num_labels")
     if task == "image-classification":
         require(tokens is None, f"{said}: --tokens is for texts, and --task {task} takes images")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """``count`` samples that are all alike: zeros, as an outline says; with their ``lengths``, if they are texts."""
+    """``count`` samples that are all alike: zeros in the shapes of an outline, and masks that leave nothing out."""
 
     def __init__(self, outline: Outline, count: int) -> None:
         self.tensors, self.count = outline.tensors, count
@@ -30,8 +30,10 @@ class Samples:
         """A whole batch at once."""
         import torch
 
-        shapes = {name: ((len(indices), *shape), dtype) for name, (dtype, shape) in self.tensors.items()}
-        return {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
+        return {
+            name: torch.full((len(indices), *shape), int(name.endswith("_mask")), dtype=getattr(torch, dtype))
+            for name, (dtype, shape) in self.tensors.items()
+        }
 
 
 class MadeUp(Data):

@@ -161,7 +161,11 @@ def settings(report: PlanReport) -> str:
         ("ranks", f"{report.devices}, {plan.strategy}"),
         ("precision", plan.memory.precision),
         ("optimizer", recipe.optim.name),
-        *((f"memory.{knob.name}", as_text(getattr(plan.memory, knob.name))) for knob in SEARCHED if not knob.needs_ranks),
+        *(
+            (name, as_text(getattr(plan.memory, name)))
+            for name in (knob.name for knob in SEARCHED)
+            if name != "strategy"
+        ),
     ]
     return columns(["knob", "value"], [[name, str(value)] for name, value in rows], ("knob", "value"))
 
