@@ -14,9 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from trainer.cli import run
+from trainer.commands.plan import chosen_command
 from trainer.commands.recipes import load_recipe
-from trainer.planner.hub import FromConfig, hub_recipe
+from trainer.planner.hub import FromConfig, hub_recipe, trained_by
 from trainer.planner.predict import prepared
+from trainer.planner.report import Candidate, PlanReport
 from trainer.weights.streaming import on_meta
 
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 1024, "vocab_size": 50257}
@@ -56,6 +58,7 @@ TINY = GPT2Config(n_embd=32, n_head=2, n_layer=2, n_positions=64, vocab_size=97,
 TINY_SIZE = (97 + 64) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32  # words, positions; blocks; the last norm
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 BERT |= {"intermediate_size": 64, "vocab_size": 101, "architectures": ["BertForMaskedLM"]}
+GUESSED = "--task is causal-lm: what its config.json is for"
 ONE = ("--memory.cpu_offload", "optimizer", "--memory.activation_checkpointing", "full", "--gpu", "rtx-4090")
 ONE += ("--memory.activation_offload", "true", "--memory.micro_batch_size", "2")
 """One combination of knobs to trace."""
@@ -92,7 +95,7 @@ def test_a_configuration_gives_the_published_model(name, tmp_path):
     else:
         tokens = min(4096, config.get("max_position_embeddings") or config["n_positions"])
         assert sample == dict.fromkeys(("input_ids", "labels"), ((tokens,), torch.int64))
-        assert recipe.data.notes[0] == "--task is causal-lm: what its config.json is for"
+        assert recipe.data.notes[0] == GUESSED
         assert recipe.data.notes[1].startswith(f"--tokens is {tokens:,}: the model takes ")
 
 
@@ -125,41 +128,46 @@ def test_a_plan_of_a_folder_prints_its_knobs(tmp_path, monkeypatch, capsys):
     assert rows["samples of a micro-batch"] == rows["micro-batches of a step, on each rank"] == "2"
     assert (rows["precision"], rows["optimizer"]) == ("32-true", "sgd")
     assert content["notes"] == [
-        "--task is causal-lm: what its config.json is for",
+        GUESSED,
         "--tokens is 64: the model takes 64",
     ]
     assert content["chosen"]["prediction"]["phases"]["init"]["allocated_gb"] == round(4 * TINY_SIZE / 1e9, 4)
     assert next(Path("runs/tiny").iterdir()).name.startswith("plan-")
 
 
-def test_adapters_and_a_table_of_devices_are_planned_as_well(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    reference = config_in(tmp_path / "tiny", TINY)
-    content, _ = planned(capsys, reference, "--batch", "2", "--lora", "4", *ONE)
+def test_adapters_are_counted_as_what_trains(tmp_path):
+    name = config_in(tmp_path / "tiny", TINY).removeprefix("hf:")
+    parameters = list(on_meta(hub_recipe(name, lora=4).model.unloaded().build).parameters())
     adapters = 2 * 4 * (32 + 96 + 32 + 32)  # the two matrices of an attention, in two blocks
-    assert content["parameters"] == TINY_SIZE + adapters
-    assert content["trained_parameters"] == adapters + 2 * 32  # and the norm behind the blocks
-    ddp = ("--devices", "1,2", "--memory.strategy", "ddp")
-    table, _ = planned(capsys, reference, "--batch", "4", *ddp, "--gpu", "rtx-4090", "--memory.micro_batch_size", "2")
+    assert sum(parameter.numel() for parameter in parameters) == TINY_SIZE + adapters
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    assert trained == adapters + 2 * 32  # and the norm behind the blocks
+
+
+@pytest.mark.slow
+def test_a_table_of_devices_is_made_as_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ("--batch", "4", "--devices", "1,2", "--memory.strategy", "ddp", "--memory.micro_batch_size", "2")
+    table, _ = planned(capsys, config_in(tmp_path / "tiny", TINY), *flags, "--gpu", "rtx-4090")
     found = [(row["devices"], row["strategy"], row["fits"]) for row in table["rows"]]
     assert found == [(1, "single", True), (2, "ddp", True)]
-    assert "--task is causal-lm: what its config.json is for" in table["notes"]
+    assert GUESSED in table["notes"]
 
 
 def test_a_classifier_of_texts_has_a_command_that_trains_it_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config_in(tmp_path / "bert", BERT | {"id2label": {str(number): str(number) for number in range(5)}})
-    task = ("--task", "sequence-classification", "--tokens", "40", "--batch", "6")
-    content, said = planned(capsys, "hf:./bert", *task, *ONE, "--optim.lr", "1e-4")
-    assert "model    BertForSequenceClassification: " in said
-    words = shlex.split(content["command"])
+    ours, packaged = hub_recipe("./bert", "sequence-classification", 40, 6), load_recipe("distilbert_imdb")[0]
+    assert (ours.optim, ours.memory.precision) == (packaged.optim, packaged.memory.precision)
+    by, own = trained_by("hf:./bert", ours)
+    chosen = Candidate({"memory.micro_batch_size": 2, "memory.cpu_offload": "optimizer"}, "", 1, 1, 1, 1.0, True)
+    report = PlanReport(ours, "RTX 4090", 1, 1, 1, 0.03, 0, chosen, [chosen])
+    words = shlex.split(" ".join(chosen_command(by, [*own.items(), ("optim.lr", "1e-4")], ours, report)))
     assert words[:3] == ["trainer", "fit", "distilbert_imdb"]
     assert run([*words[1:], "--print_config"]) == 0
     lines = set(map(str.strip, capsys.readouterr().out.splitlines()))
     assert {"name: ./bert", "weights: null", "max_length: 40", "batch_size: 6", "micro_batch_size: 2"} <= lines
-    assert {"lr: 0.0001", "cpu_offload: optimizer", "activation_offload: true"} <= lines
-    packaged, ours = load_recipe("distilbert_imdb")[0], hub_recipe("./bert", "sequence-classification", 40)
-    assert (ours.optim, ours.memory.precision) == (packaged.optim, packaged.memory.precision)
+    assert {"lr: 0.0001", "cpu_offload: optimizer", "devices: 1"} <= lines
 
 
 UNKNOWN = {"model_type": "nobodys", "architectures": ["NobodysForCausalLM"]}

@@ -72,6 +72,7 @@ def test_packaged_recipes_are_ready_to_plan_in_a_fresh_clone(flags, note):
         prepared(recipe)
 
 
+@pytest.mark.slow
 def test_a_plan_without_the_data_says_so_and_keeps_the_command(capsys):
     sizes = [f"--model.{name}={value}" for name, value in TINY_VIT.items()]
     argv = ["plan", "vit_cifar10", "--model.name=custom", *sizes, "--data.image_size=32", *ONE, "--json"]
