@@ -131,7 +131,6 @@ def test_a_plan_of_a_folder_prints_its_knobs(tmp_path, monkeypatch, capsys):
         GUESSED,
         "--tokens is 64: the model takes 64",
     ]
-    assert content["chosen"]["prediction"]["phases"]["init"]["allocated_gb"] == round(4 * TINY_SIZE / 1e9, 4)
     assert next(Path("runs/tiny").iterdir()).name.startswith("plan-")
 
 

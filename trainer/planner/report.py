@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.memory.knobs import FOLLOWERS, LOSSY, SEARCHED, TOGETHER
 from trainer.memory.plan import decide_plan
-from trainer.planner.knobs import Settings, applied, turned, without_size
+from trainer.planner.knobs import OPEN, Settings, applied, turned, without_size
 from trainer.planner.predict import Prediction
 from trainer.recipe import Memory, Recipe
 from trainer.system.text import GB, WIDTH, as_text, columns, gigabytes, wrapped
@@ -161,11 +161,7 @@ def settings(report: PlanReport) -> str:
         ("ranks", f"{report.devices}, {plan.strategy}"),
         ("precision", plan.memory.precision),
         ("optimizer", recipe.optim.name),
-        *(
-            (name, as_text(getattr(plan.memory, name)))
-            for name in (knob.name for knob in SEARCHED)
-            if name != "strategy"
-        ),
+        *((f"memory.{name}", as_text(getattr(plan.memory, name))) for name in OPEN if name != "strategy"),
     ]
     return columns(["knob", "value"], [[name, str(value)] for name, value in rows], ("knob", "value"))
 
