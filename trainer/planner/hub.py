@@ -88,15 +88,9 @@ def hub_recipe(
     """A recipe for the model whose ``config.json`` is in the folder ``name``, or else on the hub under that name.
 
     It has the optimizer and the precision of ``distilbert_imdb``, which are usual ones. Nothing is executed that comes
-    from the hub, and no weights are read.
-
-    Args:
-        name: a folder, or a hub id.
-        task: one of :data:`TASKS`; by default what the configuration's ``architectures`` are for.
-        tokens: of every text; by default as many as the model takes, but no more than ``MOST_TOKENS``.
-        batch: samples of a step; 8 by default.
-        lora: rank of adapters to train instead of the weights; 0 for none.
-        revision: of the configuration on the hub.
+    from the hub, and no weights are read. What is left open: the ``task`` is what the configuration's ``architectures``
+    are for, the ``tokens`` of a text as many as the model takes, but no more than ``MOST_TOKENS``, the ``batch`` 8
+    samples. ``lora`` is the rank of adapters to train instead of the weights, 0 for none; ``revision`` the hub's.
 
     Raises:
         RecipeError: when the configuration cannot be had or used, or is none for the task or for so many tokens.

@@ -55,6 +55,11 @@ class MadeUp(Data):
         """Nothing: it is made."""
 
 
+def notes_of(data: Data) -> list[str]:
+    """What is to be said of the data, where it is made up."""
+    return data.notes if isinstance(data, MadeUp) else []
+
+
 def said(outline: Outline) -> str:
     """That the data is not here, and what takes its place."""
     planned = f"the data is not here: planned with {outline.train:,} samples"

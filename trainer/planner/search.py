@@ -20,6 +20,7 @@ from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
 from trainer.planner import knobs
 from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, nccl_bytes, outside
 from trainer.planner.knobs import Settings
+from trainer.planner.outline import notes_of
 from trainer.planner.predict import Prediction, predict, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
 from trainer.planner.target import Target, budget_bytes, gpu_here
@@ -109,7 +110,7 @@ class Search:
         self.done = self.total = 0
         self.refused: list[Candidate] = []
         model = recipe.model
-        self.notes = dict.fromkeys(getattr(recipe.data, "notes", ()))
+        self.notes = dict.fromkeys(notes_of(recipe.data))
         self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
 
     def heading(self, count: int, trained: int) -> str:
