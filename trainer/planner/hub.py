@@ -164,7 +164,9 @@ def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig]:
     instead = f"give --task {' or '.join(able)}" if able else f"give a model for one of {', '.join(TASKS)}"
     require(task in able, f"{said}: transformers has no model of type {kind} for --task {task}: {instead}")
     found = classes[task][own]
-    return type((found[0] if isinstance(found, tuple) else found).__name__, (FromConfig,), {"task": task})
+    name = (found[0] if isinstance(found, tuple) else found).__name__
+    made = globals()[name] = type(name, (FromConfig,), {"task": task})  # where pickle looks for it
+    return made
 
 
 def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], notes: list[str]) -> Outline:
