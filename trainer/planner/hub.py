@@ -98,11 +98,12 @@ def hub_recipe(
     require(task is None or task in TASKS, f"--task={task!r} must be one of {', '.join(TASKS)}")
     said = f"{PREFIX}{name}"
     given, folder = _read(said, name, revision)
-    notes = [] if task else [f"--task is {(task := _guessed(said, given))}: what its {CONFIG} is for"]
-    _shape(said, task, tokens, given, [])  # refuses what it can before torch is imported
-    model = _class(said, given, task)(str(folder), tokenizer=NO_TOKENIZER, lora=LoRA(lora))
+    chosen = task or _guessed(said, given)
+    notes = [] if task else [f"--task is {chosen}: what its {CONFIG} is for"]
+    _shape(said, chosen, tokens, given, [])  # refuses what it can before torch is imported
+    model = _class(said, given, chosen)(str(folder), tokenizer=NO_TOKENIZER, lora=LoRA(lora))
     config = model._configuration()
-    outline = _shape(said, task, tokens, config.to_dict() | {"num_labels": config.num_labels}, notes)
+    outline = _shape(said, chosen, tokens, config.to_dict() | {"num_labels": config.num_labels}, notes)
     return Recipe(
         model=model,
         data=MadeUp(outline, notes=notes),
