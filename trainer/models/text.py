@@ -208,7 +208,8 @@ class TextClassifier(Adaptable):
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``AutoModelForSequenceClassification.from_pretrained`` and ``AutoTokenizer`` load."""
         module.save_pretrained(folder, state_dict=self.merged_state(module, state))  # type: ignore[operator]
-        self.tokenizer_or_none().save_pretrained(folder)
+        if (tokenizer := self.tokenizer_or_none()) is not None:
+            tokenizer.save_pretrained(folder)
 
     def saved_in(self, folder: Path) -> TextClassifier:
         """The classifier whose configuration, weights and tokenizer ``save`` wrote to ``folder``."""
