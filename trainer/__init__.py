@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.contract import Data, Model
 from trainer.errors import RecipeError
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
-from trainer.values import Loss, Pretrained, Stored
+from trainer.values import Loss, Outline, Pretrained, Stored
 
 if TYPE_CHECKING:
     from trainer.cli import main
@@ -50,6 +50,7 @@ __all__ = [
     "Memory",
     "Model",
     "Optim",
+    "Outline",
     "PlanReport",
     "Pretrained",
     "Recipe",

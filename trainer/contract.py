@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import RecipeError
-from trainer.values import IGNORED_LABEL, Loss, Pretrained
+from trainer.values import IGNORED_LABEL, Loss, Outline, Pretrained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,6 +69,10 @@ class Model:
         if getattr(self, "weights", None) is None:
             return self
         return dataclasses.replace(self, weights=None)  # type: ignore[type-var]
+
+    def outlined(self, outline: Outline) -> Model:
+        """This model as it is planned with data of which no more than ``outline`` is here: by default as it is."""
+        return self
 
     @classmethod
     def starts_on_meta(cls) -> bool:
@@ -149,6 +153,11 @@ class Data:
     def prepare(self, tokenizer: Any = None) -> None:
         """Find, download, check and tokenise; called on every rank, the first rank of a node first."""
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer)")
+
+    def outline(self) -> Outline | None:
+        """What the dataset holds, where its files are not here: ``trainer plan`` then makes samples up. ``None`` where
+        they are here, or nobody knows: they are prepared, as for a run."""
+        return None
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Make a micro-batch (any nest of tensors; the built-in models read a dict with ``labels``) of samples."""

@@ -85,6 +85,28 @@ class Incomplete(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Outline:
+    """What a dataset holds, known without its files: enough to plan with samples that are made up.
+
+    Args:
+        tensors: the dtype and the shape of each tensor of a sample, the longest that there is, such as
+            ``{"pixel_values": ("float32", (3, 32, 32)), "labels": ("int64", ())}``.
+        train: samples to train on.
+        val: samples of the validation set; 0 without one.
+        test: samples of the test set; 0 without one.
+        num_classes: of the labels; ``None`` where they are no classes.
+        length: tokens of a sample, of texts.
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    train: int
+    val: int = 0
+    test: int = 0
+    num_classes: int | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """Where the value of a parameter or buffer is kept.
 

@@ -278,13 +278,14 @@ def test_a_folder_with_a_configuration_is_enough_for_a_text_model(tmp_path, samp
     assert content["chosen"]["fits"] is True
 
 
-def test_a_hub_that_is_not_there_is_said_with_what_is_needed(monkeypatch, capsys):
+def test_a_hub_that_is_not_there_is_said_with_what_is_needed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))  # no reviews, so no tokenizer is needed
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     argv = ["plan", "distilbert_imdb", *A100, "--model.weights", "nobody/absent", "--model.name", "nobody/absent"]
     assert run(argv) == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    assert "model.tokenizer='nobody/absent' cannot be loaded" in message
+    assert "model.name='nobody/absent' cannot be loaded" in message
     assert "To plan, no weights are needed: a folder with config.json for model.name" in message
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.commands import TRUST, OwnFlags
 from trainer.commands.recipes import Asked, asked_for, count, new_folder
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError, require
 from trainer.planner.gpus import gpu_named, host_as_device
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
@@ -23,6 +23,7 @@ from trainer.system.redact import redact, redact_value
 from trainer.system.text import as_text, escaped, wrapped
 
 if TYPE_CHECKING:
+    from trainer.commands.flags import Flags
     from trainer.planner.network import Cluster
     from trainer.planner.report import PlanReport
 
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
 BEGAN = time.time_ns()  # before a recipe and what it imports are read
 
+HUB = {
+    "task": "for hf:MODEL: causal-lm, masked-lm, sequence-classification, ... (default: what its config.json is for)",
+    "tokens": "for hf:MODEL: tokens of every text (default: what the model takes, and at most 4096)",
+    "batch": "for hf:MODEL: samples of a step (default: 8)",
+    "lora": "for hf:MODEL: rank of adapters to train instead of the weights",
+}
 VALUED = {
     "gpu": "the GPU to plan for, such as a100-80gb, or cpu (default: the GPU of this machine)",
     "devices": "ranks in all (default: run.devices, or 1 where that is auto); several, such as 1,8,64, make a table",
@@ -38,6 +45,7 @@ VALUED = {
     "interconnect": "what joins the devices, such as 100gbe or pcie-4+25gbe (default: ib-hdr); several, such as "
     "100gbe,8x-ib-hdr, make a table",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
+    **HUB,
     "out": "folder for plan.json, .html and .png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
 SWITCHES = {
@@ -53,7 +61,7 @@ def plan(argv: list[str]) -> None:
     Raises:
         RunError: when nothing fits; the table is printed and the files are written all the same.
     """
-    asked = asked_for("plan", "RECIPE", argv, FLAGS)
+    asked = asked_for("plan", "RECIPE", argv, FLAGS, made=_of_config)
     if asked is None:
         return
     own = {name: text or "" for name, text in asked.flags if name in VALUED}
@@ -70,6 +78,20 @@ def plan(argv: list[str]) -> None:
         raise RunError(missing)
 
 
+def _of_config(reference: str, flags: Flags) -> Recipe | None:
+    """The recipe that ``hf:MODEL`` stands for, of its flags; ``None`` for any other ``reference``, which has none."""
+    given = {name: text or "" for name, text in flags if name in HUB}
+    if not reference.startswith("hf:"):
+        for name in given:
+            raise RecipeError(f"--{name} is for hf:MODEL, a model's config.json: {reference} says it itself")
+        return None
+    from trainer.planner.hub import hub_recipe
+
+    numbers = {name: count(name, text) for name, text in given.items() if name != "task"}
+    revision = dict(flags).get("model.revision")
+    return hub_recipe(reference.removeprefix("hf:"), given.get("task"), revision=revision, **numbers)
+
+
 def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Search, print for a person, and write the files: what ``plan.json`` holds, and what is missing for a plan."""
     recipe, _, reference, flags = asked
@@ -79,9 +101,10 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     with quick_imports():
         import accelerate  # noqa: F401  # the children build modules with it: here once for all of them
 
+        from trainer.planner.hub import trained_by
         from trainer.planner.kept import Keeper
         from trainer.planner.page import write_page
-        from trainer.planner.report import pasteable, table, why
+        from trainer.planner.report import pasteable, settings, table, why
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
         from trainer.system.children import in_child
@@ -101,12 +124,15 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         # The batch is the same in all of them, and has been said.
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
         report = search.run(lossy.lower() == "true", ("all", None) in flags)
-    passed = [(name, text) for name, text in flags if name not in (*VALUED, *SWITCHES)]
-    command = chosen_command(reference, passed, recipe, report)
+    by, own_flags = trained_by(reference, recipe)
+    passed = [(name, text) for name, text in flags if name not in (*VALUED, *SWITCHES, *own_flags)]
+    command = chosen_command(by, [*own_flags.items(), *passed], recipe, report) if by else []
     print(redact(f"\n{table(report)}\n\n{why(report)}"))
+    over = f", over {report.interconnect}" if report.interconnect else ""
     if command:
-        over = f", over {report.interconnect}" if report.interconnect else ""
         print(f"\nthe chosen plan{over}:\n{pasteable(command)}")
+    elif report.chosen is not None:
+        print(f"\nthe chosen plan{over}, which no packaged recipe trains:\n{settings(report)}")
     found = {"parameters": total, "trained_parameters": trained, **report.to_json()}
     content = _write(out / "plan.json", reference, found | {"command": " ".join(command) or None})
     drawn, timeline = report.drawn, None
@@ -187,7 +213,7 @@ def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
     target = target_for(own.get("gpu"))
     networks = interconnects(own.get("interconnect", USUAL), target.gpu)
-    scale = Scale(prepared(recipe), target, sizes, networks)
+    scale = Scale(prepared(recipe, outlines=True), target, sizes, networks)
     out = new_folder("scale", own.get("out"), reference)
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)

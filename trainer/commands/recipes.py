@@ -145,11 +145,17 @@ class Asked(NamedTuple):
 
 
 def asked_for(
-    command: str, what: str, argv: Sequence[str], own: OwnFlags = NONE, named: Callable[[str], str] = str
+    command: str,
+    what: str,
+    argv: Sequence[str],
+    own: OwnFlags = NONE,
+    named: Callable[[str], str] = str,
+    made: Callable[[str, Flags], Recipe | None] = lambda reference, flags: None,
 ) -> Asked | None:
     """Read the command line of a command that takes a recipe, or the directory of a run, and then flags.
 
-    ``what`` is RECIPE, or RUN_DIR, whose recipe ``named`` finds. ``None`` when printing was all that was asked for.
+    ``what`` is RECIPE, or RUN_DIR, whose recipe ``named`` finds; one that is in no file is ``made``, of the flags that
+    are the command's own. ``None`` when printing was all that was asked for.
     """
     from trainer.commands.flags import scan
 
@@ -160,7 +166,10 @@ def asked_for(
     reference, *others = positionals
     if others:
         raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags")
-    recipe, source = load_recipe(named(reference), trusted=(TRUST, None) in flags)
+    if (recipe := made(reference, flags)) is not None:
+        source = reference
+    else:
+        recipe, source = load_recipe(named(reference), trusted=(TRUST, None) in flags)
     resolved = resolve(recipe, source, flags, f"trainer {command} {reference} [flags]", own)
     return None if resolved is None else Asked(resolved, source, reference, flags)
 

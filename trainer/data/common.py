@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from trainer.contract import Data
 from trainer.errors import require
 from trainer.recipe import MOST_SECONDS
+from trainer.values import Outline
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -41,6 +42,13 @@ class BuiltIn(Data):
             f"data.worker_timeout={seconds} must be more than 0 seconds, and at most {MOST_SECONDS:,}",
         )
         require(bad >= 0, f"data.max_bad_samples={bad} must not be negative; 0 ends the run at the first bad sample")
+
+    def _outlined(
+        self, train: int, test: int, num_classes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
+    ) -> Outline:
+        """What is known of ``train`` samples, of which some are held out, and ``test`` samples, with a label each."""
+        held = math.ceil(self.val_fraction * train)
+        return Outline({**tensors, "labels": ("int64", ())}, train - held, held, test, num_classes, **more)
 
     def _set_classes(self, names: Sequence[str]) -> None:
         self.class_names, self.num_classes = list(names), len(names)

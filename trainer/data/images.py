@@ -11,6 +11,7 @@ from zipfile import BadZipFile, ZipFile
 from trainer.data.common import BuiltIn, hold_out, local_path, reason
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
+from trainer.values import Outline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,6 +144,16 @@ class _Downloaded(_Images):
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 
+    _place: ClassVar[str]  # of the files in ``root``
+    _counts: ClassVar[tuple[int, int]]  # samples of train and test
+
+    def outline(self) -> Outline | None:
+        """The images that would be downloaded."""
+        if not self.download or self.root.endswith(".npz") or (local_path(self.root) / self._place).is_dir():
+            return None
+        shape = (self.channels, self.image_size, self.image_size)
+        return self._outlined(*self._counts, 10, {"pixel_values": ("float32", shape)})
+
     def prepare(self, tokenizer: Any = None) -> None:
         """Download if asked to, and read all images."""
         classes, train, test = self._read()
@@ -183,12 +194,13 @@ class FashionMNIST(_Downloaded):
 
     _statistics = (0.2860,), (0.3530,)
     _mode = "L"
+    _place, _counts = "FashionMNIST/raw", (60_000, 10_000)
 
     def _read(self) -> tuple[Sequence[str], Any, Any]:
         from torch import Tensor, uint8
         from torchvision.datasets import FashionMNIST as Source
 
-        folder = local_path(self.root) / "FashionMNIST" / "raw"
+        folder = local_path(self.root) / self._place
         train, test = self._open(Source, folder, Source.mirrors[0])
         for part in (train, test):  # where there are files of an old torchvision, it takes whatever is in them
             images, labels = part.data, part.targets
@@ -213,6 +225,7 @@ class CIFAR10(_Downloaded):
     """
 
     _statistics = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    _place, _counts = "cifar-10-batches-py", (50_000, 10_000)
 
     def _read(self) -> tuple[Sequence[str], Any, Any]:
         import torch
@@ -222,7 +235,7 @@ class CIFAR10(_Downloaded):
         else:
             from torchvision.datasets import CIFAR10 as Source
 
-            sources = self._open(Source, local_path(self.root) / Source.base_folder, Source.url)
+            sources = self._open(Source, local_path(self.root) / self._place, Source.url)
             names, found = sources[0].classes, [(source.data, source.targets) for source in sources]
         tensors = ((torch.from_numpy(images).permute(0, 3, 1, 2), torch.as_tensor(labels)) for images, labels in found)
         train, test = ((images.contiguous(), labels.long()) for images, labels in tensors)

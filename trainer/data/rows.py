@@ -193,6 +193,11 @@ def _read_texts(files: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
         yield {"text": text, "label": label}
 
 
+def is_cached(name: str, cache_dir: str | None) -> bool:
+    """Whether a dataset of the Hugging Face hub has been loaded before: no hub is asked."""
+    return (Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir()
+
+
 def find_hub(name: str, cache_dir: str | None) -> dict[str, Rows]:
     """Load the train and test splits of a dataset from the Hugging Face hub, or from its cache."""
     try:

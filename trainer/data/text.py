@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.common import BuiltIn, hold_out, local_path
 from trainer.errors import require, require_positive
+from trainer.values import Outline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from trainer.data.rows import Rows
     from trainer.data.shards import Shard
     from trainer.data.tokens import Tokens
+
+
+PUBLIC_IMDB = "stanfordnlp/imdb"
 
 
 class Texts(BuiltIn):
@@ -112,7 +116,7 @@ class IMDb(_Tokenised):
         label_column: column of the labels: 0 or 1, or negative or positive.
     """
 
-    root: str = "stanfordnlp/imdb"
+    root: str = PUBLIC_IMDB
     max_length: int = 512
     val_fraction: float = 0.0
     text_column: str = "text"
@@ -121,6 +125,15 @@ class IMDb(_Tokenised):
     workers: int = 0
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
+
+    def outline(self) -> Outline | None:
+        """The reviews that would be downloaded, each as long as ``max_length`` allows."""
+        from trainer.data.rows import is_cached
+
+        if self.root != PUBLIC_IMDB or local_path(self.root).is_dir() or is_cached(self.root, self.cache_dir):
+            return None
+        tokens = dict.fromkeys(("input_ids", "attention_mask"), ("int64", (self.max_length,)))
+        return self._outlined(25_000, 25_000, 2, tokens, length=self.max_length)
 
     def _find(self, cache: Path) -> dict[str, Rows]:
         from trainer.data.rows import find_file, find_folders, find_hub

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import RecipeError, require
 from trainer.system.files import require_regular
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+FROM_PADDING = ("roberta", "camembert", "longformer", "mpnet", "luke", "ibert", "xmod")  # in names of model types
 
 MOST_TEXT = 500_000_000
 """Bytes of a file of settings or words; the largest vocabularies take some ten millions."""
@@ -61,6 +65,15 @@ def _require_files(folder: Path) -> None:
                 raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
             small = path.suffix not in (".json", ".txt") or path.stat().st_size <= MOST_TEXT
             require(small, f"{path} is larger than {MOST_TEXT / 1e6:g} MB: too much for settings or words")
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """The most tokens that a model takes, from the settings in its ``config.json``; ``None`` where any number goes."""
+    kind = str(config.get("model_type"))
+    found = next((config[name] for name in POSITIONS if isinstance(config.get(name), int)), 0)
+    if any(name in kind for name in FROM_PADDING):  # which do not use the positions up to that of the padding token
+        found -= 1 + (config.get("pad_token_id") or 0)
+    return found if found > 0 and "t5" not in kind else None  # T5 has the entry, but only relative positions
 
 
 def refuse_code(name: str, config: Any) -> None:

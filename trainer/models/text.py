@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, classification_loss, require_filled, train_last_blocks
-from trainer.models.hub import from_hub, is_local, local_folder, refuse_code
+from trainer.models.hub import from_hub, is_local, local_folder, positions, refuse_code
 from trainer.models.lora import Adaptable, LoRA, add_adapters
-from trainer.values import Loss, Pretrained
+from trainer.values import Loss, Outline, Pretrained
 from trainer.weights.blocks import find_blocks, switch_cache_off
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+NO_TOKENIZER = "none"
 # The names under which configurations keep their dropout rates.
 DROPOUT_FIELDS = (
     *("dropout", "attention_dropout", "seq_classif_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -36,7 +37,7 @@ class TextClassifier(Adaptable):
     Args:
         name: where the configuration comes from: a hub id, a local folder, or a model type such as distilbert.
         weights: a hub id or a local folder, as save_pretrained writes it; null for random weights.
-        tokenizer: a hub id or a local folder; null takes that of weights, or of name.
+        tokenizer: a hub id or a local folder; null takes that of weights, or of name. A plan can do with none.
         config: entries of the configuration to override, such as {n_layers: 2, dim: 128}.
         revision: of everything that comes from the hub: a branch, tag or commit.
         num_classes: null takes the dataset's.
@@ -73,7 +74,7 @@ class TextClassifier(Adaptable):
 
     def tokenizer_or_none(self) -> Any:
         """The tokenizer, loaded once."""
-        if self._cached_tokenizer is None:
+        if self._cached_tokenizer is None and self.tokenizer != NO_TOKENIZER:
             from transformers import AutoTokenizer
 
             source = self.tokenizer or self.weights or self.name
@@ -92,6 +93,14 @@ class TextClassifier(Adaptable):
         """This classifier with random weights, and the tokenizer that it has."""
         model = copy.copy(self)  # with the tokenizer that is loaded already
         model.tokenizer, model.weights = self.tokenizer or self.weights, None
+        return model
+
+    def outlined(self, outline: Outline) -> TextClassifier:
+        """This classifier without the tokenizer, unless one is named: the configuration knows how many words it has."""
+        model = self if self.tokenizer else replace(self, tokenizer=NO_TOKENIZER)
+        most = positions(model._configuration().to_dict())
+        long = f"data.max_length={outline.length} is more than the {most} tokens that model.name={self.name!r} takes"
+        require(not most or not outline.length or outline.length <= most, f"{long}: lower it")
         return model
 
     def build(self) -> nn.Module:
@@ -134,19 +143,16 @@ class TextClassifier(Adaptable):
 
     def skeleton(self) -> nn.Module:
         """The module with random weights, without adapters."""
-        import torch
-        from transformers import AutoModelForSequenceClassification
-
         require_filled(type(self).__name__, num_classes=self.num_classes)
-        module = from_hub(
-            "name",
-            self.name,
-            AutoModelForSequenceClassification.from_config,
-            self._configuration(),
-            dtype=torch.get_default_dtype(),  # it does not look at it itself
-            trust_remote_code=False,
-        )
-        return self._finished(module)
+        return self._finished(self._from_configuration("AutoModelForSequenceClassification"))
+
+    def _from_configuration(self, auto: str) -> nn.Module:
+        """What the class of transformers with that name makes of the configuration, with random weights."""
+        import torch
+        import transformers
+
+        options = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}  # it does not look at that itself
+        return from_hub("name", self.name, getattr(transformers, auto).from_config, self._configuration(), **options)
 
     def _load(self, key: str, source: str, load: Any, **options: Any) -> Any:
         """What a loader of transformers makes of ``source``, of the revision that is asked for."""
@@ -202,7 +208,8 @@ class TextClassifier(Adaptable):
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``AutoModelForSequenceClassification.from_pretrained`` and ``AutoTokenizer`` load."""
         module.save_pretrained(folder, state_dict=self.merged_state(module, state))  # type: ignore[operator]
-        self.tokenizer_or_none().save_pretrained(folder)
+        if (tokenizer := self.tokenizer_or_none()) is not None:
+            tokenizer.save_pretrained(folder)
 
     def saved_in(self, folder: Path) -> TextClassifier:
         """The classifier whose configuration, weights and tokenizer ``save`` wrote to ``folder``."""
@@ -215,8 +222,8 @@ class TextClassifier(Adaptable):
         is_type = not is_local(self.name) and _is_model_type(self.name)
         if is_type:
             config = AutoConfig.for_model(self.name)
-            tokenizer = self.tokenizer_or_none()
-            config.vocab_size, config.pad_token_id = len(tokenizer), tokenizer.pad_token_id
+            if (tokenizer := self.tokenizer_or_none()) is not None:
+                config.vocab_size, config.pad_token_id = len(tokenizer), tokenizer.pad_token_id
         else:
             config = self._load("name", self.name, AutoConfig.from_pretrained, trust_remote_code=False)
         unknown = [key for key in self.config if not hasattr(config, key)]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from trainer.contract import Data
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
@@ -18,6 +19,7 @@ from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
 from trainer.planner.events import Trace, Work
 from trainer.planner.kept import Keeper, Known, Note
 from trainer.planner.network import Cluster, Interconnect, sent
+from trainer.planner.outline import MadeUp
 from trainer.planner.replay import AllocatorSettings, Replay, replay, retries_within
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
@@ -102,24 +104,38 @@ class Prediction:
         }
 
 
-def prepared(recipe: Recipe) -> Recipe:
+def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
     """The recipe with its data prepared and its model filled from it; no weights are fetched or read.
+
+    With ``outlines``, data that is not here but has an outline is made up of that, which its ``notes`` say, and a text
+    model goes without its tokenizer.
 
     Raises:
         RecipeError: when the configuration, the tokenizer or the data cannot be had.
     """
-    model = recipe.model.unloaded()
+    outline = recipe.data.outline() if outlines else None
     try:
-        model.prepare()
+        model = recipe.model if outline is None else recipe.model.outlined(outline)
+        bare = model.unloaded()
+        bare.prepare()
     except RecipeError as error:
         if not isinstance(error.__cause__, OSError):
             raise
         needed = "a folder with config.json for model.name and one with the tokenizer for model.tokenizer are enough"
+        if outline is not None:
+            needed = "a folder with config.json for model.name, or a model type such as distilbert, is enough"
         raise RecipeError(f"{error}. To plan, no weights are needed: {needed}") from error
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # what is forked must not wait for its threads
-    recipe.data.prepare(model.tokenizer_or_none())
-    require(len(recipe.data.train) > 0, "the training set is empty")
-    return recipe.replace(model=fill_from_data(recipe.model, recipe.data))
+    data = recipe.data if outline is None else MadeUp(outline, recipe.data)
+    try:
+        data.prepare(bare.tokenizer_or_none())
+    except (RecipeError, OSError) as error:
+        if not outlines or type(data).outline is not Data.outline or type(data).__module__.startswith("trainer."):
+            raise
+        fix = f"to plan without the data, define outline() in {type(data).__name__} (docs/your-own-model.md)"
+        raise RecipeError(f"{type(data).__name__}: {error}; {fix}") from error
+    require(len(data.train) > 0, "the training set is empty")
+    return recipe.replace(model=fill_from_data(model, data), data=data)
 
 
 def predict(recipe: Recipe, plan: Plan, target: Target, nodes: int = 1, timeline: bool = False) -> Prediction:

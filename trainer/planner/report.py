@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.memory.knobs import LOSSY, SEARCHED
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.knobs import Settings, applied, turned, without_size
+from trainer.planner.knobs import OPEN, Settings, applied, turned, without_size
 from trainer.planner.predict import Prediction
 from trainer.recipe import Memory, Recipe
 from trainer.system.text import GB, WIDTH, as_text, columns, gigabytes, wrapped
@@ -153,6 +153,22 @@ def why(report: PlanReport) -> str:
         lines.append(f"refused, {len(ones)} of the plans (such as {example}): {reason}")
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(wrapped(f"- {line}", "  ") for line in lines)
+
+
+def settings(report: PlanReport) -> str:
+    """The chosen plan as a table of its knobs: for a trainer that is not this one."""
+    assert report.chosen is not None
+    recipe = applied(report.recipe, report.chosen.flags)
+    plan = decide_plan(recipe, report.devices)
+    rows = [
+        ("samples of a micro-batch", plan.first_cut.micro_batch_size),
+        ("micro-batches of a step, on each rank", plan.first_cut.accumulate),
+        ("ranks", f"{report.devices}, {plan.strategy}"),
+        ("precision", plan.memory.precision),
+        ("optimizer", recipe.optim.name),
+        *((f"memory.{name}", as_text(getattr(plan.memory, name))) for name in OPEN if name != "strategy"),
+    ]
+    return columns(["knob", "value"], [[name, str(value)] for name, value in rows], ("knob", "value"))
 
 
 def pasteable(words: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from trainer.planner.cost import ESTIMATES
 from trainer.planner.gpus import outside
 from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
 from trainer.planner.network import Cluster, Interconnect, strategies
+from trainer.planner.outline import notes_of
 from trainer.planner.predict import Prediction, predict_here
 from trainer.planner.search import MARGIN, WHOLE, Progress
 from trainer.planner.target import Target, budget_bytes
@@ -116,7 +117,8 @@ class Scale:
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
         best = [best_of(found) for found in tried]
-        notes = dict.fromkeys(note for row in best if row.found for note in row.found.notes)
+        notes = dict.fromkeys(notes_of(self.recipe.data))
+        notes |= dict.fromkeys(note for row in best if row.found for note in row.found.notes)
         seconds = time.perf_counter() - began
         return ScaleReport(self.recipe, self.target, list(self.networks), best, list(notes), seconds)
 

@@ -33,6 +33,7 @@ from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, nccl_byte
 from trainer.planner.kept import Keeper
 from trainer.planner.knobs import Settings
 from trainer.planner.network import ONE, devices_of
+from trainer.planner.outline import notes_of
 from trainer.planner.predict import GROWING, Prediction, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
 from trainer.planner.target import Target, budget_bytes, gpu_here
@@ -98,7 +99,7 @@ def search_for(
     """The search that :func:`plan` does, ready to run; arguments and errors as there."""
     target, ranks = target_for(gpu, interconnect), devices or devices_of(recipe)
     require(ranks % nodes == 0, f"--devices={ranks} must be a multiple of --nodes={nodes}")
-    return Search(prepared(recipe), target, ranks, nodes, budget)
+    return Search(prepared(recipe, outlines=True), target, ranks, nodes, budget)
 
 
 def target_for(gpu: str | GPU | None, interconnect: str | None = None) -> Target:
@@ -165,7 +166,8 @@ class Search:
         self.arms: list[Arm] = []
         self.padding: dict[int, float] = {}
         model = recipe.model
-        self.notes = {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
+        self.notes = dict.fromkeys(notes_of(recipe.data))
+        self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
 
     def heading(self, count: int, trained: int) -> str:
         """What is going to be planned, for a model of ``count`` parameters, of which so many are trained."""

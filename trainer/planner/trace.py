@@ -62,7 +62,7 @@ def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
     """The samples that ``plan`` would meet first, and the longest ones, from the recipe's prepared data."""
     ranks, loader = plan.world_size, loader_of(recipe, recipe.data.train)
     windows = windows_of(recipe, loader, world_size=ranks, reduce=lambda values: [value * ranks for value in values])
-    varies = windows.lengths is not None
+    varies = windows.lengths is not None and min(windows.lengths) < max(windows.lengths)
     most, window = 3 if varies else 2, next(iter(windows.epoch(0, 0, 1)))
     own = window.micro_batches
     if len(own) > most:

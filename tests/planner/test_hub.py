@@ -1,0 +1,231 @@
+"""``trainer plan hf:MODEL``: a ``config.json``, and nothing else, is planned as any recipe."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from trainer.cli import run
+from trainer.commands.plan import chosen_command
+from trainer.commands.recipes import load_recipe
+from trainer.planner.hub import FromConfig, hub_recipe, trained_by
+from trainer.planner.predict import prepared
+from trainer.planner.report import Candidate, PlanReport
+from trainer.weights.streaming import on_meta
+
+GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 1024, "vocab_size": 50257}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+PUBLISHED: dict[str, tuple[dict[str, Any], int, str]] = {
+    "Qwen3-4B": (
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2560, "head_dim": 128}
+        | {"intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"max_position_embeddings": 40960, "tie_word_embeddings": True, "vocab_size": 151936, "rope_theta": 1000000},
+        4_022_468_096,
+        "Qwen3ForCausalLM",
+    ),
+    "Llama-3.1-8B": (
+        {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": False}
+        | {"vocab_size": 128256, "rope_theta": 500000.0},
+        8_030_261_248,
+        "LlamaForCausalLM",
+    ),
+    "SmolLM2-135M": (
+        {**LLAMA, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+        | {"num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+        | {"vocab_size": 49152, "rope_theta": 100000},
+        134_515_008,
+        "LlamaForCausalLM",
+    ),
+    "gpt2": ({**GPT2, "n_embd": 768, "n_head": 12, "n_layer": 12}, 124_439_808, "GPT2LMHeadModel"),
+    "vit-base-patch16-224": (
+        {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 768, "image_size": 224}
+        | {"intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12, "patch_size": 16}
+        | {"id2label": {str(number): f"class {number}" for number in range(1000)}},
+        86_567_656,
+        "ViTForImageClassification",
+    ),
+}
+TINY = GPT2Config(n_embd=32, n_head=2, n_layer=2, n_positions=64, vocab_size=97, architectures=["GPT2LMHeadModel"])
+TINY_SIZE = (97 + 64) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32  # words, positions; blocks; the last norm
+BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+BERT |= {"intermediate_size": 64, "vocab_size": 101, "architectures": ["BertForMaskedLM"]}
+GUESSED = "--task is causal-lm: what its config.json is for"
+ONE = ("--memory.cpu_offload", "optimizer", "--memory.activation_checkpointing", "full", "--gpu", "rtx-4090")
+ONE += ("--memory.activation_offload", "true", "--memory.micro_batch_size", "2")
+"""One combination of knobs to trace."""
+
+
+def config_in(folder: Path, config: dict[str, Any] | GPT2Config) -> str:
+    """``hf:FOLDER``, a new one with that configuration."""
+    folder.mkdir(exist_ok=True)
+    if isinstance(config, dict):
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        config.save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+def planned(capsys: Any, *argv: str) -> tuple[dict[str, Any], str]:
+    """What ``plan.json`` holds, and what else was said."""
+    assert run(["plan", *argv, "--json"]) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_configuration_gives_the_published_model(name, tmp_path):
+    config, published, title = PUBLISHED[name]
+    recipe = prepared(hub_recipe(config_in(tmp_path / name, config).removeprefix("hf:")), outlines=True)
+    module = on_meta(recipe.model.unloaded().build)
+    assert sum(parameter.numel() for parameter in module.parameters()) == published
+    assert type(recipe.model).__name__ == title == type(module).__name__
+    sample = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in recipe.data.train[0].items()}
+    if name.startswith("vit"):
+        assert sample == {"pixel_values": ((3, 224, 224), torch.float32), "labels": ((), torch.int64)}
+        assert (recipe.data.num_classes, recipe.model.num_classes) == (1000, 1000)
+    else:
+        tokens = min(4096, config.get("max_position_embeddings") or config["n_positions"])
+        assert sample == dict.fromkeys(("input_ids", "labels"), ((tokens,), torch.int64))
+        assert recipe.data.notes[0] == GUESSED
+        assert recipe.data.notes[1].startswith(f"--tokens is {tokens:,}: the model takes ")
+
+
+def test_the_loss_of_a_causal_model_is_a_sum_whose_mean_is_that_of_transformers(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    model = hub_recipe(str(tmp_path), tokens=12).model
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(64, (3, 12))
+    labels = ids.masked_fill(torch.rand(3, 12) < 0.3, -100)
+    batch = {"input_ids": ids, "labels": labels}
+    (loss,) = model.losses(module, batch)
+    weight = model.weigh(batch)["loss"]
+    assert weight == float(loss.counted()) == float((labels[:, 1:] != -100).sum())
+    torch.testing.assert_close(loss.total / weight, module(**batch).loss)
+
+
+def test_a_plan_of_a_folder_prints_its_knobs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config_in(tmp_path / "tiny", TINY)
+    content, said = planned(
+        capsys, "hf:./tiny", "--batch", "4", *ONE, "--memory.precision", "32-true", "--optim.name", "sgd"
+    )
+    assert (content["recipe"], content["parameters"], content["command"]) == ("hf:./tiny", TINY_SIZE, None)
+    assert "the chosen plan, which no packaged recipe trains:" in said
+    assert "trainer fit" not in said
+    rows = {line[:38].strip(): line[38:].strip() for line in said.splitlines()}
+    assert rows["samples of a micro-batch"] == rows["micro-batches of a step, on each rank"] == "2"
+    assert (rows["precision"], rows["optimizer"]) == ("32-true", "sgd")
+    assert content["notes"] == [
+        GUESSED,
+        "--tokens is 64: the model takes 64",
+    ]
+    assert next(Path("runs/tiny").iterdir()).name.startswith("plan-")
+
+
+def test_adapters_are_counted_as_what_trains(tmp_path):
+    name = config_in(tmp_path / "tiny", TINY).removeprefix("hf:")
+    parameters = list(on_meta(hub_recipe(name, lora=4).model.unloaded().build).parameters())
+    adapters = 2 * 4 * (32 + 96 + 32 + 32)  # the two matrices of an attention, in two blocks
+    assert sum(parameter.numel() for parameter in parameters) == TINY_SIZE + adapters
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    assert trained == adapters + 2 * 32  # and the norm behind the blocks
+
+
+@pytest.mark.slow
+def test_a_table_of_devices_is_made_as_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ("--batch", "4", "--devices", "1,2", "--memory.strategy", "ddp", "--memory.micro_batch_size", "2")
+    table, _ = planned(capsys, config_in(tmp_path / "tiny", TINY), *flags, "--gpu", "rtx-4090")
+    found = [(row["devices"], row["strategy"], row["fits"]) for row in table["rows"]]
+    assert found == [(1, "single", True), (2, "ddp", True)]
+    assert GUESSED in table["notes"]
+
+
+def test_a_classifier_of_texts_has_a_command_that_trains_it_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config_in(tmp_path / "bert", BERT | {"id2label": {str(number): str(number) for number in range(5)}})
+    ours, packaged = hub_recipe("./bert", "sequence-classification", 40, 6), load_recipe("distilbert_imdb")[0]
+    assert (ours.optim, ours.memory.precision) == (packaged.optim, packaged.memory.precision)
+    by, own = trained_by("hf:./bert", ours)
+    chosen = Candidate({"memory.micro_batch_size": 2, "memory.cpu_offload": "optimizer"}, "", 1, 1, 1, 1.0, True)
+    report = PlanReport(ours, "RTX 4090", 1, 1, 1, 0.03, 0, chosen, [chosen])
+    words = shlex.split(" ".join(chosen_command(by, [*own.items(), ("optim.lr", "1e-4")], ours, report)))
+    assert words[:3] == ["trainer", "fit", "distilbert_imdb"]
+    assert run([*words[1:], "--print_config"]) == 0
+    lines = set(map(str.strip, capsys.readouterr().out.splitlines()))
+    assert {"name: ./bert", "weights: null", "max_length: 40", "batch_size: 6", "micro_batch_size: 2"} <= lines
+    assert {"lr: 0.0001", "cpu_offload: optimizer", "devices: 1"} <= lines
+
+
+UNKNOWN = {"model_type": "nobodys", "architectures": ["NobodysForCausalLM"]}
+QUANTISED = GPT2 | {"quantization_config": {"quant_method": "gptq"}}
+ROBERTA = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "max_position_embeddings": 514}
+REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (GPT2, ["--tokens", "1025"], ["--tokens=1025", "1024", "lower it"]),
+    (GPT2, ["--tokens", "1"], ["--tokens=1", "2 or more"]),
+    (GPT2, ["--task", "causal"], ["--task='causal'", "causal-lm, masked-lm"]),
+    (GPT2, ["--batch", "0"], ["--batch='0'", "at least 1"]),
+    (GPT2, ["--task", "masked-lm"], ["type gpt2 for --task masked-lm", "--task causal-lm or sequence-classification"]),
+    (ROBERTA | {"pad_token_id": 1}, ["--tokens", "513"], ["--tokens=513", "512"]),
+    (PUBLISHED["vit-base-patch16-224"][0], ["--tokens", "8"], ["--tokens is for texts", "takes images"]),
+    ({"model_type": "gpt2"}, [], ["architectures", "give --task, one of causal-lm"]),
+    ({"vocab_size": 7}, [], ["config.json names no model_type"]),
+    (QUANTISED, [], ["quantization_config", "name the model that they were made of"]),
+    (UNKNOWN, [], ["no model_type 'nobodys'", "install a newer one"]),
+    (UNKNOWN | {"auto_map": {"AutoConfig": "x.Y"}}, [], ["auto_map", "no such remote code is executed"]),
+    ({"model_type": "bart"}, ["--task", "causal-lm"], ["encoder-decoder", "--task seq2seq-lm"]),
+]
+
+
+@pytest.mark.parametrize(("config", "flags", "parts"), REFUSED)
+def test_what_cannot_be_planned_is_refused_in_one_line(config, flags, parts, tmp_path, capsys):
+    assert run(["plan", config_in(tmp_path / "it", config), "--gpu", "rtx-4090", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert [part for part in parts if part not in err] == [], err
+
+
+@pytest.mark.parametrize(
+    ("reference", "flags", "parts"),
+    [
+        ("hf:./absent", [], ["hf:./absent: there is no folder absent"]),
+        ("hf:", [], ["hf:: there is no such folder"]),
+        ("hf:nobody/absent", [], ["hf:nobody/absent", "its config.json could not be had", "hf:./FOLDER", "HF_TOKEN"]),
+        ("vit_digits", ["--tokens", "8"], ["--tokens is for hf:MODEL", "vit_digits"]),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_told_with_the_way_around(reference, flags, parts, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run(["plan", reference, "--gpu", "rtx-4090", *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert [part for part in parts if part not in err] == [], err
+
+
+def test_a_wrong_flag_is_refused_before_torch_is_imported(tmp_path):
+    reference = config_in(tmp_path / "it", GPT2)
+    script = f"import sys; from trainer.cli import run; print(run(['plan', {reference!r}, '--tokens', '9999']))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}; print('torch' in sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout.split(), "--tokens=9999" in done.stderr) == (["2", "False"], True)
+
+
+def test_a_padding_token_is_found_for_a_decoder_that_classifies(tmp_path):
+    config_in(tmp_path, GPT2 | {"eos_token_id": [50256, 3]})
+    model = hub_recipe(str(tmp_path), "sequence-classification", 16).model
+    assert isinstance(model, FromConfig)
+    assert model._configuration().pad_token_id == 50256

@@ -1,0 +1,213 @@
+"""``hf:NAME``: a recipe of nothing but a model's ``config.json``, to plan with samples that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trainer.errors import RecipeError, listed, require
+from trainer.models.common import classification_loss
+from trainer.models.hub import MOST_TEXT, local_folder, positions
+from trainer.models.lora import LoRA
+from trainer.models.text import NO_TOKENIZER, TextClassifier
+from trainer.planner.outline import MadeUp
+from trainer.recipe import Memory, Optim, Recipe
+from trainer.system.files import parsed_object, read_regular
+from trainer.values import IGNORED_LABEL, Loss, Outline
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+PREFIX, CONFIG = "hf:", "config.json"
+TASKS = {
+    "causal-lm": "CausalLM",
+    "masked-lm": "MaskedLM",
+    "seq2seq-lm": "Seq2SeqLM",
+    "sequence-classification": "SequenceClassification",
+    "token-classification": "TokenClassification",
+    "image-classification": "ImageClassification",
+}
+"""How transformers calls them in the names of its classes, such as ``AutoModelForCausalLM``."""
+
+ENDINGS = {f"For{word}": task for task, word in TASKS.items()}
+ENDINGS |= {"LMHeadModel": "causal-lm", "ForConditionalGeneration": "seq2seq-lm"}
+SAMPLES = 100_000  # of the training set that is made up: more than a batch
+MOST_TOKENS, FEW_TOKENS = 4096, 512  # where nobody says how many: at most; of a model that takes any number
+BATCH = 8  # as in transformers' TrainingArguments
+IMAGE_SIZE = 224  # of a configuration that has none: ImageNet's classifiers were trained with it
+
+
+@dataclass
+class FromConfig(TextClassifier):
+    """A model of transformers for a ``task``, with random weights."""
+
+    task: ClassVar[str]
+
+    def skeleton(self) -> nn.Module:
+        """The module that transformers makes for the task, without adapters."""
+        return self._finished(self._from_configuration(f"AutoModelFor{TASKS[self.task]}"))
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        """Cross entropy of the labels, of the next tokens for ``causal-lm``; nothing else of the logits is kept."""
+        yield self._loss(module, batch)
+
+    def _loss(self, module: nn.Module, batch: Any) -> Loss:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        targets = self._targets(batch).flatten()
+        return Loss(classification_loss(module(**inputs).logits.flatten(0, -2), targets).total, targets=targets)
+
+    def weigh(self, batch: Any) -> dict[str, float]:
+        """The labels that count: ``causal-lm`` has one less than tokens."""
+        return super().weigh({"labels": self._targets(batch)})
+
+    def _targets(self, batch: Any) -> Tensor:
+        """The labels, for ``causal-lm`` each one place earlier, ``(n,)`` or ``(n, tokens)``."""
+        from torch.nn.functional import pad
+
+        labels = batch["labels"]
+        return pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL) if self.task == "causal-lm" else labels
+
+    def _configuration(self) -> Any:
+        config = super()._configuration()
+        if self.task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
+            end = getattr(config, "eos_token_id", None)  # decoders look for the last token that is no padding
+            config.pad_token_id = end[0] if isinstance(end, list) else end
+        return config
+
+
+def hub_recipe(
+    name: str,
+    task: str | None = None,
+    tokens: int | None = None,
+    batch: int | None = None,
+    lora: int = 0,
+    revision: str | None = None,
+) -> Recipe:
+    """A recipe for the model whose ``config.json`` is in the folder ``name``, or else on the hub under that name.
+
+    It has the optimizer and the precision of ``distilbert_imdb``, which are usual ones. Nothing is executed that comes
+    from the hub, and no weights are read. What is left open: the ``task`` is what the configuration's ``architectures``
+    are for, the ``tokens`` of a text as many as the model takes, but no more than ``MOST_TOKENS``, the ``batch`` 8
+    samples. ``lora`` is the rank of adapters to train instead of the weights, 0 for none; ``revision`` the hub's.
+
+    Raises:
+        RecipeError: when the configuration cannot be had or used, or is none for the task or for so many tokens.
+    """
+    require(task is None or task in TASKS, f"--task={task!r} must be one of {', '.join(TASKS)}")
+    said = f"{PREFIX}{name}"
+    given, folder = _read(said, name, revision)
+    chosen = task or _guessed(said, given)
+    notes = [] if task else [f"--task is {chosen}: what its {CONFIG} is for"]
+    _shape(said, chosen, tokens, given, [])  # refuses what it can before torch is imported
+    model = _class(said, given, chosen)(str(folder), tokenizer=NO_TOKENIZER, lora=LoRA(lora))
+    config = model._configuration()
+    outline = _shape(said, chosen, tokens, config.to_dict() | {"num_labels": config.num_labels}, notes)
+    return Recipe(
+        model=model,
+        data=MadeUp(outline, notes=notes),
+        optim=Optim("adamw", lr=5e-5, schedule="linear", clip_norm=1.0),
+        batch_size=batch or BATCH,
+        memory=Memory(precision="bf16-mixed"),
+    )
+
+
+def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], Path]:
+    """The settings in ``config.json``, and the folder that holds it: here, or in the hub's cache, which is filled."""
+    folder = Path(local_folder(name)).expanduser()
+    if not name or not folder.is_dir():
+        require(not name.startswith((".", "/", "~", "file:")), f"{said}: there is no folder {folder}")
+        from huggingface_hub import hf_hub_download
+
+        try:
+            folder = Path(hf_hub_download(name, CONFIG, revision=revision)).parent
+        except Exception as error:  # of the network, of the name, of the hub: gated, private, none of that name
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise RecipeError(
+                f"{said}: there is no such folder, and its {CONFIG} could not be had from the hub ({why}): save that "
+                f"one file in a folder and plan {PREFIX}./FOLDER; a gated model needs HF_TOKEN, and with "
+                "HF_HUB_OFFLINE=1 the hub is not asked"
+            ) from error
+    try:
+        config = parsed_object(read_regular(folder / CONFIG, MOST_TEXT), MOST_TEXT) or {}
+    except OSError as error:
+        raise RecipeError(f"{said}: {folder / CONFIG} cannot be read: {error.strerror}") from error
+    known = isinstance(config.get("model_type"), str)
+    require(known, f"{said}: {folder / CONFIG} names no model_type: give one as transformers writes it")
+    quantised = f"{said}: its {CONFIG} has a quantization_config, and quantised weights cannot be trained"
+    require(not config.get("quantization_config"), f"{quantised}: name the model that they were made of")
+    return config, folder
+
+
+def _guessed(said: str, config: Mapping[str, Any]) -> str:
+    """The task that a configuration's ``architectures`` are for."""
+    names = [str(name) for name in config.get("architectures") or ()]
+    for task in (task for name in names for ending, task in ENDINGS.items() if name.endswith(ending)):
+        return task
+    found = f"the architectures of its {CONFIG} ({listed(names) or 'none'}) say no task"
+    raise RecipeError(f"{said}: {found}: give --task, one of {', '.join(TASKS)}")
+
+
+def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig]:
+    """The class of the model, called as that of transformers; refuses a model that has none for the task."""
+    import transformers
+
+    kind = config["model_type"]
+    if kind not in transformers.CONFIG_MAPPING:
+        why = f"transformers {transformers.__version__} has no model_type {kind!r}: install a newer one"
+        if config.get("auto_map"):
+            why = "it needs Python code that comes with it (auto_map), and no such remote code is executed"
+        raise RecipeError(f"{said}: {why}; trainer plan --script plans a script that runs it")
+    own = transformers.CONFIG_MAPPING[kind]
+    classes = {one: getattr(transformers, f"AutoModelFor{word}")._model_mapping for one, word in TASKS.items()}
+    able = [one for one, known in classes.items() if own in known]
+    instead = f"give --task {' or '.join(able)}" if able else f"give a model for one of {', '.join(TASKS)}"
+    require(task in able, f"{said}: transformers has no model of type {kind} for --task {task}: {instead}")
+    found = classes[task][own]
+    name = (found[0] if isinstance(found, tuple) else found).__name__
+    made = globals()[name] = type(name, (FromConfig,), {"task": task})  # where pickle looks for it
+    return made
+
+
+def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], notes: list[str]) -> Outline:
+    """The samples to plan with, of so many ``tokens`` or of the size of its images; ``notes`` on what was open."""
+    classes = None if task.endswith("-lm") else config.get("num_labels")
+    if task == "image-classification":
+        require(tokens is None, f"{said}: --tokens is for texts, and --task {task} takes images")
+        size = config.get("image_size") or IMAGE_SIZE
+        notes += [] if config.get("image_size") else [f"its {CONFIG} has no image_size: planned with {size}"]
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        pixels = ("float32", (config.get("num_channels") or 3, height, width))
+        return Outline({"pixel_values": pixels, "labels": ("int64", ())}, SAMPLES, num_classes=classes)
+    both = f"{said} is an encoder-decoder, of which --task {task} would take the decoder alone: give --task seq2seq-lm"
+    require(task != "causal-lm" or not config.get("is_encoder_decoder"), both)
+    most = positions(config.get("text_config") or config)
+    if tokens is None:
+        tokens = min(most or FEW_TOKENS, MOST_TOKENS)
+        notes.append(f"--tokens is {tokens:,}: the model takes {f'{most:,}' if most else 'any number'}")
+    require(not most or tokens <= most, f"--tokens={tokens} is more than the {most} that {said} takes: lower it")
+    require(tokens > 1 or task != "causal-lm", "--tokens=1 leaves no next token to predict: give 2 or more")
+    # Texts to generate are packed to one length, and need no mask; others are padded, as a rule.
+    names = {"causal-lm": (), "seq2seq-lm": ("attention_mask", "decoder_input_ids")}.get(task, ("attention_mask",))
+    row = ("int64", (tokens,))
+    labels = ("int64", ()) if task == "sequence-classification" else row
+    return Outline({**dict.fromkeys(("input_ids", *names), row), "labels": labels}, SAMPLES, 0, 0, classes, tokens)
+
+
+def trained_by(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:
+    """The recipe that trains what ``reference`` names, and the flags for that; of ``hf:MODEL`` a packaged one, if any.
+
+    An empty name, where there is none.
+    """
+    model: Any = recipe.model
+    if not isinstance(model, FromConfig):
+        return reference, {}
+    if model.task != "sequence-classification":
+        return "", {}
+    name = reference.removeprefix(PREFIX)
+    folder = Path(local_folder(name)).expanduser()
+    weights = name if not folder.is_dir() or any(folder.glob("*.safetensors")) else "null"
+    rank = {"model.lora.rank": str(model.lora.rank)} if model.lora.rank else {}
+    flags = {"data.max_length": str(recipe.data.train.lengths[0]), **rank, "batch_size": str(recipe.batch_size)}
+    return "distilbert_imdb", {"model.name": name, "model.weights": weights, **flags}

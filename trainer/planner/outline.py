@@ -1,0 +1,69 @@
+"""Samples that are made up, for a plan without data: of a dataset's outline, or of nothing but a shape."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainer.contract import Data
+from trainer.values import Outline
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Samples:
+    """``count`` samples that are all alike: zeros in the shapes of an outline, and masks that leave nothing out."""
+
+    def __init__(self, outline: Outline, count: int) -> None:
+        self.tensors, self.count = outline.tensors, count
+        self.lengths = None if outline.length is None else array("q", [outline.length]) * count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """A whole batch at once."""
+        import torch
+
+        return {
+            name: torch.full((len(indices), *shape), int(name.endswith("_mask")), dtype=getattr(torch, dtype))
+            for name, (dtype, shape) in self.tensors.items()
+        }
+
+
+class MadeUp(Data):
+    """In the place of a dataset: as many samples as ``outline`` says, and ``notes`` on them for whoever reads the plan.
+
+    What a model takes from its dataset besides the number of classes it takes from ``data``, if there is one.
+    """
+
+    def __init__(self, outline: Outline, data: Data | None = None, notes: Sequence[str] = ()) -> None:
+        self.num_classes, self.notes = outline.num_classes, list(notes)
+        for name in ("class_names", "image_size", "channels"):
+            setattr(self, name, getattr(data, name, None))
+        if data is not None:
+            self.workers, self.notes = data.workers, [*notes, said(outline)]
+        counts = (outline.train, outline.val, outline.test)
+        self.train, self.val, self.test = (Samples(outline, count) if count else None for count in counts)
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        """Nothing: it is made."""
+
+
+def notes_of(data: Data) -> list[str]:
+    """What is to be said of the data, where it is made up."""
+    return data.notes if isinstance(data, MadeUp) else []
+
+
+def said(outline: Outline) -> str:
+    """That the data is not here, and what takes its place."""
+    planned = f"the data is not here: planned with {outline.train:,} samples"
+    if outline.length is not None:
+        return f"{planned} of {outline.length:,} tokens, the most that data.max_length allows"
+    shapes = (" × ".join(map(str, shape)) or "1" for name, (_, shape) in outline.tensors.items() if name != "labels")
+    return f"{planned} of {', '.join(shapes)}, as its outline says"
