@@ -44,6 +44,10 @@ def plan(argv: list[str]) -> None:
     Raises:
         RunError: when nothing fits; the table is printed and the files are written all the same.
     """
+    if any(word.partition("=")[0] == "--script" for word in argv):
+        from trainer.commands.plan_script import plan_script
+
+        return plan_script(argv)
     asked = asked_for("plan", "RECIPE", argv, FLAGS)
     if asked is None:
         return
