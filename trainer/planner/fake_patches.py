@@ -219,6 +219,7 @@ def patch_cuda(target: Target, ranks: int) -> None:
         total_memory=gpu.memory,
         major=major,
         minor=gpu.capability[1],
+        multi_processor_count=100,  # DataParallel compares cards by it
     )
     nothing = ("set_device", "init", "_lazy_init", "synchronize", "empty_cache", "set_rng_state", "manual_seed")
     _replace(torch.cuda, **dict.fromkeys((*nothing, "manual_seed_all"), lambda *args, **options: None))

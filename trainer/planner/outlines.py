@@ -10,8 +10,10 @@ import importlib.util
 import inspect
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -41,11 +43,6 @@ LETTERS_A_TOKEN = 4  # of English in byte-pair vocabularies of 30 to 100 thousan
 KINDS = "str[:CHARACTERS], int[:CLASSES], float, image[:SIDE] or chat[:CHARACTERS]"
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
 SPECIAL = ("pad_token", "unk_token", "bos_token", "eos_token", "cls_token", "sep_token", "mask_token")
-LOADING = """adapter_kwargs cache_dir force_download ignore_mismatched_sizes local_files_only token revision use_safetensors
-    weights_only fusion_config disable_mmap device_map low_cpu_mem_usage max_memory offload_folder offload_buffers
-    offload_state_dict output_loading_info subfolder trust_remote_code use_auth_token variant state_dict proxies
-    generation_config key_mapping use_kernels resume_download _from_auto _commit_hash""".split()
-"""Options of ``from_pretrained`` that are about loading, and mean nothing to a model that is built without weights."""
 
 
 class Nothing:
@@ -71,10 +68,10 @@ def columns_of(text: str) -> dict[str, tuple[str, int]]:
     """
     found = {}
     for part in text.split(","):
-        name, kind, number = [*part.split(":"), "", "0"][:3] if part.count(":") == 1 else [*part.split(":"), "", ""][:3]
-        valid = name and kind in ("str", "int", "float", "image", "chat") and number.isdecimal() and part.count(":") < 3
-        require(bool(valid), f"--columns: {part!r} must be NAME:KIND, where KIND is {KINDS}")
-        found[name] = (kind, int(number))
+        match = re.fullmatch(r"([^:]+):(str|int|float|image|chat)(?::(\d{1,6}))?", part)
+        require(match is not None, f"--columns: {part!r} must be NAME:KIND, where KIND is {KINDS}")
+        assert match is not None
+        found[match[1]] = match[2], int(match[3] or 0)
     return found
 
 
@@ -158,6 +155,8 @@ class Outlines:
         loader._get_iterator = _for_real(loader._get_iterator)
         for module in (torch_data, torch_data.dataset):
             module.random_split = _for_real(torch_data.random_split)
+        # Of one device; its way there needs streams that only a real GPU has.
+        nn.DataParallel.forward = lambda parallel, *inputs, **options: parallel.module(*inputs, **options)  # type: ignore[method-assign]
         self._unwritten(torch, "save")
         compiled = torch.compile
 
@@ -172,6 +171,15 @@ class Outlines:
             with _disable_current_modes():
                 return torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value
 
+        deepcopy = torch.Tensor.__deepcopy__
+
+        def copied(tensor: Any, memo: Any) -> Any:
+            if id(tensor) not in memo and isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            with _disable_current_modes():
+                return deepcopy(tensor, memo)
+
+        torch.Tensor.__deepcopy__ = copied  # type: ignore[method-assign]
         tensors: Any = FakeTensor
         tensors.tolist = lambda tensor: values(tensor).tolist()
         tensors.numpy = lambda tensor, force=False: values(tensor).numpy()
@@ -182,14 +190,15 @@ class Outlines:
     def _patch_hub(self, module: Any) -> None:
         found = module.cached_files
 
-        def cached_files(name: Any, filenames: list[str], **options: Any) -> Any:
+        def cached_files(path_or_repo_id: Any, filenames: list[str], **options: Any) -> Any:
+            name = str(path_or_repo_id)
             try:
-                return found(self.configs.get(str(name), name), filenames, **options)
+                return found(self.configs.get(name, name), filenames, **options)
             except OSError as error:
                 if "config.json" not in filenames or options.get("subfolder"):
                     raise
                 raise MissingConfig(
-                    f"the script wants config.json of {str(name)!r}, which is neither here nor to be had from the hub: "
+                    f"the script wants config.json of {name!r}, which is neither here nor to be had from the hub: "
                     f"a folder with that file, without weights, is enough: --config {name}=FOLDER"
                 ) from error
 
@@ -204,18 +213,21 @@ class Outlines:
                 f"{cls.__name__}.from_pretrained({name!r}) asks for quantised weights, which cannot be planned yet: "
                 "plan the script without quantization",
             )
-            loading = {key: options.pop(key) for key in LOADING if key in options}
+            place, informed = options.pop("device_map", None), options.pop("output_loading_info", False)
             name = self.configs.get(str(name), name)
             dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
             kept = {key: options.pop(key) for key in ("attn_implementation",) if key in options}
             if not isinstance(config, config_class):
                 config, options = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **options)
+            own = inspect.signature(cls.__init__).parameters  # the others are about loading
+            kept |= {key: value for key, value in options.items() if key in own}
             dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype
-            model = cls._from_config(config, dtype=dtype, **kept, **options).eval()
+            model = cls._from_config(config, dtype=dtype, **kept).eval()
+            model.config._name_or_path = model.name_or_path = str(name)
             self.note(f"weights of {name} are not read: the model is built from its config.json")
-            if loading.get("device_map") not in (None, "cpu"):
+            if place not in (None, "cpu"):
                 model.to("cuda")
-            return (model, {}) if loading.get("output_loading_info") else model
+            return (model, {}) if informed else model
 
         model_class.from_pretrained = classmethod(from_pretrained)
         self._unwritten(model_class, "save_pretrained")
@@ -372,7 +384,7 @@ class Outlines:
         module.load_pretrained = load_pretrained
 
 
-class MissingConfig(RecipeError):
+class MissingConfig(RecipeError, OSError):
     """A model of the hub of which nothing is known."""
 
 

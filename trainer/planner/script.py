@@ -23,13 +23,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import RecipeError, text_of
+from trainer.errors import RecipeError, require, text_of
 from trainer.system.processes import end_with_parent, own_code
 
 START = "from trainer.planner.script import child; child()"
 LOG = "script.log"
-GRACE = 5.0  # seconds that a script which is out of time has to say where it was
-OURS = ("trainer", "torch", "runpy.py", "<frozen")
+GRACE = 60.0  # seconds until torch and the planner are imported, and the result is drawn
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def plan_script(script: Script) -> dict[str, Any]:
     try:
         answer = json.loads(ours.recv_bytes()) if ours.poll(script.seconds + GRACE) else {"late": True}
     except (EOFError, OSError):
-        answer = {"late": process.wait() == 1, "code": process.returncode}
+        answer = {"late": True, "code": process.wait()}
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -101,7 +100,7 @@ def child() -> None:
     words, number, parent = sys.argv[1:]
     end_with_parent(int(parent))
     script, connection = Script(**json.loads(words)), Connection(int(number), readable=False)
-    faulthandler.dump_traceback_later(script.seconds, exit=True)
+    faulthandler.enable()
 
     def answer(**content: Any) -> None:
         connection.send_bytes(json.dumps(content).encode())
@@ -133,6 +132,7 @@ def _traced(script: Script, answer: Any) -> Any:
         gpu.capacity = budget
 
         def result() -> Any:
+            require(gpu.allocated > 0, f"{script.path} took its steps on the CPU: does it need a flag to use a GPU?")
             with _disable_current_modes():
                 gpu.plot(Path(script.out) / "plan.png")
                 return gpu.to_json() | {"title": card.title, "budget_gb": budget / 1e9, "outlined": outlines.notes}
@@ -142,12 +142,16 @@ def _traced(script: Script, answer: Any) -> Any:
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             taken[id(optimizer)] = taken.get(id(optimizer), 0) + 1
             if taken[id(optimizer)] == script.steps:
-                answer(gpu=result())
+                try:
+                    answer(gpu=result())
+                except RecipeError as error:
+                    answer(mistake=text_of(error))
 
         register_optimizer_step_post_hook(stepped)
         outlines.install()
         sys.argv = [script.path, *script.args]
         sys.path.insert(0, str(Path(script.path).resolve().parent))
+        faulthandler.dump_traceback_later(script.seconds, exit=True)
         try:
             runpy.run_path(script.path, run_name="__main__")
         except RecipeError:
