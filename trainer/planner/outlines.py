@@ -111,6 +111,8 @@ class Outlines:
             "torchvision.datasets.mnist": self._patch_images,
             "torchvision.datasets.cifar": self._patch_images,
             "timm.models._builder": self._patch_timm,
+            "triton.runtime.jit": partial(self._patch_triton, "JITFunction"),
+            "triton.runtime.autotuner": partial(self._patch_triton, "Autotuner"),
             "torch.utils.tensorboard.writer": lambda module: setattr(module, "SummaryWriter", Nothing),
             "safetensors.torch": lambda module: self._unwritten(module, "save_file", "save_model"),
             "lightning.fabric.utilities.cloud_io": lambda module: self._unwritten(module, "_atomic_save"),
@@ -165,25 +167,26 @@ class Outlines:
             return compiled(*args, **options)
 
         torch.compile = compile
-
-        def values(tensor: Any) -> Any:
-            value = tensor.fake_mode.value(tensor)
-            with _disable_current_modes():
-                return torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value
-
-        deepcopy = torch.Tensor.__deepcopy__
+        tensors: Any = torch.Tensor
+        deepcopy = tensors.__deepcopy__
 
         def copied(tensor: Any, memo: Any) -> Any:
             if id(tensor) not in memo and isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter):
                 memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            with _disable_current_modes():
+            with nullcontext() if isinstance(tensor, FakeTensor) else _disable_current_modes():
                 return deepcopy(tensor, memo)
 
-        torch.Tensor.__deepcopy__ = copied  # type: ignore[method-assign]
-        tensors: Any = FakeTensor
-        tensors.tolist = lambda tensor: values(tensor).tolist()
-        tensors.numpy = lambda tensor, force=False: values(tensor).numpy()
-        tensors.__array__ = lambda tensor, dtype=None: np.asarray(values(tensor).numpy(), dtype)
+        def known(method: Callable[..., Any]) -> Callable[..., Any]:
+            def read(tensor: Any, **options: Any) -> Any:
+                fake = isinstance(tensor, FakeTensor)
+                value = tensor.fake_mode.value(tensor) if fake else tensor
+                with _disable_current_modes():
+                    return method(torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value, **options)
+
+            return read
+
+        tensors.__deepcopy__ = copied
+        tensors.numpy, FakeTensor.tolist = known(tensors.numpy), known(tensors.tolist)  # type: ignore[method-assign]
 
     # transformers
 
@@ -376,6 +379,12 @@ class Outlines:
             return None
 
         return init
+
+    def _patch_triton(self, owner: str, module: Any) -> None:
+        def run(kernel: Any, *args: Any, **options: Any) -> None:
+            self.note(f"the Triton kernel {kernel.fn.__name__} is not in the time of the step; what it fills is counted")
+
+        getattr(module, owner).run = run
 
     def _patch_timm(self, module: Any) -> None:
         def load_pretrained(model: Any, *args: Any, **options: Any) -> None:
