@@ -33,7 +33,7 @@ VALUED = {
     "per-node": "for a table: devices of a machine (default: 8)",
     "interconnect": "for a table: what joins the devices, such as 100gbe,8x-ib-hdr,pcie-4+25gbe",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
-    "out": "folder for plan.json and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
+    "out": "folder for plan.json, plan.html and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
 FLAGS = OwnFlags(VALUED, {"json": "print what plan.json holds, and nothing else, on stdout"})
 
@@ -73,6 +73,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     require(lossy.lower() in ("true", "false"), f"--lossy={lossy!r} must be true or false")
     if gpu not in (None, "cpu"):
         gpu_named(gpu)  # before anything takes time
+    from trainer.planner.page import write_page
     from trainer.planner.report import pasteable, table, why
     from trainer.planner.search import search_for
     from trainer.report.progress import Progress
@@ -99,14 +100,16 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         print(f"\nthe chosen plan:\n{pasteable(command)}")
     found = {"parameters": total, "trained_parameters": trained, **report.to_json()}
     content = _write(out / "plan.json", reference, found | {"command": " ".join(command) or None})
-    drawn = report.drawn
+    drawn, timeline = report.drawn, None
     if drawn is not None and drawn.prediction is not None and drawn.prediction.timeline is not None:
         from trainer.report.plots import plot_plan
 
+        timeline = drawn.prediction.timeline
         verdict = "" if drawn is report.chosen else ", which does not fit"
         title = f"{Path(reference).stem} on {report.devices} × {report.device}, predicted{verdict}\n{drawn.plan}"
-        plot_plan(drawn.prediction.timeline, report.budget, title, out / "plan.png")
-    print(f"\nfiles: {escaped(out)}: plan.json, plan.png")
+        plot_plan(timeline, report.budget, title, out / "plan.png")
+    write_page(out / "plan.html", content, timeline)
+    print(f"\nfiles: {escaped(out)}: plan.json, plan.html" + (", plan.png" if timeline else ""))
     if report.chosen is not None:
         return content, ""
     return content, next(line for line in reversed(report.explanations) if line.startswith(("nothing", "no comb")))

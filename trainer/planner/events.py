@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 
 Category = Literal["params", "gradients", "optimizer", "activations", "temporaries", "batch"]
 Kind = Literal["compute", "to_device", "to_host", "collective"]
+EMPTY_CACHE = -1
+"""The id of an event that is about no block: torch.cuda.empty_cache."""
 
 
 class Event(NamedTuple):

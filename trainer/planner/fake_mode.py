@@ -57,7 +57,9 @@ class FakeGPUMode(FakeTensorMode):
         return fake
 
     def value(self, fake: Any) -> Tensor | None:
-        """The value of a fake tensor, where it is known."""
+        """The value of a tensor, where it is known: of a fake one, if that came from a real one."""
+        if not isinstance(fake, FakeTensor):
+            return fake
         entry = self.known.get(id(fake))
         return None if entry is None else entry[1]
 

@@ -84,11 +84,13 @@ def install(target: Target, ranks: int = 1) -> list[str]:
     It has it until :func:`uninstall`; returns warnings for a person.
 
     Raises:
-        RunError: when it has one already.
+        RunError: when it has one already, fake or in use.
     """
     global _library
     if _library is not None:
         raise RunError("a process can have one fake GPU at a time: end the block of the other one first")
+    if torch.cuda.is_initialized():
+        raise RunError("this process has used its GPU already: do it before that, or in a process of its own")
     _library = torch.library.Library("aten", "IMPL")
     patch_modules()
     patch_ranks()

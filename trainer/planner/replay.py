@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import NamedTuple, get_args
 
 from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator
-from trainer.planner.events import Category, Event, Trace
+from trainer.planner.events import EMPTY_CACHE, Category, Event, Trace
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 BUCKETS = 999
@@ -95,19 +95,26 @@ def replay(run: Trace | Sequence[Event], settings: AllocatorSettings | None = No
 def _history(allocator: CachingAllocator, events: Sequence[Event]) -> list[_Moment]:
     blocks: dict[int, Block] = {}
     history = []
-    for index, (key, requested, op, _, stream) in enumerate(events):
-        if bool(requested) == (key in blocks):
-            what = "allocates block {}, which is in use" if requested else "frees block {}, which is not in use"
-            raise ValueError(f"event {index} ({op}) {what.format(key)}")
-        if requested:
-            block = blocks[key] = allocator.malloc(requested, stream)
-            size = block.size
-        else:
-            block = blocks.pop(key)
-            size = -block.size
-            allocator.free(block)
-        history.append(_Moment(size, allocator.allocated, allocator.reserved))
+    for index, event in enumerate(events):
+        if event.id != EMPTY_CACHE and bool(event.bytes) == (event.id in blocks):
+            what = "allocates block {}, which is in use" if event.bytes else "frees block {}, which is not in use"
+            raise ValueError(f"event {index} ({event.op}) {what.format(event.id)}")
+        history.append(_Moment(follow(allocator, blocks, event), allocator.allocated, allocator.reserved))
     return history
+
+
+def follow(allocator: CachingAllocator, blocks: dict[int, Block], event: Event) -> int:
+    """Do what ``event`` did, to the ``blocks`` in use; returns the bytes of its block, negative if it was freed."""
+    if event.id == EMPTY_CACHE:
+        allocator.release_cached()
+        return 0
+    if event.bytes:
+        block = blocks[event.id] = allocator.malloc(event.bytes, event.stream)
+        return block.size
+    block = blocks.pop(event.id)
+    size = block.size  # before it is merged with its neighbours
+    allocator.free(block)
+    return -size
 
 
 def _phases(events: Sequence[Event], history: Sequence[_Moment]) -> dict[str, PhasePeak]:
