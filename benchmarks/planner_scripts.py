@@ -201,9 +201,11 @@ def planned(script: Public, folder: Path, gpu: str) -> dict[str, Any]:
     found: dict[str, Any] = {"code": done.returncode, "wall_s": round(time.perf_counter() - began, 1)}
     if done.stdout.startswith("{"):
         content = json.loads(done.stdout)
-        return found | {key: content[key] for key in ("fits", "reserved_gb", "allocated_gb", "host_gb", "peak_phase")} | {
-            key: content[key] for key in ("step_ms", "steps", "categories", "outlined", "notes")
-        }
+        return (
+            found
+            | {key: content[key] for key in ("fits", "reserved_gb", "allocated_gb", "host_gb", "peak_phase")}
+            | {key: content[key] for key in ("step_ms", "steps", "categories", "outlined", "notes")}
+        )
     return found | {"error": (done.stderr.strip().splitlines() or ["nothing was said"])[-1], "out": str(out)}
 
 

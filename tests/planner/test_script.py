@@ -1,4 +1,4 @@
-"""``trainer plan --script``: scripts as their authors write them, in a process of their own, on a card that is not there."""
+"""``trainer plan --script``: scripts as people write them, on a card that is not there."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def planned(path: str, *words: str, flags: tuple[str, ...] = ()) -> dict:
 
 def test_a_plain_loop_takes_what_the_same_loop_takes_in_fake_gpu(written, capsys):
     found = planned(written(LOOP), "64")
-    assert "about" in capsys.readouterr().out
+    assert "RTX 4090" in capsys.readouterr().out
     with fake_gpu("rtx-4090") as gpu:
         model = nn.Sequential(nn.Linear(256, 2048), nn.GELU(), nn.Linear(2048, 16)).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters())
@@ -73,7 +73,6 @@ def test_a_plain_loop_takes_what_the_same_loop_takes_in_fake_gpu(written, capsys
     assert found["categories"] == gpu.to_json()["categories"]
     assert found["steps"] == 3
     assert found["step_ms"] == pytest.approx(gpu.step_ms, rel=0.1)
-    assert any("workers" in line for line in found["outlined"])
     assert not Path("weights.pt").exists(), "fake weights were saved"
     assert not Path("done").exists(), "it went on"
 
@@ -94,7 +93,10 @@ def test_a_script_that_fails_is_told_with_its_line(written, capsys):
         ("import sys\nsys.exit(3)\n", "ended itself with 3"),
         ("print('nothing to do')\n", "without an optimizer step"),
         ("open('no.csv')\n", "line 1): FileNotFoundError: [Errno 2] No such file or directory: 'no.csv'"),
-        ("import torch\no = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1)\no.step()\no.step()\n", "on the CPU"),
+        (
+            "import torch\no = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1)\no.step()\no.step()\n",
+            "on the CPU",
+        ),
         ("from transformers import AutoModel\nAutoModel.from_pretrained('org/none')\n", "--config org/none=FOLDER"),
         ("from datasets import load_dataset\nload_dataset('org/none')\n", "--columns"),
     ],
@@ -124,7 +126,9 @@ def test_transformers_trainer_with_a_missing_tokenizer_and_data_set(written, mon
     found = planned(written(text), flags=flags)
     largest = {one["name"]: one["shape"] for one in found["largest"]}
     assert largest["bert.embeddings.word_embeddings.weight"] == [500, 64]
-    assert {"tokenizer", "imdb", "config.json"} <= {word for word in ("tokenizer", "imdb", "config.json") if word in str(found["outlined"])}
+    assert {"tokenizer", "imdb", "config.json"} <= {
+        word for word in ("tokenizer", "imdb", "config.json") if word in str(found["outlined"])
+    }
     assert not list(Path().glob("saved/**/*.safetensors"))
 
 
@@ -186,7 +190,7 @@ def test_lightning_with_a_torchvision_data_set_that_is_missing(written):
         (["--script", "none.py"], "no such file"),
         (["--script", __file__, "--gpu", "rtx-1"], "rtx-1"),
         (["--script", __file__, "--epochs", "3"], "come after --"),
-        (["--script", __file__, "--config", "a=b"], "must hold config.json"),
+        (["--script", __file__, "--config", "a=b"], "no config.json"),
         (["--script", __file__, "--steps", "0"], "--steps"),
         (["--script", __file__, "more"], "come after --"),
     ],
@@ -197,7 +201,11 @@ def test_flags_that_cannot_be_meant(words, told, capsys, tmp_path):
 
 
 def test_columns():
-    assert columns_of("text:str:500,label:int:2,x:float") == {"text": ("str", 500), "label": ("int", 2), "x": ("float", 0)}
+    assert columns_of("text:str:500,label:int:2,x:float") == {
+        "text": ("str", 500),
+        "label": ("int", 2),
+        "x": ("float", 0),
+    }
     for wrong in ("text", "text:string", "a:int:b", ""):
         with pytest.raises(RecipeError, match="NAME:KIND"):
             columns_of(wrong)

@@ -47,7 +47,8 @@ def plan(argv: list[str]) -> None:
     if any(word.partition("=")[0] == "--script" for word in argv):
         from trainer.commands.plan_script import plan_script
 
-        return plan_script(argv)
+        plan_script(argv)
+        return
     asked = asked_for("plan", "RECIPE", argv, FLAGS)
     if asked is None:
         return

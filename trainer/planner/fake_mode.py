@@ -57,9 +57,7 @@ class FakeGPUMode(FakeTensorMode):
         return fake
 
     def value(self, fake: Any) -> Tensor | None:
-        """The value of a tensor, where it is known: of a fake one, if that came from a real one."""
-        if not isinstance(fake, FakeTensor):
-            return fake
+        """The value of a fake tensor, where it is known."""
         entry = self.known.get(id(fake))
         return None if entry is None else entry[1]
 
@@ -139,7 +137,9 @@ class FakeGPUMode(FakeTensorMode):
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any], outs: list[Any]) -> None:
         """Compute the values of ``outs`` for real, if those of all inputs are known."""
-        is_known = True  # of whole numbers that are drawn (positions in a text, a permutation), any draw is as good
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return
+        is_known = True
 
         def real(item: Any) -> Any:
             nonlocal is_known

@@ -1,21 +1,18 @@
-"""What a script asks of hubs, of data sets and of the disk, answered by outlines where the thing itself is missing.
+"""What a script asks of hubs, data sets and disks, answered by outlines where the thing itself is missing.
 
-An outline has shapes, lengths and classes, and no content: it is enough to plan with. Weights are never read, whether
-they are there or not. All of it changes the libraries for the rest of the process: for the child of ``script`` only.
+An outline has shapes, lengths and classes, and no content: enough to plan with. Weights are not read even if they are
+there. All of it changes the libraries for the rest of the process: for the child of :mod:`trainer.planner.script` only.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import io
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from functools import partial, wraps
 from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,414 +20,274 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import _IncompatibleKeys
-from torch.utils import data as torch_data
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.errors import RecipeError, require
-from trainer.planner.fake_patches import patch_transformers
 
-# (side of an image, channels, classes, samples to train with, samples to test with), as their papers say.
+# Side, channels, classes, and samples to train and to test with, as torchvision's documentation says.
 IMAGES = {
-    "MNIST": (28, 1, 10, 60_000, 10_000),
-    "FashionMNIST": (28, 1, 10, 60_000, 10_000),
-    "KMNIST": (28, 1, 10, 60_000, 10_000),
-    "CIFAR10": (32, 3, 10, 50_000, 10_000),
-    "CIFAR100": (32, 3, 100, 50_000, 10_000),
+    **dict.fromkeys(("MNIST", "FashionMNIST", "KMNIST"), (28, 1, 10, 60_000, 10_000)),
+    **{f"CIFAR{classes}": (32, 3, classes, 50_000, 10_000) for classes in (10, 100)},
 }
-CHARACTERS = 1000  # of a text, where a column does not say how long it is
-LETTERS_A_TOKEN = 4  # of English in byte-pair vocabularies of 30 to 100 thousand tokens, roughly
-KINDS = "str[:CHARACTERS], int[:CLASSES], float, image[:SIDE] or chat[:CHARACTERS]"
+TOKENIZER_FILES = ("tokenizer.*", "vocab*", "merges*", "*spiece.model", "*.tiktoken")
+SPECIAL = [f"{name}_token" for name in ("pad", "unk", "bos", "eos", "cls", "sep", "mask")]
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
-SPECIAL = ("pad_token", "unk_token", "bos_token", "eos_token", "cls_token", "sep_token", "mask_token")
-
-
-class Nothing:
-    """Takes every call, and does nothing: a writer of logs, a metric."""
-
-    def __init__(self, *args: Any, **options: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any:
-        return Nothing() if not name.startswith("__") else super().__getattribute__(name)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self
-
-
-class NoWeights(dict[str, Any]):
-    """Stands for the weights of a file that is not read; a module that loads it keeps those that it has."""
-
-
-def columns_of(text: str) -> dict[str, tuple[str, int]]:
-    """``--columns text:str:500,label:int:2`` as ``{"text": ("str", 500), "label": ("int", 2)}``; 0 where no number is.
-
-    Raises:
-        RecipeError: for a column that is not of the form ``NAME:KIND`` or ``NAME:KIND:NUMBER``.
-    """
-    found = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"([^:]+):(str|int|float|image|chat)(?::(\d{1,6}))?", part)
-        require(match is not None, f"--columns: {part!r} must be NAME:KIND, where KIND is {KINDS}")
-        assert match is not None
-        found[match[1]] = match[2], int(match[3] or 0)
-    return found
-
-
-class Outlines:
-    """Puts the outlines in the place of what is missing; ``notes`` says what was.
-
-    Args:
-        configs: folders with a ``config.json``, and maybe a tokenizer, by the name that the script asks the hub for.
-        columns: of data sets of the hub, see :func:`columns_of`; ``None`` where the person has not said.
-        rows: of each split of them.
-    """
-
-    def __init__(
-        self, configs: Mapping[str, str], columns: Mapping[str, tuple[str, int]] | None = None, rows: int = 1000
-    ) -> None:
-        self.configs, self.columns, self.rows = configs, columns, rows
-        self.notes: list[str] = []
-
-    def note(self, line: str) -> None:
-        """Say it once."""
-        if line not in self.notes:
-            self.notes.append(line)
-
-    def install(self) -> None:
-        """Change torch now, and other libraries when the script imports them."""
-        self._patch_torch()
-        os.environ |= {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "MPLBACKEND": "Agg"}
-        patches: dict[str, Callable[[Any], None]] = {
-            "transformers.modeling_utils": self._patch_models,
-            "transformers.utils.hub": self._patch_hub,
-            "transformers.utils.import_utils": lambda module: patch_transformers(),
-            "transformers.tokenization_utils_base": partial(self._patch_tokenizers, "PreTrainedTokenizerBase"),
-            "transformers.models.auto.tokenization_auto": partial(self._patch_tokenizers, "AutoTokenizer"),
-            "transformers.models.auto.image_processing_auto": self._patch_image_processors,
-            "datasets.load": self._patch_datasets,
-            "evaluate.loading": self._patch_metrics,
-            "torchvision.datasets.mnist": self._patch_images,
-            "torchvision.datasets.cifar": self._patch_images,
-            "timm.models._builder": self._patch_timm,
-            "triton.runtime.jit": partial(self._patch_triton, "JITFunction"),
-            "triton.runtime.autotuner": partial(self._patch_triton, "Autotuner"),
-            "torch.utils.tensorboard.writer": lambda module: setattr(module, "SummaryWriter", Nothing),
-            "safetensors.torch": lambda module: self._unwritten(module, "save_file", "save_model"),
-            "lightning.fabric.utilities.cloud_io": lambda module: self._unwritten(module, "_atomic_save"),
-            "lightning_fabric.utilities.cloud_io": lambda module: self._unwritten(module, "_atomic_save"),
-        }
-        for name in [name for name in patches if name in sys.modules]:
-            patches.pop(name)(sys.modules[name])
-        sys.meta_path.insert(0, AfterImport(patches))
-
-    def _unwritten(self, owner: Any, *names: str) -> None:
-        for name in names:
-            setattr(owner, name, lambda *args, **options: None)
-
-    def _patch_torch(self) -> None:
-        """Data is read for real, by this process; what is to be saved is not written; what is read has no weights."""
-        make, load = torch_data.DataLoader.__init__, nn.Module.load_state_dict
-        signature = inspect.signature(make)
-        here = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
-
-        def init(loader: Any, *args: Any, **options: Any) -> None:
-            given = signature.bind(loader, *args, **options).arguments
-            if given.get("num_workers"):
-                self.note("data loaders have no workers here: the memory of theirs is not in the host's")
-            given.pop("self")
-            make(loader, **{**given, **here, "timeout": 0, "multiprocessing_context": None})
-
-        def load_state_dict(module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
-            if isinstance(state, NoWeights):
-                return _IncompatibleKeys([], [])
-            return load(module, state, *args, **options)
-
-        def from_url(url: str, *args: Any, **options: Any) -> NoWeights:
-            self.note(f"weights of {url.rpartition('/')[2]} are not read: the model has its shapes")
-            return NoWeights()
-
-        torch_data.DataLoader.__init__ = init  # type: ignore[method-assign]
-        nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
-        torch.hub.load_state_dict_from_url = from_url
-        iterator: Any = torch_data.dataloader._BaseDataLoaderIter
-        iterator.__next__ = _for_real(iterator.__next__)
-        loader: Any = torch_data.DataLoader
-        loader._get_iterator = _for_real(loader._get_iterator)
-        for module in (torch_data, torch_data.dataset):
-            module.random_split = _for_real(torch_data.random_split)
-        # Of one device; its way there needs streams that only a real GPU has.
-        nn.DataParallel.forward = lambda parallel, *inputs, **options: parallel.module(*inputs, **options)  # type: ignore[method-assign]
-        self._unwritten(torch, "save")
-        compiled = torch.compile
-
-        def compile(*args: Any, **options: Any) -> Any:
-            self.note("torch.compile is left out: what it fuses needs less, so this is an upper bound, mostly")
-            return compiled(*args, **options)
-
-        torch.compile = compile
-        tensors: Any = torch.Tensor
-        deepcopy = tensors.__deepcopy__
-
-        def copied(tensor: Any, memo: Any) -> Any:
-            if id(tensor) not in memo and isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            with nullcontext() if isinstance(tensor, FakeTensor) else _disable_current_modes():
-                return deepcopy(tensor, memo)
-
-        def known(method: Callable[..., Any]) -> Callable[..., Any]:
-            def read(tensor: Any, **options: Any) -> Any:
-                fake = isinstance(tensor, FakeTensor)
-                value = tensor.fake_mode.value(tensor) if fake else tensor
-                with _disable_current_modes():
-                    return method(torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value, **options)
-
-            return read
-
-        tensors.__deepcopy__ = copied
-        tensors.numpy, FakeTensor.tolist = known(tensors.numpy), known(tensors.tolist)  # type: ignore[method-assign]
-
-    # transformers
-
-    def _patch_hub(self, module: Any) -> None:
-        found = module.cached_files
-
-        def cached_files(path_or_repo_id: Any, filenames: list[str], **options: Any) -> Any:
-            name = str(path_or_repo_id)
-            try:
-                return found(self.configs.get(name, name), filenames, **options)
-            except OSError as error:
-                if "config.json" not in filenames or options.get("subfolder"):
-                    raise
-                raise MissingConfig(
-                    f"the script wants config.json of {name!r}, which is neither here nor to be had from the hub: "
-                    f"a folder with that file, without weights, is enough: --config {name}=FOLDER"
-                ) from error
-
-        module.cached_files = cached_files
-
-    def _patch_models(self, module: Any) -> None:
-        model_class, config_class = module.PreTrainedModel, module.PreTrainedConfig
-
-        def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **options: Any) -> Any:
-            require(
-                not any(options.pop(key, None) for key in ("quantization_config", "load_in_4bit", "load_in_8bit")),
-                f"{cls.__name__}.from_pretrained({name!r}) asks for quantised weights, which cannot be planned yet: "
-                "plan the script without quantization",
-            )
-            place, informed = options.pop("device_map", None), options.pop("output_loading_info", False)
-            name = self.configs.get(str(name), name)
-            dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
-            kept = {key: options.pop(key) for key in ("attn_implementation",) if key in options}
-            if not isinstance(config, config_class):
-                config, options = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **options)
-            own = inspect.signature(cls.__init__).parameters  # the others are about loading
-            kept |= {key: value for key, value in options.items() if key in own}
-            dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype
-            model = cls._from_config(config, dtype=dtype, **kept).eval()
-            model.config._name_or_path = model.name_or_path = str(name)
-            self.note(f"weights of {name} are not read: the model is built from its config.json")
-            if place not in (None, "cpu"):
-                model.to("cuda")
-            return (model, {}) if informed else model
-
-        model_class.from_pretrained = classmethod(from_pretrained)
-        self._unwritten(model_class, "save_pretrained")
-
-    def _patch_tokenizers(self, owner: str, module: Any) -> None:
-        kind = getattr(module, owner)
-        original = kind.from_pretrained.__func__
-
-        def from_pretrained(cls: Any, name: Any, *args: Any, **options: Any) -> Any:
-            name = self.configs.get(str(name), name)
-            try:
-                if not Path(name).is_dir() or _has_tokenizer(Path(name)):
-                    return original(cls, name, *args, **options)
-            except MissingConfig:
-                raise
-            except (OSError, ValueError):  # transformers' words for a file that is not there
-                pass
-            return self._tokenizer(name)
-
-        kind.from_pretrained = classmethod(from_pretrained)
-
-    def _tokenizer(self, name: str) -> Any:
-        """One with the vocabulary's size, that makes a token of every four characters."""
-        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-        from transformers import AutoConfig, PreTrainedTokenizerFast
-
-        config = AutoConfig.from_pretrained(name).get_text_config()
-        size = config.vocab_size
-        tokens = {f"[{token[:-6].upper()}]": number for number, token in enumerate(SPECIAL)}
-        tokens |= {f"token{number}": number for number in range(len(tokens), size)}
-        tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f".{{1,{LETTERS_A_TOKEN}}}"), "isolated")
-        self.note(f"the tokenizer of {name} is missing: an outline makes a token of {LETTERS_A_TOKEN} characters")
-        special: Any = dict(zip(SPECIAL, tokens, strict=False))
-        longest = getattr(config, "max_position_embeddings", None) or 1_000_000
-        made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **special)
-        made.chat_template = CHAT
-        return made
-
-    def _patch_image_processors(self, module: Any) -> None:
-        original = module.AutoImageProcessor.from_pretrained.__func__
-
-        def from_pretrained(cls: Any, name: Any, *args: Any, **options: Any) -> Any:
-            name = self.configs.get(str(name), name)
-            try:
-                return original(cls, name, *args, **options)
-            except (OSError, ValueError):
-                from transformers import AutoConfig, ViTImageProcessor
-
-                side = getattr(AutoConfig.from_pretrained(name), "image_size", 224)
-                self.note(f"the image processor of {name} is missing: an outline resizes to {side} × {side}")
-                return ViTImageProcessor(size={"height": side, "width": side})
-
-        module.AutoImageProcessor.from_pretrained = classmethod(from_pretrained)
-
-    # data and the rest
-
-    def _patch_datasets(self, module: Any) -> None:
-        original = module.load_dataset
-
-        @wraps(original)
-        def load_dataset(path: str, *args: Any, split: Any = None, **options: Any) -> Any:
-            local = path in ("csv", "json", "parquet", "text", "arrow", "imagefolder", "webdataset") or Path(path).exists()
-            if self.columns is not None and not local:
-                return self._dataset(path, split)
-            try:
-                return original(path, *args, split=split, **options)
-            except (OSError, ValueError) as error:
-                if local:
-                    raise
-                raise RecipeError(
-                    f"the script wants the data set {path!r}, which is neither here nor to be had from the hub: say what "
-                    f"its columns are, for an outline: --columns text:str:1000,label:int:2 --rows 1000 ({error})"
-                ) from error
-
-        module.load_dataset = load_dataset
-
-    def _dataset(self, path: str, split: Any) -> Any:
-        import datasets
-        from PIL import Image
-
-        features, row = {}, {}
-        for name, (kind, number) in (self.columns or {}).items():
-            text = ("word " * ((number or CHARACTERS) // 5 + 1))[: number or CHARACTERS]
-            if kind == "image":
-                png = io.BytesIO()
-                Image.new("RGB", (number or 224,) * 2).save(png, "PNG")
-                features[name], row[name] = datasets.Image(), {"bytes": png.getvalue(), "path": None}
-            elif kind == "int" and number:
-                features[name] = datasets.ClassLabel(names=[f"class{one}" for one in range(number)])
-            elif kind == "chat":
-                features[name] = [{"role": datasets.Value("string"), "content": datasets.Value("string")}]
-                row[name] = [{"role": role, "content": text[len(text) // 2 :]} for role in ("user", "assistant")]
-            else:
-                features[name] = datasets.Value({"str": "string", "int": "int64", "float": "float32"}[kind])
-                row[name] = {"str": text, "int": 0, "float": 0.0}[kind]
-        content = {
-            name: [row[name]] * self.rows if name in row else [one % len(kind.names) for one in range(self.rows)]
-            for name, kind in features.items()
-        }
-        made = datasets.Dataset.from_dict(content, features=datasets.Features(features))
-        self.note(f"the data set {path} is an outline: {self.rows} rows of --columns in each split")
-        if split is None:
-            return datasets.DatasetDict({name: made for name in ("train", "validation", "test")})
-        return [made for _ in split] if isinstance(split, list) else made
-
-    def _patch_metrics(self, module: Any) -> None:
-        original = module.load
-
-        def load(name: str, *args: Any, **options: Any) -> Any:
-            try:
-                return original(name, *args, **options)
-            except Exception:  # whatever a file that is not there leads to
-                self.note(f"the metric {name} is missing: nothing is computed")
-                return Nothing()
-
-        module.load = load
-
-    def _patch_images(self, module: Any) -> None:
-        for kind in [kind for name, kind in vars(module).items() if name in IMAGES and "__init__" in vars(kind)]:
-            kind.__init__ = self._image_init(kind.__init__)
-
-    def _image_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(original)
-
-        def init(dataset: Any, *args: Any, **options: Any) -> None:
-            given = dict(signature.bind(dataset, *args, **options).arguments, download=False)
-            given.pop("self")
-            try:
-                with _disable_current_modes():
-                    return original(dataset, **given)
-            except (RuntimeError, OSError):
-                pass
-            name = next(kind.__name__ for kind in type(dataset).__mro__ if kind.__name__ in IMAGES)
-            side, channels, classes, train, test = IMAGES[name]
-            dataset.train = given.get("train", True)
-            count = train if dataset.train else test
-            self.note(f"{name} is missing: an outline of {count:,} images of {side} × {side}, {classes} classes")
-            dataset.targets = [index % classes for index in range(count)]
-            dataset.classes = [str(index) for index in range(classes)]
-            dataset.data = np.broadcast_to(np.zeros((side, side, channels), np.uint8), (count, side, side, channels))
-            if channels == 1:
-                with _disable_current_modes():
-                    dataset.data = torch.zeros((1, side, side), dtype=torch.uint8).expand(count, -1, -1)
-                    dataset.targets = torch.tensor(dataset.targets)
-            return None
-
-        return init
-
-    def _patch_triton(self, owner: str, module: Any) -> None:
-        def run(kernel: Any, *args: Any, **options: Any) -> None:
-            self.note(f"the Triton kernel {kernel.fn.__name__} is not in the time of the step; what it fills is counted")
-
-        getattr(module, owner).run = run
-
-    def _patch_timm(self, module: Any) -> None:
-        def load_pretrained(model: Any, *args: Any, **options: Any) -> None:
-            self.note(f"weights of {type(model).__name__} are not read: the model has its shapes")
-
-        module.load_pretrained = load_pretrained
+LETTERS = 4  # of English in a token of a vocabulary of 30 to 100 thousand, roughly
+UNREAD = "weights are not read: models have the shapes that their configuration says"
+KERNELS = "Triton's kernels are not in the time of a step; what they fill is counted"
+SILENT = {  # by module: functions that do nothing here, and what to say of it
+    "safetensors.torch": ("save_file save_model", ""),
+    "lightning.fabric.utilities.cloud_io": ("_atomic_save", ""),
+    "lightning_fabric.utilities.cloud_io": ("_atomic_save", ""),
+    "torch.utils.tensorboard.writer": ("SummaryWriter", ""),
+    "timm.models._builder": ("load_pretrained", UNREAD),
+    "triton.runtime.jit": ("JITFunction.run", KERNELS),
+    "triton.runtime.autotuner": ("Autotuner.run", KERNELS),
+}
 
 
 class MissingConfig(RecipeError, OSError):
     """A model of the hub of which nothing is known."""
 
 
-class AfterImport(MetaPathFinder):
-    """Changes modules right after they were imported, whoever does that."""
+class Nothing:
+    """Takes every call and does nothing: a writer of logs, a metric, the weights in a file that is not read."""
 
-    def __init__(self, patches: dict[str, Callable[[Any], None]]) -> None:
-        self.patches = patches
+    __getattr__ = __call__ = lambda self, *args, **options: self
+    __iter__ = lambda self: iter(())  # noqa: E731
+
+
+class Outlines(MetaPathFinder):
+    """Changes torch now, and other libraries right after the script has imported them; ``notes`` says what was missing.
+
+    Args:
+        configs: folders with a ``config.json``, and maybe a tokenizer, by the name that the script asks the hub for.
+        columns: of data sets that are missing, as :func:`columns_of` reads them; empty where nobody has said.
+        rows: of each of their splits.
+    """
+
+    def __init__(self, configs: Mapping[str, str], columns: Mapping[str, tuple[str, int]], rows: int) -> None:
+        self.configs, self.columns, self.rows, self.notes = configs, columns, rows, list[str]()
+        self.patches: dict[str, Callable[[Any], None]] = {
+            "transformers.modeling_utils": self._models,
+            "transformers.utils.hub": lambda hub: self._instead(hub, "cached_files", self._config),
+            "transformers.tokenization_utils_base": lambda base: self._tokenizers(base.PreTrainedTokenizerBase),
+            "transformers.models.auto.tokenization_auto": lambda auto: self._tokenizers(auto.AutoTokenizer),
+            "transformers.models.auto.image_processing_auto": lambda auto: self._instead(
+                auto.AutoImageProcessor, "from_pretrained", self._image_processor
+            ),
+            "datasets.load": lambda load: self._instead(load, "load_dataset", self._dataset),
+            "evaluate.loading": lambda loading: self._instead(loading, "load", self._metric),
+            "torchvision.datasets.mnist": self._images,
+            "torchvision.datasets.cifar": self._images,
+        }
+        self._torch()
+        for name in [name for name in (*self.patches, *SILENT) if name in sys.modules]:
+            self._patch(name, sys.modules[name])
+        sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec that all others would find, with the patch behind it."""
-        patch = self.patches.pop(name, None)
-        spec = importlib.util.find_spec(name) if patch is not None else None
-        if spec is None or spec.loader is None or patch is None:
+        """The spec that the other finders have, with the change behind it."""
+        if name not in (*self.patches, *SILENT):
             return None
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            patch(module)
-
-        loader.exec_module = exec_module
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(name)
+        sys.meta_path.insert(0, self)
+        if spec is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), self._patch(name, module))[0]
         return spec
 
+    def _patch(self, name: str, module: Any) -> None:
+        self.patches.get(name, lambda module: None)(module)
+        functions, said = SILENT.get(name, ("", ""))
+        for function in functions.split():
+            owner, _, attribute = function.rpartition(".")
+            self._silence(getattr(module, owner) if owner else module, attribute, said)
 
-def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` on real tensors: what reads data must know which sample is next, and how long it is."""
+    def note(self, line: str) -> None:
+        """Say it once."""
+        if line and line not in self.notes:
+            self.notes.append(line)
 
-    @wraps(function)
-    def wrapped(*args: Any, **options: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **options)
+    def _silence(self, owner: Any, name: str, said: str = "") -> None:
+        setattr(owner, name, lambda *args, **options: self.note(said) or Nothing())
 
-    return wrapped
+    def _instead(self, owner: Any, name: str, outline: Callable[..., Any], errors: Any = (OSError, ValueError)) -> None:
+        """Where ``owner.name`` fails with one of ``errors``, call ``outline`` with the error and its arguments."""
+        before = inspect.getattr_static(owner, name)
+        original = getattr(before, "__func__", before)
+
+        def function(*args: Any, **options: Any) -> Any:
+            args = tuple(self.configs.get(value, value) if isinstance(value, str) else value for value in args)
+            options = {key: self.configs.get(v, v) if isinstance(v, str) else v for key, v in options.items()}
+            try:
+                return original(*args, **options)
+            except MissingConfig:
+                raise
+            except errors as error:
+                return outline(error, *args, **options)
+
+        setattr(owner, name, classmethod(function) if isinstance(before, classmethod) else function)
+
+    def _torch(self) -> None:
+        """Weights have shapes, wherever they come from, and are not saved; what is read as an array is real."""
+        load, compiled, numpy = nn.Module.load_state_dict, torch.compile, torch.Tensor.numpy
+
+        def load_state_dict(module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
+            return state if isinstance(state, Nothing) else load(module, state, *args, **options)
+
+        def compile(*args: Any, **options: Any) -> Any:
+            self.note("torch.compile is left out: what it fuses needs less memory, mostly, and less time")
+            return compiled(*args, **options)
+
+        def as_array(tensor: Any, **options: Any) -> Any:
+            value = tensor.fake_mode.value(tensor) if isinstance(tensor, FakeTensor) else tensor
+            with _disable_current_modes():
+                return numpy(torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value, **options)
+
+        changed: Any = nn.Module, torch, torch.Tensor, nn.DataParallel, FakeTensor
+        changed[0].load_state_dict, changed[1].compile, changed[2].numpy = load_state_dict, compile, as_array
+        # On one device; its way there needs streams that only a real one has.
+        changed[3].forward = lambda parallel, *args, **options: parallel.module(*args, **options)
+        changed[4].tolist = lambda tensor: tensor.numpy(
+            force=True
+        ).tolist()  # torch's reads one element after the other
+        self._silence(torch, "save")
+        self._silence(torch.hub, "load_state_dict_from_url", UNREAD)
+
+    # transformers
+
+    def _config(self, error: Exception, path_or_repo_id: Any, filenames: list[str], **options: Any) -> Any:
+        if "config.json" not in filenames:
+            raise error
+        raise MissingConfig(
+            f"the script wants config.json of {str(path_or_repo_id)!r}, which is neither here nor to be had from the "
+            f"hub: a folder with that file, without weights, is enough: --config {path_or_repo_id}=FOLDER"
+        )
+
+    def _models(self, module: Any) -> None:
+        def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **options: Any) -> Any:
+            quantised = any(options.pop(key, 0) for key in ("quantization_config", "load_in_4bit", "load_in_8bit"))
+            require(not quantised, f"{name} with quantised weights cannot be planned yet: leave the quantization out")
+            place, informed = options.pop("device_map", None), options.pop("output_loading_info", False)
+            dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
+            if not isinstance(config, module.PreTrainedConfig):
+                path = self.configs.get(str(config or name), config or name)
+                config, options = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **options)
+            own = {"attn_implementation", *inspect.signature(cls.__init__).parameters}  # others are about loading
+            kept = {key: value for key, value in options.items() if key in own}
+            dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype
+            model = cls._from_config(config, dtype=dtype, **kept).eval()
+            model.config._name_or_path = model.name_or_path = str(name)
+            self.note(UNREAD)
+            model = model if place in (None, "cpu") else model.to("cuda")
+            return (model, {}) if informed else model
+
+        module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+        self._silence(module.PreTrainedModel, "save_pretrained")
+
+    def _tokenizers(self, kind: Any) -> None:
+        self._instead(kind, "from_pretrained", self._tokenizer)
+        found = kind.from_pretrained.__func__
+
+        def from_pretrained(cls: Any, name: Any, *args: Any, **options: Any) -> Any:
+            folder = Path(self.configs.get(str(name), str(name)))
+            if folder.is_dir() and not any(True for files in TOKENIZER_FILES for _ in folder.glob(files)):
+                return self._tokenizer(None, cls, folder)  # transformers would make an empty one
+            return found(cls, name, *args, **options)
+
+        kind.from_pretrained = classmethod(from_pretrained)
+
+    def _tokenizer(self, error: Any, cls: Any, name: Any, *args: Any, **options: Any) -> Any:
+        from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+        from transformers import AutoConfig, PreTrainedTokenizerFast
+
+        config = AutoConfig.from_pretrained(name).get_text_config()
+        words = {word: number for number, word in enumerate(SPECIAL)}
+        words |= {f"token{number}": number for number in range(len(words), config.vocab_size)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="unk_token"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f".{{1,{LETTERS}}}"), "isolated")
+        self.note(f"the tokenizer of {name} is missing: an outline makes a token of {LETTERS} characters")
+        longest = getattr(config, "max_position_embeddings", None) or 1_000_000
+        special: Any = {word: word for word in SPECIAL}
+        made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **special)
+        made.chat_template = CHAT
+        return made
+
+    def _image_processor(self, error: Exception, cls: Any, name: Any, *args: Any, **options: Any) -> Any:
+        from transformers import AutoConfig, ViTImageProcessor
+
+        side = getattr(AutoConfig.from_pretrained(name), "image_size", 224)
+        self.note(f"the image processor of {name} is missing: an outline makes images of {side} × {side}")
+        return ViTImageProcessor(size={"height": side, "width": side})
+
+    # data
+
+    def _dataset(self, error: Exception, path: str, *args: Any, split: Any = None, **options: Any) -> Any:
+        if options.get("data_files") or options.get("data_dir") or Path(path).exists():
+            raise error
+        flags = "--columns text:str:1000,label:int:2 --rows 1000"
+        missing = f"the data set {path!r} is neither here nor to be had from the hub"
+        require(bool(self.columns), f"{missing}: say what its columns are, for an outline: {flags} ({error})")
+        import datasets
+
+        made = {name: _column(kind, number, self.rows) for name, (kind, number) in self.columns.items()}
+        features = datasets.Features({name: feature for name, (feature, _) in made.items()})
+        table = datasets.Dataset.from_dict({name: values for name, (_, values) in made.items()}, features=features)
+        self.note(f"{missing}: an outline has {self.rows} rows of --columns in each split")
+        if split is None:
+            return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), table))
+        return [table for _ in split] if isinstance(split, list) else table
+
+    def _metric(self, error: Exception, name: str, *args: Any, **options: Any) -> Nothing:
+        self.note(f"the metric {name} is missing: nothing is computed")
+        return Nothing()
+
+    def _images(self, module: Any) -> None:
+        for kind in [kind for name, kind in vars(module).items() if name in IMAGES and "__init__" in vars(kind)]:
+            self._instead(kind, "__init__", self._image_set, RuntimeError)
+            kind.download = lambda dataset: None
+
+    def _image_set(self, error: Exception, dataset: Any, *args: Any, **options: Any) -> None:
+        name = next(kind.__name__ for kind in type(dataset).__mro__ if kind.__name__ in IMAGES)
+        side, channels, classes, *counts = IMAGES[name]
+        count = counts[not dataset.train]
+        self.note(f"{name} is missing: an outline has {count:,} images of {side} × {side}, {classes} classes")
+        dataset.classes, dataset.targets = [f"{one}" for one in range(classes)], [one % classes for one in range(count)]
+        dataset.data = np.broadcast_to(np.zeros(channels, np.uint8), (count, side, side, channels))
+        if channels == 1:
+            with _disable_current_modes():
+                dataset.data = torch.zeros((1, side, side), dtype=torch.uint8).expand(count, -1, -1)
+                dataset.targets = torch.tensor(dataset.targets)
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    patterns = ("tokenizer.*", "vocab*", "merges*", "*spiece.model", "*.tiktoken")
-    return any(True for pattern in patterns for _ in folder.glob(pattern))
+def columns_of(text: str) -> dict[str, tuple[str, int]]:
+    """``text:str:500,label:int`` as ``{"text": ("str", 500), "label": ("int", 0)}``; a wrong one is refused."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"([^:]+):(str|int|float|image|chat)(?::(\d{1,6}))?", part)
+        if match is None:
+            kinds = "str:CHARACTERS, chat:CHARACTERS, int:CLASSES, float or image:SIDE"
+            raise RecipeError(f"--columns: {part!r} must be NAME:KIND, where KIND is {kinds}")
+        found[match[1]] = match[2], int(match[3] or 0)
+    return found
+
+
+def _column(kind: str, number: int, rows: int) -> tuple[Any, list[Any]]:
+    """What ``datasets`` calls the kind, and values of that length, size or number of classes."""
+    import datasets
+    from PIL import Image
+
+    text = ("word " * (number // 5 or 200))[: number or None]
+    if kind == "image":
+        png = io.BytesIO()
+        Image.new("RGB", (number or 224,) * 2).save(png, "PNG")
+        return datasets.Image(), [{"bytes": png.getvalue(), "path": None}] * rows
+    if kind == "chat":
+        said = [{"role": role, "content": text[len(text) // 2 :]} for role in ("user", "assistant")]
+        return [{"role": datasets.Value("string"), "content": datasets.Value("string")}], [said] * rows
+    if kind == "int" and number:
+        return datasets.ClassLabel(names=[f"class {one}" for one in range(number)]), [i % number for i in range(rows)]
+    plain = {"str": ("string", text), "int": ("int64", 0), "float": ("float32", 0.0)}[kind]
+    return datasets.Value(plain[0]), [plain[1]] * rows
