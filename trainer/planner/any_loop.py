@@ -291,6 +291,8 @@ class FakeGPU:
         notes, guesses = list(trace.notes), tracer.mode.guesses
         if guesses:
             notes.append(f"{guesses} values that were read are not known, and were guessed")
+        if tracer.mode.guessed and guesses:
+            notes[-1] += f", first at {next(iter(tracer.mode.guessed))}"
         if not memory.peak_allocated:
             notes.append('nothing was put on the GPU: move the model and the batches with .to("cuda")')
         elif tracer.steps < 2:

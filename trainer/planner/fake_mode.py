@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import math
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
+
+from trainer.system.children import users_line
 
 aten = torch.ops.aten
 
 GPU_DEVICE = torch.device("cuda", 0)
 LARGEST_KNOWN = 2**22  # elements up to which the values of whole numbers and truth values are computed for real
+LARGEST_KNOWN_FLOATS = 2**16  # of floating-point numbers: rates, scales, masks that are added; few weights are as small
 UNINITIALISED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_permuted.default}
 UNINITIALISED |= {aten.empty_strided.default, aten.new_empty.default, aten.new_empty_strided.default}
 """Operations that return whatever was in memory before: nobody knows it."""
 COMPARED = {aten.eq.Tensor: True, aten.ne.Tensor: False, aten.eq.Scalar: False, aten.ne.Scalar: True}
 """What comparisons of finite numbers come to, with themselves or with infinity: what isfinite is made of."""
 SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default}  # what a boolean index becomes
+ABSORBING = {aten.bitwise_or.Tensor: True, aten.logical_or.default: True}
+ABSORBING |= {aten.bitwise_and.Tensor: False, aten.logical_and.default: False}
+"""The truth value that decides what such an operation returns, whatever the other one is."""
+WRITTEN_WHOLE = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+BUILT_IN = {"aten", "prims", "quantized", "torchvision"}  # namespaces whose kernels for a CPU are harmless
 
 
 class FakeGPUMode(FakeTensorMode):
     """A fake tensor mode that knows the values of masks, positions and lengths.
 
-    A model that asks ``if mask.all()`` must take the branch that it takes on a GPU, so tensors of integers and booleans
-    that come from real ones carry their values along. Where a value is not known, it is guessed, and counted.
+    A model that asks ``if mask.all()`` must take the branch that it takes on a GPU, so tensors of integers and booleans,
+    and small ones of floating-point numbers, carry their values along where those follow from real tensors, constants
+    and the host's random numbers. Where a value is not known, it is guessed, and counted.
 
     Args:
         ranks: how many there are. Each is taken to hold the same values as this one when they are summed, and every
@@ -37,12 +53,16 @@ class FakeGPUMode(FakeTensorMode):
             Whether numbers are finite is not guessed: they are.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, ranks: int = 1) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.ranks = ranks
         self.guesses = 0
+        self.guessed: dict[str, None] = {}  # lines of code that have asked
         self.known: dict[int, tuple[Any, Tensor]] = {}
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.overwritten: weakref.WeakSet[Any] = weakref.WeakSet()  # memory of values that are known no more
 
     @property
     def avoid_device_init(self) -> bool:
@@ -50,16 +70,38 @@ class FakeGPUMode(FakeTensorMode):
         return True
 
     def fake(self, real: Tensor) -> Tensor:
-        """A fake of a real tensor, which is kept as its value if it is of integers or booleans."""
+        """A fake of a real tensor, which is kept as its value if it is small enough."""
         fake = self.from_tensor(real)
-        if not real.is_floating_point() and real.numel() <= LARGEST_KNOWN:
+        if _can_be_known(real):
             self._know(fake, real)
         return fake
 
-    def value(self, fake: Any) -> Tensor | None:
-        """The value of a fake tensor, where it is known."""
-        entry = self.known.get(id(fake))
-        return None if entry is None else entry[1]
+    def value(self, tensor: Any) -> Tensor | None:
+        """The value of a tensor, where it is known; a real one is its own."""
+        entry = self.known.get(id(tensor)) if isinstance(tensor, FakeTensor) else (None, tensor)
+        return None if entry is None or entry[1].untyped_storage() in self.overwritten else entry[1]
+
+    def read(self, fake: Any) -> Tensor:
+        """The value of a tensor that somebody has asked for: guessed where it is not known."""
+        with no_dispatch():
+            value = self.value(fake)
+            if value is None:
+                self._guess(not fake.is_floating_point())
+                value = torch.full(fake.shape, self.ranks if fake.is_floating_point() else 0, dtype=fake.dtype)
+            return value.detach().clone()
+
+    def exchange(self, fake: Any, data: Any) -> None:
+        """``fake`` has the data of another tensor from now on."""
+        self.known.pop(id(fake), None)
+        if (value := self.value(data)) is not None:
+            self._know(fake, value)
+
+    def _guess(self, counts: bool = True) -> None:
+        """A value that decides something is guessed by the caller; remember where it was asked for."""
+        if counts:
+            self.guesses += 1
+            frames = traceback.walk_stack(None)
+            self.guessed[users_line((frame.f_code.co_filename, line) for frame, line in frames)] = None
 
     def _know(self, fake: Any, value: Tensor) -> None:
         def forget(_: Any, key: int = id(fake)) -> None:
@@ -67,32 +109,39 @@ class FakeGPUMode(FakeTensorMode):
 
         self.known[id(fake)] = (weakref.ref(fake, forget), value)
 
+    def _forget(self, func: Any, args: Any) -> None:
+        """What ``func`` has written is not known any more, nor is any tensor that shares its memory."""
+        for argument, written in zip(func._schema.arguments, args, strict=False):
+            for tensor in tree_leaves(written) if argument.is_write else ():
+                if (value := self.value(tensor)) is not None:
+                    self.overwritten.add(value.untyped_storage())
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out: Any
+        if not isinstance(func, torch._ops.OpOverload):  # such as flex attention
+            return super().dispatch(func, types, args, kwargs)
         pinned = bool(kwargs) and _is_pinned(func, args, kwargs)
         kwargs = _on_a_device(kwargs) if kwargs else {}
         if func is aten._local_scalar_dense.default:
-            return self._scalar(args[0])
+            return self.read(args[0]).item()
         if func.namespace == "aten" and func.__name__.startswith("_fused_") and not func._schema.returns:
+            self._forget(func, args)
             return None  # a fused optimizer: works in place, and not all have a kernel for fake tensors
         if func is torch.ops.c10d.allreduce_.default:
             for tensor in args[0]:
                 if (value := self.value(tensor)) is not None:
                     self._know(tensor, value * self.ranks)
-        if func in SIZED_BY_VALUES:
+        if func in SIZED_BY_VALUES and self.value(args[-1]) is None:
             return self._sized(func, args[0], args[-1])
-        if func._schema.is_mutable:
-            for argument, written in zip(func._schema.arguments, args, strict=False):
-                if argument.is_write:
-                    for tensor in tree_leaves(written):
-                        self.known.pop(id(tensor), None)
         try:
             out = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
             if func not in (aten.equal.default, aten.allclose.default):
                 raise
-            self.guesses += 1
+            self._guess()
             return True  # a question whether two tensors are equal: they are
+        except (DynamicOutputShapeException, UnsupportedOperatorException):
+            return self._tried(func, args, kwargs)
         finally:
             torch._C._set_only_lift_cpu_tensors(True)  # a nested mode's exit drops it, and torch.tensor needs it
         if pinned:
@@ -100,76 +149,112 @@ class FakeGPUMode(FakeTensorMode):
         self._learn(func, args, kwargs, out)
         return out
 
-    def _scalar(self, tensor: Any) -> Any:
-        value = self.value(tensor)
-        if value is not None:
-            return value.item()
-        if tensor.dtype.is_floating_point:
-            return float(self.ranks)
-        self.guesses += 1
-        return False if tensor.dtype == torch.bool else 0
-
     def _sized(self, func: Any, tensor: Any, mask: Any) -> Any:
-        """The result of an operation whose shape depends on a mask; of one that is not known all elements are taken."""
-        value = self.value(mask)
-        self.guesses += value is None
-        taken = mask.numel() if value is None else int(value.count_nonzero())
+        """The result of an operation whose shape depends on a mask that is not known: all elements are taken."""
+        self._guess()
         if func is aten.nonzero.default:
-            return tensor.new_empty((taken, tensor.dim()), dtype=torch.int64)
-        whole = math.prod(torch.broadcast_shapes(tensor.shape, mask.shape))
-        return tensor.new_empty(taken * whole // max(mask.numel(), 1))
+            return tensor.new_empty((mask.numel(), tensor.dim()), dtype=torch.int64)
+        return tensor.new_empty(math.prod(torch.broadcast_shapes(tensor.shape, mask.shape)))
 
     def _learn(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Keep the values of what an operation returned, if they can be known."""
+        """Keep the values of what an operation returned or wrote, if they can be known."""
+        if func._schema.is_mutable:
+            self._write(func, args, kwargs)
+            return
         leaves = [out] if isinstance(out, FakeTensor) else tree_leaves(out)  # which costs as much as all the rest
         outs = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         for tensor in outs:
             if tensor.constant is not None:  # torch's own knowledge, which it would compute with on a real GPU
                 self._know(tensor, tensor.constant)
                 tensor.constant = None
-        finite = _about_finite(func, args)
-        if finite is not None and outs[0].numel() <= LARGEST_KNOWN:
+        first = next((tensor for tensor in outs if _can_be_known(tensor)), None)
+        if first is None or id(first) in self.known or func in UNINITIALISED:
+            return
+        results = self._computed(func, args, kwargs)
+        if results is None and (certain := self._certain(func, args)) is not None:
             with no_dispatch():
-                self._know(outs[0], torch.tensor(finite).expand(outs[0].shape))  # in the memory of one element
-        unknown = [t for t in outs if not t.is_floating_point() and t.numel() <= LARGEST_KNOWN]
-        if unknown and id(unknown[0]) not in self.known and func not in UNINITIALISED:
-            self._compute(func, args, kwargs, outs)
-
-    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any], outs: list[Any]) -> None:
-        """Compute the values of ``outs`` for real, if those of all inputs are known."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return
-        is_known = True
-
-        def real(item: Any) -> Any:
-            nonlocal is_known
-            if isinstance(item, FakeTensor):
-                value = self.value(item)
-                is_known = is_known and value is not None
-                return value
-            return torch.device("cpu") if isinstance(item, torch.device) else item
-
-        real_args, real_kwargs = tree_map(real, (tuple(args), dict(kwargs)))
-        if not is_known:
-            return
-        with no_dispatch():
-            try:
-                results = tree_leaves(func(*real_args, **real_kwargs))
-            except (RuntimeError, TypeError, NotImplementedError):  # not computable on a CPU: simply not known
-                return
-        for tensor, value in zip(outs, results, strict=False):
+                results = [torch.tensor(certain).expand(first.shape)]  # in the memory of one element
+        for tensor, value in zip(outs, results or [], strict=False):
             if isinstance(value, Tensor):
                 self._know(tensor, value)
 
+    def _write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Write into the values as ``func`` has written into the tensors, also for all that share their memory."""
+        target = args[0] if args else None
+        new = func in WRITTEN_WHOLE and isinstance(target, FakeTensor) and self.value(target) is None
+        if new and not target._is_view() and _can_be_known(target):
+            with no_dispatch():
+                self._know(target, torch.empty_strided(target.shape, target.stride(), dtype=target.dtype))
+        if self._computed(func, args, kwargs) is None:
+            self._forget(func, args)
 
-def _about_finite(func: Any, args: Any) -> bool | None:
-    """What an operation says of every floating-point number that is finite; ``None`` if that depends on the number."""
-    if func in (aten.isnan.default, aten.isinf.default):
-        return False
-    if func not in COMPARED or not args[0].is_floating_point():
-        return None
-    alike = args[1] is args[0] if isinstance(args[1], Tensor) else args[1] == math.inf
-    return COMPARED[func] if alike else None
+    def _certain(self, func: Any, args: Any) -> bool | None:
+        """What an operation comes to whatever else is unknown: numbers are finite, one side decides ``and`` and ``or``."""
+        if func in (aten.isnan.default, aten.isinf.default):
+            return False
+        if func in COMPARED and args[0].is_floating_point():
+            alike = args[1] is args[0] if isinstance(args[1], Tensor) else args[1] == math.inf
+            return COMPARED[func] if alike else None
+        sides = [value for value in map(self.value, args) if value is not None] if func in ABSORBING else []
+        with no_dispatch():
+            decided = any(side.dtype == torch.bool and bool((side == ABSORBING[func]).all()) for side in sides)
+        return ABSORBING[func] if decided else None
+
+    def _computed(self, func: Any, args: Any, kwargs: dict[str, Any], stand_in: Any = None) -> list[Any] | None:
+        """What ``func`` returns for the values of its inputs, if all are known; else ``stand_in(tensor)`` may be one."""
+        if stand_in is None and any(isinstance(item, FakeTensor) and self.value(item) is None for item in args):
+            return None  # as nearly always: seen without taking a tree apart
+        unknown = False
+
+        def real(item: Any) -> Any:
+            nonlocal unknown
+            if isinstance(item, Tensor):
+                value = self.value(item)
+                item = stand_in(item) if value is None and stand_in else value
+                unknown = unknown or item is None or not _can_be_known(item)
+            return torch.device("cpu") if isinstance(item, torch.device) else item
+
+        with no_dispatch():
+            real_args, real_kwargs = tree_map(real, (tuple(args), dict(kwargs)))
+            try:
+                return None if unknown else tree_leaves(func(*real_args, **real_kwargs))
+            except (RuntimeError, TypeError, ValueError, IndexError):
+                return None  # not computable on a CPU: simply not known
+
+    def _tried(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What ``func`` returns, which torch cannot say of fake tensors, from trying it on the host.
+
+        What is not known is stood in for by numbers that all differ, so that none is left out, or by ones.
+        """
+        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, FakeTensor)]
+        results = None
+        if func.namespace in BUILT_IN and all(tensor.numel() <= LARGEST_KNOWN for tensor in tensors):
+            results = self._computed(func, args, kwargs, lambda t: torch.arange(t.numel()).view(t.shape).to(t.dtype))
+            results = results or self._computed(func, args, kwargs, lambda t: torch.ones(t.shape, dtype=t.dtype))
+        if not results or any(isinstance(one, Tensor) and one.layout is not torch.strided for one in results):
+            raise NotImplementedError(
+                f"{func} says nothing of its result for tensors without data, so it cannot be traced: "
+                "torch.library.register_fake teaches it, or leave it out to plan"
+            )
+        decisive = [tensor for tensor in tensors if not tensor.is_floating_point()] or tensors
+        self._guess(any(self.value(tensor) is None for tensor in decisive))
+        device = tensors[0].fake_device if tensors else GPU_DEVICE
+        outs: list[Any] = []
+        for result in results:
+            with self:
+                out = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=device)
+            if not result.is_floating_point():
+                self._know(out, result)
+            outs.append(out)
+        if func is aten._pack_padded_sequence.default:
+            outs[1] = results[1]  # sizes that C++ reads: a real tensor on the host, as it always is
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _can_be_known(tensor: Tensor) -> bool:
+    """Whether a tensor is small enough to compute with."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.layout is torch.strided and tensor.numel() <= (LARGEST_KNOWN if whole else LARGEST_KNOWN_FLOATS)
 
 
 def _is_pinned(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

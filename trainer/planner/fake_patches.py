@@ -32,7 +32,12 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as optimizers
 from torch.utils import _foreach_utils
+from torch.utils._device import _device_constructors
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainer.errors import RunError
 from trainer.memory import sharding
@@ -41,7 +46,12 @@ from trainer.planner.fake_mode import GPU_DEVICE, _cast_weights, install_autocas
 from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
 
 # Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200.
+NOTHING = """set_device init _lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all seed seed_all
+    set_stream reset_peak_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated ipc_collect _sleep
+    set_per_process_memory_fraction _record_memory_history memory_summary""".split()
+"""What ``torch.cuda`` has nothing to do for."""
 L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
+MISSING = object()
 _paused = 0
 _library: torch.library.Library | None = None
 _undo: list[Callable[[], object]] = []
@@ -151,6 +161,7 @@ def patch_modules() -> None:
     def set_data(tensor: Any, value: Any) -> None:
         data.__set__(tensor, value)
         tensor.fake_device = value.device
+        tensor.fake_mode.exchange(tensor, value)
 
     def of_storage(storage: Any) -> int:
         return storage._cdata if storage.device.type == "meta" else address(storage)
@@ -161,10 +172,48 @@ def patch_modules() -> None:
     def written(tensor: Tensor, spec: str) -> str:  # f"{loss:.3f}", which torch allows no subclass
         return format(tensor.item(), spec) if spec and not tensor.dim() else str(tensor)
 
+    def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:  # torch's would copy memory that is not there
+        if not tensor.is_leaf or id(tensor) in memo:
+            return memo.get(id(tensor)) if tensor.is_leaf else by_storage(tensor, memo)
+        with torch.no_grad():
+            memo[id(tensor)] = twin = tensor.clone().requires_grad_(tensor.requires_grad)
+        vars(twin).update({name: value for name, value in vars(tensor).items() if name not in vars(twin)})
+        twin.grad = None if tensor.grad is None else deepcopy(tensor.grad, memo)
+        return twin
+
+    def pickled(tensor: Any, protocol: Any) -> Any:  # without data: a checkpoint is written and read at no cost
+        return _unpickled, (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def numpy(tensor: Any, *, force: bool = False) -> Any:
+        with no_dispatch():
+            return tensor.fake_mode.read(tensor).numpy()
+
+    by_storage = torch.Tensor.__deepcopy__
+    torch.serialization.add_safe_globals([_unpickled])
+    _device_constructors()  # kept by torch, with the functions that are replaced below
+    _replace(FakeTensor, __deepcopy__=deepcopy, __reduce_ex__=pickled, numpy=numpy)
+    _replace(torch.Tensor, share_memory_=lambda tensor: tensor)
+    _replace(torch, tensor=_tensor(torch.tensor))
     _replace(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
     _replace(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
     _replace(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor, __format__=written)
     _replace(torch.UntypedStorage, data_ptr=of_storage)
+
+
+def _unpickled(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, learns: bool) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=learns)
+
+
+def _tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``torch.tensor``, which reads the numbers in a list below any dispatch."""
+
+    @wraps(make)
+    def tensor(data: Any, *args: Any, **options: Any) -> Tensor:
+        if isinstance(data, list | tuple):
+            data = tree_map(lambda item: item.tolist() if isinstance(item, FakeTensor) else item, data)
+        return make(data, *args, **options)
+
+    return tensor
 
 
 def patch_tensors() -> None:
@@ -181,12 +230,16 @@ def patch_tensors() -> None:
 
     _replace(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
     _replace(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
+    _replace(torch._C._nn, _parse_to=_to(torch._C._nn._parse_to, moved=0))
     _replace(DTensor, device=property(lambda tensor: tensor._local_tensor.device))
     _replace(DTensor, is_cuda=property(lambda tensor: tensor._local_tensor.is_cuda))
     _replace(
         torch.Tensor,
         _make_subclass=staticmethod(make_subclass),
         to=_to(torch.Tensor.to),
+        type_as=lambda tensor, other: tensor.to(other),
+        type=_type(torch.Tensor.type),
+        get_device=lambda tensor: -1 if tensor.device.index is None else tensor.device.index,
         cuda=lambda tensor, *args, **options: tensor.to(GPU_DEVICE),
         record_stream=lambda tensor, stream: None,
         pin_memory=lambda tensor, device=None: torch.empty_like(tensor, device="cpu", pin_memory=True),
@@ -194,22 +247,40 @@ def patch_tensors() -> None:
     )
 
 
-def _to(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``Tensor.to``, in which ``"cuda"`` and ``0`` are the GPU, without C++ asking a driver which one is current."""
+def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
+    """``Tensor.to``, in which ``"cuda"`` and ``0`` are the GPU, without C++ asking a driver which one is current.
 
-    def is_gpu(device: Any) -> bool:
-        named = isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
-        return named or (isinstance(device, int) and not isinstance(device, bool))
+    Of another tensor, C++ would take the device that it believes in. ``moved`` tensors come first.
+    """
+
+    def placed(where: Any) -> tuple[Any, ...]:
+        if isinstance(where, Tensor):
+            return where.device, where.dtype
+        named = isinstance(where, str | torch.device) and torch.device(where).type == "cuda"
+        return (GPU_DEVICE if named or type(where) is int else where,)
 
     @wraps(move)
-    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        if args and is_gpu(args[0]):
-            args = (GPU_DEVICE, *args[1:])
-        if is_gpu(options.get("device")):
-            options["device"] = GPU_DEVICE
-        return move(tensor, *args, **options)
+    def to(*args: Any, **options: Any) -> Any:
+        given = (part for where in args[moved : moved + 1] for part in placed(where))
+        if "device" in options:
+            (options["device"],) = placed(options["device"])
+        return move(*args[:moved], *given, *args[moved + 1 :], **options)
 
     return to
+
+
+def _type(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.type``, whose names say where a tensor is, such as ``"torch.cuda.FloatTensor"``."""
+
+    def type_(tensor: Tensor, dtype: Any = None, *args: Any, **options: Any) -> Any:
+        if dtype is None:
+            return convert(tensor).replace(".meta.", ".cuda." if tensor.is_cuda else ".")
+        if isinstance(dtype, torch.dtype):
+            return tensor.to(dtype)
+        module, _, name = (dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}").rpartition(".")
+        return tensor.to("cuda" if module == "torch.cuda" else "cpu", getattr(torch, name).dtype)
+
+    return type_
 
 
 def patch_cuda(target: Target, ranks: int) -> None:
@@ -221,28 +292,38 @@ def patch_cuda(target: Target, ranks: int) -> None:
         total_memory=gpu.memory,
         major=major,
         minor=gpu.capability[1],
-        multi_processor_count=100,  # DataParallel compares cards by it
+        multi_processor_count=100,  # about what large cards have; memory does not depend on it
+        warp_size=32,
     )
-    nothing = ("set_device", "init", "_lazy_init", "synchronize", "empty_cache", "set_rng_state", "manual_seed")
-    _replace(torch.cuda, **dict.fromkeys((*nothing, "manual_seed_all"), lambda *args, **options: None))
-    _replace(
-        torch.cuda,
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        is_bf16_supported=lambda *args, **options: major >= 8,
-        device_count=lambda: ranks,
-        current_device=lambda: 0,
-        get_device_capability=lambda device=None: gpu.capability,
-        get_device_properties=lambda device=None: properties,
-        get_device_name=lambda device=None: gpu.title,
-        get_rng_state=lambda device=None: torch.empty(16, dtype=torch.uint8),
-        Stream=FakeStream,
-        Event=FakeEvent,
-        stream=OnStream,
-        current_stream=lambda device=None: FakeStream.current,
-        default_stream=lambda device=None: FakeStream.default,
-        default_generators=(torch.Generator(),),
-    )
+    ours = {
+        **dict.fromkeys(NOTHING, lambda *args, **options: None),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *args, **options: major >= 8,
+        "is_current_stream_capturing": lambda: False,
+        "can_device_access_peer": lambda device, other: True,
+        "device_count": lambda: ranks,
+        "current_device": lambda: 0,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "get_device_capability": lambda device=None: gpu.capability,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: gpu.title,
+        "get_rng_state": lambda device=None: torch.empty(16, dtype=torch.uint8),
+        "initial_seed": torch.initial_seed,
+        "mem_get_info": lambda device=None: (gpu.memory, gpu.memory),
+        "utilization": lambda device=None: 0,
+        "Stream": FakeStream,
+        "ExternalStream": FakeStream,
+        "Event": FakeEvent,
+        "stream": OnStream,
+        "current_stream": lambda device=None: FakeStream.current,
+        "default_stream": lambda device=None: FakeStream.default,
+        "default_generators": (torch.Generator(),),
+    }
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+        _replace(module, **ours)
+    _replace(torch, Generator=FakeGenerator)
 
 
 def patch_updates() -> None:
@@ -266,14 +347,17 @@ def patch_updates() -> None:
         return {(GPU_DEVICE if device.type == "meta" else device, dtype): v for (device, dtype), v in found.items()}
 
     _replace(torch, compile=compiled)
+    _replace(torch.backends.mha, get_fastpath_enabled=lambda: False)  # nested tensors, which cannot be traced
+    _replace(torch.distributions.Distribution, _validate_args=False)  # it asks the values of parameters
+    _replace(DataLoader, _get_iterator=lambda loader: _SingleProcessDataLoaderIter(loader))  # no worker knows what this process pretends
     _replace(torch.utils._triton, has_triton=lambda: True)
     for module in (cuda_amp, grad_scaler):
         _replace(module, amp_definitely_not_available=lambda: False)
     _replace(torch.amp.GradScaler, _maybe_opt_step=step)
     modules: tuple[Any, ...] = (optimizers, _foreach_utils)
     for module in modules:
-        known = module._foreach_supported_types
-        _replace(module, _foreach_supported_types=known + [kind for kind in (FakeTensor, DTensor) if kind not in known])
+        known = [kind for kind in module._foreach_supported_types if kind not in (FakeTensor, DTensor)]
+        _replace(module, _foreach_supported_types=[*known, FakeTensor, DTensor])
     for module in (*modules, clip_grad):
         _replace(module, _group_tensors_by_device_and_dtype=group)
     checks = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
@@ -373,6 +457,17 @@ class FakeStream(OnStream):
 
 
 FakeStream.default = FakeStream.current = FakeStream()
+
+
+class FakeGenerator(torch.Generator):
+    """Stands in for ``torch.Generator``, on a GPU, too: its numbers are those of the host."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        made = super().__new__(cls, device="cpu")
+        made.where = torch.device(device)
+        return made
+
+    device = property(lambda generator: generator.where)
 
 
 class FakeEvent:

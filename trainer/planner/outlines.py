@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.errors import RecipeError, require
+from trainer.planner.fake_patches import _within
 
 # Side, channels, classes, and samples to train and to test with, as torchvision's documentation says.
 IMAGES = {
@@ -132,7 +133,7 @@ class Outlines(MetaPathFinder):
 
     def _torch(self) -> None:
         """Weights have shapes, wherever they come from, and are not saved; what is read as an array is real."""
-        load, compiled, numpy = nn.Module.load_state_dict, torch.compile, torch.Tensor.numpy
+        load, compiled = nn.Module.load_state_dict, torch.compile
 
         def load_state_dict(module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
             return state if isinstance(state, Nothing) else load(module, state, *args, **options)
@@ -141,18 +142,13 @@ class Outlines(MetaPathFinder):
             self.note("torch.compile is left out: what it fuses needs less memory, mostly, and less time")
             return compiled(*args, **options)
 
-        def as_array(tensor: Any, **options: Any) -> Any:
-            value = tensor.fake_mode.value(tensor) if isinstance(tensor, FakeTensor) else tensor
-            with _disable_current_modes():
-                return numpy(torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value, **options)
-
-        changed: Any = nn.Module, torch, torch.Tensor, nn.DataParallel, FakeTensor
-        changed[0].load_state_dict, changed[1].compile, changed[2].numpy = load_state_dict, compile, as_array
+        changed: Any = nn.Module, torch, nn.DataParallel, FakeTensor
+        changed[0].load_state_dict, changed[1].compile = load_state_dict, compile
         # On one device; its way there needs streams that only a real one has.
-        changed[3].forward = lambda parallel, *args, **options: parallel.module(*args, **options)
-        changed[4].tolist = lambda tensor: tensor.numpy(
-            force=True
-        ).tolist()  # torch's reads one element after the other
+        changed[2].forward = lambda parallel, *args, **options: parallel.module(*args, **options)
+        changed[3].tolist = lambda tensor: tensor.numpy().tolist()  # torch's reads one element after the other
+        for name in ("numpy", "__deepcopy__"):  # of real tensors
+            setattr(torch.Tensor, name, _within(_disable_current_modes, getattr(torch.Tensor, name)))
         self._silence(torch, "save")
         self._silence(torch.hub, "load_state_dict_from_url", UNREAD)
 

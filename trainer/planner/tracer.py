@@ -27,6 +27,11 @@ HOST_STREAM = -1  # the stream of what the CPU computes, for the cost of a step
 LEAST_HOST_BYTES = 2**16  # of work on the host that takes time worth counting
 _ALL_GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
 _SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor", "alltoall_base_")  # as many bytes
+PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+}
+"""Methods of a sparse tensor that return what it consists of."""
 COLLECTIVES = {
     **dict.fromkeys(("allreduce_", "allreduce_coalesced_", "all_reduce"), "all_reduce"),
     **dict.fromkeys(_ALL_GATHERS, "all_gather"),
@@ -53,6 +58,8 @@ class Storage:
 
 class Tracer(TorchDispatchMode):
     """Records the events of everything that runs inside of it, on tensors of ``mode`` that seem to be on ``target``."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, target: Target, mode: FakeGPUMode) -> None:
         super().__init__()
@@ -86,6 +93,10 @@ class Tracer(TorchDispatchMode):
     def watch(self, tensor: Any, op: str) -> None:
         """Notice the storage of ``tensor`` if it is new, or has another size than before."""
         if not isinstance(tensor, FakeTensor):
+            return
+        if tensor.layout is not torch.strided:
+            for part in plain_tensors(tensor):
+                self.watch(part, op)
             return
         untyped = tensor.untyped_storage()
         size, key = untyped.nbytes(), id(untyped)
@@ -200,7 +211,7 @@ class Tracer(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_collective(name, tensors, group_among(tree_leaves((args, kwargs))))
             return
-        if func.is_view:
+        if getattr(func, "is_view", False):
             return
         if not any(self.is_on_device(tensor) for tensor in (*tensors, *results)):
             if (moved := _bytes(tensors)) >= LEAST_HOST_BYTES:  # what an offloaded optimizer does
@@ -256,6 +267,7 @@ def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] |
             yield tracer
     finally:
         tracer.trace.guesses = mode.guesses
+        tracer.trace.notes += [f"a value that is not known is asked for at {line}" for line in mode.guessed]
         uninstall()
 
 
@@ -263,6 +275,8 @@ def plain_tensors(tensor: Any) -> list[Tensor]:
     """The tensors with memory that a tensor consists of: a shard, or the parts of a quantised one."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
+    if isinstance(tensor, FakeTensor) and tensor.layout in PARTS:
+        return [getattr(tensor, name)() for name in PARTS[tensor.layout]]
     if isinstance(tensor, FakeTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return [tensor] if isinstance(tensor, Tensor) else []
     names, _ = tensor.__tensor_flatten__()

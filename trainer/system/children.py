@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -143,9 +143,16 @@ def _described(error: BaseException) -> str:
     if isinstance(error, Failed):
         return first
     frames = traceback.extract_tb(error.__traceback__)
+    line = users_line((frame.filename, frame.lineno or 0) for frame in reversed(frames))
+    return f"{type(error).__name__}: {first} ({line})"
+
+
+def users_line(frames: Iterable[tuple[str, int]]) -> str:
+    """``file:line`` of the innermost of ``frames`` that is neither torch's nor of what pretends to be a GPU."""
     import torch
 
     here = Path(__file__).parents[1]
     inner = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, here / "system", here / "planner"))
-    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(inner)), frames[-1])
-    return f"{type(error).__name__}: {first} ({frame.filename}:{frame.lineno})"
+    seen = list(frames)
+    outer = (frame for frame in seen if not frame[0].startswith((*inner, "<")))
+    return "{}:{}".format(*next(outer, seen[0]))
