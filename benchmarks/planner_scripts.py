@@ -206,7 +206,8 @@ def planned(script: Public, folder: Path, gpu: str) -> dict[str, Any]:
             | {key: content[key] for key in ("fits", "reserved_gb", "allocated_gb", "host_gb", "peak_phase")}
             | {key: content[key] for key in ("step_ms", "steps", "categories", "outlined", "notes")}
         )
-    return found | {"error": (done.stderr.strip().splitlines() or ["nothing was said"])[-1], "out": str(out)}
+    error = (done.stderr.strip().splitlines() or ["nothing was said"])[-1].partition("; what it printed")[0]
+    return found | {"error": error.removeprefix("trainer: error: ").replace(str(needed), "NEEDED")}
 
 
 def main() -> None:

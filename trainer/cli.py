@@ -29,6 +29,8 @@ commands:
                             fit, started again from its newest checkpoint when it dies; `trainer run --help`
   doctor RECIPE [flags]     check this machine, the data and the model before a run: each finding with its fix
   plan RECIPE [flags]       find the fastest plan that fits a memory budget, for GPUs that need not be there
+  plan --script FILE [flags] -- ARGS
+                            what a training script that is not ours would take of such a GPU
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
   checkpoint list|verify|export DIR

@@ -112,7 +112,10 @@ class Outlines(MetaPathFinder):
             self.notes.append(line)
 
     def _silence(self, owner: Any, name: str, said: str = "") -> None:
-        setattr(owner, name, lambda *args, **options: self.note(said) or Nothing())
+        before = getattr(owner, name)
+        others = [one for one in sys.modules.copy().values() if getattr(one, "__dict__", {}).get(name) is before]
+        for place in (owner, *others):
+            setattr(place, name, lambda *args, **options: self.note(said) or Nothing())
 
     def _instead(self, owner: Any, name: str, outline: Callable[..., Any], errors: Any = (OSError, ValueError)) -> None:
         """Where ``owner.name`` fails with one of ``errors``, call ``outline`` with the error and its arguments."""
