@@ -77,8 +77,8 @@ class Memory:
 
     Args:
         budget: memory that torch may take on each device, such as 2GB, 1.5GiB or 90%. With a budget the planner decides
-            strategy, micro_batch_size, activation_checkpointing, activation_offload and cpu_offload where they are left
-            at their defaults: the fastest that fits. See docs/planner.md.
+            all knobs that lose nothing where they are left at their defaults: the fastest that fits. See
+            docs/planner.md.
         micro_batch_size: samples that go through forward and backward at once; auto is the largest that the batch,
             the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
         micro_batch_tokens: most tokens (padding included) of a micro-batch of text; micro_batch_size still bounds it.

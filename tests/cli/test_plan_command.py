@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.page import embedded
 
 from trainer import PlanReport, plan
 from trainer.cli import run
@@ -69,7 +70,7 @@ def test_a_plan_is_printed_with_its_reasons_and_written(planned):
         "yes  chosen",
         "- tried: 2 combinations of knobs: 2 plans, 2 traced; 2 fit",
         "the chosen plan:\ntrainer fit vit_digits",
-        f"files: {folder}: plan.json, plan.png",
+        f"files: {folder}: plan.json, plan.html, plan.png",
     ]
     places = [out.find(part) for part in parts]
     assert -1 not in places, (parts[places.index(-1)], out)
@@ -81,6 +82,12 @@ def test_a_plan_is_printed_with_its_reasons_and_written(planned):
     assert content["chosen"]["fits"] is True
     assert len(content["candidates"]) == 2
     assert content["parameters"] == 54_282
+    page = (folder / "plan.html").read_text()
+    assert embedded(page, "plan") == content
+    curve = embedded(page, "timeline")
+    assert set(curve["allocated"]) == set(curve["categories"])
+    assert len(curve["reserved"]) == len(curve["allocated"]["params"]) > 100
+    assert round(max(curve["reserved"]) / 1e9, 3) == content["chosen"]["predicted_reserved_gb"]
 
 
 def test_the_pasted_command_is_that_plan(planned, capsys):
@@ -106,6 +113,7 @@ def test_json_is_all_that_is_on_stdout_and_what_is_in_the_file(tmp_path, capfd):
     assert (content["chosen"], content["command"]) == (None, None)
     assert not any(one["fits"] for one in content["candidates"])
     assert is_png(tmp_path / "plan.png")  # of the smallest
+    assert embedded((tmp_path / "plan.html").read_text(), "plan") == content
     (error,) = [line for line in err.splitlines() if line.startswith("trainer: error: ")]
     smallest = min(one["predicted_reserved_gb"] for one in content["candidates"])
     assert 0.005 < smallest < 0.05

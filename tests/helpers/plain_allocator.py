@@ -158,7 +158,7 @@ class PlainAllocator:
                 if wall - begin >= size:
                     return segment, begin
         page = 2 * MiB if small else 20 * MiB
-        length = up(2**50 if self.capacity is None else self.capacity * 9 // 8, page)
+        length = up(2**50, page)
         segment = Segment(self._address(max(length, up(size, page))), max(length, up(size, page)), page, stream, small)
         self.segments.append(segment)
         return segment, segment.address

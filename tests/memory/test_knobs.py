@@ -18,7 +18,7 @@ from trainer.planner.report import OWN
 NO_TECHNIQUE = {"budget", "correct_batchnorm"}
 SAID_ANYWAY = {"micro_batch_size", "micro_batch_tokens", "precision", "strategy"}
 """What every plan tells, turned or not."""
-SHARED = {"strategy", "reshard_after_forward", "cpu_offload", "activation_offload"}
+SHARED = {"strategy", "replicas", "reshard_after_forward", "sync_every_micro_step", "cpu_offload", "activation_offload"}
 """Knobs that the planner's table shows two to a column."""
 
 

@@ -7,7 +7,7 @@ from helpers.plain_allocator import PlainAllocator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.planner.allocator import ADDRESSES, AllocatorSettings, Block, CachingAllocator
+from trainer.planner.allocator import ADDRESSES, AllocatorSettings, Block, CachingAllocator, Driver, OutOfMemory
 
 MiB = 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -66,6 +66,29 @@ def test_expandable_segment_grows_gives_whole_pages_back_and_fills_the_gap_first
     assert allocator.pools[0, False].unmapped == []
 
 
+def test_the_cache_is_given_back_when_memory_runs_out() -> None:
+    allocator = CachingAllocator(driver=Driver(100 * MiB))
+    allocator.malloc(20 * MiB)
+    allocator.free(allocator.malloc(50 * MiB))
+    assert (allocator.reserved, allocator.retries) == (70 * MiB, 0)
+    allocator.malloc(60 * MiB)  # the 50 MiB go back; 20 and 60 remain
+    assert (allocator.reserved, allocator.retries) == (80 * MiB, 1)
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(22 * MiB)
+    assert (allocator.reserved, allocator.allocated, allocator.retries) == (80 * MiB, 80 * MiB, 2)
+    allocator.malloc(20 * MiB)
+
+
+def test_an_expandable_segment_without_memory_keeps_what_could_be_mapped() -> None:
+    allocator = CachingAllocator(EXPANDABLE, Driver(59 * MiB))
+    allocator.malloc(10 * MiB)
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(40 * MiB)  # 30 MiB more are two pages, and there is one
+    assert (allocator.reserved, allocator.retries) == (20 * MiB, 1)
+    allocator.malloc(30 * MiB)
+    assert allocator.reserved == 40 * MiB
+
+
 def test_wrong_use_is_refused() -> None:
     allocator = CachingAllocator()
     block = allocator.malloc(100)
@@ -118,15 +141,23 @@ def check(allocator: CachingAllocator, live: list[Block]) -> None:
 
 
 @settings(max_examples=200)
-@given(expandable=st.booleans(), steps=STEPS)
-def test_invariants_and_the_same_as_the_plain_allocator(expandable: bool, steps: list[tuple[str, int, int]]) -> None:
-    allocator, plain = CachingAllocator(AllocatorSettings(expandable)), PlainAllocator(expandable, None)
+@given(expandable=st.booleans(), capacity=st.none() | st.integers(0, 200 * MiB), steps=STEPS)
+def test_invariants_and_the_same_as_the_plain_allocator(
+    expandable: bool, capacity: int | None, steps: list[tuple[str, int, int]]
+) -> None:
+    allocator = CachingAllocator(AllocatorSettings(expandable), Driver(capacity))
+    plain = PlainAllocator(expandable, capacity)
     live: list[Block] = []
     for kind, number, stream in steps:
         if kind == "malloc":
-            live.append(allocator.malloc(number, stream))
-            assert live[-1].pool.stream == stream
-            assert live[-1].address == plain.malloc(number, stream)
+            address = plain.malloc(number, stream)
+            try:
+                live.append(allocator.malloc(number, stream))
+            except OutOfMemory:
+                assert address is None
+            else:
+                assert live[-1].pool.stream == stream
+                assert live[-1].address == address
         elif kind == "free" and live:
             block = live.pop(number % len(live))
             plain.free(block.address)
@@ -137,6 +168,7 @@ def test_invariants_and_the_same_as_the_plain_allocator(expandable: bool, steps:
         assert (allocator.allocated, allocator.reserved) == (plain.allocated, plain.reserved)
         check(allocator, live)
     assert (allocator.peak_allocated, allocator.peak_reserved) == (plain.peak_allocated, plain.peak_reserved)
+    assert allocator.retries == plain.retries
     for block in live:
         allocator.free(block)
     allocator.release_cached()

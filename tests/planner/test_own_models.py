@@ -93,7 +93,7 @@ def test_a_recipe_that_cannot_be_traced_says_why() -> None:
         raise ValueError("the width must be even")
 
     turned = Memory(activation_checkpointing="full", activation_offload=True, cpu_offload="optimizer")
-    report = plan(own_recipe(turned, model=Made(make=broken)), gpu="a100-80gb", quick=True)
+    report = plan(own_recipe(turned, model=Made(make=broken)), gpu="a100-80gb")
     assert report.chosen is None
     assert "the width must be even" in report.explanations[0]
     assert "test_own_models.py" in report.explanations[0]

@@ -103,9 +103,10 @@ def test_combinations_keep_what_the_recipe_sets_however_little_sense_it_makes() 
     assert combinations(digits(memory=Memory(budget="1GB", reshard_after_forward=False)), 1)
 
 
-def test_micro_batches_halve_down_to_one() -> None:
+def test_micro_batches_are_one_for_each_number_of_micro_steps() -> None:
     auto = Memory(micro_batch_size="auto")
-    assert micro_batch_sizes(digits(batch_size=64, memory=auto), 2) == [32, 16, 8, 4, 2, 1]
+    assert micro_batch_sizes(digits(batch_size=64, memory=auto), 2) == [32, 16, 11, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert micro_batch_sizes(digits(batch_size=24, memory=auto), 1) == [24, 12, 8, 6, 5, 4, 3, 2, 1]
     assert micro_batch_sizes(digits(batch_size=5, memory=auto), 1) == [5, 3, 2, 1]
     assert micro_batch_sizes(digits(memory=Memory(micro_batch_size=4)), 1) == [None]
 

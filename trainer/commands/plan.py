@@ -33,9 +33,13 @@ VALUED = {
     "per-node": "for a table: devices of a machine (default: 8)",
     "interconnect": "for a table: what joins the devices, such as 100gbe,8x-ib-hdr,pcie-4+25gbe",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
-    "out": "folder for plan.json, plan.html and plan.png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
+    "out": "folder for plan.json, .html and .png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
-FLAGS = OwnFlags(VALUED, {"json": "print what plan.json holds, and nothing else, on stdout"})
+SWITCHES = {
+    "all": "also predict the plans that cannot be chosen, because they are slower than one that fits, or need too much",
+    "json": "print what plan.json holds, and nothing else, on stdout",
+}
+FLAGS = OwnFlags(VALUED, SWITCHES)
 
 
 def plan(argv: list[str]) -> None:
@@ -93,8 +97,8 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         progress.start(0)
         # The batch is the same in all of them, and has been said.
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
-        report = search.run(lossy.lower() == "true")
-    passed = [(name, text) for name, text in flags if name not in (*VALUED, "json")]
+        report = search.run(lossy.lower() == "true", ("all", None) in flags)
+    passed = [(name, text) for name, text in flags if name not in (*VALUED, *SWITCHES)]
     command = chosen_command(reference, passed, recipe, report)
     print(redact(f"\n{table(report)}\n\n{why(report)}"))
     if command:
@@ -150,7 +154,8 @@ def chosen_command(
 def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     """Simulate each number of devices, print the table and write it: what ``scale.json`` holds, and what is missing."""
     recipe, _, reference, _ = asked
-    require("lossy" not in own, "--lossy searches for one number of devices: leave it out, or name one number")
+    for name in {"lossy", "all"} & {name for name, _ in asked.flags}:
+        require(False, f"--{name} is for a search for one number of devices: leave it out, or name one number")
     from trainer.planner.network import USUAL, clusters, interconnects
     from trainer.planner.predict import prepared
     from trainer.planner.scale import ASSUMED, Scale, heading, refused, table, to_json, verdict

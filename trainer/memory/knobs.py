@@ -93,12 +93,26 @@ KNOBS = (  # in the order to try them
     ),
     Knob("activation_offload", (False, True), "activations offloaded", ACTIVATIONS, planned=True, to_host=True),
     Knob("strategy", ("ddp", "fsdp"), turns=(Turn("fsdp", ALL),), planned=True, graded=False, needs_ranks=True),
-    Knob("replicas", (1, 2), "{} replicas"),
+    Knob("replicas", (1, 2), "{} replicas", planned=True, graded=False, needs_ranks=True),
     # false is the faster one, and needs more memory
     Knob("reshard_after_forward", (True, False), "whole weights kept until backward", planned=True, graded=False),
-    Knob("sync_every_micro_step", (None, True, False), "sync every micro-step", off=(False,)),
+    Knob(
+        "sync_every_micro_step",
+        (None, True, False),
+        "sync every micro-step",
+        planned=True,
+        needs_ranks=True,
+        off=(False,),
+    ),
     Knob("cpu_offload", ("none", "optimizer", "parameters"), "{} offloaded", OFFLOAD, planned=True, to_host=True),
-    Knob("optimizer_in_backward", (False, True), "optimizer in backward", IN_BACKWARD),
+    Knob(
+        "optimizer_in_backward",
+        (False, True),
+        "optimizer in backward",
+        IN_BACKWARD,
+        planned=True,
+        column="in backward",
+    ),
     Knob(
         "optimizer_state_bits", (32, 8, 4), "{}-bit optimizer state", BITS, lossy=True, optimizers=ADAM, column="{}-bit"
     ),

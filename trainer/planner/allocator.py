@@ -1,8 +1,8 @@
 """Torch's caching allocator for CUDA (its native backend), without a GPU: how much it reserves for what is allocated.
 
 Source: torch's c10/cuda/CUDACachingAllocator.cpp, ``DeviceCachingAllocator``, and c10/core/AllocatorConfig.h (read at
-2.10, constants at 2.15). Memory is without end here: a plan that needs more than there is does not fit. Left out are
-also private pools (CUDA graphs) and all of ``PYTORCH_CUDA_ALLOC_CONF`` but ``expandable_segments``.
+2.10, constants at 2.15). Left out are private pools (CUDA graphs) and all of ``PYTORCH_CUDA_ALLOC_CONF`` but
+``expandable_segments``.
 """
 
 from __future__ import annotations
@@ -130,16 +130,28 @@ class Pool:
             del self.unmapped[bisect_left(self.unmapped, (block.address, block))]
 
 
-class Driver:
-    """What the CUDA driver does for the allocator: it counts memory, and gives addresses in rising order."""
+class OutOfMemory(Exception):
+    """The driver has no memory for a block, even after the cache was given back."""
 
-    def __init__(self) -> None:
+
+class Driver:
+    """What the CUDA driver does for the allocator: memory up to a ``capacity`` in bytes, and addresses in rising order.
+
+    Without a ``capacity`` memory is without end. ``torch.cuda.set_per_process_memory_fraction`` sets one, too.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
         self.reserved = self.peak_reserved = 0
         self._next_address = 2**40
 
-    def reserve(self, size: int) -> None:
+    def reserve(self, size: int) -> bool:
+        """Take ``size`` bytes, if there are so many."""
+        if self.capacity is not None and self.reserved + size > self.capacity:
+            return False
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
 
     def release(self, size: int) -> None:
         self.reserved -= size
@@ -155,19 +167,21 @@ class CachingAllocator:
     """One device's allocator: best fit among the free blocks of a stream, else memory from the driver.
 
     A free block is split when enough is left over, and merged with its free neighbours when it is freed. Segments go
-    back to the driver only by :meth:`release_cached`. In an expandable segment memory is mapped a page at a time, at
-    the lowest address where the request fits; gaps that released pages have left are the first to be filled.
+    back to the driver only when it has no memory left, or by :meth:`release_cached`. In an expandable segment memory
+    is mapped a page at a time, at the lowest address where the request fits; gaps that released pages have left are
+    the first to be filled.
 
     Attributes:
         allocated: bytes of the blocks in use, as ``torch.cuda.memory_allocated`` counts: with what rounding adds and
             with what was left over but not split off.
         requested: bytes that were asked for.
+        retries: how often the driver had no memory until the cache was given back (num_alloc_retries).
     """
 
     def __init__(self, settings: AllocatorSettings | None = None, driver: Driver | None = None) -> None:
         self.settings, self.driver = settings or AllocatorSettings(), driver or Driver()
         self.pools: dict[tuple[int, bool], Pool] = {}
-        self.allocated = self.peak_allocated = self.requested = self.peak_requested = 0
+        self.allocated = self.peak_allocated = self.requested = self.peak_requested = self.retries = 0
 
     @property
     def reserved(self) -> int:
@@ -184,6 +198,7 @@ class CachingAllocator:
 
         Raises:
             ValueError: for no bytes at all; torch does not come here for an empty tensor.
+            OutOfMemory: when even a released cache leaves too little memory.
         """
         if requested <= 0:
             raise ValueError(f"a block of {requested} bytes cannot be allocated")
@@ -192,7 +207,7 @@ class CachingAllocator:
         if (stream, small) not in self.pools:
             self.pools[stream, small] = Pool(stream, small)
         pool = self.pools[stream, small]
-        block = self._cached(pool, size) or self._from_driver(pool, size)
+        block = self._cached(pool, size) or self._from_driver(pool, size) or self._retried(pool, size)
         if self.settings.splits(small, block.size - size):
             pool.insert(block.split(size))
         block.allocated, block.requested = True, requested
@@ -238,19 +253,30 @@ class CachingAllocator:
                 index += 1
         return free.pop(index)[2]
 
-    def _from_driver(self, pool: Pool, size: int) -> Block:
-        """A block of at least ``size`` bytes with new memory, on no list."""
+    def _retried(self, pool: Pool, size: int) -> Block:
+        """A block of memory that others had cached: all that is wholly free goes back to the driver first."""
+        self.release_cached()
+        self.retries += 1
+        if (block := self._from_driver(pool, size)) is None:
+            raise OutOfMemory
+        return block
+
+    def _from_driver(self, pool: Pool, size: int) -> Block | None:
+        """A block of at least ``size`` bytes with new memory, on no list; ``None`` if the driver has too little.
+
+        Of an expandable segment, what could be mapped until then stays mapped, and free.
+        """
         if not self.settings.expandable_segments:
             segment = self.settings.segment_bytes(size)
-            self.driver.reserve(segment)
-            return Block(self.driver.address(segment), segment, pool)
+            return Block(self.driver.address(segment), segment, pool) if self.driver.reserve(segment) else None
         block = self._lowest(pool, size)
-        if not block.mapped:
-            self._map(block, min(block.size, size))
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
         while block.size < size:
             gap = block.next
             assert gap is not None
-            self._map(gap, min(gap.size, size - block.size))
+            if not self._map(gap, min(gap.size, size - block.size)):
+                return None
             block = gap  # mapping has merged the two
         pool.remove(block)
         return block
@@ -271,16 +297,18 @@ class CachingAllocator:
         pool.insert(block)
         return block
 
-    def _map(self, block: Block, size: int) -> None:
+    def _map(self, block: Block, size: int) -> bool:
         """Put memory behind the pages of the first ``size`` bytes of ``block``, and merge it with free neighbours."""
         pool, mapped = block.pool, round_up(size, block.pool.page)
-        self.driver.reserve(mapped)
+        if not self.driver.reserve(mapped):
+            return False
         pool.remove(block)
         if mapped < block.size:
             pool.insert(block.split(mapped))
         block.mapped = True
         block.merge()
         pool.insert(block)
+        return True
 
     def _unmap(self, block: Block, segment: int) -> None:
         """Give back the memory of those pages that lie wholly in a free ``block``."""

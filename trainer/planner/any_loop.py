@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import re
@@ -18,18 +17,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, dataloader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer.errors import RunError, require
 from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator
 from trainer.planner.events import EMPTY_CACHE, Category, Event
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import _replace, _within, patch_transformers
+from trainer.planner.fake_patches import _replace, patch_transformers
 from trainer.planner.gpus import GPU, gpu_named, usable_memory
 from trainer.planner.network import ONE, Cluster, interconnects
 from trainer.planner.predict import LARGEST, _timeline, cost_of
-from trainer.planner.replay import PhasePeak, follow, replay
+from trainer.planner.replay import PhasePeak, follow, replay, retries_within
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer, plain_tensors, tracing
 from trainer.system.text import GB, gigabytes, wrapped
@@ -98,22 +96,13 @@ class LoopTracer(Tracer):
             self._name(module)
             return module
 
-        def batches(loader: DataLoader) -> Any:  # real ones, loaded here: no worker knows of this GPU
-            alone: Any = copy.copy(loader)
-            alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
-            with _disable_current_modes():
-                return dataloader._SingleProcessDataLoaderIter(alone)
-
-        steps = dataloader._BaseDataLoaderIter
         hooks = register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)
         self._remove = [hook.remove for hook in hooks]
         _replace(nn.Module, __call__=called, _apply=applied)
         _replace(torch.autograd, backward=backwards)
-        _replace(DataLoader, __iter__=batches)
-        _replace(steps, __next__=_within(_disable_current_modes, steps.__next__))
         for module in (torch.cuda, torch.cuda.memory):
             _replace(module, memory_stats=self._stats, mem_get_info=self._free, empty_cache=self._empty_cache)
-            _replace(module, reset_peak_memory_stats=self._reset_peaks, ipc_collect=lambda: None)
+            _replace(module, reset_peak_memory_stats=self._reset_peaks)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -256,6 +245,7 @@ class FakeGPU:
     card: GPU
     capacity: int  # that torch may take of the card: all but CUDA's context; set it to ask about less
     fits: bool  # whether that is enough; the loop is never ended for the want of memory
+    retries: int | None  # how often torch must give its cache back for it to be enough; ``None``: it is not
     allocated: int  # the most that tensors take at once, as torch.cuda.max_memory_allocated
     reserved: int  # the most that torch's allocator takes from the GPU, as torch.cuda.max_memory_reserved
     host: int  # the most that tensors made in the block take in host memory, besides Python, its libraries and batches
@@ -278,7 +268,14 @@ class FakeGPU:
         seen = len(self._tracer.trace.events), self._tracer.steps
         if self._found[0] != seen:
             self._found = seen, self._figures()
-        return self.reserved <= self.capacity if name == "fits" else self._found[1][name]
+        if name == "fits":
+            return self.retries is not None
+        return self._retries() if name == "retries" else self._found[1][name]
+
+    def _retries(self) -> int | None:
+        if self.reserved <= self.capacity or self.allocated > self.capacity:
+            return 0 if self.reserved <= self.capacity else None
+        return retries_within(self._tracer.trace, self.capacity, self._tracer.settings)
 
     def _figures(self) -> dict[str, Any]:
         tracer = self._tracer
@@ -333,7 +330,7 @@ class FakeGPU:
         peaks = self.phases.items()
         return {
             "card": self.card.name,
-            **{name: getattr(self, name) for name in ("fits", "steps", "step_ms", "peak_phase", "notes")},
+            **{name: getattr(self, name) for name in ("fits", "retries", "steps", "step_ms", "peak_phase", "notes")},
             **{f"{name}_gb": gb(getattr(self, name)) for name in ("capacity", "allocated", "reserved", "host")},
             "categories": {name: gb(size) for name, size in self.categories.items()},
             "phases": {
@@ -344,7 +341,9 @@ class FakeGPU:
 
     @property
     def _verdict(self) -> str:
-        return "it fits" if self.fits else f"it does not fit, by {gigabytes(self.reserved - self.capacity)}"
+        if self.retries:
+            return f"it fits, if torch gives its cache back {self.retries} times"
+        return "it fits" if self.fits else f"it does not fit: {gigabytes(self.reserved)} are needed"
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in self.categories.items())

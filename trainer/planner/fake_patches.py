@@ -2,8 +2,8 @@
 
 Python sees tensors on ``cuda:0``; to C++ they are on meta, so that autograd works on any build of torch, without a GPU,
 a driver, or memory. Whatever asks which device it has before it chooses (autocast, attention, dropout, the optimizers,
-FSDP2) is told what the target GPU would say. Every function here changes torch for the whole process, until
-:func:`uninstall`: call them in one that does nothing else meanwhile, see ``children``.
+FSDP2) is told what the target GPU would say. Every function here changes torch for the rest of the process: call them
+in one that does nothing else, see ``children``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from copy import copy
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -54,7 +55,7 @@ L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
 MISSING = object()
 _paused = 0
 _library: torch.library.Library | None = None
-_undo: list[Callable[[], object]] = []
+_replaced: list[tuple[Any, str, Any]] = []  # owner, name, and what was there
 
 
 def is_paused() -> bool:
@@ -71,16 +72,16 @@ def _replace(owner: Any, **answers: Any) -> None:
     """Set attributes of ``owner``, those that this version of torch has, until :func:`uninstall`."""
     for name, answer in answers.items():
         if hasattr(owner, name):
-            own = name in vars(owner)  # a class may have it from another
-            _undo.append(partial(setattr, owner, name, vars(owner)[name]) if own else partial(delattr, owner, name))
+            _replaced.append((owner, name, vars(owner).get(name, MISSING)))
             setattr(owner, name, answer)
 
 
 def uninstall() -> None:
-    """Give torch back as it was before :func:`install`."""
+    """Take everything back that :func:`install` has changed."""
     global _library
-    while _undo:
-        _undo.pop()()
+    while _replaced:
+        owner, name, before = _replaced.pop()
+        delattr(owner, name) if before is MISSING else setattr(owner, name, before)
     if _library is not None:
         _library._destroy()
     _library = None
@@ -91,7 +92,7 @@ def uninstall() -> None:
 def install(target: Target, ranks: int = 1) -> list[str]:
     """Give this process ``target``, a card or the CPU, as its device, of which this machine says that it has ``ranks``.
 
-    It has it until :func:`uninstall`; returns warnings for a person.
+    It is so until :func:`uninstall`; returns warnings for a person.
 
     Raises:
         RunError: when it has one already, fake or in use.
@@ -349,7 +350,10 @@ def patch_updates() -> None:
     _replace(torch, compile=compiled)
     _replace(torch.backends.mha, get_fastpath_enabled=lambda: False)  # nested tensors, which cannot be traced
     _replace(torch.distributions.Distribution, _validate_args=False)  # it asks the values of parameters
-    _replace(DataLoader, _get_iterator=lambda loader: _SingleProcessDataLoaderIter(loader))  # no worker knows what this process pretends
+    _replace(DataLoader, __iter__=_real_batches)
+    _replace(
+        _SingleProcessDataLoaderIter, __next__=_within(_disable_current_modes, _SingleProcessDataLoaderIter.__next__)
+    )
     _replace(torch.utils._triton, has_triton=lambda: True)
     for module in (cuda_amp, grad_scaler):
         _replace(module, amp_definitely_not_available=lambda: False)
@@ -362,6 +366,14 @@ def patch_updates() -> None:
         _replace(module, _group_tensors_by_device_and_dtype=group)
     checks = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
     _replace(torch.optim.Optimizer, **dict.fromkeys(checks, lambda optimizer: None))
+
+
+def _real_batches(loader: DataLoader) -> Any:
+    """Loaded in this process: no worker knows what it pretends, and no page is locked."""
+    alone: Any = copy(loader)
+    alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
+    with _disable_current_modes():
+        return _SingleProcessDataLoaderIter(alone)
 
 
 def patch_transformers() -> None:

@@ -29,14 +29,17 @@ def free_knobs(memory: Memory) -> list[str]:
     return [name for name, default in OPEN.items() if getattr(memory, name) in ("auto", default)]
 
 
-def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True) -> list[Settings]:
-    """The settings of all knobs that are free, one dict for each combination; the least intrusive first.
+def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True, nodes: int = 1) -> list[Settings]:
+    """The settings of all knobs that are free, one dict for each combination; the first one uses no technique.
 
-    Sharding and offloading change nothing on one CPU, where the host is the device.
+    Sharding and offloading change nothing on one CPU, where the host is the device. With several ``nodes`` each may
+    have a copy of its own of a sharded model.
     """
     free = free_knobs(recipe.memory)
     knobs = [knob for knob in SEARCHED if knob.name in free and (ranks > 1 or not knob.needs_ranks)]
     values = {knob.name: knob.values if on_gpu or not knob.to_host else knob.values[:1] for knob in knobs}
+    own = {"activation_checkpointing": ORDER[CHECKPOINTING], "replicas": (1, nodes) if 1 < nodes < ranks else (1,)}
+    values |= {name: choice for name, choice in own.items() if name in values}
     every = [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
     sensible = [one for one in every if is_sensible(dataclasses.replace(recipe.memory, **one), ranks)]
     if not sensible:  # for what the recipe itself sets is not: then all that go with it are asked about
@@ -46,18 +49,29 @@ def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True) -> list[Settin
 
 def is_sensible(memory: Memory, ranks: int) -> bool:
     """Whether a combination can be better than the others: some only cost time for memory that another saves."""
-    checkpointing, offload = memory.activation_checkpointing, memory.cpu_offload
+    checkpointing, offload, sync = memory.activation_checkpointing, memory.cpu_offload, memory.sync_every_micro_step
+    sharded = ranks > 1 and memory.strategy == "fsdp"
     if memory.strategy == "ddp" and offload == "parameters":
         return False  # streaming is FSDP's
-    if not memory.reshard_after_forward:
-        plain = checkpointing == "none" and not memory.activation_offload
-        return memory.strategy == "fsdp" and ranks > 1 and plain and offload == "none"
-    # Instead of checkpointing, or as the last resort when all else has been moved off the device already.
-    moved = (checkpointing, offload == "none") in (("none", True), ("full", False))
-    return moved or not memory.activation_offload
+    if (memory.replicas > 1 or sync) and not sharded and offload != "parameters":
+        return False
+    if sync is False or (sync and offload != "none"):
+        return False  # what null means
+    if memory.optimizer_in_backward and (sync or offload != "none" or (ranks > 1 and not sharded)):
+        return False
+    if not memory.reshard_after_forward and not (sharded and offload == "none" and not sync):
+        return False
+    # Where a part of the blocks is checkpointed, the other part is what could be offloaded.
+    return not (memory.activation_offload and isinstance(checkpointing, float))
 
+
+CHECKPOINTING, OFFLOADED, REPLICAS = "memory.activation_checkpointing", "memory.activation_offload", "memory.replicas"
+SYNC, IN_BACKWARD = "memory.sync_every_micro_step", "memory.optimizer_in_backward"
+FRACTIONS = (0.25, 0.5, 0.75)
+"""Parts of the blocks that are worth checkpointing: what they need and take lies between those of none and full."""
 
 ORDER = {f"memory.{knob.name}": knob.values for knob in SEARCHED if knob.graded}
+ORDER |= {CHECKPOINTING: ("none", *FRACTIONS, "selective", "full"), "memory.reshard_after_forward": (False, True)}
 """The values of each knob, the fastest first: none computes or moves less than the one before it."""
 
 
@@ -66,22 +80,45 @@ def intrusion(settings: Mapping[str, Any]) -> int:
     return sum(values.index(settings[key]) for key, values in ORDER.items() if key in settings)
 
 
-def does_more(settings: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether settings do all that ``other`` does, and more: with micro-batches of the same size they are slower."""
-    if {**settings, **dict.fromkeys(ORDER)} != {**other, **dict.fromkeys(ORDER)}:
-        return False
-    both = [(values.index(settings[key]), values.index(other[key])) for key, values in ORDER.items() if key in settings]
-    return all(own >= less for own, less in both) and settings != other
+def does_at_least(settings: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether settings compute and move all that ``other`` does: with the same cut they cannot be faster."""
+    if settings.get(OFFLOADED) and other.get(OFFLOADED) and settings.get(CHECKPOINTING) != other.get(CHECKPOINTING):
+        return False  # checkpointed blocks have less to offload
+    return is_turned_as_far(settings, other)
+
+
+def is_turned_as_far(settings: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether no knob of ``other`` saves more memory than it does in settings."""
+    return settings.keys() == other.keys() and all(_does(key, settings[key], other[key]) for key in settings)
+
+
+def _does(key: str, value: Any, other: Any) -> bool:
+    if value == other:
+        return True
+    if key == REPLICAS:  # the more, the fewer ranks exchange weights, within a node and not between nodes
+        return value < other
+    if key == CHECKPOINTING and "selective" in (value, other):
+        return other == "none" or value == "full"
+    order: tuple[Any, ...] = ORDER.get(key, ())
+    return value in order and other in order and order.index(value) > order.index(other)
+
+
+def keeps(settings: Mapping[str, Any]) -> Settings:
+    """The settings that decide which weights and optimizer state are on the device."""
+    passing = (CHECKPOINTING, OFFLOADED, SYNC, IN_BACKWARD, "memory.reshard_after_forward")
+    return {key: value for key, value in settings.items() if key not in passing}
 
 
 def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
-    """Samples of a micro-batch to consider, the most first; ``[None]`` where the recipe decides."""
+    """Samples of a micro-batch to consider, the most first: one for each number of micro-steps that makes a difference.
+
+    ``[None]`` where the recipe decides.
+    """
     given = recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None
     if given or recipe.batch_size is None or recipe.run.deterministic:  # for which it must not depend on the ranks
         return [None]
     share = -(-recipe.batch_size // ranks)
-    halvings = range((share - 1).bit_length() + 1)
-    return list(dict.fromkeys(-(-share // 2**times) for times in halvings))
+    return list(dict.fromkeys(-(-share // micro_steps) for micro_steps in range(1, share + 1)))
 
 
 def lossy_steps(recipe: Recipe) -> list[Settings]:

@@ -1,4 +1,4 @@
-"""``plan.html``: what ``plan.json`` holds, in one file that needs no network: a table, the memory curve, two sliders."""
+"""``plan.html``: what ``plan.json`` holds as a table, the memory curve and two sliders, in a file without a network."""
 
 from __future__ import annotations
 

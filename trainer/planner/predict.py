@@ -17,7 +17,7 @@ from trainer.memory.plan import Plan
 from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
 from trainer.planner.events import Trace, Work
 from trainer.planner.network import ONE, Cluster, Interconnect, interconnects, sent
-from trainer.planner.replay import AllocatorSettings, Replay, replay
+from trainer.planner.replay import AllocatorSettings, Replay, replay, retries_within
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Recipe
@@ -51,6 +51,8 @@ class Prediction:
     notes: list[str] = field(default_factory=list)  # what else a person must know, a line each
     seconds: float = 0.0  # that the prediction took
     fragmentation: int = 0  # what is reserved at the allocated peak and not in use
+    # How often torch gives its cache back to stay within the capacity that was asked about; ``None``: it cannot
+    retries: int | None = None
     # Memory, for a plot, if wanted: {"allocated": {category: [...]}, "reserved": [...], "marks": [[at, phase]]}
     timeline: dict[str, Any] | None = None
 
@@ -136,23 +138,29 @@ def predict_here(
     nodes: int = 1,
     timeline: bool = False,
     over: Sequence[Interconnect] = (),
+    capacity: int | None = None,
 ) -> dict[str, Any]:
     """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
 
     The first rank of a process group of that size is traced; the others are not there. ``over`` are networks that may
-    join the GPUs, by default what ``ONE`` names.
+    join the GPUs, by default what ``ONE`` names; ``capacity``, in bytes, what ``retries`` are about.
     """
     began = time.perf_counter()
     trace = trace_run(recipe, plan, draw_samples(recipe, plan), target, nodes)
-    memory = replay(trace, AllocatorSettings(target.expandable_segments))
+    settings = AllocatorSettings(target.expandable_segments)
+    memory = replay(trace, settings)
     on_cpu = target.device.type == "cpu"  # where nothing is reserved: tensors take what they ask for
     allocated = memory.peak_requested if on_cpu else memory.peak_allocated
     cluster = Cluster(plan.world_size, nodes)
     traffic, leaving = traffic_of(trace, cluster)
+    reserved = allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved
+    retries = 0 if capacity is None or reserved <= capacity else None
+    if capacity is not None and allocated <= capacity < reserved and not on_cpu:
+        retries = retries_within(trace, capacity, settings)
     networks = over or interconnects(ONE, target.gpu)
     return {
         "allocated": allocated,
-        "reserved": allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved,
+        "reserved": reserved,
         "host": trace.host_bytes,
         "phases": {name: peak._asdict() for name, peak in memory.phases.items()},
         "categories": memory.categories,
@@ -165,6 +173,7 @@ def predict_here(
         "notes": trace.notes,
         "seconds": time.perf_counter() - began,
         "fragmentation": 0 if on_cpu else memory.fragmentation,
+        "retries": retries,
         "timeline": _timeline(memory, trace) if timeline else None,
     }
 

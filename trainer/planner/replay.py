@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, get_args
 
-from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator
+from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator, Driver, OutOfMemory
 from trainer.planner.events import EMPTY_CACHE, Category, Event, Trace
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -90,6 +90,16 @@ def replay(run: Trace | Sequence[Event], settings: AllocatorSettings | None = No
         0 if at is None else history[at].reserved,
         timeline,
     )
+
+
+def retries_within(run: Trace, capacity: int, settings: AllocatorSettings | None = None) -> int | None:
+    """How often torch must give its cache back for a run to go through with ``capacity`` bytes; ``None``: it cannot."""
+    allocator = CachingAllocator(settings, Driver(capacity))
+    try:
+        _history(allocator, run.events)
+    except OutOfMemory:
+        return None
+    return allocator.retries
 
 
 def _history(allocator: CachingAllocator, events: Sequence[Event]) -> list[_Moment]:

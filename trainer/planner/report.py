@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.memory.knobs import FOLLOWERS, LOSSY, SEARCHED, TOGETHER
-from trainer.memory.plan import decide_plan
+from trainer.memory.knobs import LOSSY, SEARCHED
+from trainer.memory.plan import Plan, decide_plan
 from trainer.planner.knobs import Settings, applied, turned, without_size
 from trainer.planner.predict import Prediction
 from trainer.recipe import Memory, Recipe
@@ -17,8 +17,12 @@ from trainer.system.text import GB, WIDTH, as_text, columns, gigabytes, wrapped
 OWN = {knob.column: knob.name for knob in SEARCHED if knob.column}
 LEFT = ("micro-batch", "strategy", *OWN, "offload", "lossy", "why")  # columns of words; figures are on the right
 GIGABYTES, ON_HOST, TIME = "GB reserved", "host GB", "ms a step"
-KEPT = "fsdp*"
-SIZE, STRATEGY = "memory.micro_batch_size", "memory.strategy"
+SIGNS = {
+    "*": "keeps whole weights until backward: memory.reshard_after_forward false",
+    "+": "sums gradients over the ranks in every micro-step: memory.sync_every_micro_step true",
+    "hsdp": "has a copy of the sharded model on each machine: memory.replicas",
+}
+SIZE = "memory.micro_batch_size"
 
 
 @dataclass(frozen=True)
@@ -118,12 +122,11 @@ def table(report: PlanReport) -> str:
     rows = [_row(one, report) for one in best_of_each(report.candidates)]
     if not rows:
         return "(no plan could be predicted)"
-    names = [name for name in rows[0] if name != "lossy" or any(row["lossy"] for row in rows)]
+    names = [name for name in rows[0] if any(row[name] not in ("", "false") for row in rows)]
     lines = [columns(names, [[row[name] for name in names] for row in rows], LEFT)]
     if any("~" in row[GIGABYTES] for row in rows):
         lines.append("~ lies between the traces of a smaller and a larger micro-batch")
-    if any(KEPT in row["strategy"] for row in rows):
-        lines.append(f"{KEPT} keeps whole weights until backward: memory.reshard_after_forward false")
+    lines += [f"{sign} {words}" for sign, words in SIGNS.items() if any(sign in row["strategy"] for row in rows)]
     return "\n".join(lines)
 
 
@@ -169,7 +172,7 @@ def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
     digits = 2 if report.budget >= 1e9 else 3
     return {
         "micro-batch": f"{plan.first_cut.accumulate} × {plan.first_cut.micro_batch_size}",
-        "strategy": plan.strategy if memory.reshard_after_forward else KEPT,
+        "strategy": _strategy(plan, one),
         **{column: as_text(getattr(memory, name)) for column, name in OWN.items()},
         "offload": _offload(memory),
         "lossy": _lossy(one),
@@ -179,6 +182,12 @@ def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
         "fits": "yes" if one.fits else "no",
         "why": _reason(one, report),
     }
+
+
+def _strategy(plan: Plan, one: Candidate) -> str:
+    name = "hsdp" if plan.memory.replicas > 1 else plan.strategy
+    synced = "+" if one.flags.get("memory.sync_every_micro_step") else ""
+    return name + ("" if plan.memory.reshard_after_forward else "*") + synced
 
 
 def _offload(memory: Memory) -> str:
@@ -195,26 +204,42 @@ def _lossy(one: Candidate) -> str:
 
 def _reason(one: Candidate, report: PlanReport) -> str:
     if one is report.chosen:
-        return "chosen"
+        return "chosen" + _retried(one)
     if one.fits:
         fastest = report.chosen.step_ms if report.chosen is not None else None
-        return f"{100 * ((one.step_ms or 0) / fastest - 1):.0f} % slower" if fastest else ""
+        slower = max(0.0, 100 * ((one.step_ms or 0) / fastest - 1)) if fastest else 0.0
+        return f"{slower:.0f} % slower{_retried(one)}"
     over = one.reserved - report.budget  # type: ignore[operator]
     return f"{gigabytes(over)} too much" if over > 0 else "in the margin"
 
 
-def explain(candidates: Sequence[Candidate]) -> list[str]:
-    """What was tried, and what each knob of the chosen plan, the first, bought and cost against the same without it."""
-    chosen, *others = candidates
-    lines = [_tried(candidates), *_size(chosen, others)]
-    lines += [line for key in chosen.knobs if key not in FOLLOWERS for line in _knob(key, chosen, others)]
-    if not chosen.knobs:
-        lines.append("no technique needs to be added: no plan that fits is faster")
+def _retried(one: Candidate) -> str:
+    """How often torch must give its cache back, for the figure of what it reserves without to fit."""
+    retries = one.prediction.retries if one.prediction is not None else 0
+    return f", {retries} retries" if retries else ""
+
+
+def explain(candidates: Sequence[Candidate], combinations: int) -> list[str]:
+    """What was tried, and what would be cheaper than the chosen plan, the first, but does not fit."""
+    chosen = candidates[0]
+    lines = _tried(candidates, combinations)
+    time = chosen.step_ms or 0.0
+    faster = [one for one in candidates if one.traced and not one.fits and (one.step_ms or 0.0) < time]
+    if faster:
+        next_one = max(faster, key=lambda one: one.step_ms or 0.0)
+        needs = f"{gigabytes(next_one.reserved or 0)}, {next_one.reason}"
+        lines.append(f"the next faster plan does not fit: {next_one.plan}: {next_one.step_ms:,.1f} ms, {needs}")
+    elif not chosen.knobs:
+        lines.append("no technique needs to be added: nothing is faster than the plan without any")
     return lines
 
 
 def not_fitting(
-    candidates: Sequence[Candidate], budget: int, lossy: Sequence[Candidate], refused: Sequence[Candidate] = ()
+    candidates: Sequence[Candidate],
+    combinations: int,
+    budget: int,
+    lossy: Sequence[Candidate],
+    refused: Sequence[Candidate] = (),
 ) -> list[str]:
     """By how much the smallest plan, the first, misses the budget, and which ``lossy`` ones, not allowed yet, fit."""
     if not candidates:
@@ -224,7 +249,7 @@ def not_fitting(
     smallest = candidates[0]
     assert smallest.reserved is not None
     lines = [
-        _tried(candidates),
+        *_tried(candidates, combinations),
         f"nothing fits in {gigabytes(budget)}: the smallest plan needs {gigabytes(smallest.reserved)} "
         f"({smallest.plan}): {smallest.reason}",
     ]
@@ -238,68 +263,16 @@ def not_fitting(
     return lines
 
 
-def _tried(candidates: Sequence[Candidate]) -> str:
+def _tried(candidates: Sequence[Candidate], combinations: int) -> list[str]:
     sizes = {one.flags[SIZE] for one in candidates if SIZE in one.flags}
     traced, fitting = sum(one.traced for one in candidates), sum(one.fits for one in candidates)
     cut = f" with micro-batches of {' to '.join(map(str, sorted({min(sizes), max(sizes)})))}" if sizes else ""
     between = f", {len(candidates) - traced} between two traces" if traced < len(candidates) else ""
-    tried = f"tried: {len(best_of_each(candidates))} combinations of knobs{cut}: {len(candidates)} plans"
-    return f"{tried}, {traced} traced{between}; {fitting} fit"
-
-
-def _size(chosen: Candidate, others: Sequence[Candidate]) -> list[str]:
-    """Why the micro-batch is not larger."""
-    if SIZE not in chosen.flags:
-        return []
-    size = chosen.flags[SIZE]
-    larger = [one for one in others if one.flags[SIZE] > size and one.knobs == chosen.knobs]
-    if not larger:
-        return [f"{SIZE} {size}: there is no larger one; it is a rank's whole share of the batch"]
-    one = min(larger, key=lambda one: one.flags[SIZE])
-    return [f"{SIZE} {size}: with {one.flags[SIZE]} it would be {_needs(one)}: {one.reason}"]
-
-
-def _knob(key: str, chosen: Candidate, others: Sequence[Candidate]) -> list[str]:
-    """What the knob bought and cost."""
-    wanted = _without(key, chosen)
-    alike = [one for one in others if without_size(_without(key, one)) == without_size(wanted)]
-    if key == STRATEGY:
-        alike = [one for one in alike if one.flags[key] != chosen.flags[key]]
-    else:
-        alike = [one for one in alike if turned(one.flags) == _without(key, one)]
-    label, instead = f"{key} {as_text(chosen.flags[key])}", "without it"
-    if not alike:
-        return [] if key == STRATEGY else [f"{label}: the other knobs were not tried without it"]
-    if key == STRATEGY:
-        instead = f"with {alike[0].flags[key]}"
-    same = [one for one in alike if one.flags.get(SIZE) == chosen.flags.get(SIZE)]
-    if same:
-        return [f"{label}: {_difference(chosen, same[0])}; {instead}: {_needs(same[0])}, {same[0].reason}"]
-    smallest = min(alike, key=lambda one: one.reserved or 0)
-    return [f"{label}: {instead} even micro-batches of {smallest.flags[SIZE]} need {_needs(smallest)}"]
-
-
-def _without(key: str, candidate: Candidate) -> Settings:
-    """The knobs that the candidate turns, but for ``key`` and what comes with it."""
-    left_out = {key, *TOGETHER.get(key, ())}
-    return {name: value for name, value in turned(candidate.flags).items() if name not in left_out}
-
-
-def _needs(candidate: Candidate) -> str:
-    assert candidate.reserved is not None
-    return f"{'' if candidate.traced else '~'}{gigabytes(candidate.reserved)}"
-
-
-def _difference(one: Candidate, other: Candidate) -> str:
-    """In memory of the device, time and memory of the host."""
-    if None in (one.reserved, other.reserved, one.step_ms, other.step_ms, one.host, other.host):
-        return "not known"
-    saved, slower = other.reserved - one.reserved, 100 * (one.step_ms / other.step_ms - 1)  # type: ignore[operator]
-    parts = [
-        f"{gigabytes(abs(saved))} {'less' if saved >= 0 else 'more'}",
-        f"{abs(slower):.0f} % {'slower' if slower >= 0 else 'faster'}",
+    tried = len(best_of_each(candidates))
+    lines = [
+        f"tried: {tried} combinations of knobs{cut}: {len(candidates)} plans, {traced} traced{between}; {fitting} fit"
     ]
-    on_host = one.host - other.host  # type: ignore[operator]
-    if abs(on_host) >= 1e7:
-        parts.append(f"{gigabytes(abs(on_host))} {'more' if on_host > 0 else 'less'} on the host")
-    return ", ".join(parts)
+    if tried < combinations:
+        cannot = "cannot be faster than what fits" if fitting else "cannot need less"
+        lines.append(f"not tried: {combinations - tried} combinations, which {cannot}; trainer plan --all tries more")
+    return lines

@@ -256,7 +256,8 @@ def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] |
     """Make ``target`` the CUDA device of this process, and trace what is done inside of the context, by ``kind``.
 
     Tensors that are made inside are fake; real ones that come from outside are moved with ``.to("cuda")``. What is
-    traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins.
+    traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins. Torch is itself again afterwards; tensors
+    that were made inside are of no use there.
     """
     notes = install(target, ranks // nodes)
     mode = FakeGPUMode(ranks)

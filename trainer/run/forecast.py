@@ -74,7 +74,7 @@ def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[st
         say(f"planning: {done} of {total} predicted, last {text}")
 
     target = Target.here(this_device(world.accelerator))
-    report = Search(prepared(recipe), target, world.size, world.nodes, progress=progress).run(quick=True)
+    report = Search(prepared(recipe), target, world.size, world.nodes, progress=progress).run()
     if report.chosen is None:
         raise RecipeError("; ".join([f"memory.budget={recipe.memory.budget}", *report.explanations]))
     for line in (f"planner: {report.chosen.plan}: {report.chosen.reason}", *report.explanations):
@@ -180,8 +180,9 @@ class Forecast:
             late = "it takes longer than usual and is shown at the end"
             return [f"predicted peak: not known: {self.failure or late}"]
         kind = "of host memory over the idle process" if self.device.name == "cpu" else "reserved"
-        verdict = "fits" if found.reserved <= self.limit else "DOES NOT FIT"
+        verdict = "DOES NOT FIT" if found.retries is None else "fits"
         near = " (but hardly)" if verdict == "fits" and found.reserved * (1 + MARGIN) > self.limit else ""
+        near = f" (after {found.retries} retries of torch's allocator)" if found.retries else near
         lines = [f"predicted peak: {found.reserved / GB:.2f} GB {kind} of {self.limit / GB:.2f} GB: {verdict}{near}"]
         if verdict != "fits":
             lines.append("warning: the run will probably run out of memory; --memory.budget 90% finds a plan that fits")
@@ -217,5 +218,5 @@ def forecast(recipe: Recipe, plan: Plan, world: World) -> Forecast | None:
     if torch.distributed.is_initialized():
         return Forecast(None, device, limit, failure=IN_A_GROUP)
     target = Target.here(device)
-    job = Child(lambda: predict_here(prepared(recipe), plan, target, world.nodes, False))
+    job = Child(lambda: predict_here(prepared(recipe), plan, target, world.nodes, capacity=limit))
     return Forecast(job, device, limit)

@@ -1,0 +1,56 @@
+"""What ``plan.html`` holds, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+SILENT = ("first-run", "sandbox")
+LEFT_OUT = ("background-networking", "component-update", "gpu", "quic", "sync")
+QUIET = ["--headless", *(f"--no-{one}" for one in SILENT), *(f"--disable-{one}" for one in LEFT_OUT)]
+VOID = {"meta", "input", "!doctype", "link", "br", "img"}
+
+
+def embedded(page: str, name: str) -> Any:
+    """The JSON that a page has in the element of that name."""
+    (text,) = re.findall(f'<script type="application/json" id="{name}">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+class Nesting(HTMLParser):
+    """Which elements are open; complains about one that is closed where another one was opened."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, tag
+        assert self.open.pop() == tag, tag
+
+
+def answered(page: str, script: str, folder: Path) -> Any:
+    """What ``script``, added to the end of a page, returns in a browser, as JSON holds it."""
+    assert BROWSER is not None
+    path = folder / "asked.html"
+    ask = f"document.body.textContent = JSON.stringify((() => {{ {script} }})())"
+    path.write_text(page.replace("</html>", f"<script>{ask}</script></html>"))
+    command = [BROWSER, *QUIET, f"--user-data-dir={folder / 'browser'}", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    (body,) = re.findall(r"<body>(.*)</body>", done.stdout, re.DOTALL)
+    return json.loads(unescape(body))

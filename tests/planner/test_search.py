@@ -1,0 +1,233 @@
+"""What a search chooses, against brute force over everything that could be chosen: with a model of memory and time in
+the place of traces, which is cheap enough to be asked about all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from math import inf
+from typing import Any
+
+import pytest
+
+from trainer.commands.recipes import load_recipe
+from trainer.errors import RecipeError
+from trainer.memory.plan import Plan, decide_plan
+from trainer.planner import search as searching
+from trainer.planner.cost import StepCost
+from trainer.planner.gpus import gpu_named
+from trainer.planner.predict import Prediction
+from trainer.planner.search import MARGIN, Search
+from trainer.planner.target import Target
+from trainer.recipe import Memory, Recipe
+
+MB = 1_000_000
+BUS, LINK, NETWORK, HOST = 20e9, 200e9, 10e9, 40e9  # bytes a second
+
+
+@dataclass(frozen=True)
+class Analytic:
+    """A model by its figures: bytes, and seconds of a sample and of a micro-step, in ``layers`` equal blocks."""
+
+    name: str
+    batch: int
+    params: float = 1000 * MB
+    trained: float = 1.0  # of the parameters
+    states: float = 2.0  # bytes of optimizer state for a byte of a trained parameter
+    updating: float = 0.3  # temporaries of the update, for a byte of them
+    sample: float = 200 * MB  # activations
+    seconds: float = 20e-3  # of a sample's forward and backward
+    floor: float = 10e-3  # that a micro-step takes at least
+    launch: float = 3e-3  # of a micro-step, more than its arithmetic
+    layers: int = 12
+    ranks: int = 1
+    nodes: int = 1
+
+    def answer(self, recipe: Recipe, plan: Plan, target: Target, nodes: int, *_: Any, **__: Any) -> dict[str, Any]:
+        """What :func:`trainer.planner.predict.predict_here` would say."""
+        memory, size, times = plan.memory, plan.first_cut.micro_batch_size, plan.first_cut.accumulate
+        categories, allocated = self.bytes(memory, size, times, plan.strategy == "fsdp")
+        step, update = self.time(memory, size, times, plan.strategy)
+        costs = {"any": StepCost(1e3 * step, 1e3 * step, 1e3 * update, 0, 0, 0, 0, 0)}
+        reserved = -(-allocated // (20 * MB)) * 20 * MB
+        return asdict(Prediction(allocated, reserved, 0, {}, categories, [], "backward", costs, {}, 0.0))
+
+    def bytes(self, memory: Memory, size: int, times: int, sharded: bool) -> tuple[dict[str, int], int]:
+        """Those at the peak, by category, and in all."""
+        shards = self.ranks // memory.replicas if sharded else 1
+        block, of_trained = self.params / self.layers, self.params * self.trained
+        offload, in_backward = memory.cpu_offload, memory.optimizer_in_backward
+        params = 2 * block if offload == "parameters" else self.params / shards
+        if sharded and offload != "parameters":
+            params += 2 * block
+        if not memory.reshard_after_forward:
+            params += self.params
+        state = 0.0 if offload != "none" else of_trained * self.states / shards
+        kept = of_trained / (shards if memory.sync_every_micro_step or times == 1 else 1)  # gradients
+        moving = 2 * block * self.trained
+        if offload != "none" or in_backward:
+            kept = 0.0
+        one = self.sample / self.layers
+        share = {"none": 0.0, "selective": 0.5, "full": 1.0}.get(memory.activation_checkpointing)
+        share = float(memory.activation_checkpointing) if share is None else share
+        left = 0.45 if memory.activation_checkpointing == "selective" else 0.06
+        kept_sample = (1 - share) * self.sample + share * left * self.sample + (one if share else 0.0)
+        if memory.activation_offload:
+            kept_sample = 2 * one
+        forward = {"gradients": kept if times > 1 else 0.0, "activations": kept_sample * size}
+        # At the end of a backward all gradients are there, and one more where it is added to them.
+        end = {"gradients": kept, "activations": one * size, "temporaries": moving if times > 1 or not kept else 0.0}
+        update = {"gradients": kept, "temporaries": of_trained / shards * self.updating}
+        if in_backward or offload != "none":
+            update = {"temporaries": moving}
+        peak = max((forward, end, update), key=lambda part: sum(part.values()))
+        categories = {"params": int(params), "optimizer": int(state), **{name: int(n) for name, n in peak.items()}}
+        return categories, sum(categories.values())
+
+    def time(self, memory: Memory, size: int, times: int, strategy: str) -> tuple[float, float]:
+        """Seconds of a step, and of its update."""
+        share = {"none": 0.0, "selective": 0.12, "full": 1.0}.get(memory.activation_checkpointing)
+        share = float(memory.activation_checkpointing) if share is None else share
+        samples = self.batch / self.ranks / times  # in the mean
+        slower = 1 + share / 3
+        compute = max(self.floor, self.launch + samples * self.seconds) * slower
+        if memory.activation_offload:
+            left = 0.06 if share == 1.0 else 1.0
+            compute = max(compute, 2 * samples * left * self.sample / BUS)
+        of_trained, once = self.params * self.trained, 0.0
+        update = of_trained * (2 + 2 * self.states) / 1e12
+        if memory.cpu_offload != "none":
+            compute += of_trained / BUS / 2
+            update = of_trained * (2 + self.states) / HOST + of_trained / BUS
+        if memory.cpu_offload == "parameters":
+            compute = max(compute, 2 * self.params / BUS)
+        if memory.optimizer_in_backward:
+            update *= 1.1
+        if strategy == "ddp":
+            once = max(0.0, 2 * of_trained / self._link(1) - compute / 2)
+        elif strategy == "fsdp" and self.ranks > 1:
+            gathers = (2 if memory.reshard_after_forward else 1) * self.params
+            reduces = of_trained * (times if memory.sync_every_micro_step else 1) / times
+            compute = max(compute, (gathers + reduces) / self._link(memory.replicas)) + 1e-3 * gathers / self.params
+            once = of_trained / NETWORK / 4 if memory.replicas > 1 else 0.0
+            update /= self.ranks / memory.replicas
+        return times * compute + once + update, update
+
+    def _link(self, replicas: int) -> float:
+        return NETWORK if self.nodes > replicas else LINK
+
+
+MODELS = [
+    Analytic("plain", 12),
+    Analytic("weights, sgd, 1 × 2", 2, states=0.0, sample=5 * MB, seconds=7e-3, floor=1e-3),
+    Analytic("weights, adamw, 1 × 8", 8, sample=5 * MB, seconds=7e-3, floor=1e-3),
+    Analytic("activations", 24, params=200 * MB, sample=900 * MB, seconds=60e-3),
+    Analytic("floor of 60 ms", 24, floor=60e-3, seconds=10e-3),
+    Analytic("update is the peak", 24, updating=2.0, sample=60 * MB),
+    Analytic("launches", 64, params=50 * MB, sample=10 * MB, seconds=0.2e-3, floor=12e-3, layers=4),
+    Analytic("adapters", 32, params=4000 * MB, trained=0.01),
+    Analytic("4 ranks", 48, params=2000 * MB, ranks=4),
+    Analytic("8 ranks on 2 nodes", 64, params=3000 * MB, sample=300 * MB, ranks=8, nodes=2),
+]
+
+
+def recipe_for(model: Analytic) -> Recipe:
+    return load_recipe("vit_digits")[0].replace(batch_size=model.batch, memory=Memory())
+
+
+def everything(model: Analytic) -> Iterator[tuple[float, float, Memory]]:
+    """Bytes and milliseconds of all that can be: every combination of the knobs, and every micro-batch."""
+    recipe, several = recipe_for(model), model.ranks > 1
+    checkpointing = ("none", 0.25, 0.5, 0.75, "selective", "full")
+    choices: dict[str, tuple[Any, ...]] = {
+        "activation_checkpointing": checkpointing,
+        "activation_offload": (False, True),
+        "cpu_offload": ("none", "optimizer", "parameters"),
+        "optimizer_in_backward": (False, True),
+        "strategy": ("ddp", "fsdp") if several else ("auto",),
+        "replicas": (1, model.nodes) if model.nodes > 1 else (1,),
+        "reshard_after_forward": (True, False) if several else (True,),
+        "sync_every_micro_step": (None, True) if several else (None,),
+        "micro_batch_size": tuple(range(1, model.batch // model.ranks + 1)),
+    }
+    target = Target(gpu_named("a100-80gb"))
+    for values in product(*choices.values()):
+        memory = Memory(**dict(zip(choices, values, strict=True)))
+        asked = recipe.replace(memory=memory)
+        try:
+            plan = decide_plan(asked, model.ranks)
+        except RecipeError:
+            continue
+        found = model.answer(asked, plan, target, model.nodes)
+        yield found["reserved"], found["costs"]["any"]["step_ms"], memory
+
+
+def said(one: tuple[float, float, Memory]) -> str:
+    turned = {key: value for key, value in vars(one[2]).items() if value != getattr(Memory(), key)}
+    return f"{one[0] / MB:,.0f} MB, {one[1]:.2f} ms with {turned}"
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, int]]:
+    """The report of a search for such a model, and how many plans it asked about."""
+    monkeypatch.setattr(searching, "in_children", lambda calls: enumerate(call() for call in calls))
+
+    def searched(model: Analytic, budget: float, **options: Any) -> tuple[Any, int]:
+        asked = []
+
+        def answer(*arguments: Any, **options: Any) -> dict[str, Any]:
+            asked.append(arguments)
+            return model.answer(*arguments, **options)
+
+        monkeypatch.setattr(searching, "predict_here", answer)
+        target = Target(gpu_named("b200"))
+        found = Search(recipe_for(model), target, model.ranks, model.nodes, f"{budget / MB:.3f}MB")
+        return found.run(**options), len(asked)
+
+    return searched
+
+
+def budgets(grid: list[tuple[float, float, Memory]], count: int) -> list[float]:
+    """From a little less than the least that anything needs to a little more than the fastest does."""
+    least, most = min(one[0] for one in grid), min(grid, key=lambda one: one[1])[0]
+    low, high = 0.98 * least, 1.1 * (1 + MARGIN) * most
+    return [low * (high / low) ** (step / (count - 1)) for step in range(count)]
+
+
+@pytest.mark.slow
+def test_the_chosen_plan_against_brute_force(search, capsys):
+    """At most 2 % slower than the best of all that there is, never slower with more memory, nothing refused in vain."""
+    rows, wrong = [], []
+    for model in MODELS:
+        grid = list(everything(model))
+        worst, before, counts, refused = 0.0, inf, [], 0
+        for budget in budgets(grid, 18):
+            report, asked = search(model, budget)
+            best = min(
+                (one for one in grid if one[0] * (1 + MARGIN) <= report.budget), key=lambda one: one[1], default=None
+            )
+            counts.append(asked)
+            where = f"{model.name} in {budget / 1e9:.3f} GB"
+            if report.chosen is None or best is None:
+                refused += report.chosen is None
+                if (report.chosen is None) != (best is None):
+                    wrong.append(f"{where}: {report.chosen} and {best and said(best)}")
+                elif report.smallest.reserved > min(one[0] for one in grid):
+                    wrong.append(
+                        f"{where}: the smallest is {report.smallest.plan}, not {said(min(grid, key=lambda one: one[0]))}"
+                    )
+                continue
+            slower = report.chosen.step_ms / best[1] - 1
+            worst = max(worst, slower)
+            if slower > 0.02:
+                wrong.append(f"{where}: {100 * slower:.1f} % slower: {report.chosen.plan} and {said(best)}")
+            if report.chosen.step_ms > before:
+                wrong.append(f"{where}: slower than with less memory")
+            before = min(before, report.chosen.step_ms)
+        traces = f"{sum(counts) / len(counts):5.1f} traces, at most {max(counts)}"
+        rows.append(f"{model.name:24} {len(grid):6,} plans {refused:3} refused {100 * worst:5.1f} % slower {traces}")
+    with capsys.disabled():
+        print("\n" + "\n".join(rows))
+    assert not wrong, "\n".join(wrong)
