@@ -63,14 +63,14 @@ VISION = "transformers/examples/pytorch/image-classification"
 SCRIPTS = {
     "nanoGPT": Public("nanoGPT/train.py", "--gradient_accumulation_steps=2 --dataset={needed}"),
     "mnist": Public("examples/mnist/main.py"),
-    "mnist_rnn": Public("examples/mnist_rnn/main.py"),
-    "mnist_forward_forward": Public("examples/mnist_forward_forward/main.py"),
+    "mnist_rnn": Public("examples/mnist_rnn/main.py", "--accel"),
+    "mnist_forward_forward": Public("examples/mnist_forward_forward/main.py", "--train_size 1000"),
     "imagenet": Public("examples/imagenet/main.py", "--dummy -a resnet50 -b 64"),
     "vae": Public("examples/vae/main.py"),
     "dcgan": Public("examples/dcgan/main.py", "--dataset fake --accel"),
     "siamese": Public("examples/siamese_network/main.py"),
-    "word_lm": Public("examples/word_language_model/main.py", "--accel --model Transformer"),
-    "word_lm_lstm": Public("examples/word_language_model/main.py", "--accel --model LSTM"),
+    "word_lm": Public("examples/word_language_model/main.py", "--accel --model Transformer --data {needed}/words"),
+    "word_lm_lstm": Public("examples/word_language_model/main.py", "--accel --model LSTM --data {needed}/words"),
     "super_resolution": Public("examples/super_resolution/main.py", "--upscale_factor 3 --accel"),
     "gat": Public("examples/gat/main.py"),
     "nlp_example": Public(
@@ -161,7 +161,7 @@ SCRIPTS = {
     "lightning_gan": Public(f"{LIGHTNING}/pytorch/domain_templates/generative_adversarial_net.py"),
     "lightning_imagenet": Public(
         f"{LIGHTNING}/pytorch/domain_templates/imagenet.py",
-        "--data.data_path {needed}/folder --model.arch resnet18 --data.batch_size 64 --trainer.devices 1",
+        "fit --model.data_path {needed}/folder --model.arch resnet18 --model.batch_size 64",
     ),
     "lightning_transformer": Public(f"{LIGHTNING}/pytorch/basics/transformer.py"),
     "fabric_torch": Public(f"{LIGHTNING}/fabric/image_classifier/train_torch.py"),
@@ -181,6 +181,9 @@ def make_needed(needed: Path) -> None:
     for split in ("train", "val"):
         (random.integers(0, 50257, 200_000, dtype=np.uint16)).tofile(needed / f"{split}.bin")
     (needed / "text.txt").write_text("A line of a text that says nothing, long enough for a few tokens.\n" * 2000)
+    (needed / "words").mkdir(exist_ok=True)
+    for split in ("train", "valid", "test"):  # as many different words as WikiText-2 has
+        (needed / "words" / f"{split}.txt").write_text(" ".join(f"word{number}" for number in range(33277)) + "\n")
     for place in ("folder/train/cat", "folder/train/dog", "folder/val/cat", "folder/val/dog", "pets"):
         (needed / place).mkdir(parents=True, exist_ok=True)
         for number in range(200):

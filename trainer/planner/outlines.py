@@ -26,20 +26,19 @@ from trainer.errors import RecipeError, require
 from trainer.planner.fake_patches import _within
 
 # Side, channels, classes, and samples to train and to test with, as torchvision's documentation says.
-IMAGES = {
-    **dict.fromkeys(("MNIST", "FashionMNIST", "KMNIST"), (28, 1, 10, 60_000, 10_000)),
-    **{f"CIFAR{classes}": (32, 3, classes, 50_000, 10_000) for classes in (10, 100)},
-}
+IMAGES = dict.fromkeys(("MNIST", "FashionMNIST", "KMNIST"), (28, 1, 10, 60_000, 10_000))
+IMAGES |= {f"CIFAR{classes}": (32, 3, classes, 50_000, 10_000) for classes in (10, 100)}
 TOKENIZER_FILES = ("tokenizer.*", "vocab*", "merges*", "*spiece.model", "*.tiktoken")
-SPECIAL = [f"{name}_token" for name in ("pad", "unk", "bos", "eos", "cls", "sep", "mask")]
+SPECIAL = {f"{name}_token": f"{name}_token" for name in ("pad", "unk", "bos", "eos", "cls", "sep", "mask")}
 CHAT = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
 LETTERS = 4  # of English in a token of a vocabulary of 30 to 100 thousand, roughly
+COLUMN = re.compile(r"([^:]+):(str|chat|int|float|image)(?::(\d{1,6}))?")
+KINDS = "NAME:KIND, where KIND is str:CHARACTERS, chat:CHARACTERS, int:CLASSES, float or image:SIDE"
 UNREAD = "weights are not read: models have the shapes that their configuration says"
 KERNELS = "Triton's kernels are not in the time of a step; what they fill is counted"
 SILENT = {  # by module: functions that do nothing here, and what to say of it
     "safetensors.torch": ("save_file save_model", ""),
     "lightning.fabric.utilities.cloud_io": ("_atomic_save", ""),
-    "lightning_fabric.utilities.cloud_io": ("_atomic_save", ""),
     "torch.utils.tensorboard.writer": ("SummaryWriter", ""),
     "timm.models._builder": ("load_pretrained", UNREAD),
     "triton.runtime.jit": ("JITFunction.run", KERNELS),
@@ -61,26 +60,22 @@ class Nothing:
 class Outlines(MetaPathFinder):
     """Changes torch now, and other libraries right after the script has imported them; ``notes`` says what was missing.
 
-    Args:
-        configs: folders with a ``config.json``, and maybe a tokenizer, by the name that the script asks the hub for.
-        columns: of data sets that are missing, as :func:`columns_of` reads them; empty where nobody has said.
-        rows: of each of their splits.
+    ``configs`` are folders by the name that the script asks the hub for, ``columns`` those of missing data sets, as
+    :func:`columns_of` reads them, and ``rows`` how many they have.
     """
 
     def __init__(self, configs: Mapping[str, str], columns: Mapping[str, tuple[str, int]], rows: int) -> None:
         self.configs, self.columns, self.rows, self.notes = configs, columns, rows, list[str]()
+        auto = "transformers.models.auto"
         self.patches: dict[str, Callable[[Any], None]] = {
             "transformers.modeling_utils": self._models,
             "transformers.utils.hub": lambda hub: self._instead(hub, "cached_files", self._config),
             "transformers.tokenization_utils_base": lambda base: self._tokenizers(base.PreTrainedTokenizerBase),
-            "transformers.models.auto.tokenization_auto": lambda auto: self._tokenizers(auto.AutoTokenizer),
-            "transformers.models.auto.image_processing_auto": lambda auto: self._instead(
-                auto.AutoImageProcessor, "from_pretrained", self._image_processor
-            ),
+            f"{auto}.tokenization_auto": lambda module: self._tokenizers(module.AutoTokenizer),
+            f"{auto}.image_processing_auto": self._image_processors,
             "datasets.load": lambda load: self._instead(load, "load_dataset", self._dataset),
             "evaluate.loading": lambda loading: self._instead(loading, "load", self._metric),
-            "torchvision.datasets.mnist": self._images,
-            "torchvision.datasets.cifar": self._images,
+            **dict.fromkeys(("torchvision.datasets.mnist", "torchvision.datasets.cifar"), self._images),
         }
         self._torch()
         for name in [name for name in (*self.patches, *SILENT) if name in sys.modules]:
@@ -108,8 +103,7 @@ class Outlines(MetaPathFinder):
 
     def note(self, line: str) -> None:
         """Say it once."""
-        if line and line not in self.notes:
-            self.notes.append(line)
+        self.notes += [line] if line and line not in self.notes else []
 
     def _silence(self, owner: Any, name: str, said: str = "") -> None:
         before = getattr(owner, name)
@@ -127,16 +121,20 @@ class Outlines(MetaPathFinder):
             options = {key: self.configs.get(v, v) if isinstance(v, str) else v for key, v in options.items()}
             try:
                 return original(*args, **options)
-            except MissingConfig:
-                raise
             except errors as error:
+                if isinstance(error, MissingConfig):
+                    raise
                 return outline(error, *args, **options)
 
         setattr(owner, name, classmethod(function) if isinstance(before, classmethod) else function)
 
     def _torch(self) -> None:
         """Weights have shapes, wherever they come from, and are not saved; what is read as an array is real."""
-        load, compiled = nn.Module.load_state_dict, torch.compile
+        load, compiled, changed = (
+            nn.Module.load_state_dict,
+            torch.compile,
+            (nn.Module, torch, nn.DataParallel, FakeTensor),
+        )
 
         def load_state_dict(module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
             return state if isinstance(state, Nothing) else load(module, state, *args, **options)
@@ -145,11 +143,14 @@ class Outlines(MetaPathFinder):
             self.note("torch.compile is left out: what it fuses needs less memory, mostly, and less time")
             return compiled(*args, **options)
 
-        changed: Any = nn.Module, torch, nn.DataParallel, FakeTensor
-        changed[0].load_state_dict, changed[1].compile = load_state_dict, compile
-        # On one device; its way there needs streams that only a real one has.
-        changed[2].forward = lambda parallel, *args, **options: parallel.module(*args, **options)
-        changed[3].tolist = lambda tensor: tensor.numpy().tolist()  # torch's reads one element after the other
+        def forward(parallel: Any, *args: Any, **options: Any) -> Any:  # on one device, without its streams
+            return parallel.module(*args, **options)
+
+        def tolist(tensor: Any) -> Any:  # torch's reads one element after the other
+            return tensor.numpy().tolist()
+
+        for owner, function in zip(changed, (load_state_dict, compile, forward, tolist), strict=True):
+            setattr(owner, function.__name__, function)
         for name in ("numpy", "__deepcopy__"):  # of real tensors
             setattr(torch.Tensor, name, _within(_disable_current_modes, getattr(torch.Tensor, name)))
         self._silence(torch, "save")
@@ -209,17 +210,19 @@ class Outlines(MetaPathFinder):
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f".{{1,{LETTERS}}}"), "isolated")
         self.note(f"the tokenizer of {name} is missing: an outline makes a token of {LETTERS} characters")
         longest = getattr(config, "max_position_embeddings", None) or 1_000_000
-        special: Any = {word: word for word in SPECIAL}
-        made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **special)
+        made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **SPECIAL)  # type: ignore[arg-type]
         made.chat_template = CHAT
         return made
 
-    def _image_processor(self, error: Exception, cls: Any, name: Any, *args: Any, **options: Any) -> Any:
-        from transformers import AutoConfig, ViTImageProcessor
+    def _image_processors(self, module: Any) -> None:
+        def outline(error: Exception, cls: Any, name: Any, *args: Any, **options: Any) -> Any:
+            side = getattr(transformers.AutoConfig.from_pretrained(name), "image_size", 224)
+            self.note(f"the image processor of {name} is missing: an outline makes images of {side} × {side}")
+            return transformers.ViTImageProcessor(size={"height": side, "width": side})
 
-        side = getattr(AutoConfig.from_pretrained(name), "image_size", 224)
-        self.note(f"the image processor of {name} is missing: an outline makes images of {side} × {side}")
-        return ViTImageProcessor(size={"height": side, "width": side})
+        import transformers
+
+        self._instead(module.AutoImageProcessor, "from_pretrained", outline)
 
     # data
 
@@ -262,13 +265,11 @@ class Outlines(MetaPathFinder):
 
 
 def columns_of(text: str) -> dict[str, tuple[str, int]]:
-    """``text:str:500,label:int`` as ``{"text": ("str", 500), "label": ("int", 0)}``; a wrong one is refused."""
+    """``text:str:500,label:int`` as ``{"text": ("str", 500), "label": ("int", 0)}``."""
     found = {}
     for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"([^:]+):(str|int|float|image|chat)(?::(\d{1,6}))?", part)
-        if match is None:
-            kinds = "str:CHARACTERS, chat:CHARACTERS, int:CLASSES, float or image:SIDE"
-            raise RecipeError(f"--columns: {part!r} must be NAME:KIND, where KIND is {kinds}")
+        if (match := COLUMN.fullmatch(part)) is None:
+            raise RecipeError(f"--columns: {part!r} must be {KINDS}")
         found[match[1]] = match[2], int(match[3] or 0)
     return found
 
