@@ -22,6 +22,7 @@ LOOP = """
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
+    from trainer import name  # theirs, beside it
 
     model = nn.Sequential(nn.Linear(256, 2048), nn.GELU(), nn.Linear(2048, 16)).to("cuda")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -43,6 +44,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def write(text: str) -> str:
         (tmp_path / "train.py").write_text(dedent(text))
+        (tmp_path / "trainer.py").write_text("name = 'not this package'")
         (tmp_path / "bert").mkdir()
         (tmp_path / "bert/config.json").write_text(json.dumps(BERT))
         return "train.py"
@@ -117,7 +119,8 @@ def test_transformers_trainer_with_a_missing_tokenizer_and_data_set(written, mon
         from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
 
         tokenizer = AutoTokenizer.from_pretrained("org/bert")
-        rows = load_dataset("imdb", split="train").map(lambda row: tokenizer(row["text"], truncation=True, max_length=64))
+        rows = load_dataset("imdb", split="train")
+        rows = rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64))
         model = AutoModelForSequenceClassification.from_pretrained("org/bert", num_labels=5)
         where = TrainingArguments("saved", per_device_train_batch_size=4, save_steps=1, bf16=True, logging_steps=1)
         Trainer(model, where, train_dataset=rows, processing_class=tokenizer).train()

@@ -132,6 +132,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None]) -> Any:
         gpu.capacity = budget_bytes(script.budget, card, 1)
 
         def result() -> Any:
+            sys.modules.update(ours)
             require(bool(taken), f"{script.path} has ended without a step of an optimizer")
             require(gpu.allocated > 0, f"{script.path} took its steps on the CPU: does it need a flag to use a GPU?")
             with _disable_current_modes():
@@ -145,7 +146,12 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None]) -> Any:
 
         register_optimizer_step_post_hook(stepped)
         outlines = Outlines(script.configs, columns, script.rows)
-        sys.argv, sys.path[:0] = [script.path, *script.args], [str(Path(script.path).resolve().parent)]
+        folder = Path(script.path).resolve().parent
+        sys.argv, sys.path[:0] = [script.path, *script.args], [str(folder)]
+        ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "trainer"}
+        if any(Path(folder, name).exists() for name in ("trainer.py", "trainer")):  # the script imports its own
+            for name in ours:
+                del sys.modules[name]
         faulthandler.dump_traceback_later(script.seconds, exit=True)
         try:
             runpy.run_path(script.path, run_name="__main__")
