@@ -91,7 +91,12 @@ class Outlines(MetaPathFinder):
         sys.meta_path.insert(0, self)
         if spec is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), self._patch(name, module))[0]
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._patch(name, module)
+
+            spec.loader.exec_module = exec_module
         return spec
 
     def _patch(self, name: str, module: Any) -> None:
@@ -101,15 +106,16 @@ class Outlines(MetaPathFinder):
             owner, _, attribute = function.rpartition(".")
             self._silence(getattr(module, owner) if owner else module, attribute, said)
 
-    def note(self, line: str) -> None:
+    def note(self, line: str) -> Nothing:
         """Say it once."""
         self.notes += [line] if line and line not in self.notes else []
+        return Nothing()
 
     def _silence(self, owner: Any, name: str, said: str = "") -> None:
         before = getattr(owner, name)
         others = [one for one in sys.modules.copy().values() if getattr(one, "__dict__", {}).get(name) is before]
         for place in (owner, *others):
-            setattr(place, name, lambda *args, **options: self.note(said) or Nothing())
+            setattr(place, name, lambda *args, **options: self.note(said))
 
     def _instead(self, owner: Any, name: str, outline: Callable[..., Any], errors: Any = (OSError, ValueError)) -> None:
         """Where ``owner.name`` fails with one of ``errors``, call ``outline`` with the error and its arguments."""
@@ -210,7 +216,7 @@ class Outlines(MetaPathFinder):
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f".{{1,{LETTERS}}}"), "isolated")
         self.note(f"the tokenizer of {name} is missing: an outline makes a token of {LETTERS} characters")
         longest = getattr(config, "max_position_embeddings", None) or 1_000_000
-        made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **SPECIAL)  # type: ignore[arg-type]
+        made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **SPECIAL)
         made.chat_template = CHAT
         return made
 
@@ -243,8 +249,7 @@ class Outlines(MetaPathFinder):
         return [table for _ in split] if isinstance(split, list) else table
 
     def _metric(self, error: Exception, name: str, *args: Any, **options: Any) -> Nothing:
-        self.note(f"the metric {name} is missing: nothing is computed")
-        return Nothing()
+        return self.note(f"the metric {name} is missing: nothing is computed")
 
     def _images(self, module: Any) -> None:
         for kind in [kind for name, kind in vars(module).items() if name in IMAGES and "__init__" in vars(kind)]:
