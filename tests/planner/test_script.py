@@ -91,9 +91,9 @@ def test_a_script_that_fails_is_told_with_its_line(written, capsys):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("import time\nwhile True:\n    time.sleep(1)\n", "more than 1 s and was at line 3"),
+        ("import time\nwhile True:\n    time.sleep(1)\n", "more than 1 s, and was at line 3"),
         ("import sys\nsys.exit(3)\n", "ended itself with 3"),
-        ("print('nothing to do')\n", "without an optimizer step"),
+        ("print('nothing to do')\n", "without a step of an optimizer"),
         ("open('no.csv')\n", "line 1): FileNotFoundError: [Errno 2] No such file or directory: 'no.csv'"),
         (
             "import torch\no = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1)\no.step()\no.step()\n",
@@ -130,7 +130,9 @@ def test_transformers_trainer_with_a_missing_tokenizer_and_data_set(written, mon
     from transformers import BertConfig, BertForSequenceClassification
 
     weights = sum(p.numel() for p in BertForSequenceClassification(BertConfig(**BERT, num_labels=5)).parameters())
-    assert found["categories"]["optimizer"] == pytest.approx(2 * 4 * weights / 1e9, rel=0.02)
+    assert found["categories"]["optimizer"] == pytest.approx(
+        2 * 4 * weights / 1e9, rel=0.05
+    )  # blocks waste up to 1 MiB each
     said = " ".join(found["outlined"])
     assert all(word in said for word in ("tokenizer", "imdb", "20 rows", "weights are not read"))
     assert not list(Path().glob("saved/**/*.safetensors"))
@@ -210,7 +212,7 @@ def test_columns():
         "label": ("int", 2),
         "x": ("float", 0),
     }
-    for wrong in ("text", "text:string", "a:int:b", ""):
+    for wrong in ("text", "text:string", "a:int:b", ",b:int:2:3"):
         with pytest.raises(RecipeError, match="NAME:KIND"):
             columns_of(wrong)
 
