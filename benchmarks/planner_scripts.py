@@ -70,10 +70,10 @@ SCRIPTS = {
     "dcgan": Public("examples/dcgan/main.py", "--dataset fake --accel"),
     "siamese": Public("examples/siamese_network/main.py"),
     "word_lm": Public(
-        "examples/word_language_model/main.py", "--accel --use_optimizer --model Transformer --data {needed}/words"
+        "examples/word_language_model/main.py", "--accel --use-optimizer --model Transformer --data {needed}/words"
     ),
     "word_lm_lstm": Public(
-        "examples/word_language_model/main.py", "--accel --use_optimizer --model LSTM --data {needed}/words"
+        "examples/word_language_model/main.py", "--accel --use-optimizer --model LSTM --data {needed}/words"
     ),
     "super_resolution": Public("examples/super_resolution/main.py", "--upscale_factor 3 --accel"),
     "gat": Public("examples/gat/main.py"),
