@@ -31,6 +31,8 @@ commands:
   doctor RECIPE [flags]     check this machine, the data and the model before a run: each finding with its fix
   plan RECIPE|hf:MODEL [flags]
                             find the fastest plan that fits a memory budget, for GPUs that need not be there
+  plan --script FILE [flags] -- ARGS
+                            what a training script that is not ours would take of such a GPU
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
   checkpoint list|verify|export DIR

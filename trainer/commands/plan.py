@@ -61,6 +61,11 @@ def plan(argv: list[str]) -> None:
     Raises:
         RunError: when nothing fits; the table is printed and the files are written all the same.
     """
+    if any(word.partition("=")[0] == "--script" for word in argv):
+        from trainer.commands.plan_script import plan_script
+
+        plan_script(argv)
+        return
     asked = asked_for("plan", "RECIPE", argv, FLAGS, made=_of_config)
     if asked is None:
         return

@@ -1,0 +1,222 @@
+"""``trainer plan --script``: scripts as people write them, on a card that is not there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.cli import run
+from trainer.errors import RecipeError
+from trainer.planner import fake_gpu
+from trainer.planner.outlines import columns_of
+from trainer.planner.script import Script, plan_script
+
+LOOP = """
+    import sys
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    from trainer import name  # theirs, beside it
+
+    model = nn.Sequential(nn.Linear(256, 2048), nn.GELU(), nn.Linear(2048, 16)).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.randn(512, 256), torch.randint(16, (512,)))
+    for x, y in DataLoader(data, batch_size=int(sys.argv[1]), shuffle=True, num_workers=2, pin_memory=True):
+        nn.functional.cross_entropy(model(x.to("cuda")), y.to("cuda")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.save(model.state_dict(), "weights.pt")
+    open("done", "w").write("it was not stopped")
+"""
+BERT = {"model_type": "bert", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30000}
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes ``train.py`` into the working directory, which is the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        (tmp_path / "train.py").write_text(dedent(text))
+        (tmp_path / "trainer.py").write_text("name = 'not this package'")
+        (tmp_path / "bert").mkdir()
+        (tmp_path / "bert/config.json").write_text(json.dumps(BERT))
+        return "train.py"
+
+    return write
+
+
+def planned(path: str, *words: str, flags: tuple[str, ...] = ()) -> dict:
+    """``plan.json`` of a script that fits."""
+    assert run(["plan", "--script", path, "--gpu", "rtx-4090", "--out", "out", *flags, "--", *words]) == 0
+    assert (Path("out/plan.png")).stat().st_size > 10_000
+    return json.loads(Path("out/plan.json").read_text())
+
+
+def test_a_plain_loop_takes_what_the_same_loop_takes_in_fake_gpu(written, capsys):
+    found = planned(written(LOOP), "64")
+    assert "RTX 4090" in capsys.readouterr().out
+    with fake_gpu("rtx-4090") as gpu:
+        model = nn.Sequential(nn.Linear(256, 2048), nn.GELU(), nn.Linear(2048, 16)).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            x, y = torch.randn(64, 256).to("cuda"), torch.zeros(64, dtype=torch.int64).to("cuda")
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = {key: value for key, value in gpu.to_json().items() if "_gb" in key and "host" not in key}
+    assert {key: found[key] for key in whole} == whole
+    assert found["categories"] == gpu.to_json()["categories"]
+    assert found["steps"] == 3
+    assert found["step_ms"] == pytest.approx(gpu.step_ms, rel=0.1)
+    assert not Path("weights.pt").exists(), "fake weights were saved"
+    assert not Path("done").exists(), "it went on"
+
+
+def test_a_script_that_fails_is_told_with_its_line(written, capsys):
+    path = written("import torch\nx = torch.zeros(3, device='cuda')\nprint('so far')\nraise KeyError('lr')\n")
+    assert run(["plan", "--script", path, "--gpu", "rtx-4090", "--out", "out"]) == 2
+    told = capsys.readouterr().err
+    assert "train.py failed by itself (line 4): KeyError: 'lr'" in told
+    assert "so far" in Path("out/script.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import time\nwhile True:\n    time.sleep(1)\n", "more than 1 s, and was at line 3"),
+        ("import sys\nsys.exit(3)\n", "ended itself with 3"),
+        ("print('nothing to do')\n", "without a step of an optimizer"),
+        ("open('no.csv')\n", "line 1): FileNotFoundError: [Errno 2] No such file or directory: 'no.csv'"),
+        (
+            "import torch\no = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1)\no.step()\no.step()\n",
+            "on the CPU",
+        ),
+        ("from transformers import AutoModel\nAutoModel.from_pretrained('org/none')\n", "--config org/none=FOLDER"),
+        ("from datasets import load_dataset\nload_dataset('org/none')\n", "--columns"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(written, text, told, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = written(text)
+    with pytest.raises(RecipeError) as caught:
+        plan_script(Script(path, [], ".", "rtx-4090", seconds=1 if "sleep" in text else 60))
+    assert told in str(caught.value)
+
+
+@pytest.mark.slow
+def test_transformers_trainer_with_a_missing_tokenizer_and_data_set(written, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    text = """
+        from datasets import load_dataset
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+
+        tokenizer = AutoTokenizer.from_pretrained("org/bert")
+        rows = load_dataset("imdb", split="train")
+        rows = rows.map(lambda row: tokenizer(row["text"], truncation=True, max_length=64))
+        model = AutoModelForSequenceClassification.from_pretrained("org/bert", num_labels=5)
+        where = TrainingArguments("saved", per_device_train_batch_size=4, save_steps=1, bf16=True, logging_steps=1)
+        Trainer(model, where, train_dataset=rows, processing_class=tokenizer).train()
+    """
+    flags = ("--config", "org/bert=bert", "--columns", "text:str:1000,label:int:5", "--rows", "20")
+    found = planned(written(text), flags=flags)
+    from transformers import BertConfig, BertForSequenceClassification
+
+    weights = sum(p.numel() for p in BertForSequenceClassification(BertConfig(**BERT, num_labels=5)).parameters())
+    assert found["categories"]["optimizer"] == pytest.approx(
+        2 * 4 * weights / 1e9, rel=0.05
+    )  # blocks waste up to 1 MiB each
+    said = " ".join(found["outlined"])
+    assert all(word in said for word in ("tokenizer", "imdb", "20 rows", "weights are not read"))
+    assert not list(Path().glob("saved/**/*.safetensors"))
+
+
+@pytest.mark.slow
+def test_accelerate_and_a_scaler(written):
+    text = """
+        import torch
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
+        model = torch.nn.Linear(2048, 2048)
+        optimizer = torch.optim.Adam(model.parameters())
+        data = torch.utils.data.DataLoader(torch.randn(64, 2048), batch_size=4)
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        for batch in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    found = planned(written(text))
+    weights = 4 * 2048 * 2049 / 1e9
+    assert found["categories"]["optimizer"] == pytest.approx(2 * weights, rel=0.02)
+    assert found["categories"]["params"] == pytest.approx(weights, rel=0.02)
+
+
+@pytest.mark.slow
+def test_lightning_with_a_torchvision_data_set_that_is_missing(written):
+    text = """
+        import lightning as L, torch, torchvision
+        from torchvision.transforms import ToTensor
+
+        class Net(L.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = torchvision.models.resnet18(weights="DEFAULT")
+
+            def training_step(self, batch, index):
+                loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+                self.log("loss", loss, prog_bar=True)
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+        data = torchvision.datasets.CIFAR10("data", download=True, transform=ToTensor())
+        L.Trainer(max_epochs=1).fit(Net(), torch.utils.data.DataLoader(data, batch_size=32, num_workers=4))
+    """
+    found = planned(written(text))
+    assert found["categories"]["params"] == pytest.approx(4 * 11.7e6 / 1e9, rel=0.02)
+    said = " ".join(found["outlined"])
+    assert "CIFAR10 is missing" in said
+    assert "weights are not read" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--script", "none.py"], "no such file"),
+        (["--script", __file__, "--gpu", "rtx-1"], "rtx-1"),
+        (["--script", __file__, "--epochs", "3"], "come after --"),
+        (["--script", __file__, "--config", "a=b"], "no config.json"),
+        (["--script", __file__, "--steps", "0"], "--steps"),
+        (["--script", __file__, "more"], "come after --"),
+    ],
+)
+def test_flags_that_cannot_be_meant(words, told, capsys, tmp_path):
+    assert run(["plan", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_columns():
+    assert columns_of("text:str:500,label:int:2,x:float") == {
+        "text": ("str", 500),
+        "label": ("int", 2),
+        "x": ("float", 0),
+    }
+    for wrong in ("text", "text:string", "a:int:b", ",b:int:2:3"):
+        with pytest.raises(RecipeError, match="NAME:KIND"):
+            columns_of(wrong)
+
+
+def test_what_it_changes_stays_in_the_child():
+    assert "trainer.planner.outlines" in sys.modules  # by this test
+    assert torch.utils.data.DataLoader.__init__.__module__ == "torch.utils.data.dataloader"

@@ -1,0 +1,83 @@
+"""``trainer plan --script FILE -- ARGS``: what somebody's script would take of a GPU that need not be there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.commands import OwnFlags
+from trainer.commands.recipes import count, new_folder
+from trainer.errors import RunError, require
+from trainer.planner import script as scripts
+from trainer.planner.gpus import gpu_named
+from trainer.settings import did_you_mean
+from trainer.system.files import write_atomic
+from trainer.system.redact import redact_value
+from trainer.system.text import escaped, parse_budget, wrapped
+
+VALUED = {
+    "script": "the Python file; it runs as `python FILE ARGS` would, in this directory, until it is stopped",
+    "gpu": "the GPU to plan for, such as a100-80gb (default: the GPU of this machine)",
+    "memory.budget": "what torch may take of it: 8GB, 7.5GiB or 90% (default: all but the CUDA context)",
+    "steps": "optimizer steps after which the script is stopped (default: 3)",
+    "seconds": "that it may take (default: 600)",
+    "config": "NAME=FOLDER with a config.json, for a model that the script wants of the hub; may come several times",
+    "columns": "of missing data sets: NAME:KIND, where KIND is str:CHARACTERS, chat:CHARACTERS, int:CLASSES, float or "
+    "image:SIDE, such as text:str:1000,label:int:2",
+    "rows": "of each split of them (default: 1000)",
+    "out": "folder for plan.json, plan.png and script.log (default: runs/SCRIPT/plan-DATE-TIME-PID)",
+}
+FLAGS = OwnFlags(VALUED, {"json": "print what plan.json holds, and nothing else, on stdout"})
+USAGE = "usage: trainer plan --script FILE [flags] [-- ARGS OF THE SCRIPT]"
+
+
+def plan_script(argv: Sequence[str]) -> None:
+    """Plan a script; print the answer and write it.
+
+    Raises:
+        RunError: when it does not fit; all is printed and written all the same.
+    """
+    from trainer.commands.flags import scan
+
+    words, args = list(argv), list[str]()
+    if "--" in words:
+        words, args = words[: words.index("--")], words[words.index("--") + 1 :]
+    positionals, flags = scan(words, FLAGS)
+    if ("help", None) in flags:
+        rows = (VALUED | dict(FLAGS.switches)).items()
+        print("\n".join([f"{USAGE}\n", *(wrapped(f"  --{name:<14} {text}", " " * 19) for name, text in rows)]))
+        return
+    for name in (*positionals, *(f"--{name}" for name, _ in flags)):
+        known = name[2:] in (*VALUED, *FLAGS.switches)
+        require(known, f"unexpected {name}{did_you_mean(name, VALUED)}: the script's own arguments come after --")
+    script = _script(
+        {name: text or "" for name, text in flags}, [text or "" for name, text in flags if name == "config"], args
+    )
+    found = {"script": script.path, "args": args} | redact_value(scripts.plan_script(script))
+    text = found.pop("text")
+    write_atomic(Path(script.out, "plan.json"), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    lines = [wrapped(f"script    {' '.join([script.path, *redact_value(args)])}", " " * 10), text]
+    lines += [f"steps     {found['steps']} were traced"] + [f"outlined  {line}" for line in found["outlined"]]
+    lines += [f"\nfiles: {escaped(Path(script.out))}: plan.json, plan.png, {scripts.LOG}"]
+    print(json.dumps(found, indent=1) if ("json", None) in flags else "\n".join(lines))
+    if not found["fits"]:
+        there = f"there are {found['capacity_gb']:.3f} GB for torch"
+        raise RunError(f"it does not fit: {script.path} takes {found['reserved_gb']:.3f} GB, and {there}")
+
+
+def _script(own: dict[str, str], named: Sequence[str], args: Sequence[str]) -> scripts.Script:
+    """The script with its settings, as far as they can be checked at once."""
+    require(Path(own["script"]).is_file(), f"--script {own['script']}: no such file")
+    if "gpu" in own:
+        gpu_named(own["gpu"])
+    if "memory.budget" in own:
+        parse_budget(own["memory.budget"], 1)
+    pairs = [text.partition("=") for text in named]
+    for name, _, folder in pairs:
+        require(Path(folder, "config.json").is_file(), f"--config {name}={folder}: no config.json is in that folder")
+    configs = {name: str(Path(folder).absolute()) for name, _, folder in pairs}
+    numbers = {name: count(name, own[name]) for name in ("steps", "seconds", "rows") if name in own}
+    out = str(new_folder("plan", own.get("out"), own["script"]))
+    gpu, budget, columns = own.get("gpu"), own.get("memory.budget"), own.get("columns", "")
+    return scripts.Script(own["script"], args, out, gpu, budget, configs=configs, columns=columns, **numbers)

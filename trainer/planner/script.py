@@ -1,0 +1,176 @@
+"""``trainer plan --script``: a training script, as it is, on a GPU that is not there, for a few optimizer steps.
+
+It runs in a process of its own, which ends without any cleaning up when the last of the steps has been taken: what the
+script would write after that is not written.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import RecipeError, require, text_of
+from trainer.system.processes import end_with_parent, own_code
+
+START = "from trainer.planner.script import child; child()"
+LOG = "script.log"
+GRACE = 90.0  # seconds until torch and the planner are imported, and until the result is drawn
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is to be planned."""
+
+    path: str
+    args: Sequence[str]
+    out: str  # folder for plan.png and for what the script prints
+    gpu: str | None = None  # by default that of this machine
+    budget: str | None = None
+    steps: int = 3  # of one optimizer, after which it is stopped
+    seconds: int = 600  # that it may take
+    configs: Mapping[str, str] = field(default_factory=dict)  # these three are as for ``Outlines``
+    columns: str = ""
+    rows: int = 1000
+
+    @property
+    def log(self) -> Path:
+        """What the script prints."""
+        return Path(self.out, LOG)
+
+
+def plan_script(script: Script) -> dict[str, Any]:
+    """What the script takes: ``FakeGPU.to_json()``, ``text`` for a person and ``outlined``, what was missing.
+
+    Raises:
+        RecipeError: when it fails, never takes a step, takes too long, or wants what is not here.
+    """
+    ours, theirs = Pipe(duplex=False)
+    words = [*own_code(START), json.dumps(asdict(script)), str(theirs.fileno()), str(os.getpid())]
+    environment = {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
+    with script.log.open("wb") as log:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # so that what it has started ends with it
+            env=os.environ | environment,
+        )
+    theirs.close()
+    answer: dict[str, Any] = {}
+    try:
+        if ours.poll(script.seconds + GRACE):
+            answer = json.loads(ours.recv_bytes())
+    except (EOFError, OSError):  # it has ended without an answer
+        process.wait()
+    finally:
+        code = process.poll()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if "gpu" in answer:
+        return dict(answer["gpu"])
+    raise RecipeError(f"{answer.get('mistake') or _how_it_ended(script, code)}; what it printed is in {script.log}")
+
+
+def _how_it_ended(script: Script, code: int | None) -> str:
+    _, found, dump = script.log.read_text(errors="replace").rpartition("Timeout (")  # which faulthandler has written
+    if not found and code is not None:
+        return f"{script.path} has ended its process, with code {code}"
+    line = re.search(rf'File "{re.escape(script.path)}", line (\d+)', dump)
+    where = f", and was at line {line[1]}" if line else ""
+    less = "give it less to do with its own arguments, or say --steps 1, or more --seconds"
+    return f"{script.path} took more than {script.seconds} s{where}: {less}"
+
+
+def child() -> None:
+    """In the new process: run the script, answer and end."""
+    words, number, parent = sys.argv[1:]
+    end_with_parent(int(parent))
+    script, connection = Script(**json.loads(words)), Connection(int(number), readable=False)
+    faulthandler.enable()
+
+    def end(result: Callable[[], Any]) -> None:
+        try:
+            answer = {"gpu": result()}
+        except RecipeError as error:
+            answer = {"mistake": text_of(error)}
+        connection.send_bytes(json.dumps(answer).encode())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    end(lambda: _trace(script, end))
+
+
+def _trace(script: Script, end: Callable[[Callable[[], Any]], None]) -> Any:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from trainer.planner.any_loop import fake_gpu
+    from trainer.planner.outlines import Outlines, columns_of
+    from trainer.planner.search import target_for
+    from trainer.planner.target import budget_bytes
+
+    columns, card, taken = columns_of(script.columns), target_for(script.gpu).gpu, dict[int, int]()
+    with fake_gpu(card) as gpu:
+        gpu.capacity = budget_bytes(script.budget, card, 1)
+
+        def result() -> Any:
+            sys.modules.update(ours)
+            require(bool(taken), f"{script.path} has ended without a step of an optimizer")
+            require(gpu.allocated > 0, f"{script.path} took its steps on the CPU: does it need a flag to use a GPU?")
+            with _disable_current_modes():
+                gpu.plot(Path(script.out, "plan.png"))
+                return gpu.to_json() | {"text": str(gpu), "outlined": outlines.notes}
+
+        def stepped(optimizer: Any, *_: Any) -> None:
+            taken[id(optimizer)] = taken.get(id(optimizer), 0) + 1
+            if taken[id(optimizer)] == script.steps:
+                end(result)
+
+        register_optimizer_step_post_hook(stepped)
+        outlines = Outlines(script.configs, columns, script.rows)
+        folder = Path(script.path).resolve().parent
+        sys.argv, sys.path[:0] = [script.path, *script.args], [str(folder)]
+        ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "trainer"}
+        if any(Path(folder, name).exists() for name in ("trainer.py", "trainer")):  # the script imports its own
+            for name in ours:
+                del sys.modules[name]
+        faulthandler.dump_traceback_later(script.seconds, exit=True)
+        try:
+            runpy.run_path(script.path, run_name="__main__")
+        except RecipeError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, SystemExit) or error.code not in (None, 0):
+                traceback.print_exc()
+                raise RecipeError(_described(script.path, error)) from error
+        outlines.note(f"the script has ended by itself, before the {script.steps} steps that were wanted")
+        return result()
+
+
+def _described(path: str, error: BaseException) -> str:
+    """The last line of the traceback, and the line of the script that led there."""
+    if isinstance(error, SystemExit):
+        return f"{path} has ended itself with {error.code!r}"
+    frames = traceback.extract_tb(error.__traceback__)
+    line = ([frame.lineno for frame in frames if frame.filename == path] or [frames[-1].lineno])[-1]
+    inside = any(f"torch{os.sep}_subclasses" in frame.filename for frame in frames[-6:])
+    what = "does what cannot be traced without a GPU" if inside else "failed by itself"
+    return f"{path} {what} (line {line}): {traceback.format_exception_only(error)[-1].strip()}"
