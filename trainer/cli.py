@@ -110,8 +110,8 @@ def _end(code: int, soon: bool = False) -> NoReturn:
     """Exit: ``soon`` without Python's own end, which takes a second once torch is there; so a rank that failed among
     several, in which gloo would abort, with another code."""
     launched = sys.modules.get("trainer.faults.signals")  # else nothing was begun that could abort
-    failed = code and launched is not None and number("WORLD_SIZE", 1) > 1
-    if failed:
+    failed = launched is not None and code != 0 and number("WORLD_SIZE", 1) > 1
+    if launched is not None and failed:
         launched.wait_for_children()
     elif soon:
         atexit._run_exitfuncs()

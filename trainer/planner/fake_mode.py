@@ -173,11 +173,11 @@ class FakeGPUMode(FakeTensorMode):
             if isinstance(value, Tensor):
                 self.know(tensor, value)
         if results is None and func in ALL:
-            outs[0].should_hold = True
+            outs[0].should_hold = True  # type: ignore[attr-defined]
 
     def _write(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Write into the values as ``func`` has written into the tensors, also for all that share their memory."""
-        target = args[0] if args else None
+        target: Any = args[0] if args else None
         new = func in WRITTEN_WHOLE and isinstance(target, FakeTensor) and self.value(target) is None
         if new and not target._is_view() and _can_be_known(target):
             with no_dispatch():

@@ -119,10 +119,13 @@ def _surroundings() -> Any:
     return variables, sys.path, os.getcwd(), folders, installed, version, modes
 
 
-class _Describer(pickle._Pickler):  # type: ignore[name-defined, misc]
+_Pickler: Any = pickle._Pickler  # in Python: what it writes for texts and sets can be changed
+
+
+class _Describer(_Pickler):
     """Writes the same bytes for what is the same in another process: sets in order, texts without identity."""
 
-    dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[type, Any]] = dict(_Pickler.dispatch)
     storages: dict[int, int]
 
     def memoize(self, value: Any) -> None:
