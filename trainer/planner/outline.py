@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Samples:
+class Alike:
     """``count`` samples that are all alike: zeros in the shapes of an outline, and masks that leave nothing out."""
 
     def __init__(self, outline: Outline, count: int) -> None:
@@ -49,7 +49,7 @@ class MadeUp(Data):
         if data is not None:
             self.workers, self.notes = data.workers, [*notes, said(outline)]
         counts = (outline.train, outline.val, outline.test)
-        self.train, self.val, self.test = (Samples(outline, count) if count else None for count in counts)
+        self.train, self.val, self.test = (Alike(outline, count) if count else None for count in counts)
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Nothing: it is made."""
