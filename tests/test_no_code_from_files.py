@@ -4,6 +4,7 @@ The commands are those of the table in trainer/cli.py, with the words that it sa
 """
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -32,6 +33,9 @@ ALLOWED = {
     ("benchmarks/hostile.py", "importlib.import_module"): "what the cases need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.load"): "reads what this benchmark has just written",
     ("trainer/commands/recipes.py", "exec_module"): "a recipe is a Python file, and running it is what is asked for",
+    ("trainer/planner/script.py", "import runpy"): "a script is one, too",
+    ("trainer/planner/outlines.py", "from_pretrained"): "replaced for that script, and not called",
+    ("trainer/planner/kept.py", "import pickle"): "writes what a digest is made of; nothing is read",
 }
 """What may stay, and why. torchvision's reader of CIFAR-10 and torch's writer of memory snapshots are not our code."""
 
@@ -204,9 +208,10 @@ def command_lines() -> dict[str, list[str]]:
 
 
 GIVEN = {"RECIPE": "run/recipe.yaml", "RUN_DIR": "run", "DIR": "run", "TEXT": "a", "--": "--", "--text": "--text"}
+GIVEN |= {"hf:MODEL": "hf:./run"}
 """What stands for the words of the table in these tests. A word that is missing here fails them: give it a payload."""
 
-NO_RECIPE = ("checkpoint list DIR", "checkpoint verify DIR", "chaos")
+NO_RECIPE = ("plan hf:MODEL", "checkpoint list DIR", "checkpoint verify DIR", "chaos")
 """Commands that read none of a recipe."""
 
 
@@ -225,6 +230,8 @@ def foreign(finished, tmp_path, monkeypatch):
     folders = [tmp_path, run_dir, run_dir / "model", run_dir / "checkpoints"]
     for folder, name in product(folders, (*SHADOWS, "__init__", "__main__", "conftest", "evil", "vit_digits")):
         (folder / f"{name}.py").write_text(code(marker))
+    evil = {"model_type": "evil", "architectures": ["EvilForCausalLM"], "auto_map": {"AutoConfig": "evil.Config"}}
+    (run_dir / "config.json").write_text(json.dumps(evil))
     (run_dir / "link.py").symlink_to(tmp_path / "evil.py")
     (tmp_path / "link").symlink_to(run_dir)
     shutil.rmtree(run_dir / "model")  # else export refuses for that

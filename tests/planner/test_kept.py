@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,16 @@ def answer_of(note: kept.Note, module: nn.Module) -> dict[str, Any] | None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def everything_is_loaded(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What the first entry loads would be in the key of the second one, of the same process."""
+def everything_is_loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the first entry loads would be in the key of the second one, of the same process, whose program has a file.
+
+    That of a worker of xdist has none.
+    """
+    patch = pytest.MonkeyPatch()
+    patch.setattr(sys.modules["__main__"], "__file__", pytest.__file__, raising=False)
     assert Asked().keep(tmp_path_factory.mktemp("first")).exists()
+    yield
+    patch.undo()
 
 
 def replaced(part: str, **values: Any) -> Callable[[Asked], None]:

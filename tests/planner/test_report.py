@@ -25,7 +25,7 @@ from trainer.system.text import WIDTH
 GB = 1_000_000_000
 
 
-def made_up(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bool, capacity: int) -> dict[str, Any]:
+def made_up(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bool, **_: Any) -> dict[str, Any]:
     """Weights and optimizer of 8 GB, activations of 0.1 GB a sample; a micro-step takes 10 ms and 1 ms a sample."""
     memory, size = plan.memory, plan.first_cut.micro_batch_size
     weights = {"none": 8 * GB, "optimizer": 2 * GB, "parameters": GB // 2}[memory.cpu_offload]

@@ -151,8 +151,9 @@ class TextClassifier(Adaptable):
         import torch
         import transformers
 
-        options = {"dtype": torch.get_default_dtype(), "trust_remote_code": False}  # it does not look at that itself
-        return from_hub("name", self.name, getattr(transformers, auto).from_config, self._configuration(), **options)
+        load, dtype = getattr(transformers, auto), torch.get_default_dtype()  # it does not look at that itself
+        config = self._configuration()
+        return from_hub("name", self.name, load.from_config, config, dtype=dtype, trust_remote_code=False)
 
     def _load(self, key: str, source: str, load: Any, **options: Any) -> Any:
         """What a loader of transformers makes of ``source``, of the revision that is asked for."""

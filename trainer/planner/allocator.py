@@ -130,7 +130,7 @@ class Pool:
             del self.unmapped[bisect_left(self.unmapped, (block.address, block))]
 
 
-class OutOfMemory(Exception):
+class Shortage(Exception):
     """The driver has no memory for a block, even after the cache was given back."""
 
 
@@ -198,7 +198,7 @@ class CachingAllocator:
 
         Raises:
             ValueError: for no bytes at all; torch does not come here for an empty tensor.
-            OutOfMemory: when even a released cache leaves too little memory.
+            Shortage: when even a released cache leaves too little memory.
         """
         if requested <= 0:
             raise ValueError(f"a block of {requested} bytes cannot be allocated")
@@ -258,7 +258,7 @@ class CachingAllocator:
         self.release_cached()
         self.retries += 1
         if (block := self._from_driver(pool, size)) is None:
-            raise OutOfMemory
+            raise Shortage
         return block
 
     def _from_driver(self, pool: Pool, size: int) -> Block | None:

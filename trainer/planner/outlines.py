@@ -209,7 +209,7 @@ class Outlines(MetaPathFinder):
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers
         from transformers import AutoConfig, PreTrainedTokenizerFast
 
-        config = AutoConfig.from_pretrained(name).get_text_config()
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False).get_text_config()
         words = {word: number for number, word in enumerate(SPECIAL)}
         words |= {f"token{number}": number for number in range(len(words), config.vocab_size)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="unk_token"))
@@ -222,7 +222,8 @@ class Outlines(MetaPathFinder):
 
     def _image_processors(self, module: Any) -> None:
         def outline(error: Exception, cls: Any, name: Any, *args: Any, **options: Any) -> Any:
-            side = getattr(transformers.AutoConfig.from_pretrained(name), "image_size", 224)
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            side = getattr(config, "image_size", 224)
             self.note(f"the image processor of {name} is missing: an outline makes images of {side} × {side}")
             return transformers.ViTImageProcessor(size={"height": side, "width": side})
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, get_args
 
-from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator, Driver, OutOfMemory
+from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator, Driver, Shortage
 from trainer.planner.events import EMPTY_CACHE, Category, Event, Trace
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -97,7 +97,7 @@ def retries_within(run: Trace, capacity: int, settings: AllocatorSettings | None
     allocator = CachingAllocator(settings, Driver(capacity))
     try:
         _history(allocator, run.events)
-    except OutOfMemory:
+    except Shortage:
         return None
     return allocator.retries
 
