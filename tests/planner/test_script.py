@@ -108,13 +108,13 @@ def test_guesses_and_a_budget_above_the_card_are_said_and_secrets_are_not(writte
     found = planned(written(GUESSES), "--hub_token", "abc123secret", "--lr", "1", flags=("--memory.budget", "90GB"))
     said = " ".join(found["notes"])
     assert "90GB was asked for" in said
-    assert "train.py:10" in said
     assert found["args"] == ["--hub_token", "<redacted>", "--lr", "1"]
     assert found["versions"]["torch"]
     assert found["date"]
     printed = capsys.readouterr().out
     assert "budget    90GB was asked for" in printed
     assert "abc123secret" not in printed + Path("out/plan.json").read_text()
+    assert "train.py:10" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
