@@ -407,17 +407,12 @@ def test_guesses_and_compiled_models_are_noted_also_within_the_block() -> None:
 
 def sparse_loop() -> None:
     words = nn.Embedding(WORDS, WIDTH, sparse=True).to("cuda")
-    optimizer = torch.optim.SGD(words.parameters(), lr=0.1)
-    for _ in range(2):
-        for _ in range(2):  # the second adds to gradients that are sparse
-            words(torch.zeros(SAMPLES, dtype=torch.long, device="cuda")).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in range(2):  # the second adds to gradients that are sparse
+        words(torch.zeros(SAMPLES, dtype=torch.long, device="cuda")).sum().backward()
 
 
 def test_sparse_gradients_add_up() -> None:
     found = in_child(partial(taken, sparse_loop))
-    assert found["steps"] == 2
     assert found["allocated"] < 2 * 4 * WORDS * WIDTH  # no gradient is as large as the weight
 
 
