@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.errors import RecipeError, require
-from trainer.planner.fake_patches import _within
+from trainer.planner.fake_patches import within
 
 # Side, channels, classes, and samples to train and to test with, as torchvision's documentation says.
 IMAGES = dict.fromkeys(("MNIST", "FashionMNIST", "KMNIST"), (28, 1, 10, 60_000, 10_000))
@@ -160,7 +160,7 @@ class Outlines(MetaPathFinder):
         for owner, function in zip(changed, (load_state_dict, compile, forward, tolist), strict=True):
             setattr(owner, function.__name__, function)
         for name in ("numpy", "__deepcopy__"):  # of real tensors
-            setattr(torch.Tensor, name, _within(_disable_current_modes, getattr(torch.Tensor, name)))
+            setattr(torch.Tensor, name, within(_disable_current_modes, getattr(torch.Tensor, name)))
         self._silence(torch, "save")
         self._silence(torch.hub, "load_state_dict_from_url", UNREAD)
 
