@@ -282,6 +282,9 @@ def test_an_update_in_backward_is_chosen_before_a_slower_offload_by_traces() -> 
     recipe = own_recipe(model=WideModel(), batch_size=8, run=Run(evaluate=False))
     report = plan(recipe, gpu="rtx-3060", budget="520MB")
     assert dict(report.chosen.flags) == {"memory.micro_batch_size": 8, "memory.optimizer_in_backward": True}
+    assert any(line.endswith("--memory.optimizer_in_backward false keeps both") for line in report.explanations)
+    offloaded = plan(recipe.replace(memory=Memory(optimizer_in_backward=False)), gpu="rtx-3060", budget="520MB")
+    assert dict(offloaded.chosen.flags) == {"memory.micro_batch_size": 8, "memory.cpu_offload": "optimizer"}
 
 
 @pytest.mark.slow

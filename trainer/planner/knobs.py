@@ -38,6 +38,8 @@ def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True, nodes: int = 1
     free = free_knobs(recipe.memory)
     knobs = [knob for knob in SEARCHED if knob.name in free and (ranks > 1 or not knob.needs_ranks)]
     values = {knob.name: knob.values if on_gpu or not knob.to_host else knob.values[:1] for knob in knobs}
+    # What is as the default need not be asked about twice.
+    values = {knob.name: tuple(value for value in values[knob.name] if value not in knob.off) for knob in knobs}
     own = {"activation_checkpointing": ORDER[CHECKPOINTING], "replicas": (1, nodes) if 1 < nodes < ranks else (1,)}
     values |= {name: choice for name, choice in own.items() if name in values}
     every = [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
@@ -55,7 +57,7 @@ def is_sensible(memory: Memory, ranks: int) -> bool:
         return False  # streaming is FSDP's
     if (memory.replicas > 1 or sync) and not sharded and offload != "parameters":
         return False
-    if sync is False or (sync and offload != "none"):
+    if sync and offload != "none":
         return False  # what null means
     if memory.optimizer_in_backward and (sync or offload != "none" or (ranks > 1 and not sharded)):
         return False
