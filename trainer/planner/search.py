@@ -480,12 +480,12 @@ class Search:
     def _predicted(self, settings: Sequence[Settings]) -> list[Candidate | Exception]:
         """Candidates with these settings; for those that are refused, which are kept apart, the error."""
         found: list[Any] = [self._job(one) for one in settings]
-        jobs = [(at, *job) for at, job in enumerate(found) if isinstance(job, tuple)]
+        jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
         self.total = self.done + len(jobs)
         asked: dict[str, Any] = {"timeline": True, "capacity": self.limit, "keeper": self.keeper}
-        calls = [partial(predict_here, recipe, plan, self.target, self.nodes, **asked) for _, recipe, plan in jobs]
+        calls = [partial(predict_here, recipe, plan, self.target, self.nodes, **asked) for _, (recipe, plan) in jobs]
         for number, result in in_children(calls):
-            at, _, plan = jobs[number]
+            at, (_, plan) = jobs[number]
             self.done += 1
             self.progress(self.done, self.total, plan.describe())
             if isinstance(result, Exception):
