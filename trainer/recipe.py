@@ -99,7 +99,8 @@ class Memory:
         optimizer_state_bits: 32, 8 or 4 bits for the state of adam and adamw; 8 and 4 are lossy.
         stochastic_rounding: round updates of bfloat16 weights up or down at random, so that small ones are not lost
             on average; for adam and adamw with precision bf16-true.
-        optimizer_in_backward: update each weight as soon as its gradient is ready, and free the gradient.
+        optimizer_in_backward: update each weight as soon as its gradient is ready, and free the gradient; null (the
+            planner decides, and without it, no), true or false.
         init: device creates weights on the device in their type; meta allocates nothing until the weights of
             model.weights are streamed in, each rank reading its slices only.
         compile: none, blocks or model: compile each block, or the whole model, with torch.compile.
@@ -122,7 +123,7 @@ class Memory:
     cpu_offload: Literal["none", "optimizer", "parameters", "auto"] = "none"
     optimizer_state_bits: Literal[32, 8, 4] = 32
     stochastic_rounding: bool = False
-    optimizer_in_backward: bool = False
+    optimizer_in_backward: bool | None = None
     init: Literal["device", "meta"] = "device"
     compile: Compile = "none"
     correct_batchnorm: bool = True

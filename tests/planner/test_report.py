@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from trainer.commands.recipes import load_recipe
+from trainer.errors import RecipeError
 from trainer.memory.plan import Plan
 from trainer.planner import search as searching
 from trainer.planner.cost import StepCost
@@ -20,6 +21,7 @@ from trainer.planner.search import plan, search_for
 from trainer.planner.target import Target
 from trainer.recipe import Recipe
 from trainer.settings import change
+from trainer.system.children import Failed
 from trainer.system.text import WIDTH
 
 GB = 1_000_000_000
@@ -48,6 +50,18 @@ def made_up(recipe: Recipe, plan: Plan, target: Target, nodes: int, timeline: bo
     phases, largest = {"forward": {"allocated": reserved, "reserved": reserved}}, [["params", "empty", "init", weights]]
     figures = (reserved - GB // 10, reserved, 8 * GB - weights, phases, {"params": weights}, largest, "forward", costs)
     return asdict(Prediction(*figures, {}, 0.0, timeline=line))
+
+
+def answers(calls: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
+    """As ``in_children``, here: an error is an answer, too."""
+
+    def answer(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (RecipeError, Failed) as error:
+            return error
+
+    return enumerate(map(answer, calls))
 
 
 @pytest.fixture
@@ -82,7 +96,7 @@ def test_the_fastest_that_fits_is_chosen_and_first_and_it_says_what_would_be_fas
     assert all(one.reserved * 1.03 > 8.9e9 for one in others)
 
     tried, not_tried, faster = report.explanations
-    assert re.match(r"tried: \d+ of 36 combinations of knobs .* to 64: (\d+) plans, \1 traced; \d+ fit", tried)
+    assert re.match(r"tried: \d+ of 27 combinations of knobs .* to 64: (\d+) plans, \1 traced; \d+ fit", tried)
     assert re.match(r"the other combinations cannot be faster, or cannot fit: .* trainer plan --all tries", not_tried)
     next_one = max((one for one in others if one.step_ms < chosen.step_ms), key=lambda one: one.step_ms)
     assert faster.startswith(f"the next faster plan does not fit: {next_one.plan}: {next_one.step_ms:.1f} ms, ")
@@ -112,18 +126,22 @@ def test_without_need_there_is_no_technique_and_one_trace_is_enough(searched):
     assert "no technique" in report.explanations[-1]
 
 
-def test_a_budget_that_is_more_than_the_card_has_is_cut_and_that_is_said(searched):
+def test_a_budget_that_is_more_than_the_card_has_is_cut_and_that_is_said(searched, monkeypatch):
     assert searched("100GB").explanations[0] == (
         "memory.budget: 100GB was asked for, and A100 80 GB (SXM) has no more than 84.48 GB for torch"
     )
     assert not any("asked for" in line for line in searched("20GB").explanations)
+    monkeypatch.setattr(searching, "budget_bytes", lambda *_: GB)  # of a card with little left besides
+    recipe = load_recipe("vit_digits")[0]
+    cut = [search_for(recipe, "a100-80gb", 1, 1, budget).cut_budget for budget in (None, "90%")]
+    assert [len(lines) for lines in cut] == [0, 1]
 
 
 def test_ddp_and_fsdp_are_compared(searched):
     report = searched("20GB", devices=2, everything=True)
     assert dict(report.chosen.flags) == {"memory.strategy": "ddp", "memory.micro_batch_size": 32}
     strategies = {row.split()[3] for row in table(report).splitlines() if " × " in row}
-    assert strategies == {"ddp", "fsdp", "fsdp*", "fsdp+"}
+    assert strategies == {"ddp", "fsdp", "fsdp*", "fsdp+", "fsdp*+"}
     assert "\n* keeps whole weights" in table(report)
     assert "\n+ sums gradients" in table(report)
 
@@ -162,6 +180,44 @@ def test_refused_plans_are_kept_with_their_reason(searched):
     assert all("adafactor" in one.reason for one in refused)
     assert "refused, " in why(report)
     assert json.loads(json.dumps(report.to_json()))["candidates"][-1]["predicted_reserved_gb"] is None
+
+
+def test_a_value_that_is_always_refused_is_ruled_out_also_where_only_some_plans_have_its_key(searched, monkeypatch):
+    asked = []
+
+    def refusing(recipe: Recipe, plan: Plan, *arguments: Any, **options: Any) -> dict[str, Any]:
+        asked.append(plan)
+        if plan.memory.precision == "bf16-true":
+            raise RecipeError("memory.precision=bf16-true cannot be")
+        return made_up(recipe, plan, *arguments, **options)
+
+    monkeypatch.setattr(searching, "predict_here", refusing)
+    monkeypatch.setattr(searching, "in_children", answers)
+    report = searched("2.2GB", lossy=True)
+    assert report.chosen.fits
+    assert any(plan.memory.precision == "bf16-true" for plan in asked)
+    assert re.search(r"; \d+ fit; \d+ other combinations were refused", report.explanations[0])
+
+
+def test_what_cannot_be_traced_is_asked_about_once_and_one_size_does_not_rule_out_the_others(searched, monkeypatch):
+    asked, fails = [], {64, 32}
+
+    def failing(recipe: Recipe, plan: Plan, *arguments: Any, **options: Any) -> dict[str, Any]:
+        asked.append(plan)
+        if plan.first_cut.micro_batch_size in fails:
+            raise Failed("odd")
+        return made_up(recipe, plan, *arguments, **options)
+
+    monkeypatch.setattr(searching, "predict_here", failing)
+    monkeypatch.setattr(searching, "in_children", answers)
+    for everything in (False, True):
+        report = searched("20GB", everything=everything)
+        assert report.explanations == ["the model cannot be traced, and no other plan was tried: odd"]
+    assert (report.chosen, len(asked)) == (None, 2)
+    fails = {13}  # which would be chosen
+    changes = {"memory.activation_checkpointing": "full", "memory.cpu_offload": "optimizer"}
+    chosen = searched("2.2GB", **changes).chosen
+    assert dict(chosen.flags) == {"memory.activation_offload": True, "memory.micro_batch_size": 11}
 
 
 def test_json_has_the_promised_keys_in_gb(searched):

@@ -112,7 +112,7 @@ def test_guesses_and_a_budget_above_the_card_are_said_and_secrets_are_not(writte
     assert found["versions"]["torch"]
     assert found["date"]
     printed = capsys.readouterr().out
-    assert "budget    90GB was asked for" in printed
+    assert "memory.budget: 90GB was asked for" in printed
     assert "abc123secret" not in printed + Path("out/plan.json").read_text()
     assert "train.py:10" in said
 

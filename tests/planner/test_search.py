@@ -44,6 +44,7 @@ class Analytic:
     floor: float = 10e-3  # that a micro-step takes at least
     launch: float = 3e-3  # of a micro-step, more than its arithmetic
     layers: int = 12
+    root: float = 0.0  # of the parameters, what is in no block
     ranks: int = 1
     nodes: int = 1
 
@@ -59,16 +60,18 @@ class Analytic:
     def bytes(self, memory: Memory, size: int, times: int, sharded: bool) -> tuple[dict[str, int], int]:
         """Those at the peak, by category, and in all."""
         shards = self.ranks // memory.replicas if sharded else 1
-        block, of_trained = self.params / self.layers, self.params * self.trained
+        block, of_trained = self.params * (1 - self.root) / self.layers, self.params * self.trained
+        root = self.params * self.root
         offload, in_backward = memory.cpu_offload, memory.optimizer_in_backward
-        params = 2 * block if offload == "parameters" else self.params / shards
+        params = 2 * block + root if offload == "parameters" else self.params / shards
         if sharded and offload != "parameters":
             params += 2 * block
         if not memory.reshard_after_forward:
             params += self.params
         state = 0.0 if offload != "none" else of_trained * self.states / shards
         kept = of_trained / (shards if memory.sync_every_micro_step or times == 1 else 1)  # gradients
-        moving = 2 * block * self.trained
+        # FSDP reduces the root's gradient whole, from a copy.
+        moving = max(2 * block, root * (2 if offload == "parameters" else 1)) * self.trained
         if offload != "none" or in_backward:
             kept = 0.0
         one = self.sample / self.layers
@@ -112,6 +115,8 @@ class Analytic:
         elif strategy == "fsdp" and self.ranks > 1:
             gathers = (2 if memory.reshard_after_forward else 1) * self.params
             reduces = of_trained * (times if memory.sync_every_micro_step else 1) / times
+            if memory.optimizer_in_backward:  # beside the reductions
+                compute, update = compute + update / (self.ranks / memory.replicas), 0.0
             compute = max(compute, (gathers + reduces) / self._link(memory.replicas)) + 1e-3 * gathers / self.params
             once = of_trained / NETWORK / 4 if memory.replicas > 1 else 0.0
             update /= self.ranks / memory.replicas
@@ -130,6 +135,7 @@ MODELS = [
     Analytic("update is the peak", 24, updating=2.0, sample=60 * MB),
     Analytic("launches", 40, params=50 * MB, sample=10 * MB, seconds=0.2e-3, floor=12e-3, layers=4),
     Analytic("adapters", 32, params=4000 * MB, trained=0.01),
+    Analytic("a large root", 4, states=0.0, sample=5 * MB, root=0.85),
     Analytic("4 ranks", 48, params=2000 * MB, ranks=4),
     Analytic("8 ranks on 2 nodes", 48, params=3000 * MB, sample=300 * MB, ranks=8, nodes=2),
 ]
@@ -282,6 +288,9 @@ def test_an_update_in_backward_is_chosen_before_a_slower_offload_by_traces() -> 
     recipe = own_recipe(model=WideModel(), batch_size=8, run=Run(evaluate=False))
     report = plan(recipe, gpu="rtx-3060", budget="520MB")
     assert dict(report.chosen.flags) == {"memory.micro_batch_size": 8, "memory.optimizer_in_backward": True}
+    assert any(line.endswith("--memory.optimizer_in_backward false keeps both") for line in report.explanations)
+    offloaded = plan(recipe.replace(memory=Memory(optimizer_in_backward=False)), gpu="rtx-3060", budget="520MB")
+    assert dict(offloaded.chosen.flags) == {"memory.micro_batch_size": 8, "memory.cpu_offload": "optimizer"}
 
 
 @pytest.mark.slow

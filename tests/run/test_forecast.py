@@ -89,6 +89,9 @@ def test_what_auto_leaves_open() -> None:
     looked_for = {"activation_checkpointing", "activation_offload", "cpu_offload"}
     assert looked_for & {*free_knobs(auto)} == {"activation_checkpointing"}
     assert looked_for & {*free_knobs(budget)} == {"activation_checkpointing", "activation_offload"}
+    refused = Memory(budget="1GB", optimizer_in_backward=False)  # which the default, null, leaves to the planner
+    assert {*free_knobs(Memory(budget="1GB"))} - {*free_knobs(refused)} == {"optimizer_in_backward"}
+    assert decide_plan(digits(), 1).memory.optimizer_in_backward is False
     with pytest.raises(RecipeError, match=r"memory\.cpu_offload=auto"):  # without a planner
         decide_plan(digits(memory=Memory(cpu_offload="auto")), 1)
 

@@ -107,10 +107,11 @@ KNOBS = (  # in the order to try them
     Knob("cpu_offload", ("none", "optimizer", "parameters"), "{} offloaded", OFFLOAD, planned=True, to_host=True),
     Knob(
         "optimizer_in_backward",
-        (False, True),
+        (None, True, False),
         "optimizer in backward",
         IN_BACKWARD,
         planned=True,
+        off=(False,),
         column="in backward",
     ),
     Knob(

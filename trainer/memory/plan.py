@@ -21,7 +21,7 @@ CUT_MATTERS = (
 class Plan:
     """What was decided from a recipe's wishes, for a number of ranks."""
 
-    memory: Memory  # nothing is left open: strategy is single, ddp or fsdp, sync_every_micro_step true or false
+    memory: Memory  # nothing is left open: strategy is single, ddp or fsdp, and what may be null is true or false
     world_size: int  # ranks, over all nodes
     first_cut: Cut  # how the batches of epoch 0 are cut; after a recovery, those of the epoch that it was in
     lossy: tuple[str, ...] = ()  # what changes the result beyond the order of summation, as the recipe asks for it
@@ -76,7 +76,9 @@ def decide_plan(recipe: Recipe, world_size: int) -> Plan:
     every = memory.sync_every_micro_step
     if every is None:  # else whole gradients would stay on the device, or be summed over micro-steps first
         every = strategy == "fsdp" and (memory.cpu_offload != "none" or deterministic)
-    decided = dataclasses.replace(memory, strategy=strategy, sync_every_micro_step=every)
+    decided = dataclasses.replace(
+        memory, strategy=strategy, sync_every_micro_step=every, optimizer_in_backward=bool(memory.optimizer_in_backward)
+    )
     return Plan(decided, world_size, cuts[0], tuple(_lossy(recipe)), deterministic)
 
 

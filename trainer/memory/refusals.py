@@ -122,7 +122,7 @@ def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> Iterat
         yield f"{key} updates weights in every backward, and a batch of {most} micro-batches has several: use {fix}"
     if len(recipe.model.loss_names) > 1:
         yield f"{key} updates weights in every backward, and {type(recipe.model).__name__} has several losses a batch"
-    if memory.precision == "16-mixed":
+    if memory.precision in ("16-mixed", "16-true"):
         yield f"{key} cannot skip the step where fp16 gradients overflowed: use bf16-mixed or 32-true"
     if world_size > 1 and memory.strategy != "fsdp":
         yield f"{key} would update weights before DDP reduces their gradients: use memory.strategy fsdp, or one rank"

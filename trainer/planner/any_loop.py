@@ -102,7 +102,7 @@ class LoopTracer(Tracer):
 
         def compiles(function: Any = None, **options: Any) -> Any:
             done = compiled(function, **options)
-            if (function is None or done is function) and torch.compile is compiles:  # who wraps it says so, too
+            if function is None or done is function:
                 self.trace.say(less)
             return done
 

@@ -38,6 +38,8 @@ def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True, nodes: int = 1
     free = free_knobs(recipe.memory)
     knobs = [knob for knob in SEARCHED if knob.name in free and (ranks > 1 or not knob.needs_ranks)]
     values = {knob.name: knob.values if on_gpu or not knob.to_host else knob.values[:1] for knob in knobs}
+    # What is as the default need not be asked about twice.
+    values = {knob.name: tuple(value for value in values[knob.name] if value not in knob.off) for knob in knobs}
     own = {"activation_checkpointing": ORDER[CHECKPOINTING], "replicas": (1, nodes) if 1 < nodes < ranks else (1,)}
     values |= {name: choice for name, choice in own.items() if name in values}
     every = [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
@@ -55,11 +57,11 @@ def is_sensible(memory: Memory, ranks: int) -> bool:
         return False  # streaming is FSDP's
     if (memory.replicas > 1 or sync) and not sharded and offload != "parameters":
         return False
-    if sync is False or (sync and offload != "none"):
+    if sync and offload != "none":
         return False  # what null means
     if memory.optimizer_in_backward and (sync or offload != "none" or (ranks > 1 and not sharded)):
         return False
-    if not memory.reshard_after_forward and not (sharded and offload == "none" and not sync):
+    if not memory.reshard_after_forward and not (sharded and offload != "parameters"):
         return False
     # Where a part of the blocks is checkpointed, the other part is what could be offloaded.
     return not (memory.activation_offload and isinstance(checkpointing, float))
@@ -67,6 +69,7 @@ def is_sensible(memory: Memory, ranks: int) -> bool:
 
 CHECKPOINTING, OFFLOADED, REPLICAS = "memory.activation_checkpointing", "memory.activation_offload", "memory.replicas"
 SYNC, IN_BACKWARD = "memory.sync_every_micro_step", "memory.optimizer_in_backward"
+OFFLOAD = "memory.cpu_offload"
 FRACTIONS = (0.25, 0.5, 0.75)
 """Parts of the blocks that are worth checkpointing: what they need and take lies between those of none and full."""
 
@@ -80,8 +83,10 @@ def intrusion(settings: Mapping[str, Any]) -> int:
     return sum(values.index(settings[key]) for key, values in ORDER.items() if key in settings)
 
 
-def does_at_least(settings: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def does_at_least(settings: Mapping[str, Any], other: Mapping[str, Any], sharded: bool) -> bool:
     """Whether settings compute and move all that ``other`` does: with the same cut they cannot be faster."""
+    if sharded and settings.get(IN_BACKWARD) != other.get(IN_BACKWARD):
+        return False  # in backward an update runs beside reductions, or only takes longer
     if settings.get(OFFLOADED) and other.get(OFFLOADED) and settings.get(CHECKPOINTING) != other.get(CHECKPOINTING):
         return False  # checkpointed blocks have less to offload
     return is_turned_as_far(settings, other)

@@ -138,18 +138,10 @@ class Outlines(MetaPathFinder):
 
     def _torch(self) -> None:
         """Weights have shapes, wherever they come from, and are not saved; what is read as an array is real."""
-        load, compiled, changed = (
-            nn.Module.load_state_dict,
-            torch.compile,
-            (nn.Module, torch, nn.DataParallel, FakeTensor),
-        )
+        load = nn.Module.load_state_dict
 
         def load_state_dict(module: nn.Module, state: Any, *args: Any, **options: Any) -> Any:
             return state if isinstance(state, Nothing) else load(module, state, *args, **options)
-
-        def compile(*args: Any, **options: Any) -> Any:
-            self.note("torch.compile is left out: what it fuses needs less memory, mostly, and less time")
-            return compiled(*args, **options)
 
         def forward(parallel: Any, *args: Any, **options: Any) -> Any:  # on one device, without its streams
             return parallel.module(*args, **options)
@@ -157,7 +149,7 @@ class Outlines(MetaPathFinder):
         def tolist(tensor: Any) -> Any:  # torch's reads one element after the other
             return tensor.numpy().tolist()
 
-        for owner, function in zip(changed, (load_state_dict, compile, forward, tolist), strict=True):
+        for owner, function in ((nn.Module, load_state_dict), (nn.DataParallel, forward), (FakeTensor, tolist)):
             setattr(owner, function.__name__, function)
         for name in ("numpy", "__deepcopy__"):  # of real tensors
             setattr(torch.Tensor, name, within(_disable_current_modes, getattr(torch.Tensor, name)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.memory.knobs import LOSSY, SEARCHED
 from trainer.memory.plan import Plan, decide_plan
-from trainer.planner.knobs import OPEN, Settings, applied, turned, without_size
+from trainer.planner.knobs import IN_BACKWARD, OPEN, Settings, applied, turned, without_size
 from trainer.planner.predict import Prediction
 from trainer.recipe import Memory, Recipe
 from trainer.system.text import GB, WIDTH, as_text, columns, gigabytes, wrapped
@@ -23,6 +23,10 @@ SIGNS = {
     "hsdp": "has a copy of the sharded model on each machine: memory.replicas",
 }
 SIZE = "memory.micro_batch_size"
+UNPROTECTED = (
+    f"{IN_BACKWARD}: a step that is not finite ends the run, and a run out of memory is not mended: --{IN_BACKWARD} "
+    "false keeps both"
+)
 
 
 @dataclass(frozen=True)
@@ -185,12 +189,13 @@ def pasteable(words: Sequence[str]) -> str:
 
 def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
     assert one.reserved is not None
-    plan = decide_plan(applied(report.recipe, one.flags), report.devices)
+    recipe = applied(report.recipe, one.flags)
+    plan = decide_plan(recipe, report.devices)
     memory, about = plan.memory, "" if one.traced else "~"
     digits = 2 if report.budget >= 1e9 else 3
     return {
         "micro-batch": f"{plan.first_cut.accumulate} × {plan.first_cut.micro_batch_size}",
-        "strategy": _strategy(plan, one),
+        "strategy": _strategy(plan, recipe.memory),
         **{column: as_text(getattr(memory, name)) for column, name in OWN.items()},
         "offload": _offload(memory),
         "lossy": _lossy(one),
@@ -202,9 +207,9 @@ def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
     }
 
 
-def _strategy(plan: Plan, one: Candidate) -> str:
+def _strategy(plan: Plan, wish: Memory) -> str:
     name = "hsdp" if plan.memory.replicas > 1 else plan.strategy
-    synced = "+" if one.flags.get("memory.sync_every_micro_step") else ""
+    synced = "+" if wish.sync_every_micro_step else ""  # which an offload needs no wish for
     return name + ("" if plan.memory.reshard_after_forward else "*") + synced
 
 
@@ -237,8 +242,11 @@ def _retried(one: Candidate) -> str:
     return f", {retries} retries" if retries else ""
 
 
-def explain(candidates: Sequence[Candidate], combinations: int) -> list[str]:
-    """What was tried, and what would be cheaper than the chosen plan, the first, but does not fit."""
+def explain(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:
+    """What was tried, and what would be cheaper than the chosen plan, the first, but does not fit.
+
+    ``combinations`` of knobs are those that can be and those that were refused.
+    """
     chosen = candidates[0]
     lines = _tried(candidates, combinations)
     time = chosen.step_ms or 0.0
@@ -249,12 +257,14 @@ def explain(candidates: Sequence[Candidate], combinations: int) -> list[str]:
         lines.append(f"the next faster plan does not fit: {next_one.plan}: {next_one.step_ms:,.1f} ms, {needs}")
     elif not chosen.knobs:
         lines.append("no technique needs to be added: nothing is faster than the plan without any")
+    if chosen.flags.get(IN_BACKWARD):
+        lines.append(UNPROTECTED)
     return lines
 
 
 def not_fitting(
     candidates: Sequence[Candidate],
-    combinations: int,
+    combinations: tuple[int, int],
     budget: int,
     lossy: Sequence[Candidate],
     refused: Sequence[Candidate] = (),
@@ -281,15 +291,17 @@ def not_fitting(
     return lines
 
 
-def _tried(candidates: Sequence[Candidate], combinations: int) -> list[str]:
+def _tried(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:
+    possible, refused = combinations
     sizes = {one.flags[SIZE] for one in candidates if SIZE in one.flags}
     traced, fitting = sum(one.traced for one in candidates), sum(one.fits for one in candidates)
     cut = f" with micro-batches of {' to '.join(map(str, sorted({min(sizes), max(sizes)})))}" if sizes else ""
     plans = f"{len(candidates)} plan{'s' if len(candidates) > 1 else ''}, {traced} traced"
     plans += f", {len(candidates) - traced} between two traces" if traced < len(candidates) else ""
+    plans += f"; {fitting} fit" + (f"; {refused} other combinations were refused" if refused else "")
     tried = len(best_of_each(candidates))
-    lines = [f"tried: {tried} of {combinations} combinations of knobs{cut}: {plans}; {fitting} fit"]
-    if tried < combinations:
+    lines = [f"tried: {tried} of {possible} combinations of knobs{cut}: {plans}"]
+    if tried < possible:
         cannot = "cannot be faster, or cannot fit" if fitting else "cannot need less"
         lines.append(f"the other combinations {cannot}: they were not tried; trainer plan --all tries more of them")
     return lines

@@ -23,8 +23,8 @@ from trainer.planner.knobs import Settings, applied, left_open, micro_batch_size
 from trainer.planner.network import Cluster, Interconnect, strategies
 from trainer.planner.outline import notes_of
 from trainer.planner.predict import Prediction, predict_here
-from trainer.planner.search import MARGIN, WHOLE, Progress, cut_budget
-from trainer.planner.target import Target, budget_bytes
+from trainer.planner.search import MARGIN, WHOLE, Progress
+from trainer.planner.target import budget_bytes, cut_budget, Target
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
 from trainer.system.text import GB, as_text, columns, gigabytes
@@ -117,8 +117,8 @@ class Scale:
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
         best = [best_of(found) for found in tried]
-        text = self.recipe.memory.budget or WHOLE
-        notes = dict.fromkeys([*cut_budget(text, self.target.gpu, best[-1].budget), *notes_of(self.recipe.data)])
+        cut = cut_budget(self.recipe.memory.budget, self.target.gpu, self.sizes[-1].devices)
+        notes = dict.fromkeys([*cut, *notes_of(self.recipe.data)])
         notes |= dict.fromkeys(note for row in best if row.found for note in row.found.notes)
         seconds = time.perf_counter() - began
         return ScaleReport(self.recipe, self.target, list(self.networks), best, list(notes), seconds)

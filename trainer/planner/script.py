@@ -157,7 +157,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
             require(gpu.allocated > 0, f"{script.path} took its steps on the CPU: does it need a flag to use a GPU?")
             with _disable_current_modes():
                 gpu.plot(Path(script.out, "plan.png"))
-                text = "\n".join([f"{gpu}", *(f"budget    {line}" for line in cut)])
+                text = "\n".join([f"{gpu}", *cut])
                 found = gpu.to_json()
                 return found | {"notes": [*found["notes"], *cut], "text": text, "outlined": outlines.notes}
 

@@ -36,9 +36,9 @@ from trainer.planner.network import ONE, devices_of
 from trainer.planner.outline import notes_of
 from trainer.planner.predict import GROWING, Prediction, predict_here, prepared
 from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
-from trainer.planner.target import Target, budget_bytes, gpu_here
+from trainer.planner.target import Target, budget_bytes, cut_budget, gpu_here
 from trainer.recipe import Recipe
-from trainer.system.children import in_children
+from trainer.system.children import Failed, in_children
 from trainer.system.text import as_text, gigabytes, parse_budget, wrapped
 
 MARGIN = 0.03
@@ -122,7 +122,8 @@ class Arm:
     sharded: bool  # whether weights are: at times some are whole
     whole: bool  # whether all of a share goes through at once
     known: dict[int, Candidate] = field(default_factory=dict)  # what was traced, by samples of a micro-batch
-    failed: bool = False  # whether one of them could not be traced
+    missed: bool = False  # whether one of them could not be traced
+    failed: bool = False  # whether none of them can be, or can be any more
     no_more: list[Arm] = field(default_factory=list)  # arms that compute and move no more than this one
     further: list[Arm] = field(default_factory=list)  # arms in which no knob saves less memory
     kept: list[Arm] = field(default_factory=list)  # arms with the same weights and optimizer state
@@ -152,15 +153,17 @@ class Search:
         progress: Progress | None = None,
     ) -> None:
         self.target, self.devices, self.nodes = target, devices, nodes
-        text = budget or recipe.memory.budget or WHOLE
+        wish = budget or recipe.memory.budget
+        text = wish or WHOLE
         self.recipe = recipe.replace(memory=dataclasses.replace(recipe.memory, budget=text))
         self.budget = budget_bytes(text, target.gpu, devices)
         self.limit = int(self.budget / (1 + MARGIN))  # that a plan may reserve
-        self.cut_budget = cut_budget(text, target.gpu, self.budget)
+        self.cut_budget = cut_budget(wish, target.gpu, devices)
         self.progress = progress or (lambda done, total, text: None)
         self.done = self.total = 0
         self.keeper: Keeper | None = None  # of predictions of before
         self.refused: list[Candidate] = []
+        self.untraceable = ""  # why nothing could be traced
         self.arms: list[Arm] = []
         self.padding: dict[int, float] = {}
         model = recipe.model
@@ -204,16 +207,24 @@ class Search:
         self.arms = [arm for one in settings for arm in self._arms(one, sizes)]
         self._relate()
         if everything:
-            self._trace([(arm, size) for arm in self._whole for size in {arm.sizes[0], arm.sizes[-1]}])
+            self._trace(self._next())  # alone: where it cannot be traced, nothing can
+            both = ((arm, size) for arm in self._whole if not arm.failed for size in {arm.sizes[0], arm.sizes[-1]})
+            self._trace([(arm, size) for arm, size in both if (size or 0) not in arm.known])
         while wanted := self._next():
             self._trace(wanted)
         candidates = self._ordered(everything)
         chosen = bool(candidates) and candidates[0].fits
+        possible = {repr(arm.settings) for arm in self.arms if arm.known or not arm.failed}
+        refused = {repr(arm.settings) for arm in self.arms if arm.failed}
+        refused |= {repr(knobs.without_size(one.flags)) for one in self.refused}
+        counts = len(possible), len(refused - possible)
         if chosen:
-            explanations = explain(candidates, len(settings))
+            explanations = explain(candidates, counts)
+        elif self.untraceable:
+            explanations = [self.untraceable]
         else:
             lossy_ones = [] if lossy else self._smaller_at_a_loss(candidates)
-            explanations = not_fitting(candidates, len(settings), self.budget, lossy_ones, self.refused)
+            explanations = not_fitting(candidates, counts, self.budget, lossy_ones, self.refused)
         shown = [
             dataclasses.replace(one, flags=knobs.changed(self.recipe, one.flags))
             for one in [*candidates, *self.refused]
@@ -256,8 +267,11 @@ class Search:
             by_settings.setdefault(repr(arm.settings), []).append(arm)
         for arm in self.arms:
             wanted, wish = arm.settings, arm.settings.get(knobs.CHECKPOINTING)
-            arm.no_more = [one for one in self.arms if knobs.does_at_least(wanted, one.settings)]
+            arm.no_more = [one for one in self.arms if knobs.does_at_least(wanted, one.settings, arm.sharded)]
             alike = (one for one in self.arms if one.whole == arm.whole and one is not arm)
+            # FSDP, which streams, keeps all that is in no block whole, thrice at times: that may be most of a model.
+            streamed = wanted.get(knobs.OFFLOAD) == "parameters"
+            alike = (one for one in alike if streamed or one.settings.get(knobs.OFFLOAD) != "parameters")
             arm.further = [one for one in alike if knobs.is_turned_as_far(one.settings, wanted)]
             arm.kept = [one for one in self.arms if knobs.keeps(one.settings) == knobs.keeps(wanted)]
             arm.alike = [*by_settings[repr(wanted)]]
@@ -396,7 +410,8 @@ class Search:
         reserved, step_ms = (
             a + part * (b - a) for a, b in ((none.reserved, full.reserved), (none.step_ms, full.step_ms))
         )
-        return Estimate(allocated, (allocated + reserved) / 2, step_ms)
+        # What a part of the blocks saves follows from that of all only where they are equal: no bound, but an order.
+        return Estimate(full.allocated, (allocated + reserved) / 2, step_ms)
 
     def _from(self, arms: Sequence[Arm], size: int | None) -> Estimate | None:
         """From plans that differ in the micro-batch only; ``None`` where none was traced."""
@@ -433,45 +448,59 @@ class Search:
 
     def _trace(self, wanted: Sequence[tuple[Arm, int | None]]) -> None:
         """Predict these plans, and let their arms know."""
-        for (arm, size), found in zip(
-            wanted, self._predicted([with_size(arm.settings, size) for arm, size in wanted]), strict=True
-        ):
-            if found is not None:
+        answers = self._predicted([with_size(arm.settings, size) for arm, size in wanted])
+        first = bool(answers) and not any(arm.known for arm in self.arms)
+        if first and all(isinstance(one, Failed) for one in answers):  # a trace of each other plan would say no more
+            self.untraceable = f"the model cannot be traced, and no other plan was tried: {answers[0]}"
+            for arm in self.arms:
+                arm.failed = True
+            return
+        for (arm, size), found in zip(wanted, answers, strict=True):
+            if isinstance(found, Candidate):
                 arm.known[size or 0] = found
                 continue
-            arm.failed, reason = True, self.refused[-1].reason
-            for key, value in arm.settings.items():
-                if reason.startswith(f"{key}={as_text(value)} "):  # then that is so whatever else is set
-                    for other in self.arms:
-                        other.failed |= other.settings[key] == value
+            if not isinstance(found, Failed):
+                self._rule_out(arm, str(found))
+            elif len(arm.sizes) > 1 and (arm.known or not arm.missed):  # another size may work, but not each is tried
+                arm.sizes.remove(size)
+                arm.missed = True
+            else:
+                arm.failed = True
 
-    def _predicted(self, settings: Sequence[Settings]) -> list[Candidate | None]:
-        """Candidates with these settings; ``None`` for those that are refused, which are kept apart."""
-        found: list[Candidate | None] = [None] * len(settings)
-        jobs = [(at, job) for at, one in enumerate(settings) if (job := self._job(one)) is not None]
+    def _rule_out(self, arm: Arm, reason: str) -> None:
+        """``arm`` is refused, and so is what has the same value of a setting that is refused whatever else is set."""
+        arm.failed = True
+        for key, value in arm.settings.items():
+            if reason.startswith(f"{key}={as_text(value)} "):
+                for other in self.arms:
+                    other.failed |= other.settings.get(key, ...) == value
+
+    def _predicted(self, settings: Sequence[Settings]) -> list[Candidate | Exception]:
+        """Candidates with these settings; for those that are refused, which are kept apart, the error."""
+        found: list[Any] = [self._job(one) for one in settings]
+        jobs = [(at, job) for at, job in enumerate(found) if isinstance(job, tuple)]
         self.total = self.done + len(jobs)
         asked: dict[str, Any] = {"timeline": True, "capacity": self.limit, "keeper": self.keeper}
-        calls = [partial(predict_here, recipe, plan, self.target, self.nodes, **asked) for _, (_, recipe, plan) in jobs]
+        calls = [partial(predict_here, recipe, plan, self.target, self.nodes, **asked) for _, (recipe, plan) in jobs]
         for number, result in in_children(calls):
-            at, (settings_of, _, plan) = jobs[number]
+            at, (_, plan) = jobs[number]
             self.done += 1
             self.progress(self.done, self.total, plan.describe())
             if isinstance(result, Exception):
-                self._refuse(settings_of, result, plan.describe())
+                found[at] = self._refuse(settings[at], result, plan.describe())
             else:
-                found[at] = self._candidate(settings_of, plan, Prediction.answered(result))
+                found[at] = self._candidate(settings[at], plan, Prediction.answered(result))
         return found
 
-    def _job(self, settings: Settings) -> tuple[Settings, Recipe, Plan] | None:
+    def _job(self, settings: Settings) -> tuple[Recipe, Plan] | Exception:
         try:
-            recipe = knobs.applied(self.recipe, settings)
-            return settings, recipe, decide_plan(recipe, self.devices)
+            return knobs.applied(self.recipe, settings), self._plan(settings)
         except RecipeError as error:
-            self._refuse(settings, error)
-            return None
+            return self._refuse(settings, error)
 
-    def _refuse(self, settings: Settings, error: Exception, description: str = "") -> None:
+    def _refuse(self, settings: Settings, error: Exception, description: str = "") -> Exception:
         self.refused.append(Candidate(settings, description, reason=str(error).splitlines()[0]))
+        return error
 
     def _candidate(self, settings: Settings, plan: Plan, found: Prediction) -> Candidate:
         self.notes |= dict.fromkeys(found.notes)
@@ -517,7 +546,8 @@ class Search:
         held = f"{gigabytes(-over)} of the budget stay free"
         if retries:
             times = f"{retries} times" if retries > 1 else "once"
-            held = f"torch must give its cache back {times} in the first steps to stay in the budget, which takes time"
+            held = f"torch must give its cache back {times} in the steps that were traced to stay in the budget, which "
+            held += "takes time, and in later ones perhaps again"
         if one is first:
             return f"the fastest of those that fit; {held}"
         if not first.step_ms or one.step_ms is None:
@@ -532,7 +562,7 @@ class Search:
         for step in knobs.lossy_steps(self.recipe):
             possible = (self._at_a_loss(dict(one.flags), step) for one in candidates)
             wanted += [settings for settings in possible if settings][:1]
-        return [one for one in self._predicted(wanted) if one is not None]
+        return [one for one in self._predicted(wanted) if isinstance(one, Candidate)]
 
     def _at_a_loss(self, settings: Settings, step: Settings) -> Settings | None:
         """The settings with ``step``, without what only comes along where that is refused; ``None`` if all is."""
@@ -541,12 +571,6 @@ class Search:
                 self._plan(settings | extra)
                 return settings | extra
         return None
-
-
-def cut_budget(text: str, gpu: GPU, budget: int) -> list[str]:
-    """A line that says so where less is to be had than the budget that was asked for."""
-    own = f"memory.budget: {text} was asked for, and {gpu.title} has no more than {gigabytes(budget)} for torch"
-    return [own] if int(parse_budget(text, gpu.memory)) > budget else []
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, int]:

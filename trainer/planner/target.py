@@ -113,4 +113,5 @@ def cut_budget(text: str | None, gpu: GPU, ranks: int) -> list[str]:
     """What to say where the budget ``text`` is more than :func:`budget_bytes`."""
     budget = budget_bytes(text, gpu, ranks)
     cut = text is not None and int(parse_budget(text, gpu.memory)) > budget
-    return [f"{text} was asked for, and {gpu.title} has no more than {gigabytes(budget)} for torch"] if cut else []
+    own = f"memory.budget: {text} was asked for, and {gpu.title} has no more than {gigabytes(budget)} for torch"
+    return [own] if cut else []

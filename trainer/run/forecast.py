@@ -77,9 +77,7 @@ def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> Recipe:
     return decided
 
 
-def _search(
-    recipe: Recipe, world: World, say: Callable[[str], None], found: list[Prediction | None]
-) -> dict[str, Any]:
+def _search(recipe: Recipe, world: World, say: Callable[[str], None], found: list[Prediction | None]) -> dict[str, Any]:
     def progress(done: int, total: int, text: str) -> None:
         say(f"planning: {done} of {total} predicted, last {text}")
 
