@@ -47,7 +47,6 @@ IN_A_GROUP = (
 PLAN_VARIABLE = "TRAINER_PLANNED"
 """How the process that Fabric was started in tells those that Fabric starts what was decided."""
 
-
 FOUND: list[tuple[Recipe, Prediction]] = []
 """What the search of this process has chosen for the recipe that was just planned: it is not predicted again."""
 
@@ -77,9 +76,7 @@ def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> Recipe:
     return decided
 
 
-def _search(
-    recipe: Recipe, world: World, say: Callable[[str], None], found: list[Prediction | None]
-) -> dict[str, Any]:
+def _search(recipe: Recipe, world: World, say: Callable[[str], None], found: list[Prediction | None]) -> dict[str, Any]:
     def progress(done: int, total: int, text: str) -> None:
         say(f"planning: {done} of {total} predicted, last {text}")
 
