@@ -239,9 +239,7 @@ def table(report: ScaleReport) -> str:
     names = ["devices", "nodes", "strategy", "micro-batch", "GB", "fits", "GB sent", "a node"]
     names += [name for network in report.networks for name in (f"ms {network.name}", "eff.")]
     text = columns(names, [_cells(row, report) for row in report.rows if row.found is not None], LEFT)
-    again = any(row.found and row.found.retries for row in report.rows)
-    shown = {row.strategy for row in report.rows} | ({"retries"} if again else set())
-    return "\n".join([text, *(note for name, note in SIGNS.items() if name in shown)])
+    return "\n".join([text, *(note for name, note in SIGNS.items() if f" {name} " in text)])
 
 
 def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
@@ -249,13 +247,9 @@ def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
     assert found is not None
     assert plan is not None
     cut = plan.first_cut
-    cells = [
-        str(row.cluster.devices),
-        str(row.cluster.nodes),
-        row.strategy,
-        f"{cut.accumulate} × {cut.micro_batch_size}",
-    ]
+    cells = [str(row.cluster.devices), str(row.cluster.nodes), row.strategy]
     cells += [
+        f"{cut.accumulate} × {cut.micro_batch_size}",
         f"{found.reserved / GB:.2f}",
         "retries" if found.retries else "yes" if row.fits else "no",
         _short(found.sent / GB),

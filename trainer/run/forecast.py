@@ -21,7 +21,6 @@ from trainer.launching.world import World
 from trainer.memory.plan import Plan
 from trainer.planner.gpus import GPU, host_as_device
 from trainer.planner.knobs import applied, wants_plan
-from trainer.planner.network import ONE
 from trainer.planner.predict import Prediction, predict_here, prepared
 from trainer.planner.search import MARGIN, Search
 from trainer.planner.target import Target, budget_bytes, gpu_here
@@ -47,8 +46,8 @@ IN_A_GROUP = (
 PLAN_VARIABLE = "TRAINER_PLANNED"
 """How the process that Fabric was started in tells those that Fabric starts what was decided."""
 
-FOUND: list[tuple[Recipe, Prediction]] = []
-"""What the search of this process has chosen for the recipe that was just planned: it is not predicted again."""
+
+FOUND: list[Prediction | None] = []  # of the plan that was just chosen in this process: it is not predicted again
 
 
 def first_here() -> bool:
@@ -68,15 +67,13 @@ def this_device(accelerator: str) -> GPU:
 def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> Recipe:
     """The recipe with the knobs decided that it leaves to the planner; all ranks of a machine get the same. Where no
     plan fits the budget, a ``RecipeError`` says what is missing."""
+    FOUND.clear()
     if not wants_plan(recipe):
         return recipe
-    found: list[Prediction | None] = []
-    decided = applied(recipe, _agreed(recipe, world, lambda: _search(recipe, world, say, found)))
-    FOUND[:] = [(decided, one) for one in found if one]
-    return decided
+    return applied(recipe, _agreed(recipe, world, lambda: _search(recipe, world, say)))
 
 
-def _search(recipe: Recipe, world: World, say: Callable[[str], None], found: list[Prediction | None]) -> dict[str, Any]:
+def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[str, Any]:
     def progress(done: int, total: int, text: str) -> None:
         say(f"planning: {done} of {total} predicted, last {text}")
 
@@ -84,11 +81,11 @@ def _search(recipe: Recipe, world: World, say: Callable[[str], None], found: lis
     report = Search(prepared(recipe), target, world.size, world.nodes, progress=progress).run()
     if report.chosen is None:
         raise RecipeError("; ".join([f"memory.budget={recipe.memory.budget}", *report.explanations]))
-    for line in (f"planner: {report.chosen.plan}: {report.chosen.reason}", *report.explanations):
+    joined = f"planner: the nodes are taken to be joined by {target.joined_by}; trainer plan --interconnect compares"
+    more = [*report.explanations, *([joined] if world.nodes > 1 else [])]
+    for line in (f"planner: {report.chosen.plan}: {report.chosen.reason}", *more):
         say(line)
-    if world.nodes > 1:
-        say(f"planner: the nodes are taken to be joined by {ONE}; trainer plan --interconnect compares")
-    found.append(report.chosen.prediction)
+    FOUND.append(report.chosen.prediction)
     return dict(report.chosen.flags)
 
 
@@ -225,9 +222,7 @@ def forecast(recipe: Recipe, plan: Plan, world: World) -> Forecast | None:
         return None
     device = this_device(world.accelerator)
     limit = budget_bytes(recipe.memory.budget, device, world.size)
-    known = next((one for of, one in FOUND if of is recipe), None)
-    FOUND.clear()  # with its data, which nobody else may need any more
-    if known:
+    if FOUND and (known := FOUND.pop()):
         return Forecast(None, device, limit, known)
     if torch.distributed.is_initialized():
         return Forecast(None, device, limit, failure=IN_A_GROUP)
