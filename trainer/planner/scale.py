@@ -125,8 +125,7 @@ class Scale:
 
     def _call(self, row: ScaleRow) -> Callable[[], Any]:
         assert row.plan is not None
-        recipe = applied(self.recipe, row.settings)
-        capacity = int(row.budget / (1 + MARGIN))
+        recipe, capacity = applied(self.recipe, row.settings), int(row.budget / (1 + MARGIN))
         return partial(predict_here, recipe, row.plan, self.target, row.cluster.nodes, False, self.networks, capacity)
 
     def _rows(self, size: Cluster) -> list[ScaleRow]:
@@ -246,10 +245,9 @@ def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
     found, plan = row.found, row.plan
     assert found is not None
     assert plan is not None
-    cut = plan.first_cut
     cells = [str(row.cluster.devices), str(row.cluster.nodes), row.strategy]
     cells += [
-        f"{cut.accumulate} × {cut.micro_batch_size}",
+        f"{plan.first_cut.accumulate} × {size_of(row)}",
         f"{found.reserved / GB:.2f}",
         "retries" if found.retries else "yes" if row.fits else "no",
         _short(found.sent / GB),

@@ -46,7 +46,6 @@ IN_A_GROUP = (
 PLAN_VARIABLE = "TRAINER_PLANNED"
 """How the process that Fabric was started in tells those that Fabric starts what was decided."""
 
-
 FOUND: list[Prediction | None] = []  # of the plan that was just chosen in this process: it is not predicted again
 
 
@@ -81,10 +80,13 @@ def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[st
     report = Search(prepared(recipe), target, world.size, world.nodes, progress=progress).run()
     if report.chosen is None:
         raise RecipeError("; ".join([f"memory.budget={recipe.memory.budget}", *report.explanations]))
-    joined = f"planner: the nodes are taken to be joined by {target.joined_by}; trainer plan --interconnect compares"
-    more = [*report.explanations, *([joined] if world.nodes > 1 else [])]
-    for line in (f"planner: {report.chosen.plan}: {report.chosen.reason}", *more):
-        say(line)
+    net = [f"planner: the nodes are taken to be joined by {target.joined_by}; trainer plan --interconnect compares"]
+    for one in (
+        f"planner: {report.chosen.plan}: {report.chosen.reason}",
+        *report.explanations,
+        *net[world.nodes < 2 :],
+    ):
+        say(one)
     FOUND.append(report.chosen.prediction)
     return dict(report.chosen.flags)
 
@@ -222,10 +224,8 @@ def forecast(recipe: Recipe, plan: Plan, world: World) -> Forecast | None:
         return None
     device = this_device(world.accelerator)
     limit = budget_bytes(recipe.memory.budget, device, world.size)
-    if FOUND and (known := FOUND.pop()):
-        return Forecast(None, device, limit, known)
-    if torch.distributed.is_initialized():
-        return Forecast(None, device, limit, failure=IN_A_GROUP)
-    target = Target.here(device)
-    job = Child(lambda: predict_here(prepared(recipe), plan, target, world.nodes, capacity=limit))
+    known = FOUND.pop() if FOUND else None
+    if known or torch.distributed.is_initialized():
+        return Forecast(None, device, limit, known, None if known else IN_A_GROUP)
+    job = Child(lambda: predict_here(prepared(recipe), plan, Target.here(device), world.nodes, capacity=limit))
     return Forecast(job, device, limit)
