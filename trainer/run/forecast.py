@@ -37,6 +37,7 @@ MOST_SECONDS = 1800.0
 """How long the other ranks of a machine wait for the plan of the first one: its search may tokenise a large dataset."""
 
 MOST_BYTES = 1 << 20  # of an answer: some settings, or why there are none
+FOUND: list[Prediction | None] = []  # of the plan that was just chosen in this process: it is not predicted again
 
 IN_A_GROUP = (
     "this process has joined its group of ranks already, whose connections a forked process would keep open when a "
@@ -45,8 +46,6 @@ IN_A_GROUP = (
 
 PLAN_VARIABLE = "TRAINER_PLANNED"
 """How the process that Fabric was started in tells those that Fabric starts what was decided."""
-
-FOUND: list[Prediction | None] = []  # of the plan that was just chosen in this process: it is not predicted again
 
 
 def first_here() -> bool:
@@ -80,13 +79,10 @@ def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[st
     report = Search(prepared(recipe), target, world.size, world.nodes, progress=progress).run()
     if report.chosen is None:
         raise RecipeError("; ".join([f"memory.budget={recipe.memory.budget}", *report.explanations]))
-    net = [f"planner: the nodes are taken to be joined by {target.joined_by}; trainer plan --interconnect compares"]
-    for one in (
-        f"planner: {report.chosen.plan}: {report.chosen.reason}",
-        *report.explanations,
-        *net[world.nodes < 2 :],
-    ):
-        say(one)
+    for line in (f"planner: {report.chosen.plan}: {report.chosen.reason}", *report.explanations):
+        say(line)
+    if world.nodes > 1:
+        say(f"planner: the nodes are taken to be joined by {target.joined_by}; trainer plan --interconnect compares")
     FOUND.append(report.chosen.prediction)
     return dict(report.chosen.flags)
 
