@@ -69,8 +69,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.only_command:
         found = command(options.rounds)
-        settings = {"gpu": GPU_NAME, "recipe": COMMAND_RECIPE, "rounds": options.rounds}
-        Record("planner_command", settings).write(True, **found)
+        asked = {"gpu": GPU_NAME, "recipe": COMMAND_RECIPE, "rounds": options.rounds}
+        Record("planner_command", asked).write(True, **found)
         ratios = found.pop("ratios")
         print(table(["what", "CPU s", "wall s"], [[name, *map(str, row.values())] for name, row in found.items()]))
         print(*(f"{name}: {ratio}" for name, ratio in ratios.items()), sep="\n")
@@ -78,8 +78,8 @@ def main() -> None:
     if options.only_search:
         name, ranks, budget = SEARCHES[0]
         once = search(load_recipe(str(RECIPES / f"{name}.py"))[0], ranks, budget)
-        settings = {"gpu": GPU_NAME, "recipe": name, "ranks": ranks, "budget": budget}
-        Record("planner_search", settings).write(True, **once)
+        asked = {"gpu": GPU_NAME, "recipe": name, "ranks": ranks, "budget": budget}
+        Record("planner_search", asked).write(True, **once)
         print(once)
         return
     record = Record("planner_speed", {"gpu": GPU_NAME})
@@ -178,7 +178,7 @@ def command(rounds: int) -> dict[str, dict[str, float]]:
     """Medians of seconds, all five one after the other in each round: ``torch`` is its import, ``imports`` that of the
     planner with it, ``trace`` one trace after these, ``anew`` and ``again`` the command without and with predictions of
     before; and ``anew`` as a multiple of ``trace`` and either import, by CPU time."""
-    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    times: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     with workplace(None) as folder:
         for number in range(rounds + 1):  # the first of each fills the caches of the disk, and is not counted
             plan_of = ["-m", "trainer", "plan", COMMAND_RECIPE, f"--gpu={GPU_NAME}"]

@@ -246,5 +246,5 @@ def test_what_the_search_has_predicted_is_not_predicted_again_and_the_network_is
     again = forecast_of(decided)  # of another run: the model may have changed
     assert again.child is not None
     again.close()
-    _search(auto, World("python", "cpu", 2, nodes=2), said.append, [])
+    _search(auto, World("python", "cpu", 2, nodes=2), said.append)
     assert said[-1] == "planner: the nodes are taken to be joined by ib-hdr; trainer plan --interconnect compares"

@@ -263,12 +263,10 @@ class PeakMemory:
         self.subject = subject
         self.child: Child | None = None
         if subject.ready and subject.plan is not None:
-            self.device = this_device(subject.world.accelerator)
-            here, world = Target.here(self.device), subject.world
-            # Ranks on CPUs have the host's memory in common.
-            self.sharing = world.devices if self.device.name == "cpu" else 1
+            world, self.device = subject.world, this_device(subject.world.accelerator)
+            self.sharing = world.devices if self.device.name == "cpu" else 1  # ranks on CPUs share the host's memory
             self.limit = budget_bytes(subject.recipe.memory.budget, self.device, world.size)
-            asked = partial(predict_here, subject.recipe, subject.plan, here, world.nodes)
+            asked = partial(predict_here, subject.recipe, subject.plan, Target.here(self.device), world.nodes)
             self.child = Child(partial(asked, capacity=self.limit // self.sharing))
 
     def look(self) -> Finding:

@@ -125,8 +125,7 @@ class Scale:
 
     def _call(self, row: ScaleRow) -> Callable[[], Any]:
         assert row.plan is not None
-        recipe = applied(self.recipe, row.settings)
-        capacity = int(row.budget / (1 + MARGIN))
+        recipe, capacity = applied(self.recipe, row.settings), int(row.budget / (1 + MARGIN))
         return partial(predict_here, recipe, row.plan, self.target, row.cluster.nodes, False, self.networks, capacity)
 
     def _rows(self, size: Cluster) -> list[ScaleRow]:
@@ -239,23 +238,16 @@ def table(report: ScaleReport) -> str:
     names = ["devices", "nodes", "strategy", "micro-batch", "GB", "fits", "GB sent", "a node"]
     names += [name for network in report.networks for name in (f"ms {network.name}", "eff.")]
     text = columns(names, [_cells(row, report) for row in report.rows if row.found is not None], LEFT)
-    again = any(row.found and row.found.retries for row in report.rows)
-    shown = {row.strategy for row in report.rows} | ({"retries"} if again else set())
-    return "\n".join([text, *(note for name, note in SIGNS.items() if name in shown)])
+    return "\n".join([text, *(note for name, note in SIGNS.items() if f" {name} " in text)])
 
 
 def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
     found, plan = row.found, row.plan
     assert found is not None
     assert plan is not None
-    cut = plan.first_cut
-    cells = [
-        str(row.cluster.devices),
-        str(row.cluster.nodes),
-        row.strategy,
-        f"{cut.accumulate} × {cut.micro_batch_size}",
-    ]
+    cells = [str(row.cluster.devices), str(row.cluster.nodes), row.strategy]
     cells += [
+        f"{plan.first_cut.accumulate} × {size_of(row)}",
         f"{found.reserved / GB:.2f}",
         "retries" if found.retries else "yes" if row.fits else "no",
         _short(found.sent / GB),

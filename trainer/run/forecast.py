@@ -21,7 +21,6 @@ from trainer.launching.world import World
 from trainer.memory.plan import Plan
 from trainer.planner.gpus import GPU, host_as_device
 from trainer.planner.knobs import applied, wants_plan
-from trainer.planner.network import ONE
 from trainer.planner.predict import Prediction, predict_here, prepared
 from trainer.planner.search import MARGIN, Search
 from trainer.planner.target import Target, budget_bytes, gpu_here
@@ -38,6 +37,7 @@ MOST_SECONDS = 1800.0
 """How long the other ranks of a machine wait for the plan of the first one: its search may tokenise a large dataset."""
 
 MOST_BYTES = 1 << 20  # of an answer: some settings, or why there are none
+FOUND: list[Prediction | None] = []  # of the plan that was just chosen in this process: it is not predicted again
 
 IN_A_GROUP = (
     "this process has joined its group of ranks already, whose connections a forked process would keep open when a "
@@ -46,10 +46,6 @@ IN_A_GROUP = (
 
 PLAN_VARIABLE = "TRAINER_PLANNED"
 """How the process that Fabric was started in tells those that Fabric starts what was decided."""
-
-
-FOUND: list[tuple[Recipe, Prediction]] = []
-"""What the search of this process has chosen for the recipe that was just planned: it is not predicted again."""
 
 
 def first_here() -> bool:
@@ -69,15 +65,13 @@ def this_device(accelerator: str) -> GPU:
 def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> Recipe:
     """The recipe with the knobs decided that it leaves to the planner; all ranks of a machine get the same. Where no
     plan fits the budget, a ``RecipeError`` says what is missing."""
+    FOUND.clear()
     if not wants_plan(recipe):
         return recipe
-    found: list[Prediction | None] = []
-    decided = applied(recipe, _agreed(recipe, world, lambda: _search(recipe, world, say, found)))
-    FOUND[:] = [(decided, one) for one in found if one]
-    return decided
+    return applied(recipe, _agreed(recipe, world, lambda: _search(recipe, world, say)))
 
 
-def _search(recipe: Recipe, world: World, say: Callable[[str], None], found: list[Prediction | None]) -> dict[str, Any]:
+def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[str, Any]:
     def progress(done: int, total: int, text: str) -> None:
         say(f"planning: {done} of {total} predicted, last {text}")
 
@@ -88,8 +82,8 @@ def _search(recipe: Recipe, world: World, say: Callable[[str], None], found: lis
     for line in (f"planner: {report.chosen.plan}: {report.chosen.reason}", *report.explanations):
         say(line)
     if world.nodes > 1:
-        say(f"planner: the nodes are taken to be joined by {ONE}; trainer plan --interconnect compares")
-    found.append(report.chosen.prediction)
+        say(f"planner: the nodes are taken to be joined by {target.joined_by}; trainer plan --interconnect compares")
+    FOUND.append(report.chosen.prediction)
     return dict(report.chosen.flags)
 
 
@@ -226,12 +220,8 @@ def forecast(recipe: Recipe, plan: Plan, world: World) -> Forecast | None:
         return None
     device = this_device(world.accelerator)
     limit = budget_bytes(recipe.memory.budget, device, world.size)
-    known = next((one for of, one in FOUND if of is recipe), None)
-    FOUND.clear()  # with its data, which nobody else may need any more
-    if known:
-        return Forecast(None, device, limit, known)
-    if torch.distributed.is_initialized():
-        return Forecast(None, device, limit, failure=IN_A_GROUP)
-    target = Target.here(device)
-    job = Child(lambda: predict_here(prepared(recipe), plan, target, world.nodes, capacity=limit))
+    known = FOUND.pop() if FOUND else None
+    if known or torch.distributed.is_initialized():
+        return Forecast(None, device, limit, known, None if known else IN_A_GROUP)
+    job = Child(lambda: predict_here(prepared(recipe), plan, Target.here(device), world.nodes, capacity=limit))
     return Forecast(job, device, limit)
