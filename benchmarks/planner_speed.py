@@ -64,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--skip-searches", action="store_true", help="single predictions only")
     parser.add_argument("--only-command", action="store_true", help="the command only")
+    parser.add_argument("--only-search", action="store_true", help="the first search only")
     parser.add_argument("--rounds", type=int, default=5, help="of the command, after one that is not counted")
     options = parser.parse_args()
     if options.only_command:
@@ -73,6 +74,13 @@ def main() -> None:
         ratios = found.pop("ratios")
         print(table(["what", "CPU s", "wall s"], [[name, *map(str, row.values())] for name, row in found.items()]))
         print(*(f"{name}: {ratio}" for name, ratio in ratios.items()), sep="\n")
+        return
+    if options.only_search:
+        name, ranks, budget = SEARCHES[0]
+        once = search(load_recipe(str(RECIPES / f"{name}.py"))[0], ranks, budget)
+        settings = {"gpu": GPU_NAME, "recipe": name, "ranks": ranks, "budget": budget}
+        Record("planner_search", settings).write(True, **once)
+        print(once)
         return
     record = Record("planner_speed", {"gpu": GPU_NAME})
     rows: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ from trainer.doctor import machine, samples
 from trainer.doctor.subject import Subject, findings
 from trainer.launching.world import World
 from trainer.models import TextClassifier, VisionTransformer
-from trainer.planner.predict import prepared
+from trainer.planner.predict import Prediction, prepared
 from trainer.system.lock import RunLock
 
 if not sys.platform.startswith("linux"):
@@ -261,6 +261,13 @@ def test_a_run_that_does_not_fit_the_device(monkeypatch):
     status, text = finding_of(machine.PeakMemory(subject_of()).look)
     assert (status, "--memory.budget" in text) == ("FAIL", True)
     assert finding_of(machine.PeakMemory(subject_of(memory=Memory(budget="2GB"))).look)[0] == "skipped"
+
+
+def test_a_run_that_fits_when_torch_gives_its_cache_back(monkeypatch):
+    answer = Prediction(10, 10**15, 0, {}, {}, [], "forward", {}, {}, 0.0, retries=2)
+    monkeypatch.setattr(machine, "predict_here", lambda *_, capacity: vars(answer))
+    status, text = finding_of(machine.PeakMemory(subject_of()).look)
+    assert (status, "fits after 2 retries" in text) == ("warning", True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

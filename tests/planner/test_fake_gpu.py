@@ -20,7 +20,7 @@ from trainer.data import Digits
 from trainer.errors import RecipeError, RunError
 from trainer.memory.plan import decide_plan
 from trainer.models import VisionTransformer
-from trainer.planner import FakeGPU, fake_gpu
+from trainer.planner import FakeGPU, fake_gpu, fake_patches
 from trainer.planner.allocator import LEAST_BLOCK, round_up
 from trainer.planner.predict import predict_here, prepared
 from trainer.planner.replay import replay
@@ -368,3 +368,108 @@ def cuda_in_use() -> str:
 
 def test_a_process_that_uses_its_gpu_is_refused() -> None:
     assert in_child(cuda_in_use).startswith("this process has used its GPU already")
+
+
+# ------------------------------------------------------------------------------------------- what is said of a loop
+
+
+def step(model: nn.Module, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def asking() -> list[Any]:
+    """Of a loop that decides by a value, and compiles: notes within the block, and after it."""
+    with fake_gpu("a100-80gb") as gpu:
+        model = nn.Linear(8, 8).to("cuda")
+        model.compile()
+        for compiled in (torch.compile(model), torch.compile(mode="reduce-overhead")(model)):
+            assert compiled is model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(2):
+            step(model, model(torch.ones(4, 8, device="cuda")).sum(), optimizer)
+            assert len(gpu.notes) == 2 - number
+        x = model(torch.ones(4, 8, device="cuda"))
+        if x.argmax() > 1:  # the line that is named
+            raise ValueError("not the first")
+        inside = list(gpu.notes)
+    return [inside, gpu.notes]
+
+
+def test_guesses_and_compiled_models_are_noted_also_within_the_block() -> None:
+    inside, after = in_child(asking)
+    line = asking.__code__.co_firstlineno + 12
+    assert inside == after
+    assert inside[0].startswith("torch.compile is left out")
+    assert inside[1:] == [f"a value that is not known is asked for at {__file__}:{line}"]
+
+
+def sparse_loop() -> None:
+    words = nn.Embedding(WORDS, WIDTH, sparse=True).to("cuda")
+    for _ in range(2):  # the second adds to gradients that are sparse
+        words(torch.zeros(SAMPLES, dtype=torch.long, device="cuda")).sum().backward()
+
+
+def test_sparse_gradients_add_up() -> None:
+    found = in_child(partial(taken, sparse_loop))
+    assert found["allocated"] < 2 * 4 * WORDS * WIDTH  # no gradient is as large as the weight
+
+
+def metric_loop() -> None:
+    model, metric = nn.Linear(8, WORDS).to("cuda"), nn.Softmax(-1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        logits = model(torch.zeros(TOKENS, 8, device="cuda"))
+        metric(logits.detach())
+        step(model, logits.exp().sum(), optimizer)
+
+
+def test_what_a_metric_sees_is_no_batch() -> None:
+    found = in_child(partial(taken, metric_loop))
+    assert found["categories"]["batch"] == round_up(4 * TOKENS * 8, LEAST_BLOCK)
+    assert found["categories"]["activations"] >= 4 * TOKENS * WORDS
+
+
+def peaks() -> list[Any]:
+    with fake_gpu("a100-80gb"):
+        big = torch.empty(2**20, device="cuda")
+        del big
+        torch.cuda.reset_max_memory_allocated()
+        return [torch.cuda.max_memory_allocated(), torch.cuda.memory_summary()]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_peak_is_reset_by_its_old_name_and_a_summary_has_figures() -> None:
+    peak, summary = in_child(peaks)
+    assert peak == 0
+    assert "GPU reserved memory" in summary
+    assert " 4096 KiB" in summary or " 20480 KiB" in summary, summary
+
+
+def changed() -> list[bool]:
+    """Whether torch is as before after a block that ended, and after one that failed halfway."""
+
+    def now() -> list[Any]:
+        return [set(torch.serialization.get_safe_globals()), dict(vars(torch.UntypedStorage)), torch.cuda.is_available]
+
+    with fake_gpu("t4"):
+        pass
+    before, kernels = now(), fake_patches.install_kernels
+
+    def fails(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    fake_patches.install_kernels = fails
+    with pytest.raises(KeyboardInterrupt), fake_gpu("t4"):
+        pass
+    after = now()
+    fake_patches.install_kernels = kernels
+    with fake_gpu("t4") as gpu:
+        torch.empty(5, device="cuda")
+    ours = [one for one in before[0] if getattr(one, "__module__", None) == fake_patches.__name__]
+    return [before == after, not ours, "resize_" not in before[1], gpu.allocated > 0]
+
+
+def test_nothing_is_left_of_a_block_that_fails_halfway() -> None:
+    assert in_child(changed) == [True, True, True, True]

@@ -238,8 +238,14 @@ def test_what_was_used_longest_ago_goes_first(tmp_path, monkeypatch):
     assert entries[0][0].known(tmp_path)  # used again
     size = entries[0][1].stat().st_size
     monkeypatch.setattr(kept, "MOST_BYTES", 2 * size)
+    (tmp_path / "thesis.json").write_bytes(bytes(3 * size))  # a folder of the user's, by mistake: the oldest in it
+    (tmp_path / f"{'a' * 64}.json").mkdir()
+    for name in ("thesis.json", f"{'a' * 64}.json"):
+        os.utime(tmp_path / name, ns=(0, 0))
     entries[2][0].keep(tmp_path)
     assert [asked.known(tmp_path) for asked, _ in entries] == [True, False, True]
+    assert (tmp_path / "thesis.json").stat().st_size == 3 * size
+    assert (tmp_path / f"{'a' * 64}.json").is_dir()
 
 
 def test_where_predictions_are_kept(monkeypatch, tmp_path):

@@ -159,7 +159,8 @@ def test_the_table_has_a_line_for_each_row_and_json_all_of_it(report: ScaleRepor
 def row_of(devices: int, strategy: str, gigabytes: float, slow: float, fast: float, nodes: int = 1) -> ScaleRow:
     costs = {name: StepCost(step, 1, 0, 1, 0, 0, 1, 0) for name, step in (("10gbe", slow), ("8x-ib-ndr", fast))}
     size = int(gigabytes * 1e9)
-    found = Prediction(size, size, 0, {}, {"activations": int(0.5e9)}, [], "forward", costs, {}, 0.0)
+    retries = 0 if size * 1.03 <= 10e9 else None
+    found = Prediction(size, size, 0, {}, {"activations": 5 * 10**8}, [], "", costs, {}, 0.0, retries=retries)
     return ScaleRow(Cluster(devices, nodes), strategy, {}, 64, None, found, int(10e9))
 
 
@@ -180,6 +181,25 @@ def test_the_verdict_says_from_where_on_what_wins_and_what_does_not_fit() -> Non
     assert scale.fastest(rows[1:2], "10gbe") is None
     equal = [row_of(8, "ddp", 1, 10.05, 1), row_of(8, "fsdp", 1, 10, 1)]
     assert scale.fastest(equal, "10gbe") is equal[0]
+
+
+def test_what_fits_is_what_fits_in_a_single_plan_and_a_budget_that_is_cut_is_said(monkeypatch) -> None:
+    asked = []
+
+    def answer(*_: Any) -> dict[str, Any]:
+        asked.append(_[-1])
+        return dataclasses.asdict(row_of(1, "single", 90, 1, 1).found) | {"retries": 2}
+
+    monkeypatch.setattr(scale, "predict_here", answer)
+    monkeypatch.setattr(scale, "in_children", lambda calls: [(at, call()) for at, call in enumerate(calls)])
+    recipe = own_recipe(Memory(micro_batch_size=8, budget="500GB"), run=Run(evaluate=False))
+    found = Scale(recipe, TARGET, clusters([1], None, None), [SLOW]).run()
+    (row,) = found.rows
+    assert asked == [int(row.budget / 1.03)]
+    assert (row.fits, scale.to_json(found)["rows"][0]["retries"]) == (True, 2)
+    assert " retries " in scale.table(found).splitlines()[2]
+    assert "torch must give its cache back" in scale.table(found)
+    assert found.notes[0].startswith("memory.budget: 500GB was asked for, and ")
 
 
 def sized(size: int, gigabytes: float, growing: float) -> ScaleRow:

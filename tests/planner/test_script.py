@@ -14,7 +14,7 @@ from torch import nn
 from trainer.cli import run
 from trainer.errors import RecipeError
 from trainer.planner import fake_gpu
-from trainer.planner.outlines import columns_of
+from trainer.planner.outlines import Nothing, columns_of
 from trainer.planner.script import Script, plan_script
 
 LOOP = """
@@ -83,8 +83,61 @@ def test_a_script_that_fails_is_told_with_its_line(written, capsys):
     path = written("import torch\nx = torch.zeros(3, device='cuda')\nprint('so far')\nraise KeyError('lr')\n")
     assert run(["plan", "--script", path, "--gpu", "rtx-4090", "--out", "out"]) == 2
     told = capsys.readouterr().err
-    assert "train.py failed by itself (line 4): KeyError: 'lr'" in told
+    assert "train.py failed by itself (train.py:4): KeyError: 'lr'" in told
     assert "so far" in Path("out/script.log").read_text()
+
+
+GUESSES = """
+    import os
+    import torch
+
+    assert "RANK" not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    layer = torch.nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters())
+    while True:
+        x = layer(torch.randn(8, 64, device="cuda"))
+        if x.argmax() > 1:
+            x = 2 * x
+        x.sum().backward()
+        optimizer.step()
+"""
+
+
+def test_guesses_and_a_budget_above_the_card_are_said_and_secrets_are_not(written, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    found = planned(written(GUESSES), "--hub_token", "abc123secret", "--lr", "1", flags=("--memory.budget", "90GB"))
+    said = " ".join(found["notes"])
+    assert "90GB was asked for" in said
+    assert found["args"] == ["--hub_token", "<redacted>", "--lr", "1"]
+    assert found["versions"]["torch"]
+    assert found["date"]
+    printed = capsys.readouterr().out
+    assert "budget    90GB was asked for" in printed
+    assert "abc123secret" not in printed + Path("out/plan.json").read_text()
+    assert "train.py:10" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_must_be_named(written, capsys):
+    assert run(["plan", "--script", written(LOOP), "--out", "out"]) == 2
+    told = capsys.readouterr().err
+    assert "no GPU is there: say which one is meant with --gpu: a100" in told
+    assert "cpu" not in told
+
+
+def test_nothing_can_be_used_as_a_number_and_as_a_dict():
+    nothing = Nothing()
+    assert f"{nothing.compute(references=[1])['accuracy']:.2f}" == "0.00"
+    assert (len(nothing), float(nothing), dict(nothing), list(nothing)) == (0, 0.0, {}, [])
+    with nothing as writer:
+        writer["loss"] = 1
+        assert writer
+
+
+def test_no_launcher_starts_it(capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert run(["plan", "--script", __file__, "--gpu", "rtx-4090"]) == 2
+    assert "without a launcher" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -92,20 +145,26 @@ def test_a_script_that_fails_is_told_with_its_line(written, capsys):
     ("text", "told"),
     [
         ("import time\nwhile True:\n    time.sleep(1)\n", "more than 1 s, and was at line 3"),
+        ("print('Timeout (0:00:01)!')\nimport os\nos._exit(1)\n", "ended its process, with code 1"),
+        ("import torch\nx = (\n", "train.py:2): SyntaxError"),
+        ("import os\nopen('own.py', 'w').write('\\n1 / 0')\nimport own\n", "own.py:2): ZeroDivisionError"),
         ("import sys\nsys.exit(3)\n", "ended itself with 3"),
         ("print('nothing to do')\n", "without a step of an optimizer"),
-        ("open('no.csv')\n", "line 1): FileNotFoundError: [Errno 2] No such file or directory: 'no.csv'"),
+        ("open('no.csv')\n", "(train.py:1): FileNotFoundError: [Errno 2] No such file or directory: 'no.csv'"),
         (
             "import torch\no = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 1)\no.step()\no.step()\n",
             "on the CPU",
         ),
         ("from transformers import AutoModel\nAutoModel.from_pretrained('org/none')\n", "--config org/none=FOLDER"),
         ("from datasets import load_dataset\nload_dataset('org/none')\n", "--columns"),
+        ("from transformers import AutoModel\nAutoModel.from_pretrained('quantised')\n", "quantised weights"),
     ],
 )
 def test_what_cannot_be_planned_says_why(written, text, told, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = written(text)
+    Path("quantised").mkdir()
+    Path("quantised/config.json").write_text(json.dumps(BERT | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(RecipeError) as caught:
         plan_script(Script(path, [], ".", "rtx-4090", seconds=1 if "sleep" in text else 60))
     assert told in str(caught.value)
@@ -198,6 +257,9 @@ def test_lightning_with_a_torchvision_data_set_that_is_missing(written):
         (["--script", __file__, "--epochs", "3"], "come after --"),
         (["--script", __file__, "--config", "a=b"], "no config.json"),
         (["--script", __file__, "--steps", "0"], "--steps"),
+        (["--script", __file__, "--gpu", "cpu"], "planned on a GPU"),
+        (["--script", __file__, "--gp", "rtx-4090"], "did you mean --gpu?"),
+        (["--script", __file__, "--jso"], "did you mean --json?"),
         (["--script", __file__, "more"], "come after --"),
     ],
 )

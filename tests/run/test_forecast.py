@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import host_as_device
 from trainer.planner.knobs import applied, combinations, free_knobs, is_sensible, micro_batch_sizes, wants_plan
-from trainer.run.forecast import Forecast, _awaited, _meeting_place, _through_file, forecast, planned
+from trainer.run.forecast import Forecast, _awaited, _meeting_place, _search, _through_file, forecast, planned
 from trainer.system.children import Child
 
 pytestmark = [pytest.mark.forecast, pytest.mark.usefixtures("no_pictures")]
@@ -236,3 +237,21 @@ def test_a_plan_of_an_earlier_run_of_this_process_is_not_taken(monkeypatch) -> N
         monkeypatch.setattr("trainer.run.forecast._search", lambda *_, size=size: {"memory.micro_batch_size": size})
         assert planned(digits(memory=auto, batch_size=batch), world, print).memory.micro_batch_size == expected
     monkeypatch.delenv("TRAINER_PLANNED")
+
+
+def test_what_the_search_has_predicted_is_not_predicted_again_and_the_network_is_said(monkeypatch) -> None:
+    said: list[str] = []
+    auto = digits(memory=Memory(budget="1GB", micro_batch_size="auto", strategy="ddp"), batch_size=4)
+    chosen = SimpleNamespace(plan="small", reason="it fits", flags={"memory.micro_batch_size": 2}, prediction=object())
+    report = SimpleNamespace(chosen=chosen, explanations=[])
+    monkeypatch.setattr("trainer.run.forecast.Search", lambda *_, **__: SimpleNamespace(run=lambda: report))
+    decided = planned(auto, ALONE, said.append)
+    assert decided.memory.micro_batch_size == 2
+    assert said == ["planner: small: it fits"]
+    outlook = forecast_of(decided)
+    assert (outlook.child, outlook.prediction) == (None, chosen.prediction)
+    again = forecast_of(decided)  # of another run: the model may have changed
+    assert again.child is not None
+    again.close()
+    _search(auto, World("python", "cpu", 2, nodes=2), said.append, [])
+    assert said[-1] == "planner: the nodes are taken to be joined by ib-hdr; trainer plan --interconnect compares"

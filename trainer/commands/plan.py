@@ -61,6 +61,8 @@ def plan(argv: list[str]) -> None:
     Raises:
         RunError: when nothing fits; the table is printed and the files are written all the same.
     """
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    require(not launched, "trainer plan needs no ranks: start it without a launcher, and say --devices")
     if any(word.partition("=")[0] == "--script" for word in argv):
         from trainer.commands.plan_script import plan_script
 
@@ -71,8 +73,6 @@ def plan(argv: list[str]) -> None:
         return
     own = {name: text or "" for name, text in asked.flags if name in VALUED}
     as_json = ("json", None) in asked.flags
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    require(not launched, "trainer plan needs no ranks: start it without a launcher, and say --devices")
     # Several of any of these are compared in a table; of one of each the fastest plan is searched for.
     several = any("," in own.get(name, "") for name in ("devices", "nodes", "interconnect"))
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from trainer.commands.recipes import count, new_folder
 from trainer.errors import RunError, require
 from trainer.planner import script as scripts
 from trainer.planner.gpus import gpu_named
+from trainer.report.summary import versions
 from trainer.settings import did_you_mean
 from trainer.system.files import write_atomic
-from trainer.system.redact import redact_value
+from trainer.system.redact import redact_value, redact_words
 from trainer.system.text import escaped, parse_budget, wrapped
 
 VALUED = {
@@ -43,21 +45,25 @@ def plan_script(argv: Sequence[str]) -> None:
     words, args = list(argv), list[str]()
     if "--" in words:
         words, args = words[: words.index("--")], words[words.index("--") + 1 :]
+    own = "the script's own arguments come after --"
+    for name in (word.partition("=")[0][2:] for word in words if word.startswith("--")):
+        known = {"help": "", **VALUED, **FLAGS.switches}
+        require(name in known, f"unexpected --{name}: {own}{did_you_mean(name, known, '--')}")
     positionals, flags = scan(words, FLAGS)
     if ("help", None) in flags:
         rows = (VALUED | dict(FLAGS.switches)).items()
         print("\n".join([f"{USAGE}\n", *(wrapped(f"  --{name:<14} {text}", " " * 19) for name, text in rows)]))
         return
-    for name in (*positionals, *(f"--{name}" for name, _ in flags)):
-        known = name[2:] in (*VALUED, *FLAGS.switches)
-        require(known, f"unexpected {name}{did_you_mean(name, VALUED)}: the script's own arguments come after --")
+    require(not positionals, f"unexpected {' '.join(positionals)}: {own}")
     script = _script(
         {name: text or "" for name, text in flags}, [text or "" for name, text in flags if name == "config"], args
     )
-    found = {"script": script.path, "args": args} | redact_value(scripts.plan_script(script))
+    said, date = redact_words(args), time.strftime("%Y-%m-%d %H:%M:%S %z")
+    found = {"script": script.path, "args": said, "date": date} | redact_value(scripts.plan_script(script))
     text = found.pop("text")
+    found["versions"] = versions()
     write_atomic(Path(script.out, "plan.json"), json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    lines = [wrapped(f"script    {' '.join([script.path, *redact_value(args)])}", " " * 10), text]
+    lines = [wrapped(f"script    {' '.join([script.path, *said])}", " " * 10), text]
     lines += [f"steps     {found['steps']} were traced"] + [f"outlined  {line}" for line in found["outlined"]]
     lines += [f"\nfiles: {escaped(Path(script.out))}: plan.json, plan.png, {scripts.LOG}"]
     print(json.dumps(found, indent=1) if ("json", None) in flags else "\n".join(lines))
@@ -70,6 +76,7 @@ def _script(own: dict[str, str], named: Sequence[str], args: Sequence[str]) -> s
     """The script with its settings, as far as they can be checked at once."""
     require(Path(own["script"]).is_file(), f"--script {own['script']}: no such file")
     if "gpu" in own:
+        require(own["gpu"] != "cpu", "--gpu=cpu: a script is planned on a GPU: name one, such as --gpu rtx-4090")
         gpu_named(own["gpu"])
     if "memory.budget" in own:
         parse_budget(own["memory.budget"], 1)

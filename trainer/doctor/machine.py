@@ -264,8 +264,12 @@ class PeakMemory:
         self.child: Child | None = None
         if subject.ready and subject.plan is not None:
             self.device = this_device(subject.world.accelerator)
-            here, nodes = Target.here(self.device), subject.world.nodes
-            self.child = Child(partial(predict_here, subject.recipe, subject.plan, here, nodes, False))
+            here, world = Target.here(self.device), subject.world
+            # Ranks on CPUs have the host's memory in common.
+            self.sharing = world.devices if self.device.name == "cpu" else 1
+            self.limit = budget_bytes(subject.recipe.memory.budget, self.device, world.size)
+            asked = partial(predict_here, subject.recipe, subject.plan, here, world.nodes)
+            self.child = Child(partial(asked, capacity=self.limit // self.sharing))
 
     def look(self) -> Finding:
         """The verdict, within ``SECONDS`` of waiting."""
@@ -280,15 +284,13 @@ class PeakMemory:
             return skipped(f"it cannot be predicted: {result}")
         if isinstance(result, Exception):
             raise result
-        world, on_cpu = self.subject.world, self.device.name == "cpu"
-        limit = budget_bytes(self.subject.recipe.memory.budget, self.device, world.size)
-        # Ranks on CPUs have the host's memory in common.
-        peak = Prediction.answered(result).reserved * (world.devices if on_cpu else 1)
-        kind = "of host memory" if on_cpu else "reserved"
-        text = f"{peak / GB:.2f} GB {kind} predicted for the longest samples, of {limit / GB:.2f} GB"
-        if peak > limit:
+        found = Prediction.answered(result)
+        peak, kind = found.reserved * self.sharing, "of host memory" if self.device.name == "cpu" else "reserved"
+        text = f"{peak / GB:.2f} GB {kind} predicted for the longest samples, of {self.limit / GB:.2f} GB"
+        if found.retries is None:
             return fail(text, FIX)
-        return warning(text, FIX) if peak * (1 + MARGIN) > limit else ok(text)
+        text += f": fits after {found.retries} retries of torch's allocator" if found.retries else ""
+        return warning(text, FIX) if peak * (1 + MARGIN) > self.limit else ok(text)
 
 
 def round_trip(subject: Subject) -> Finding:

@@ -23,10 +23,10 @@ from trainer.errors import RunError, require
 from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator
 from trainer.planner.events import EMPTY_CACHE, Category, Event
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import _replace, patch_transformers
+from trainer.planner.fake_patches import changes, patch_transformers, replace
 from trainer.planner.gpus import GPU, gpu_named, usable_memory
 from trainer.planner.network import ONE, Cluster, interconnects
-from trainer.planner.predict import LARGEST, _timeline, cost_of
+from trainer.planner.predict import LARGEST, cost_of, timeline_of
 from trainer.planner.replay import PhasePeak, follow, replay, retries_within
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer, plain_tensors, tracing
@@ -65,12 +65,16 @@ class LoopTracer(Tracer):
 
     def __enter__(self) -> Tracer:
         call, backward, apply = nn.Module.__call__, torch.autograd.backward, nn.Module._apply
+        compiled, less = (
+            torch.compile,
+            "torch.compile is left out: what it fuses needs less memory, mostly, and less time",
+        )
 
         def called(module: nn.Module, *args: Any, **options: Any) -> Any:
             if not self._calls and not self._backwards:  # in a backward it is computed again
                 self._name(module)
                 inputs = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-                self.categorise([tensor for tensor in inputs if not tensor.requires_grad], "batch")
+                self.categorise([tensor for tensor in inputs if not self._is_computed(tensor)], "batch")
                 if self.phase == "init":
                     patch_transformers()
                     self._began[None] = len(self.trace.work)
@@ -96,19 +100,22 @@ class LoopTracer(Tracer):
             self._name(module)
             return module
 
-        hooks = register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)
-        self._remove = [hook.remove for hook in hooks]
-        _replace(nn.Module, __call__=called, _apply=applied)
-        _replace(torch.autograd, backward=backwards)
-        for module in (torch.cuda, torch.cuda.memory):
-            _replace(module, memory_stats=self._stats, mem_get_info=self._free, empty_cache=self._empty_cache)
-            _replace(module, reset_peak_memory_stats=self._reset_peaks)
-        return super().__enter__()
+        def compiles(function: Any = None, **options: Any) -> Any:
+            done = compiled(function, **options)
+            if (function is None or done is function) and torch.compile is compiles:  # who wraps it says so, too
+                self.trace.say(less)
+            return done
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for remove in self._remove:
-            remove()
+        replace(torch.autograd, backward=backwards)
+        replace(nn.Module, __call__=called, _apply=applied, compile=lambda *_, **__: self.trace.say(less))
+        replace(torch, compile=compiles)
+        for module in (torch.cuda, torch.cuda.memory):
+            replace(module, memory_stats=self._stats, mem_get_info=self._free, empty_cache=self._empty_cache)
+            replace(module, reset_peak_memory_stats=self._reset_peaks)
+        hooks = register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)
+        for hook in hooks:
+            changes.callback(hook.remove)
+        return super().__enter__()
 
     def enter(self, phase: str) -> None:
         if phase == "backward":
@@ -121,21 +128,18 @@ class LoopTracer(Tracer):
             self.trace.categories.setdefault(number, "batch")
         self._from_host.clear()
 
-    def alive(self, at: int | None) -> list[Held]:
-        """The blocks in use after the event of that index, the largest first."""
-        held: dict[int, Held] = {}
-        for number, size, op, phase, _ in self.trace.events[: (at or 0) + 1]:
-            if size:
-                known = self.made.get(number) or Held(size, "temporaries", op, (), "", phase)
-                held[number] = known._replace(category=self.trace.categories.get(number, "temporaries"))
-            else:
-                held.pop(number, None)
-        return sorted(held.values(), key=lambda block: -block.bytes)
+    def held(self, blocks: list[Event]) -> list[Held]:
+        """What those blocks are, the largest first."""
+        found = []
+        for number, size, op, phase, _ in blocks:
+            known = self.made.get(number) or Held(size, "temporaries", op, (), "", phase)
+            found.append(known._replace(category=self.trace.categories.get(number, "temporaries")))
+        return sorted(found, key=lambda block: -block.bytes)
 
     def watch(self, tensor: Any, op: str) -> None:
         before = self._ids
         super().watch(tensor, op)
-        if self._ids > before:
+        if self._ids > before and tensor.layout is not torch.sparse_coo:  # whose parts were watched
             path = self._names.get(self._calls[-1]) if self._calls else None
             what = f"{op} in {path}" if path else op, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             self.made[self._ids] = Held(tensor.untyped_storage().nbytes(), "temporaries", *what, self.phase)
@@ -173,13 +177,16 @@ class LoopTracer(Tracer):
 
     def _name(self, module: nn.Module) -> None:
         """Name its parts, those that are parts of several by the longest path."""
-        tensors = {
-            name: tensor for found in (module.named_parameters, module.named_buffers) for name, tensor in found()
-        }
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         for name, part in (*module.named_modules(), *tensors.items()):
             self._names[part] = max(name, self._names.get(part, ""), key=len)
         for tensor in tensors.values():
             self._claim(tensor, "params", self._names[tensor])
+
+    def _is_computed(self, tensor: Tensor) -> bool:
+        """Whether it is no batch: the output of a model, perhaps detached, on its way to a loss or a metric."""
+        found = (self.storages.get(id(part.untyped_storage())) for part in plain_tensors(tensor))
+        return tensor.requires_grad or any(one and one.phase in ("forward", "evaluation") for one in found)
 
     def _claim_gradients(self) -> None:
         for part, name in self._names.items():
@@ -260,22 +267,20 @@ class FakeGPU:
 
     def __init__(self, tracer: LoopTracer) -> None:
         self.card, self.capacity = tracer.target.gpu, usable_memory(tracer.target.gpu, 1)
-        self._tracer, self._found = tracer, ((-1, -1), dict[str, Any]())
+        self._tracer, self._found = tracer, ((-1, -1, -1), dict[str, Any]())
 
     def __getattr__(self, name: str) -> Any:  # of the figures: they are computed when somebody asks
         if name not in FakeGPU.__annotations__:
             raise AttributeError(f"a FakeGPU has no {name!r}")
-        seen = len(self._tracer.trace.events), self._tracer.steps
+        tracer = self._tracer
+        seen = len(tracer.trace.events), tracer.steps, len(tracer.trace.notes)
         if self._found[0] != seen:
             self._found = seen, self._figures()
-        if name == "fits":
-            return self.retries is not None
-        return self._retries() if name == "retries" else self._found[1][name]
-
-    def _retries(self) -> int | None:
-        if self.reserved <= self.capacity or self.allocated > self.capacity:
-            return 0 if self.reserved <= self.capacity else None
-        return retries_within(self._tracer.trace, self.capacity, self._tracer.settings)
+        found = self._found[1]
+        if name in ("fits", "retries"):  # which depend on what the capacity is set to
+            retries = retries_within(tracer.trace, self.capacity, tracer.settings, found["memory"])
+            return retries if name == "retries" else retries is not None
+        return found[name]
 
     def _figures(self) -> dict[str, Any]:
         tracer = self._tracer
@@ -291,17 +296,18 @@ class FakeGPU:
         elif tracer.steps < 2:
             notes.append(f"{tracer.steps or 'no'} optimizer step was taken, and the peak of training is in the second")
         return {
+            "memory": memory,
             "allocated": memory.peak_allocated,
             "reserved": memory.peak_reserved,
             "host": trace.host_bytes,
             "categories": memory.categories,
-            "largest": tracer.alive(memory.allocated_at)[:LARGEST],
+            "largest": tracer.held(memory.blocks)[:LARGEST],
             "peak_phase": memory.allocated_phase or "init",
             "phases": memory.phases,
             "steps": tracer.steps,
             "step_ms": step_ms,
             "notes": notes,
-            "timeline": _timeline(memory, trace),
+            "timeline": timeline_of(memory, trace),
         }
 
     def plot(self, path: str | Path) -> None:

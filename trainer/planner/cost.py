@@ -42,7 +42,7 @@ HOST_NETWORK = 1e9  # bytes a second of gloo in host memory: 0.2 s for 188 MB on
 ERROR = 0.2
 """What steps are off by: the root mean square, in logarithms, over the published steps of docs/planner.md, "Times".
 None of them was used for a figure here."""
-ESTIMATES = f"estimates, ± {100 * ERROR:.0f} %: for the order of plans on a card, less so for that of cards"
+ESTIMATES = f"estimates, ± {100 * ERROR:.0f} % (root mean square): for the order of plans on a card, less that of cards"
 TAKES_WEIGHTS = "split_with_sizes_copy"
 """The operation with which FSDP2 takes gathered weights over: it waits for their all-gather."""
 

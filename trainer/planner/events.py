@@ -17,7 +17,7 @@ class Event(NamedTuple):
     id: int  # of the block; one for its allocation and its free
     bytes: int  # that were asked for; 0 gives the block back
     op: str  # the operation that asked
-    phase: str  # init, forward, backward, step, evaluation or saving
+    phase: str  # init, forward, backward, step, evaluation, saving or other
     stream: int = 0  # whose pool the block comes from; 0 computes
 
 
@@ -48,3 +48,7 @@ class Trace:
     skipped_micro_steps: int = 0  # that a real step has besides those that were traced; like those in its middle
     guesses: int = 0  # values that a branch depended on and that only a real run knows; they were guessed
     notes: list[str] = field(default_factory=list)  # what else a person must know to read the figures, a line each
+
+    def say(self, line: str) -> None:
+        """Add a note, once."""
+        self.notes += [line] if line not in self.notes else []

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trainer.planner.events import Trace
 from trainer.system.children import users_line
 
 aten = torch.ops.aten
@@ -54,8 +55,7 @@ class FakeGPUMode(FakeTensorMode):
     def __init__(self, ranks: int = 1) -> None:
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.ranks = ranks
-        self.guesses = 0
-        self.guessed: dict[str, None] = {}  # lines of code that have asked
+        self.trace = Trace()  # of its tracer, which is told of guesses
         self.known: dict[int, tuple[Any, Tensor]] = {}
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self.overwritten: weakref.WeakSet[Any] = weakref.WeakSet()  # memory of values that are known no more
@@ -93,8 +93,8 @@ class FakeGPUMode(FakeTensorMode):
         """The caller guesses a value that decides something: remember where it was asked for."""
         frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
         if not any(file == nn.init.__file__ for file, _ in frames):  # first weights: whether to draw some of them again
-            self.guesses += 1
-            self.guessed[users_line(frames)] = None
+            self.trace.guesses += 1
+            self.trace.say(f"a value that is not known is asked for at {users_line(frames)}")
 
     def know(self, fake: Any, value: Tensor) -> None:
         """``value`` is that of a fake tensor until it is written to."""
@@ -305,7 +305,7 @@ LEFT_ALONE = """norm.Scalar norm.ScalarOpt_dim binary_cross_entropy _cudnn_rnn r
     gru_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose"""
 """Refused by autocast, recurrent, or reached only through another of the lists."""
 
-_cast_weights: dict[int, tuple[Tensor, Tensor]] = {}
+cast_weights: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], bool]) -> list[str]:
@@ -317,7 +317,7 @@ def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], 
     clear = torch.clear_autocast_cache
 
     def clear_all() -> None:
-        _cast_weights.clear()
+        cast_weights.clear()
         clear()
 
     torch.clear_autocast_cache = clear_all
@@ -374,6 +374,6 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     )
     if not kept:
         return value.to(dtype)
-    if id(value) not in _cast_weights:
-        _cast_weights[id(value)] = (value, value.to(dtype))
-    return _cast_weights[id(value)][1]
+    if id(value) not in cast_weights:
+        cast_weights[id(value)] = (value, value.to(dtype))
+    return cast_weights[id(value)][1]

@@ -2,8 +2,7 @@
 
 Python sees tensors on ``cuda:0``; to C++ they are on meta, so that autograd works on any build of torch, without a GPU,
 a driver, or memory. Whatever asks which device it has before it chooses (autocast, attention, dropout, the optimizers,
-FSDP2) is told what the target GPU would say. Every function here changes torch for the rest of the process: call them
-in one that does nothing else, see ``children``.
+FSDP2) is told what the target GPU would say. All of it holds within :func:`installed`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from functools import wraps
 from types import SimpleNamespace
@@ -43,19 +42,19 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from trainer.errors import RunError
 from trainer.memory import sharding
 from trainer.planner.fake_kernels import install_kernels
-from trainer.planner.fake_mode import GPU_DEVICE, _cast_weights, install_autocast
+from trainer.planner.fake_mode import GPU_DEVICE, cast_weights, install_autocast
 from trainer.planner.target import NEWEST, OLDEST, Target, installed_version
 
 NOTHING = """set_device init _lazy_init synchronize empty_cache set_rng_state manual_seed manual_seed_all seed seed_all
-    set_stream reset_peak_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated ipc_collect _sleep
-    set_per_process_memory_fraction _record_memory_history memory_summary"""
+    set_stream reset_peak_memory_stats reset_accumulated_memory_stats ipc_collect _sleep
+    set_per_process_memory_fraction _record_memory_history"""
 """What ``torch.cuda`` has nothing to do for."""
 # Bytes by compute capability, where all cards of one have as much: A100, H100 and H200, B200.
 L2_CACHE = {(8, 0): 40 * 2**20, (9, 0): 50 * 2**20, (10, 0): 126 * 2**20}
 MISSING = object()
 _paused = 0
 _library: torch.library.Library | None = None
-_replaced: list[tuple[Any, str, Any]] = []  # owner, name, and what was there
+changes = ExitStack()  # what takes each change back, the last one first
 
 
 def is_paused() -> bool:
@@ -68,31 +67,20 @@ def is_on_gpu(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
-def _replace(owner: Any, **answers: Any) -> None:
-    """Set attributes of ``owner``, those that this version of torch has, until :func:`uninstall`."""
+def replace(owner: Any, **answers: Any) -> None:
+    """Set attributes of ``owner``, those that this version of torch has, within :func:`installed`."""
     for name, answer in answers.items():
         if hasattr(owner, name):
-            _replaced.append((owner, name, vars(owner).get(name, MISSING)))
+            before = vars(owner).get(name, MISSING)
             setattr(owner, name, answer)
+            changes.callback(*(delattr, owner, name) if before is MISSING else (setattr, owner, name, before))
 
 
-def uninstall() -> None:
-    """Take everything back that :func:`install` has changed."""
-    global _library
-    while _replaced:
-        owner, name, before = _replaced.pop()
-        delattr(owner, name) if before is MISSING else setattr(owner, name, before)
-    if _library is not None:
-        _library._destroy()
-    _library = None
-    _cast_weights.clear()
-    FakeStream.current = FakeStream.default
-
-
-def install(target: Target, ranks: int = 1) -> list[str]:
+@contextmanager
+def installed(target: Target, ranks: int = 1) -> Iterator[list[str]]:
     """Give this process ``target``, a card or the CPU, as its device, of which this machine says that it has ``ranks``.
 
-    It is so until :func:`uninstall`; returns warnings for a person.
+    Yields warnings for a person; torch is itself again afterwards, also after half of it.
 
     Raises:
         RunError: when it has one already, fake or in use.
@@ -103,6 +91,17 @@ def install(target: Target, ranks: int = 1) -> list[str]:
     if torch.cuda.is_initialized():
         raise RunError("this process has used its GPU already: do it before that, or in a process of its own")
     _library = torch.library.Library("aten", "IMPL")
+    try:
+        yield _install(_library, target, ranks)
+    finally:
+        changes.close()
+        _library._destroy()
+        _library = None
+        cast_weights.clear()
+        FakeStream.current = FakeStream.default
+
+
+def _install(library: torch.library.Library, target: Target, ranks: int) -> list[str]:
     patch_modules()
     patch_ranks()
     if target.device.type == "cpu":  # there is one: nothing but memory is pretended
@@ -113,9 +112,9 @@ def install(target: Target, ranks: int = 1) -> list[str]:
     patch_fsdp()
     with warnings.catch_warnings():  # that kernels are replaced is the purpose
         warnings.simplefilter("ignore")
-        _replace(torch, clear_autocast_cache=torch.clear_autocast_cache)  # which the next line replaces
-        uncast = install_autocast(_library, is_on_gpu)
-        install_kernels(_library, target.attention)
+        replace(torch, clear_autocast_cache=torch.clear_autocast_cache)  # which the next line replaces
+        uncast = install_autocast(library, is_on_gpu)
+        install_kernels(library, target.attention)
     if OLDEST <= installed_version() <= NEWEST:
         return []
     what = f"; autocast also casts {', '.join(uncast)}, which are left alone here" if uncast else ""
@@ -196,15 +195,15 @@ def patch_modules() -> None:
         return make([item.tolist() for item in data] if listed else data, **options)
 
     by_storage, make = torch.Tensor.__deepcopy__, torch.tensor
-    torch.serialization.add_safe_globals([_unpickled])
+    changes.enter_context(torch.serialization.safe_globals([_unpickled]))
     _device_constructors()  # kept by torch, with the functions that are replaced below
-    _replace(FakeTensor, __deepcopy__=deepcopy, __reduce_ex__=pickled, numpy=numpy)
-    _replace(torch.Tensor, share_memory_=lambda tensor: tensor)
-    _replace(torch, tensor=tensor_of)
-    _replace(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
-    _replace(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
-    _replace(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor, __format__=written)
-    _replace(torch.UntypedStorage, data_ptr=of_storage)
+    replace(FakeTensor, __deepcopy__=deepcopy, __reduce_ex__=pickled, numpy=numpy)
+    replace(torch.Tensor, share_memory_=lambda tensor: tensor)
+    replace(torch, tensor=tensor_of)
+    replace(nn.Module, _apply=_apply, compile=lambda module, *args, **options: None)
+    replace(nn.RNNBase, flatten_parameters=lambda module: None)  # they take as much memory in one block
+    replace(FakeTensor, data=property(data.__get__, set_data), data_ptr=of_tensor, __format__=written)
+    replace(torch.UntypedStorage, data_ptr=of_storage)
 
 
 def _unpickled(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, learns: bool) -> Tensor:
@@ -223,12 +222,12 @@ def patch_tensors() -> None:
     def is_on(kind: str) -> property:
         return property(lambda tensor: tensor.fake_device.type == kind)
 
-    _replace(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
-    _replace(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
-    _replace(torch._C._nn, _parse_to=_to(torch._C._nn._parse_to, moved=0))
-    _replace(DTensor, device=property(lambda tensor: tensor._local_tensor.device))
-    _replace(DTensor, is_cuda=property(lambda tensor: tensor._local_tensor.is_cuda))
-    _replace(
+    replace(fake_tensor, init_gpu_context=lambda device: None)  # torch 2.11 to 2.14 would open a real one
+    replace(FakeTensor, is_cuda=is_on("cuda"), is_cpu=is_on("cpu"), is_meta=is_on("meta"))
+    replace(torch._C._nn, _parse_to=_to(torch._C._nn._parse_to, moved=0))
+    replace(DTensor, device=property(lambda tensor: tensor._local_tensor.device))
+    replace(DTensor, is_cuda=property(lambda tensor: tensor._local_tensor.is_cuda))
+    replace(
         torch.Tensor,
         _make_subclass=staticmethod(make_subclass),
         to=_to(torch.Tensor.to),
@@ -287,8 +286,8 @@ def patch_cuda(target: Target, ranks: int) -> None:
     answers |= {"current_stream": lambda device=None: FakeStream.current, "default_generators": (torch.Generator(),)}
     answers |= {"default_stream": lambda device=None: FakeStream.default}
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
-        _replace(module, **answers)
-    _replace(torch, Generator=FakeGenerator)
+        replace(module, **answers)
+    replace(torch, Generator=FakeGenerator)
 
 
 def patch_updates() -> None:
@@ -311,24 +310,23 @@ def patch_updates() -> None:
         found = by_device(*args, **options)
         return {(GPU_DEVICE if device.type == "meta" else device, dtype): v for (device, dtype), v in found.items()}
 
-    _replace(torch, compile=compiled)
-    _replace(torch.backends.mha, get_fastpath_enabled=lambda: False)  # nested tensors, which cannot be traced
-    _replace(DataLoader, __iter__=_real_batches)
-    _replace(
-        _SingleProcessDataLoaderIter, __next__=_within(_disable_current_modes, _SingleProcessDataLoaderIter.__next__)
-    )
-    _replace(torch.utils._triton, has_triton=lambda: True)
+    replace(torch, compile=compiled)
+    replace(torch.backends.mha, get_fastpath_enabled=lambda: False)  # nested tensors, which cannot be traced
+    replace(DataLoader, __iter__=_real_batches)
+    batches: Any = _SingleProcessDataLoaderIter
+    replace(batches, __next__=within(_disable_current_modes, batches.__next__))
+    replace(torch.utils._triton, has_triton=lambda: True)
     for module in (cuda_amp, grad_scaler):
-        _replace(module, amp_definitely_not_available=lambda: False)
-    _replace(torch.amp.GradScaler, _maybe_opt_step=step)
+        replace(module, amp_definitely_not_available=lambda: False)
+    replace(torch.amp.GradScaler, _maybe_opt_step=step)
     modules: tuple[Any, ...] = (optimizers, _foreach_utils)
     for module in modules:
         known = [kind for kind in module._foreach_supported_types if kind not in (FakeTensor, DTensor)]
-        _replace(module, _foreach_supported_types=[*known, FakeTensor, DTensor])
+        replace(module, _foreach_supported_types=[*known, FakeTensor, DTensor])
     for module in (*modules, clip_grad):
-        _replace(module, _group_tensors_by_device_and_dtype=group)
+        replace(module, _group_tensors_by_device_and_dtype=group)
     checks = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
-    _replace(torch.optim.Optimizer, **dict.fromkeys(checks, lambda optimizer: None))
+    replace(torch.optim.Optimizer, **dict.fromkeys(checks, lambda optimizer: None))
 
 
 def _real_batches(loader: DataLoader) -> Any:
@@ -345,7 +343,7 @@ def patch_transformers() -> None:
     Call it when the model is built: before, transformers need not be imported.
     """
     utils = sys.modules.get("transformers.utils.import_utils")
-    _replace(utils, is_fake_tensor=lambda tensor: False)
+    replace(utils, is_fake_tensor=lambda tensor: False)
 
 
 def patch_fsdp() -> None:
@@ -354,21 +352,20 @@ def patch_fsdp() -> None:
     def first_shard(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
         return [tensor.narrow(dim, 0, -(-tensor.size(dim) // ranks))]
 
-    _replace(_fsdp_param, _chunk_with_empty=first_shard)
-    _replace(FSDPParamGroup, _validate_no_meta_params=lambda group: None)
-    _replace(_fsdp_collectives, record_grad_output_stream=lambda *args: None)
+    replace(_fsdp_param, _chunk_with_empty=first_shard)
+    replace(FSDPParamGroup, _validate_no_meta_params=lambda group: None)
+    replace(_fsdp_collectives, record_grad_output_stream=lambda *args: None)
 
 
 def patch_ranks() -> None:
     """Which ranks belong together is computed for real; the shapes that DTensor tries out take no memory."""
-    _replace(sharding, init_device_mesh=_within(_disable_current_modes, sharding.init_device_mesh))
+    replace(sharding, init_device_mesh=within(_disable_current_modes, sharding.init_device_mesh))
     names = ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached", "_propagate_tensor_meta")
     for name in (*names, "propagate_tensor_meta", "propagate"):
-        if hasattr(ShardingPropagator, name):
-            _replace(ShardingPropagator, **{name: _within(_only_shapes, getattr(ShardingPropagator, name))})
+        replace(ShardingPropagator, **{name: within(_only_shapes, getattr(ShardingPropagator, name, None))})
 
 
-def _within(context: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
+def within(context: Callable[[], AbstractContextManager[Any]], function: Any) -> Callable[..., Any]:
     @wraps(function)
     def wrapped(*args: Any, **options: Any) -> Any:
         with context():
@@ -388,6 +385,9 @@ def _only_shapes() -> Iterator[None]:
 
 
 # Streams and events of a GPU that is not there: they keep the order in which memory is asked for, and no time.
+
+
+def _nothing(*args: Any, **options: Any) -> None: ...
 
 
 class OnStream:
@@ -420,9 +420,7 @@ class FakeStream(OnStream):
         self.device_index, self.device_type = 0, 1
         self.stream_id = self.cuda_stream = self.number
 
-    def wait_event(self, event: Any) -> None: ...
-    def wait_stream(self, stream: Any) -> None: ...
-    def synchronize(self) -> None: ...
+    wait_event = wait_stream = synchronize = _nothing
 
     def query(self) -> bool:
         return True
@@ -448,13 +446,8 @@ class FakeGenerator(torch.Generator):
 class FakeEvent:
     """Stands in for ``torch.cuda.Event``."""
 
-    def __init__(self, *args: Any, **options: Any) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
+    __init__ = record = wait = synchronize = _nothing
+    query = FakeStream.query
 
     def elapsed_time(self, other: FakeEvent) -> float:
         return 0.0

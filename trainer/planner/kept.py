@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -163,8 +164,9 @@ def _digest(facts: Any) -> str:
 
 
 def _tidy(root: Path) -> None:
-    """Remove what was used longest ago, until the rest is small enough."""
-    found = sorted(((stat := path.stat()).st_mtime_ns, stat.st_size, path) for path in root.iterdir())
+    """Remove what was used longest ago, until the rest is small enough; what else is in the folder is somebody's."""
+    own = (path for path in root.iterdir() if re.fullmatch(r"[0-9a-f]{64}\.json", path.name) and path.is_file())
+    found = sorted(((stat := path.stat()).st_mtime_ns, stat.st_size, path) for path in own)
     size = sum(bytes_ for _, bytes_, _ in found)
     while size > MOST_BYTES:
         _, bytes_, path = found.pop(0)

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.errors import RecipeError, require
-from trainer.planner.fake_patches import _within
+from trainer.planner.fake_patches import within
 
 # Side, channels, classes, and samples to train and to test with, as torchvision's documentation says.
 IMAGES = dict.fromkeys(("MNIST", "FashionMNIST", "KMNIST"), (28, 1, 10, 60_000, 10_000))
@@ -50,10 +50,12 @@ class MissingConfig(RecipeError, OSError):
     """A model of the hub of which nothing is known."""
 
 
-class Nothing:
+class Nothing(float):  # a number, so that what a metric computes can be compared, printed and written
     """Takes every call and does nothing: a writer of logs, a metric, the weights in a file that is not read."""
 
-    __getattr__ = __call__ = lambda self, *args, **options: self
+    __getattr__ = __call__ = __getitem__ = __enter__ = lambda self, *args, **options: self
+    __setitem__ = __exit__ = lambda self, *args: None
+    __len__, __bool__ = lambda self: 0, lambda self: True
     __iter__ = lambda self: iter(())  # noqa: E731
 
 
@@ -158,7 +160,7 @@ class Outlines(MetaPathFinder):
         for owner, function in zip(changed, (load_state_dict, compile, forward, tolist), strict=True):
             setattr(owner, function.__name__, function)
         for name in ("numpy", "__deepcopy__"):  # of real tensors
-            setattr(torch.Tensor, name, _within(_disable_current_modes, getattr(torch.Tensor, name)))
+            setattr(torch.Tensor, name, within(_disable_current_modes, getattr(torch.Tensor, name)))
         self._silence(torch, "save")
         self._silence(torch.hub, "load_state_dict_from_url", UNREAD)
 
@@ -181,6 +183,11 @@ class Outlines(MetaPathFinder):
             if not isinstance(config, module.PreTrainedConfig):
                 path = self.configs.get(str(config or name), config or name)
                 config, options = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **options)
+            require(
+                not getattr(config, "quantization_config", None),
+                f"{name} has quantised weights (quantization_config in its config.json), which cannot be planned yet: "
+                f"say --config {name}=FOLDER with a config.json without it",
+            )
             own = {"attn_implementation", *inspect.signature(cls.__init__).parameters}  # others are about loading
             kept = {key: value for key, value in options.items() if key in own}
             dtype = config.dtype or torch.float32 if dtype in ("auto", None) else dtype
@@ -214,7 +221,7 @@ class Outlines(MetaPathFinder):
         words |= {f"token{number}": number for number in range(len(words), config.vocab_size)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="unk_token"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f".{{1,{LETTERS}}}"), "isolated")
-        self.note(f"the tokenizer of {name} is missing: an outline makes a token of {LETTERS} characters")
+        self.note(f"the tokenizer of {name} is missing: an outline makes a token of {LETTERS} characters{_why(error)}")
         longest = getattr(config, "max_position_embeddings", None) or 1_000_000
         made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **SPECIAL)
         made.chat_template = CHAT
@@ -224,7 +231,8 @@ class Outlines(MetaPathFinder):
         def outline(error: Exception, cls: Any, name: Any, *args: Any, **options: Any) -> Any:
             config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
             side = getattr(config, "image_size", 224)
-            self.note(f"the image processor of {name} is missing: an outline makes images of {side} × {side}")
+            made = f"an outline makes images of {side} × {side}{_why(error)}"
+            self.note(f"the image processor of {name} is missing: {made}")
             return transformers.ViTImageProcessor(size={"height": side, "width": side})
 
         import transformers
@@ -234,7 +242,8 @@ class Outlines(MetaPathFinder):
     # data
 
     def _dataset(self, error: Exception, path: str, *args: Any, split: Any = None, **options: Any) -> Any:
-        if options.get("data_files") or options.get("data_dir") or Path(path).exists():
+        absent = isinstance(error, OSError) or "Couldn't find cache" in str(error)  # others are about what is there
+        if not absent or options.get("data_files") or options.get("data_dir") or Path(path).exists():
             raise error
         flags = "--columns text:str:1000,label:int:2 --rows 1000"
         missing = f"the data set {path!r} is neither here nor to be had from the hub"
@@ -244,13 +253,13 @@ class Outlines(MetaPathFinder):
         made = {name: _column(kind, number, self.rows) for name, (kind, number) in self.columns.items()}
         features = datasets.Features({name: feature for name, (feature, _) in made.items()})
         table = datasets.Dataset.from_dict({name: values for name, (_, values) in made.items()}, features=features)
-        self.note(f"{missing}: an outline has {self.rows} rows of --columns in each split")
+        self.note(f"{missing}: an outline has {self.rows} rows of --columns in each split{_why(error)}")
         if split is None:
             return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), table))
         return [table for _ in split] if isinstance(split, list) else table
 
     def _metric(self, error: Exception, name: str, *args: Any, **options: Any) -> Nothing:
-        return self.note(f"the metric {name} is missing: nothing is computed")
+        return self.note(f"the metric {name} is missing: nothing is computed{_why(error)}")
 
     def _images(self, module: Any) -> None:
         for kind in [kind for name, kind in vars(module).items() if name in IMAGES and "__init__" in vars(kind)]:
@@ -268,6 +277,11 @@ class Outlines(MetaPathFinder):
             with _disable_current_modes():
                 dataset.data = torch.zeros((1, side, side), dtype=torch.uint8).expand(count, -1, -1)
                 dataset.targets = torch.tensor(dataset.targets)
+
+
+def _why(error: Exception | None) -> str:
+    """The first line of what the library said."""
+    return f" ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})" if error else ""
 
 
 def columns_of(text: str) -> dict[str, tuple[str, int]]:

@@ -181,9 +181,8 @@ def predict_here(
     cluster = Cluster(plan.world_size, nodes)
     traffic, leaving = traffic_of(trace, cluster)
     reserved = allocated + CPU_BUFFERS if on_cpu else memory.peak_reserved
-    retries = 0 if capacity is None or reserved <= capacity else None
-    if capacity is not None and allocated <= capacity < reserved and not on_cpu:
-        retries = retries_within(trace, capacity, settings)
+    fits = capacity is None or reserved <= capacity
+    retries = 0 if fits else None if on_cpu else retries_within(trace, capacity or 0, settings, memory)
     networks = over or [target.network]
     answer = {
         "allocated": allocated,
@@ -201,14 +200,14 @@ def predict_here(
         "seconds": time.perf_counter() - began,
         "fragmentation": 0 if on_cpu else memory.fragmentation,
         "retries": retries,
-        "timeline": _timeline(memory, trace) if timeline else None,
+        "timeline": timeline_of(memory, trace) if timeline else None,
     }
     if note:
         note.write(answer)
     return answer
 
 
-def _timeline(memory: Replay, trace: Trace) -> dict[str, Any]:
+def timeline_of(memory: Replay, trace: Trace) -> dict[str, Any]:
     points = memory.timeline.events
     marks = [[min(bisect_left(points, event), len(points) - 1), phase] for event, phase in trace.marks]
     return {"allocated": memory.timeline.allocated, "reserved": memory.timeline.reserved, "marks": marks}

@@ -43,6 +43,7 @@ class Replay:
     allocated_phase: str | None  # its phase
     phases: dict[str, PhasePeak]  # peaks within each phase, in the order in which they first came
     alive: dict[tuple[Category, str, str], int]  # at the allocated peak, by (category, op, phase); the largest first
+    blocks: list[Event]  # that asked for what is in use at the allocated peak, one for each block
     reserved_then: int  # reserved at the allocated peak
     timeline: Timeline
 
@@ -78,7 +79,7 @@ def replay(run: Trace | Sequence[Event], settings: AllocatorSettings | None = No
     allocator = CachingAllocator(settings)
     history = _history(allocator, events)
     at = max(range(len(history)), key=lambda index: history[index].allocated, default=None)
-    timeline, alive = _second_pass(events, categories, history, at)
+    timeline, alive, blocks = _second_pass(events, categories, history, at)
     return Replay(
         allocator.peak_allocated,
         allocator.peak_reserved,
@@ -87,13 +88,18 @@ def replay(run: Trace | Sequence[Event], settings: AllocatorSettings | None = No
         None if at is None else events[at].phase,
         _phases(events, history),
         alive,
+        blocks,
         0 if at is None else history[at].reserved,
         timeline,
     )
 
 
-def retries_within(run: Trace, capacity: int, settings: AllocatorSettings | None = None) -> int | None:
+def retries_within(
+    run: Trace, capacity: int, settings: AllocatorSettings | None = None, memory: Replay | None = None
+) -> int | None:
     """How often torch must give its cache back for a run to go through with ``capacity`` bytes; ``None``: it cannot."""
+    if memory and not memory.peak_allocated <= capacity < memory.peak_reserved:  # its replay without a limit knows
+        return 0 if memory.peak_reserved <= capacity else None
     allocator = CachingAllocator(settings, Driver(capacity))
     try:
         _history(allocator, run.events)
@@ -142,13 +148,14 @@ def _phases(events: Sequence[Event], history: Sequence[_Moment]) -> dict[str, Ph
 
 def _second_pass(
     events: Sequence[Event], categories: Mapping[int, Category], history: Sequence[_Moment], peak: int | None
-) -> tuple[Timeline, dict[tuple[Category, str, str], int]]:
-    """Who has what: at the points of the timeline by category, at the allocated peak by operation."""
+) -> tuple[Timeline, dict[tuple[Category, str, str], int], list[Event]]:
+    """Who has what: at the points of the timeline by category, at the allocated peak by operation and by block."""
     points = _points(history)
     timeline = Timeline(points, {category: [] for category in CATEGORIES}, [history[i].reserved for i in points])
     wanted, held = set(points), dict.fromkeys(CATEGORIES, 0)
     live: dict[int, tuple[Event, int]] = {}
     alive: dict[tuple[Category, str, str], int] = defaultdict(int)
+    blocks: list[Event] = []
     for index, (event, moment) in enumerate(zip(events, history, strict=True)):
         held[categories.get(event.id, "temporaries")] += moment.size
         if moment.size > 0:
@@ -156,12 +163,13 @@ def _second_pass(
         else:
             live.pop(event.id, None)
         if index == peak:
+            blocks = [owner for owner, _ in live.values()]
             for owner, used in live.values():
                 alive[categories.get(owner.id, "temporaries"), owner.op, owner.phase] += used
         if index in wanted:
             for category, used in held.items():
                 timeline.allocated[category].append(used)
-    return timeline, dict(sorted(alive.items(), key=lambda item: -item[1]))
+    return timeline, dict(sorted(alive.items(), key=lambda item: -item[1])), blocks
 
 
 def _points(history: Sequence[_Moment]) -> list[int]:

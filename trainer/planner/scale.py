@@ -23,7 +23,7 @@ from trainer.planner.knobs import Settings, applied, left_open, micro_batch_size
 from trainer.planner.network import Cluster, Interconnect, strategies
 from trainer.planner.outline import notes_of
 from trainer.planner.predict import Prediction, predict_here
-from trainer.planner.search import MARGIN, WHOLE, Progress
+from trainer.planner.search import MARGIN, WHOLE, Progress, cut_budget
 from trainer.planner.target import Target, budget_bytes
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
@@ -47,8 +47,8 @@ class ScaleRow:
 
     @property
     def fits(self) -> bool:
-        """Whether its memory stays within the budget, with the margin."""
-        return self.found is not None and self.found.reserved * (1 + MARGIN) <= self.budget
+        """Whether its memory stays within the budget, with the margin, be it that torch gives its cache back."""
+        return self.found is not None and self.found.retries is not None
 
     def step_ms(self, network: str) -> float:
         """Of a step over the interconnect of that name."""
@@ -117,7 +117,8 @@ class Scale:
                 total = max(done, sum(not one.reason for one in rows))
                 self.progress(done, total, f"{row.strategy} on {row.cluster.devices}")
         best = [best_of(found) for found in tried]
-        notes = dict.fromkeys(notes_of(self.recipe.data))
+        text = self.recipe.memory.budget or WHOLE
+        notes = dict.fromkeys([*cut_budget(text, self.target.gpu, best[-1].budget), *notes_of(self.recipe.data)])
         notes |= dict.fromkeys(note for row in best if row.found for note in row.found.notes)
         seconds = time.perf_counter() - began
         return ScaleReport(self.recipe, self.target, list(self.networks), best, list(notes), seconds)
@@ -125,7 +126,8 @@ class Scale:
     def _call(self, row: ScaleRow) -> Callable[[], Any]:
         assert row.plan is not None
         recipe = applied(self.recipe, row.settings)
-        return partial(predict_here, recipe, row.plan, self.target, row.cluster.nodes, False, self.networks)
+        capacity = int(row.budget / (1 + MARGIN))
+        return partial(predict_here, recipe, row.plan, self.target, row.cluster.nodes, False, self.networks, capacity)
 
     def _rows(self, size: Cluster) -> list[ScaleRow]:
         """One for each strategy, before anything is simulated; those that cannot work have their reason."""
@@ -211,8 +213,11 @@ ASSUMED = (
     "enters and leaves each node once; no switch is shared with others, no rank is slower than the rest",
     "nothing waits for data; the CPU launches each operation by itself, without compiling",
 )
-KEPT = "fsdp* keeps whole weights until backward: memory.reshard_after_forward false"
-HYBRID = "hsdp shards within each node, and has as many replicas as nodes: memory.replicas"
+SIGNS = {
+    "fsdp*": "fsdp* keeps whole weights until backward: memory.reshard_after_forward false",
+    "hsdp": "hsdp shards within each node, and has as many replicas as nodes: memory.replicas",
+    "retries": "retries: it fits, but torch must give its cache back in the first steps, which takes time",
+}
 
 
 def heading(report: ScaleReport) -> list[tuple[str, str]]:
@@ -234,8 +239,9 @@ def table(report: ScaleReport) -> str:
     names = ["devices", "nodes", "strategy", "micro-batch", "GB", "fits", "GB sent", "a node"]
     names += [name for network in report.networks for name in (f"ms {network.name}", "eff.")]
     text = columns(names, [_cells(row, report) for row in report.rows if row.found is not None], LEFT)
-    shown = {row.strategy for row in report.rows}
-    return "\n".join([text, *(note for name, note in (("fsdp*", KEPT), ("hsdp", HYBRID)) if name in shown)])
+    again = any(row.found and row.found.retries for row in report.rows)
+    shown = {row.strategy for row in report.rows} | ({"retries"} if again else set())
+    return "\n".join([text, *(note for name, note in SIGNS.items() if name in shown)])
 
 
 def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
@@ -251,7 +257,7 @@ def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
     ]
     cells += [
         f"{found.reserved / GB:.2f}",
-        "yes" if row.fits else "no",
+        "retries" if found.retries else "yes" if row.fits else "no",
         _short(found.sent / GB),
         _short(found.leaving / GB),
     ]
@@ -359,6 +365,7 @@ def _row_to_json(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
         "plan": row.plan and row.plan.describe(),
         "budget_gb": round(row.budget / GB, 4),
         "fits": row.fits,
+        "retries": found and found.retries,
         "reason": row.reason,
     }
     if found is None:

@@ -14,6 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,14 +22,21 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from trainer.errors import RecipeError, require, text_of
+from trainer.system.children import users_line
 from trainer.system.processes import end_with_parent, own_code
 
 START = "from trainer.planner.script import child; child()"
 LOG = "script.log"
 GRACE = 90.0  # seconds until torch and the planner are imported, and until the result is drawn
+# What a launcher has set: one process is planned, which must not wait for others.
+LAUNCHED = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|OMPI_COMM_WORLD|PMIX?)_.*"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NPROCS|NTASKS.*|TASKS_PER_NODE|NNODES|STEP_.*)"
+)
 
 
 @dataclass(frozen=True)
@@ -59,22 +67,34 @@ def plan_script(script: Script) -> dict[str, Any]:
         RecipeError: when it fails, never takes a step, takes too long, or wants what is not here.
     """
     ours, theirs = Pipe(duplex=False)
-    words = [*own_code(START), json.dumps(asdict(script)), str(theirs.fileno()), str(os.getpid())]
-    environment = {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
-    with script.log.open("wb") as log:
+    environment = {name: text for name, text in os.environ.items() if not LAUNCHED.fullmatch(name)}
+    with script.log.open("wb") as log, TemporaryFile() as stopped:
+        files = theirs.fileno(), stopped.fileno()
         process = subprocess.Popen(
-            words,
+            [*own_code(START), json.dumps(asdict(script)), *map(str, files), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=files,
             start_new_session=True,  # so that what it has started ends with it
-            env=os.environ | environment,
+            env=environment | {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg"},
         )
-    theirs.close()
+        theirs.close()
+        answer, code = _answer(process, ours, script.seconds + GRACE)
+        stopped.seek(0)  # it holds a traceback if the time was over, and nothing otherwise
+        dump = stopped.read()
+        log.write(dump)
+    if "gpu" in answer:
+        return dict(answer["gpu"])
+    mistake = answer.get("mistake") or _how_it_ended(script, code, dump.decode(errors="replace"))
+    raise RecipeError(f"{mistake}; what it printed is in {script.log}")
+
+
+def _answer(process: subprocess.Popen[bytes], ours: Connection, seconds: float) -> tuple[dict[str, Any], int | None]:
+    """What it answers, and its code if it has ended by then; it has ended afterwards."""
     answer: dict[str, Any] = {}
     try:
-        if ours.poll(script.seconds + GRACE):
+        if ours.poll(seconds):
             answer = json.loads(ours.recv_bytes())
     except (EOFError, OSError):  # it has ended without an answer
         process.wait()
@@ -83,14 +103,11 @@ def plan_script(script: Script) -> dict[str, Any]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if "gpu" in answer:
-        return dict(answer["gpu"])
-    raise RecipeError(f"{answer.get('mistake') or _how_it_ended(script, code)}; what it printed is in {script.log}")
+    return answer, code
 
 
-def _how_it_ended(script: Script, code: int | None) -> str:
-    _, found, dump = script.log.read_text(errors="replace").rpartition("Timeout (")  # which faulthandler has written
-    if not found and code is not None:
+def _how_it_ended(script: Script, code: int | None, dump: str) -> str:
+    if not dump and code is not None:
         return f"{script.path} has ended its process, with code {code}"
     line = re.search(rf'File "{re.escape(script.path)}", line (\d+)', dump)
     where = f", and was at line {line[1]}" if line else ""
@@ -100,7 +117,7 @@ def _how_it_ended(script: Script, code: int | None) -> str:
 
 def child() -> None:
     """In the new process: run the script, answer and end."""
-    words, number, parent = sys.argv[1:]
+    words, number, stopped, parent = sys.argv[1:]
     end_with_parent(int(parent))
     script, connection = Script(**json.loads(words)), Connection(int(number), readable=False)
     faulthandler.enable()
@@ -115,21 +132,24 @@ def child() -> None:
         sys.stderr.flush()
         os._exit(0)
 
-    end(lambda: _trace(script, end))
+    end(lambda: _trace(script, end, int(stopped)))
 
 
-def _trace(script: Script, end: Callable[[Callable[[], Any]], None]) -> Any:
+def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: int) -> Any:
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils._python_dispatch import _disable_current_modes
 
     from trainer.planner.any_loop import fake_gpu
+    from trainer.planner.gpus import GPUS, gpu_named
     from trainer.planner.outlines import Outlines, columns_of
-    from trainer.planner.search import target_for
-    from trainer.planner.target import budget_bytes
+    from trainer.planner.target import budget_bytes, cut_budget, gpu_here
 
-    columns, card, taken = columns_of(script.columns), target_for(script.gpu).gpu, dict[int, int]()
+    columns, taken = columns_of(script.columns), dict[int, int]()
+    if (card := gpu_named(script.gpu) if script.gpu else gpu_here()) is None:
+        raise RecipeError(f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing may use the real one from here on
     with fake_gpu(card) as gpu:
-        gpu.capacity = budget_bytes(script.budget, card, 1)
+        gpu.capacity, cut = budget_bytes(script.budget, card, 1), cut_budget(script.budget, card, 1)
 
         def result() -> Any:
             sys.modules.update(ours)
@@ -137,7 +157,9 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None]) -> Any:
             require(gpu.allocated > 0, f"{script.path} took its steps on the CPU: does it need a flag to use a GPU?")
             with _disable_current_modes():
                 gpu.plot(Path(script.out, "plan.png"))
-                return gpu.to_json() | {"text": str(gpu), "outlined": outlines.notes}
+                text = "\n".join([f"{gpu}", *(f"budget    {line}" for line in cut)])
+                found = gpu.to_json()
+                return found | {"notes": [*found["notes"], *cut], "text": text, "outlined": outlines.notes}
 
         def stepped(optimizer: Any, *_: Any) -> None:
             taken[id(optimizer)] = taken.get(id(optimizer), 0) + 1
@@ -152,7 +174,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None]) -> Any:
         if any(Path(folder, name).exists() for name in ("trainer.py", "trainer")):  # the script imports its own
             for name in ours:
                 del sys.modules[name]
-        faulthandler.dump_traceback_later(script.seconds, exit=True)
+        faulthandler.dump_traceback_later(script.seconds, exit=True, file=stopped)
         try:
             runpy.run_path(script.path, run_name="__main__")
         except RecipeError:
@@ -166,11 +188,19 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None]) -> Any:
 
 
 def _described(path: str, error: BaseException) -> str:
-    """The last line of the traceback, and the line of the script that led there."""
+    """The last line of the traceback, and the line of the script, or of what is beside it, that led there."""
     if isinstance(error, SystemExit):
         return f"{path} has ended itself with {error.code!r}"
     frames = traceback.extract_tb(error.__traceback__)
-    line = ([frame.lineno for frame in frames if frame.filename == path] or [frames[-1].lineno])[-1]
     inside = any(f"torch{os.sep}_subclasses" in frame.filename for frame in frames[-6:])
     what = "does what cannot be traced without a GPU" if inside else "failed by itself"
-    return f"{path} {what} (line {line}): {traceback.format_exception_only(error)[-1].strip()}"
+    return f"{path} {what} ({_place(frames, error)}): {traceback.format_exception_only(error)[-1].strip()}"
+
+
+def _place(frames: Sequence[traceback.FrameSummary], error: BaseException) -> str:
+    """``file:line``, of no package that is installed if possible."""
+    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):  # it has no frame
+        return f"{error.filename}:{error.lineno}"
+    seen, installed = [(frame.filename, frame.lineno or 0) for frame in reversed(frames)], f"-packages{os.sep}"
+    own = [one for one in seen if installed not in one[0] and not one[0].startswith(sysconfig.get_path("stdlib"))]
+    return users_line(own or seen)

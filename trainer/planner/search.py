@@ -158,9 +158,7 @@ class Search:
         self.recipe = recipe.replace(memory=dataclasses.replace(recipe.memory, budget=text))
         self.budget = budget_bytes(text, target.gpu, devices)
         self.limit = int(self.budget / (1 + MARGIN))  # that a plan may reserve
-        asked = parse_budget(text, target.gpu.memory)
-        own = f"{text} was asked for, and {target.gpu.title} has no more than {gigabytes(self.budget)} for torch"
-        self.cut_budget = [f"memory.budget: {own}"] if wish and int(asked) > self.budget else []
+        self.cut_budget = cut_budget(text, target.gpu, self.budget) if wish else []
         self.progress = progress or (lambda done, total, text: None)
         self.done = self.total = 0
         self.keeper: Keeper | None = None  # of predictions of before
@@ -573,6 +571,12 @@ class Search:
                 self._plan(settings | extra)
                 return settings | extra
         return None
+
+
+def cut_budget(text: str, gpu: GPU, budget: int) -> list[str]:
+    """A line that says so where less is to be had than the budget that was asked for."""
+    own = f"memory.budget: {text} was asked for, and {gpu.title} has no more than {gigabytes(budget)} for torch"
+    return [own] if int(parse_budget(text, gpu.memory)) > budget else []
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, int]:

@@ -16,7 +16,7 @@ from trainer.planner.gpus import GPU, gpu_of, usable_memory
 from trainer.planner.network import ONE, Interconnect, interconnects
 from trainer.system.children import in_child
 from trainer.system.machine import ask_for_gpus, seen_gpus
-from trainer.system.text import parse_budget
+from trainer.system.text import gigabytes, parse_budget
 
 Workspaces = Literal["kept, and one a call", "kept", "one a call"]
 """Whether matrix products allocate a workspace once for each thread and stream, and keep it, or at each call. Before
@@ -107,3 +107,10 @@ def budget_bytes(text: str | None, gpu: GPU, ranks: int) -> int:
     """Bytes that torch's allocator may take: the budget, if there is one, but no more than the GPU has left for it."""
     usable = usable_memory(gpu, ranks)
     return usable if text is None else int(min(parse_budget(text, gpu.memory), usable))
+
+
+def cut_budget(text: str | None, gpu: GPU, ranks: int) -> list[str]:
+    """What to say where the budget ``text`` is more than :func:`budget_bytes`."""
+    budget = budget_bytes(text, gpu, ranks)
+    cut = text is not None and int(parse_budget(text, gpu.memory)) > budget
+    return [f"{text} was asked for, and {gpu.title} has no more than {gigabytes(budget)} for torch"] if cut else []

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.planner.events import Category, Event, Kind, Trace, Work
+from trainer.planner.events import Category, Event, Kind, Work
 from trainer.planner.fake_kernels import counted_args
 from trainer.planner.fake_mode import FakeGPUMode
-from trainer.planner.fake_patches import FakeStream, install, is_paused, uninstall
+from trainer.planner.fake_patches import FakeStream, installed, is_paused, replace
 from trainer.planner.target import Target
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
@@ -60,7 +60,7 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self, target: Target, mode: FakeGPUMode) -> None:
         super().__init__()
-        self.target, self.mode, self.trace, self.phase = target, mode, Trace(), "init"
+        self.target, self.mode, self.trace, self.phase = target, mode, mode.trace, "init"
         self.storages: dict[int, Storage] = {}
         self.records_work = False
         self.repeat = 1  # what is done now is done so often, though it is traced once
@@ -167,7 +167,7 @@ class Tracer(TorchDispatchMode):
         return isinstance(tensor, FakeTensor) and tensor.fake_device.type == self.target.device.type
 
     def __enter__(self) -> Tracer:
-        self._set_size = set_size = torch.UntypedStorage.resize_
+        set_size = torch.UntypedStorage.resize_
 
         def resize(untyped: Any, size: int) -> None:  # how FSDP2 frees gathered weights, below any dispatch
             set_size(untyped, size)
@@ -175,13 +175,8 @@ class Tracer(TorchDispatchMode):
             if storage is not None and storage.bytes != untyped.nbytes():
                 self._resize(storage, untyped.nbytes(), "resize_")
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._set_size  # type: ignore[method-assign]
+        replace(torch.UntypedStorage, resize_=resize)
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -309,17 +304,12 @@ def tracing(target: Target, ranks: int = 1, nodes: int = 1, kind: type[Tracer] |
     traced is ``tracer.trace``; call ``tracer.enter`` where a phase begins. Torch is itself again afterwards; tensors
     that were made inside are of no use there.
     """
-    notes = install(target, ranks // nodes)
-    mode = FakeGPUMode(ranks)
-    tracer = (kind or Tracer)(target, mode)
-    tracer.trace.notes += notes
-    try:
+    with installed(target, ranks // nodes) as notes:
+        mode = FakeGPUMode(ranks)
+        tracer = (kind or Tracer)(target, mode)
+        tracer.trace.notes += notes
         with mode, tracer:
             yield tracer
-    finally:
-        tracer.trace.guesses = mode.guesses
-        tracer.trace.notes += [f"a value that is not known is asked for at {line}" for line in mode.guessed]
-        uninstall()
 
 
 def plain_tensors(tensor: Any) -> list[Tensor]:

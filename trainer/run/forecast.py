@@ -21,6 +21,7 @@ from trainer.launching.world import World
 from trainer.memory.plan import Plan
 from trainer.planner.gpus import GPU, host_as_device
 from trainer.planner.knobs import applied, wants_plan
+from trainer.planner.network import ONE
 from trainer.planner.predict import Prediction, predict_here, prepared
 from trainer.planner.search import MARGIN, Search
 from trainer.planner.target import Target, budget_bytes, gpu_here
@@ -47,6 +48,10 @@ PLAN_VARIABLE = "TRAINER_PLANNED"
 """How the process that Fabric was started in tells those that Fabric starts what was decided."""
 
 
+FOUND: list[tuple[Recipe, Prediction]] = []
+"""What the search of this process has chosen for the recipe that was just planned: it is not predicted again."""
+
+
 def first_here() -> bool:
     """Whether this process is the first of its machine, as far as the launcher's variables tell."""
     return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
@@ -66,10 +71,15 @@ def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> Recipe:
     plan fits the budget, a ``RecipeError`` says what is missing."""
     if not wants_plan(recipe):
         return recipe
-    return applied(recipe, _agreed(recipe, world, lambda: _search(recipe, world, say)))
+    found: list[Prediction | None] = []
+    decided = applied(recipe, _agreed(recipe, world, lambda: _search(recipe, world, say, found)))
+    FOUND[:] = [(decided, one) for one in found if one]
+    return decided
 
 
-def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[str, Any]:
+def _search(
+    recipe: Recipe, world: World, say: Callable[[str], None], found: list[Prediction | None]
+) -> dict[str, Any]:
     def progress(done: int, total: int, text: str) -> None:
         say(f"planning: {done} of {total} predicted, last {text}")
 
@@ -79,6 +89,9 @@ def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[st
         raise RecipeError("; ".join([f"memory.budget={recipe.memory.budget}", *report.explanations]))
     for line in (f"planner: {report.chosen.plan}: {report.chosen.reason}", *report.explanations):
         say(line)
+    if world.nodes > 1:
+        say(f"planner: the nodes are taken to be joined by {ONE}; trainer plan --interconnect compares")
+    found.append(report.chosen.prediction)
     return dict(report.chosen.flags)
 
 
@@ -215,6 +228,10 @@ def forecast(recipe: Recipe, plan: Plan, world: World) -> Forecast | None:
         return None
     device = this_device(world.accelerator)
     limit = budget_bytes(recipe.memory.budget, device, world.size)
+    known = next((one for of, one in FOUND if of is recipe), None)
+    FOUND.clear()  # with its data, which nobody else may need any more
+    if known:
+        return Forecast(None, device, limit, known)
     if torch.distributed.is_initialized():
         return Forecast(None, device, limit, failure=IN_A_GROUP)
     target = Target.here(device)
