@@ -50,6 +50,13 @@ def plan_with(knob: Knob, value: Any) -> Plan | None:
         return None
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_fp16_which_overflows_is_refused_where_no_step_can_be_skipped(precision):
+    memory = Memory(micro_batch_size=8, precision=precision, optimizer_in_backward=True)
+    with pytest.raises(RecipeError, match="cannot skip the step where fp16 gradients overflowed"):
+        decide_plan(Recipe(model=MLP([8]), data=Data(), optim=Optim("sgd"), batch_size=8, memory=memory), 1)
+
+
 def test_what_is_lossy_is_marked_so():
     plans = [(knob, plan) for knob in KNOBS for turn in knob.turns if (plan := plan_with(knob, turn.value))]
     assert {knob.name for knob, _ in plans} == {knob.name for knob in KNOBS if knob.turns}

@@ -135,7 +135,7 @@ MODELS = [
     Analytic("update is the peak", 24, updating=2.0, sample=60 * MB),
     Analytic("launches", 40, params=50 * MB, sample=10 * MB, seconds=0.2e-3, floor=12e-3, layers=4),
     Analytic("adapters", 32, params=4000 * MB, trained=0.01),
-    Analytic("a large root", 4, states=0.0, sample=5 * MB, root=0.85),
+    Analytic("a large root", 4, sample=5 * MB, root=0.85),
     Analytic("4 ranks", 48, params=2000 * MB, ranks=4),
     Analytic("8 ranks on 2 nodes", 48, params=3000 * MB, sample=300 * MB, ranks=8, nodes=2),
 ]

@@ -17,7 +17,7 @@ from trainer.fit import fit
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import host_as_device
-from trainer.planner.knobs import applied, combinations, free_knobs, micro_batch_sizes, wants_plan
+from trainer.planner.knobs import applied, combinations, free_knobs, is_sensible, micro_batch_sizes, wants_plan
 from trainer.run.forecast import Forecast, _awaited, _meeting_place, _search, _through_file, forecast, planned
 from trainer.system.children import Child
 
@@ -105,6 +105,13 @@ def test_combinations_keep_what_the_recipe_sets_however_little_sense_it_makes() 
         memory = Memory(budget="1GB", activation_offload=True, activation_checkpointing=wish)
         assert combinations(digits(memory=memory), 1)
     assert combinations(digits(memory=Memory(budget="1GB", reshard_after_forward=False)), 1)
+    late = combinations(digits(memory=Memory(budget="1GB", sync_every_micro_step=False)), 2)
+    assert all(is_sensible(applied(recipe, one).memory, 2) for one in late)
+    assert {one["memory.strategy"] for one in late} == {"ddp", "fsdp"}
+    every = combinations(digits(memory=Memory(budget="1GB")), 2)
+    kept = [one for one in every if not one["memory.reshard_after_forward"]]
+    assert {one["memory.cpu_offload"] for one in kept} == {"none", "optimizer"}
+    assert {one["memory.sync_every_micro_step"] for one in kept} == {None, True}
 
 
 def test_micro_batches_are_one_for_each_number_of_micro_steps() -> None:

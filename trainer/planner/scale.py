@@ -24,7 +24,7 @@ from trainer.planner.network import Cluster, Interconnect, strategies
 from trainer.planner.outline import notes_of
 from trainer.planner.predict import Prediction, predict_here
 from trainer.planner.search import MARGIN, WHOLE, Progress
-from trainer.planner.target import budget_bytes, cut_budget, Target
+from trainer.planner.target import Target, budget_bytes, cut_budget
 from trainer.recipe import Recipe
 from trainer.system.children import in_children
 from trainer.system.text import GB, as_text, columns, gigabytes

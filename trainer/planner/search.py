@@ -39,7 +39,7 @@ from trainer.planner.report import Candidate, PlanReport, explain, not_fitting
 from trainer.planner.target import Target, budget_bytes, cut_budget, gpu_here
 from trainer.recipe import Recipe
 from trainer.system.children import Failed, in_children
-from trainer.system.text import as_text, gigabytes, parse_budget, wrapped
+from trainer.system.text import as_text, gigabytes, wrapped
 
 MARGIN = 0.03
 """Part of the budget that a prediction must leave free. Published peaks that nothing was tuned on are met within 0.4 %
