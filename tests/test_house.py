@@ -20,12 +20,12 @@ BUDGETS = {
     "__init__.py": 70,
     "__main__.py": 20,
     "cli.py": 210,
-    "commands": 1650,
+    "commands": 1660,
     "supervise": 550,
     "doctor": 630,
     "fit.py": 150,
     "run": 2090,
-    "planner": 6230,
+    "planner": 6320,
     "faults": 980,
     "launching": 770,
     "memory": 2330,
@@ -35,14 +35,14 @@ BUDGETS = {
     "checkpoint": 1000,
     "report": 860,
     "settings.py": 160,
-    "recipe.py": 290,
+    "recipe.py": 300,
     "contract.py": 170,
     "weights": 460,
     "values.py": 140,
     "system": 1500,
     "errors.py": 130,
 }
-TOTAL = 26300
+TOTAL = 26400
 """Of all floors."""
 
 

@@ -126,14 +126,13 @@ def test_without_need_there_is_no_technique_and_one_trace_is_enough(searched):
     assert "no technique" in report.explanations[-1]
 
 
-def test_a_budget_that_is_more_than_the_card_has_is_cut_and_that_is_said(searched, monkeypatch):
+def test_a_budget_that_is_more_than_the_card_has_is_cut_and_that_is_said(searched):
     assert searched("100GB").explanations[0] == (
         "memory.budget: 100GB was asked for, and A100 80 GB (SXM) has no more than 84.48 GB for torch"
     )
     assert not any("asked for" in line for line in searched("20GB").explanations)
-    monkeypatch.setattr(searching, "budget_bytes", lambda *_: GB)  # of a card with little left besides
-    recipe = load_recipe("vit_digits")[0]
-    cut = [search_for(recipe, "a100-80gb", 1, 1, budget).cut_budget for budget in (None, "90%")]
+    recipe = load_recipe("vit_digits")[0]  # NCCL's buffers for eight take more than a tenth of a small card
+    cut = [search_for(recipe, "rtx-4060", 8, 1, budget).cut_budget for budget in (None, "90%")]
     assert [len(lines) for lines in cut] == [0, 1]
 
 
