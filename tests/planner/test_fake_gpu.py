@@ -203,6 +203,7 @@ def pictures_loop(loaded: bool) -> None:
         model(pictures).argmax(1)
 
 
+@pytest.mark.slow
 def test_a_torchvision_model_with_a_scaler_and_a_loader() -> None:
     loaded, made = (in_child(partial(taken, partial(pictures_loop, kind))) for kind in (True, False))
     for name in ("allocated", "reserved", "categories", "phases", "steps", "step_ms", "peak_phase"):

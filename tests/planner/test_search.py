@@ -283,6 +283,7 @@ def test_one_micro_step_that_needs_less_than_two_is_found_by_traces() -> None:
     assert predict(halved, decide_plan(halved, 1), Target(gpu_named("rtx-3060"))).reserved > 342 * MB
 
 
+@pytest.mark.slow
 def test_an_update_in_backward_is_chosen_before_a_slower_offload_by_traces() -> None:
     """AdamW on 8 samples: 602 MB and 8.1 ms, in backward 480 MB and 8.3 ms, offloaded 226 MB and 33 ms."""
     recipe = own_recipe(model=WideModel(), batch_size=8, run=Run(evaluate=False))
