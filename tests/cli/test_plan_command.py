@@ -341,3 +341,36 @@ def test_from_python_a_budget_may_be_an_argument():
     assert report.budget == int(0.5 * GPUS["rtx-4090"].memory)
     assert report.chosen.flags == {}
     assert told[-1][0] == told[-1][1]
+
+
+UNTRACEABLE = """
+import torch
+from trainer import Optim, Recipe
+from trainer.data import Digits
+from trainer.models import VisionTransformer
+
+
+@torch.library.custom_op("odd::twice", mutates_args=())
+def twice(labels: torch.Tensor) -> torch.Tensor:
+    return labels * 2
+
+
+class Odd(VisionTransformer):
+    def losses(self, module, batch):
+        twice(batch["labels"])
+        yield from super().losses(module, batch)
+
+
+recipe = Recipe(model=Odd("custom", image_size=8, patch_size=4, layers=1, heads=2, width=8, mlp_width=8), data=Digits(), optim=Optim("sgd", lr=0.1), batch_size=4)
+"""
+
+
+def test_a_model_that_cannot_be_traced_is_an_error_with_its_line_and_no_traceback(tmp_path, capfd):
+    file = tmp_path / "odd.py"
+    file.write_text(UNTRACEABLE)
+    assert run(["plan", str(file), *A100, "--out", str(tmp_path / "out")]) == 1
+    first, *others = capfd.readouterr().err.split("trainer: error: ")[1].splitlines()
+    assert first.startswith("the model cannot be traced, and no other plan was tried: ")
+    assert f"{file}:15" in first
+    assert others == []
+    assert json.loads((tmp_path / "out" / "plan.json").read_text())["chosen"] is None

@@ -109,7 +109,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         from trainer.planner.hub import trained_by
         from trainer.planner.kept import Keeper
         from trainer.planner.page import write_page
-        from trainer.planner.report import pasteable, settings, table, why
+        from trainer.planner.report import NOTHING, pasteable, settings, table, why
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
         from trainer.system.children import in_child
@@ -152,7 +152,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     print(f"\nfiles: {escaped(out)}: plan.json, plan.html" + (", plan.png" if timeline else ""))
     if report.chosen is not None:
         return content, ""
-    return content, next(line for line in reversed(report.explanations) if line.startswith(("nothing", "no comb")))
+    return content, next(line for line in report.explanations if line.startswith(NOTHING))
 
 
 def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluster]:

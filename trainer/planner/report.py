@@ -27,6 +27,8 @@ UNPROTECTED = (
     f"{IN_BACKWARD}: a step that is not finite ends the run, and a run out of memory is not mended: --{IN_BACKWARD} "
     "false keeps both"
 )
+NOTHING = ("nothing fits", "no combination of knobs works", "the model cannot be traced")
+"""How the explanation begins that says why there is no plan."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def _reason(one: Candidate, report: PlanReport) -> str:
 def _retried(one: Candidate) -> str:
     """How often torch must give its cache back, for the figure of what it reserves without to fit."""
     retries = one.prediction.retries if one.prediction is not None else 0
-    return f", {retries} retries" if retries else ""
+    return f", {retries} retr{'ies' if retries > 1 else 'y'}" if retries else ""
 
 
 def explain(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:
