@@ -361,7 +361,8 @@ class Odd(VisionTransformer):
         yield from super().losses(module, batch)
 
 
-recipe = Recipe(model=Odd("custom", image_size=8, patch_size=4, layers=1, heads=2, width=8, mlp_width=8), data=Digits(), optim=Optim("sgd", lr=0.1), batch_size=4)
+small = {"image_size": 8, "patch_size": 4, "layers": 1, "heads": 2, "width": 8, "mlp_width": 8}
+recipe = Recipe(model=Odd("custom", **small), data=Digits(), optim=Optim("sgd", lr=0.1), batch_size=4)
 """
 
 
