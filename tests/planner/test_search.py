@@ -51,14 +51,15 @@ class Analytic:
     def answer(self, recipe: Recipe, plan: Plan, target: Target, nodes: int, *_: Any, **__: Any) -> dict[str, Any]:
         """What :func:`trainer.planner.predict.predict_here` would say."""
         memory, size, times = plan.memory, plan.first_cut.micro_batch_size, plan.first_cut.accumulate
-        categories, allocated = self.bytes(memory, size, times, plan.strategy == "fsdp")
+        categories, allocated, updating = self.bytes(memory, size, times, plan.strategy == "fsdp")
         step, update = self.time(memory, size, times, plan.strategy)
         costs = {"any": StepCost(1e3 * step, 1e3 * step, 1e3 * update, 0, 0, 0, 0, 0)}
         reserved = -(-allocated // (20 * MB)) * 20 * MB
-        return asdict(Prediction(allocated, reserved, 0, {}, categories, [], "backward", costs, {}, 0.0))
+        phases = {"step": {"allocated": updating, "reserved": reserved}}
+        return asdict(Prediction(allocated, reserved, 0, phases, categories, [], "backward", costs, {}, 0.0))
 
-    def bytes(self, memory: Memory, size: int, times: int, sharded: bool) -> tuple[dict[str, int], int]:
-        """Those at the peak, by category, and in all."""
+    def bytes(self, memory: Memory, size: int, times: int, sharded: bool) -> tuple[dict[str, int], int, int]:
+        """Those at the peak, by category, and in all; and all those of the update."""
         shards = self.ranks // memory.replicas if sharded else 1
         block, of_trained = self.params * (1 - self.root) / self.layers, self.params * self.trained
         root = self.params * self.root
@@ -89,7 +90,7 @@ class Analytic:
             update = {"temporaries": moving}
         peak = max((forward, end, update), key=lambda part: sum(part.values()))
         categories = {"params": int(params), "optimizer": int(state), **{name: int(n) for name, n in peak.items()}}
-        return categories, sum(categories.values())
+        return categories, sum(categories.values()), int(params) + int(state) + int(sum(update.values()))
 
     def time(self, memory: Memory, size: int, times: int, strategy: str) -> tuple[float, float]:
         """Seconds of a step, and of its update."""

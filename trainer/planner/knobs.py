@@ -114,6 +114,11 @@ def keeps(settings: Mapping[str, Any]) -> Settings:
     return {key: value for key, value in settings.items() if key not in passing}
 
 
+def updates(settings: Mapping[str, Any]) -> Settings:
+    """The settings that decide what memory an update needs: not those of what a forward keeps."""
+    return {key: value for key, value in settings.items() if key not in (CHECKPOINTING, OFFLOADED)}
+
+
 def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
     """Samples of a micro-batch to consider, the most first: one for each number of micro-steps that makes a difference.
 

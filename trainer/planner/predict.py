@@ -75,6 +75,11 @@ class Prediction:
         return sum(self.categories.get(name, 0) for name in GROWING)
 
     @property
+    def update(self) -> int:
+        """Bytes that an update needs, whatever a forward keeps and of how many samples."""
+        return self.phases.get("step", {}).get("allocated", 0)
+
+    @property
     def sent(self) -> float:
         """What this rank sends in a step."""
         return sum(self.traffic.values())
