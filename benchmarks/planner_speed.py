@@ -154,6 +154,9 @@ def search(recipe: Recipe, ranks: int, budget: str) -> dict[str, Any]:
 
 COMMAND_RECIPE = "vit_digits"
 TORCH = "import torch"
+STEPS = f"{TORCH}, torch._dynamo"
+"""Each ``step`` of torch's optimizers imports it (``_use_grad`` in torch/optim/optimizer.py), and so does a
+``FakeTensorMode``: no step can be traced, or taken, without."""
 IMPORTS = f"""{TORCH}
 from trainer.system.imports import quick_imports
 with quick_imports():
@@ -175,15 +178,16 @@ os._exit(0)
 
 
 def command(rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of seconds, all five one after the other in each round: ``torch`` is its import, ``imports`` that of the
-    planner with it, ``trace`` one trace after these, ``anew`` and ``again`` the command without and with predictions of
-    before; and ``anew`` as a multiple of ``trace`` and either import, by CPU time."""
+    """Medians of seconds, all one after the other in each round: ``torch`` is its import, alone and with what any
+    optimizer step imports, ``imports`` that of the planner with it, ``trace`` one trace after these, ``anew`` and ``again`` the command without and with predictions of
+    before; and ``anew`` as a multiple of ``trace`` and each import, by CPU time."""
     times: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     with workplace(None) as folder:
         for number in range(rounds + 1):  # the first of each fills the caches of the disk, and is not counted
             plan_of = ["-m", "trainer", "plan", COMMAND_RECIPE, f"--gpu={GPU_NAME}"]
             once = {
                 "torch": timed(["-c", TORCH])[:2],
+                "torch and a step's import": timed(["-c", STEPS])[:2],
                 "trace": tuple(map(float, timed(["-c", TRACE])[2].split())),
                 "imports": timed(["-c", IMPORTS])[:2],
                 "anew": timed([*plan_of, f"--out={folder}/{number}a"], "off")[:2],
@@ -197,7 +201,7 @@ def command(rounds: int) -> dict[str, dict[str, float]]:
     }
     ratios = {
         f"anew / ({name} + trace)": found["anew"]["cpu"] / (found[name]["cpu"] + found["trace"]["cpu"])
-        for name in ("torch", "imports")
+        for name in ("torch", "torch and a step's import", "imports")
     }
     return found | {"ratios": {name: round(ratio, 2) for name, ratio in ratios.items()}}
 
