@@ -179,8 +179,9 @@ os._exit(0)
 
 def command(rounds: int) -> dict[str, dict[str, float]]:
     """Medians of seconds, all one after the other in each round: ``torch`` is its import, alone and with what any
-    optimizer step imports, ``imports`` that of the planner with it, ``trace`` one trace after these, ``anew``
-    and ``again`` the command without and with predictions of before; and ``anew`` as a multiple of ``trace`` and each import, by CPU time."""
+    optimizer step imports, ``imports`` that of the planner with it, ``trace`` one trace after these, ``anew`` and
+    ``again`` the command without and with predictions of before; and ``anew`` as a multiple of ``trace`` and each
+    import, by CPU time."""
     times: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     with workplace(None) as folder:
         for number in range(rounds + 1):  # the first of each fills the caches of the disk, and is not counted

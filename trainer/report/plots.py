@@ -219,9 +219,7 @@ def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Pa
         timeline: ``{"allocated": {category: [bytes at each point]}, "reserved": [bytes], "marks": [[point, phase]]}``.
         budget: bytes.
     """
-    figure = _new_figure(
-        "\n".join(line for part in title.splitlines() for line in wrap(part, LETTERS)), 6.5, (0.13, 0.88, 0.0)
-    )
+    figure = _new_figure("\n".join(line for part in title.splitlines() for line in wrap(part, LETTERS)), height=6.5)
     grid = figure.add_gridspec(2, 1, height_ratios=[1, 18], hspace=0.0)
     axes = figure.add_subplot(grid[1])
     strip = figure.add_subplot(grid[0], sharex=axes)
@@ -235,7 +233,7 @@ def plot_plan(timeline: Mapping[str, Any], budget: float, title: str, target: Pa
     axes.grid(axis="y", alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     style = {"fontsize": 11, "frameon": False, "columnspacing": 1.4, "handlelength": 1.4, "handletextpad": 0.5}
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), **style)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), **style)
     _save(figure, target)
 
 
