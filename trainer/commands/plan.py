@@ -1,4 +1,4 @@
-"""``trainer plan``: the fastest plan that fits a budget, as a table, as flags to paste, as JSON and as a picture."""
+"""``trainer plan``: the fastest plan that fits a budget, as a table, as flags to paste, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ VALUED = {
     "100gbe,8x-ib-hdr, make a table",
     "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
     **HUB,
-    "out": "folder for plan.json, .html and .png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
+    "out": "folder for plan.json and .html, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }
 SWITCHES = {
     "all": "also predict the plans that cannot be chosen, because they are slower than one that fits, or need too much",
@@ -140,16 +140,9 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         print(f"\nthe chosen plan{over}, which no packaged recipe trains:\n{settings(report)}")
     found = {"parameters": total, "trained_parameters": trained, **report.to_json()}
     content = _write(out / "plan.json", reference, found | {"command": " ".join(command) or None})
-    drawn, timeline = report.drawn, None
-    if drawn is not None and drawn.prediction is not None and drawn.prediction.timeline is not None:
-        from trainer.report.plots import plot_plan
-
-        timeline = drawn.prediction.timeline
-        verdict = "" if drawn is report.chosen else ", which does not fit"
-        title = f"{Path(reference).stem} on {report.devices} × {report.device}, predicted{verdict}\n{drawn.plan}"
-        plot_plan(timeline, report.budget, title, out / "plan.png")
-    write_page(out / "plan.html", content, timeline)
-    print(f"\nfiles: {escaped(out)}: plan.json, plan.html" + (", plan.png" if timeline else ""))
+    drawn = report.drawn.prediction if report.drawn is not None else None
+    write_page(out / "plan.html", content, drawn.timeline if drawn is not None else None)
+    print(f"\nfiles: {escaped(out)}: plan.json, plan.html")
     if report.chosen is not None:
         return content, ""
     return content, next(line for line in report.explanations if line.startswith(NOTHING))

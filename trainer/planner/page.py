@@ -21,7 +21,7 @@ def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, An
     Args:
         path: where.
         content: what ``plan.json`` holds; the page keeps it as it is.
-        timeline: of the plan that ``plan.png`` shows, as for ``plot_plan``; without one there is no curve.
+        timeline: of the plan whose memory is drawn, as for ``plot_plan``; without one there is no curve.
     """
     curve = None if timeline is None else {**timeline, "categories": CATEGORIES}
     parts = {"title": html.escape(str(content["recipe"])), "plan": _embedded(content), "curve": _embedded(curve)}

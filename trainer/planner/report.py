@@ -98,7 +98,7 @@ class PlanReport:
 
     @property
     def drawn(self) -> Candidate | None:
-        """The candidate that ``plan.png`` shows: the chosen one, or the smallest when nothing fits."""
+        """The candidate whose memory ``plan.html`` draws: the chosen one, or the smallest when nothing fits."""
         return self.chosen or self.smallest
 
     def to_json(self) -> dict[str, Any]:
