@@ -123,7 +123,9 @@ def test_a_loop_has_the_figures_of_a_trace_by_hand(expandable: bool, monkeypatch
     assert {name: found[name] for name in wanted} == wanted
     weights = bytes_of(GPT())
     assert found["categories"]["params"] == weights  # the head is no other matrix than the embedding
-    if expandable:  # else a state counts what it does not leave of a block that was free: none on torch 2.15, some on 2.11
+    if (
+        expandable
+    ):  # else a state counts what it does not leave of a block that was free: none on torch 2.15, some on 2.11
         assert found["categories"]["optimizer"] == 2 * weights
     assert found["categories"]["batch"] == round_up(8 * SAMPLES * (TOKENS + 1), LEAST_BLOCK)
     assert sum(found["categories"].values()) == found["allocated"]

@@ -14,8 +14,8 @@ from torch import nn
 from trainer.cli import run
 from trainer.errors import RecipeError
 from trainer.planner import fake_gpu
-from trainer.planner.outlines import Nothing, columns_of
 from trainer.planner.script import Script, plan_script
+from trainer.planner.script_outlines import Nothing, columns_of
 from trainer.system.children import in_child
 
 LOOP = """
@@ -286,5 +286,5 @@ def test_columns():
 
 
 def test_what_it_changes_stays_in_the_child():
-    assert "trainer.planner.outlines" in sys.modules  # by this test
+    assert "trainer.planner.script_outlines" in sys.modules  # by this test
     assert torch.utils.data.DataLoader.__init__.__module__ == "torch.utils.data.dataloader"
