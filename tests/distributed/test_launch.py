@@ -82,11 +82,8 @@ def alone(recipe_file, tmp_path_factory):
     return run_dir
 
 
-SLOW = ("accelerate", "fabric")
-"""Both start torchrun; ``--run.devices`` is what most tests of faults start."""
-
-
-@pytest.mark.parametrize("launcher", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LINES])
+@pytest.mark.slow  # every rank starts cold; the warm ones of other tests are told what torchrun would tell them
+@pytest.mark.parametrize("launcher", LINES)
 def test_two_ranks_give_the_weights_of_one(launcher, recipe_file, alone, tmp_path):
     run_dir = tmp_path / "two"
     flags = ["--run.dir", str(run_dir), *ON_CPU]

@@ -102,7 +102,7 @@ def test_a_rank_that_hangs_in_its_data_is_named_with_the_samples(start):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "ranks", "flags"), [("plain", 2, []), slow("torchrun", 3, ["--data.workers", "1"])]
+    ("launcher", "ranks", "flags"), [slow("plain", 2, []), slow("torchrun", 3, ["--data.workers", "1"])]
 )
 def test_what_started_the_ranks_is_killed_and_none_is_left_of_those_that_listened_on_loopback(
     launcher, ranks, flags, start

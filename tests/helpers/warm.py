@@ -23,7 +23,7 @@ from typing import Any
 from helpers import LONG
 
 forks: Any = multiprocessing.get_context("forkserver")
-PRELOADED = ("trainer.fit", "trainer.commands.flags", "trainer.planner.search")
+PRELOADED = ("trainer.fit", "trainer.commands.flags", "trainer.planner.search", "accelerate")
 forks.set_forkserver_preload([*PRELOADED, "sklearn.metrics", "matplotlib.backends.backend_agg"])
 
 

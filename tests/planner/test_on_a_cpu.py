@@ -25,6 +25,7 @@ SETTINGS |= {"run.accelerator": "cpu", "run.predict": False, "run.evaluate": Fal
 """A Vision Transformer of 21 million weights: beside less, the 40 MB that no tensor shows would count for more."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="allocators of other systems keep what is freed")
 def test_predicted_resident_memory_is_that_of_a_run(tmp_path: Path) -> None:
     """Of one in a process of its own, with an allocator that gives back what is freed."""

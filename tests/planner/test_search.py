@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 import pytest
@@ -275,13 +275,18 @@ class WideModel(Own):
 
 
 def test_one_micro_step_that_needs_less_than_two_is_found_by_traces() -> None:
-    """From the second micro-step on, the gradients of the first are there: 331 MB for 1 × 2, 350 for 2 × 1."""
+    """From the second micro-step on, the gradients of the first are there: 331 MB for 1 × 2, 350 for 2 × 1.
+
+    Those are of torch 2.15, whose matrix products have other workspaces than those of 2.11: 298 and 312.
+    """
     recipe = own_recipe(model=WideModel(), batch_size=2, run=Run(evaluate=False)).replace(optim=Optim("sgd"))
-    report = plan(recipe, gpu="rtx-3060", budget="342MB")
+    cuts = [recipe.replace(memory=Memory(micro_batch_size=size)) for size in (2, 1)]
+    once, twice = (predict(cut, decide_plan(cut, 1), Target(gpu_named("rtx-3060"))).reserved for cut in cuts)
+    budget = ceil(once * (1 + MARGIN) / MB)
+    assert twice > budget * MB
+    report = plan(recipe, gpu="rtx-3060", budget=f"{budget}MB")
     assert dict(report.chosen.flags) == {"memory.micro_batch_size": 2}
     assert len(report.candidates) == 1
-    halved = recipe.replace(memory=Memory(micro_batch_size=1))
-    assert predict(halved, decide_plan(halved, 1), Target(gpu_named("rtx-3060"))).reserved > 342 * MB
 
 
 @pytest.mark.slow

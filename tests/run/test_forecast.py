@@ -18,6 +18,7 @@ from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import host_as_device
 from trainer.planner.knobs import applied, combinations, free_knobs, is_sensible, micro_batch_sizes, wants_plan
+from trainer.planner.report import Candidate
 from trainer.run.forecast import Forecast, _awaited, _meeting_place, _search, _through_file, forecast, planned
 from trainer.system.children import Child
 
@@ -84,7 +85,7 @@ def test_a_budget_that_nothing_fits_in_is_refused_with_what_is_missing(tmp_path)
 def test_what_auto_leaves_open() -> None:
     recipe, auto = digits(), Memory(activation_checkpointing="auto")
     budget = Memory(budget="1GB", cpu_offload="optimizer")
-    assert planned(recipe, ALONE, pytest.fail) is recipe
+    assert planned(recipe, ALONE, pytest.fail) == (recipe, None)
     assert [wants_plan(recipe), wants_plan(digits(memory=auto)), wants_plan(digits(memory=budget))] == [0, 1, 1]
     looked_for = {"activation_checkpointing", "activation_offload", "cpu_offload"}
     assert looked_for & {*free_knobs(auto)} == {"activation_checkpointing"}
@@ -198,8 +199,8 @@ def test_the_ranks_of_a_machine_agree_where_nobody_else_can_write(tmp_path, monk
     assert not place.is_symlink()
 
 
-def forecast_of(recipe, world=ALONE):
-    return forecast(recipe, decide_plan(recipe, world.size), world)
+def forecast_of(recipe, world=ALONE, known=None):
+    return forecast(recipe, decide_plan(recipe, world.size), world, known)
 
 
 def test_only_the_first_rank_predicts_also_when_it_has_trained_on_its_cpu(monkeypatch, tmp_path) -> None:
@@ -234,8 +235,11 @@ def test_a_plan_of_an_earlier_run_of_this_process_is_not_taken(monkeypatch) -> N
     monkeypatch.delenv("TRAINER_PLANNED", raising=False)
     world, auto = World("python", "cpu", 2), Memory(budget="1GB", micro_batch_size="auto")
     for size, batch, expected in ((32, 64, 32), (128, 64, 32), (128, 256, 128)):
-        monkeypatch.setattr("trainer.run.forecast._search", lambda *_, size=size: {"memory.micro_batch_size": size})
-        assert planned(digits(memory=auto, batch_size=batch), world, print).memory.micro_batch_size == expected
+        monkeypatch.setattr(
+            "trainer.run.forecast._search", lambda *_, size=size: Candidate({"memory.micro_batch_size": size}, "")
+        )
+        decided, _ = planned(digits(memory=auto, batch_size=batch), world, print)
+        assert decided.memory.micro_batch_size == expected
     monkeypatch.delenv("TRAINER_PLANNED")
 
 
@@ -245,13 +249,10 @@ def test_what_the_search_has_predicted_is_not_predicted_again_and_the_network_is
     chosen = SimpleNamespace(plan="small", reason="it fits", flags={"memory.micro_batch_size": 2}, prediction=object())
     report = SimpleNamespace(chosen=chosen, explanations=[])
     monkeypatch.setattr("trainer.run.forecast.Search", lambda *_, **__: SimpleNamespace(run=lambda: report))
-    decided = planned(auto, ALONE, said.append)
+    decided, known = planned(auto, ALONE, said.append)
     assert decided.memory.micro_batch_size == 2
     assert said == ["planner: small: it fits"]
-    outlook = forecast_of(decided)
+    outlook = forecast_of(decided, known=known)
     assert (outlook.child, outlook.prediction) == (None, chosen.prediction)
-    again = forecast_of(decided)  # of another run: the model may have changed
-    assert again.child is not None
-    again.close()
     _search(auto, World("python", "cpu", 2, nodes=2), said.append)
     assert said[-1] == "planner: the nodes are taken to be joined by ib-hdr; trainer plan --interconnect compares"

@@ -90,7 +90,7 @@ def _of_config(reference: str, flags: Flags) -> Recipe | None:
         for name in given:
             raise RecipeError(f"--{name} is for hf:MODEL, a model's config.json: {reference} says it itself")
         return None
-    from trainer.planner.hub import hub_recipe
+    from trainer.planner.from_config import hub_recipe
 
     numbers = {name: count(name, text) for name, text in given.items() if name != "task"}
     revision = dict(flags).get("model.revision")
@@ -106,7 +106,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     with quick_imports():
         import accelerate  # noqa: F401  # the children build modules with it: here once for all of them
 
-        from trainer.planner.hub import trained_by
+        from trainer.planner.from_config import trained_by
         from trainer.planner.kept import Keeper
         from trainer.planner.page import write_page
         from trainer.planner.report import NOTHING, pasteable, settings, table, why

@@ -27,10 +27,10 @@ from trainer.planner.fake_patches import changes, patch_transformers, replace
 from trainer.planner.gpus import GPU, gpu_named, usable_memory
 from trainer.planner.network import ONE, Cluster, interconnects
 from trainer.planner.predict import LARGEST, cost_of, timeline_of
-from trainer.planner.replay import PhasePeak, follow, replay, retries_within
+from trainer.planner.replay import PhasePeak, follow, in_gb, peaks_to_json, replay, retries_within
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer, plain_tensors, tracing
-from trainer.system.text import GB, gigabytes, wrapped
+from trainer.system.text import gigabytes, wrapped
 
 
 class Held(NamedTuple):
@@ -324,20 +324,13 @@ class FakeGPU:
 
     def to_json(self) -> dict[str, Any]:
         """All of it but what is drawn, in plain types, with memory in GB (1e9 bytes)."""
-
-        def gb(size: int) -> float:
-            return round(size / GB, 4)
-
-        largest = [{"gb": gb(one.bytes), **dict(zip(one._fields[1:], one[1:], strict=True))} for one in self.largest]
-        peaks = self.phases.items()
+        sizes = {name: getattr(self, name) for name in ("capacity", "allocated", "reserved", "host")}
+        largest = [{"gb": in_gb(one.bytes), **dict(zip(one._fields[1:], one[1:], strict=True))} for one in self.largest]
+        peaks = {name: peak._asdict() for name, peak in self.phases.items()}
         return {
             "card": self.card.name,
             **{name: getattr(self, name) for name in ("fits", "retries", "steps", "step_ms", "peak_phase", "notes")},
-            **{f"{name}_gb": gb(getattr(self, name)) for name in ("capacity", "allocated", "reserved", "host")},
-            "categories": {name: gb(size) for name, size in self.categories.items()},
-            "phases": {
-                phase: {f"{kind}_gb": gb(size) for kind, size in peak._asdict().items()} for phase, peak in peaks
-            },
+            **peaks_to_json(sizes, peaks, self.categories),
             "largest": largest,
         }
 

@@ -16,16 +16,15 @@ from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
 from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
-from trainer.planner.events import Trace, Work
+from trainer.planner.events import Category, Trace, Work
 from trainer.planner.kept import Keeper, Known, Note
+from trainer.planner.made_up import MadeUp
 from trainer.planner.network import Cluster, Interconnect, sent
-from trainer.planner.outline import MadeUp
-from trainer.planner.replay import AllocatorSettings, Replay, replay, retries_within
+from trainer.planner.replay import AllocatorSettings, Replay, in_gb, peaks_to_json, replay, retries_within
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Recipe
 from trainer.system.children import in_child
-from trainer.system.text import GB
 
 LARGEST = 12  # of the largest blocks at the peak, so many are named
 CPU_BUFFERS = 40_000_000
@@ -44,7 +43,7 @@ class Prediction:
     reserved: int
     host: int  # the most that tensors take in host memory, pinned or not, besides Python and its libraries
     phases: dict[str, dict[str, int]]  # {phase: {"allocated", "reserved"}}, the peaks within each
-    categories: dict[str, int]  # what is in use at the allocated peak, by what it is for
+    categories: dict[Category, int]  # what is in use at the allocated peak, by what it is for
     largest: list[list[Any]]  # the largest of it: [category, operation, phase, bytes]
     peak_phase: str  # where the allocated peak is
     costs: dict[str, StepCost]  # of an optimizer step, estimated, by the name of what joins the GPUs
@@ -86,12 +85,9 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         """What ``plan.json`` says of the chosen plan, in plain types, with memory in GB (1e9 bytes)."""
-
-        def gb(size: int) -> float:
-            return round(size / GB, 4)
-
         cost = self.cost
         times = {name: getattr(cost, name) for name in (*vars(cost), "exposed_ms") if name != "alone_ms"}
+        sizes = {name: getattr(self, name) for name in ("allocated", "reserved", "host", "fragmentation")}
         times["total_ms"], times["step_phase_ms"] = times.pop("step_ms"), times.pop("update_ms")
         return {
             "peak_phase": self.peak_phase,
@@ -100,12 +96,8 @@ class Prediction:
             "seconds": self.seconds,
             "step_ms": cost.step_ms,
             "times": times,
-            **{f"{name}_gb": gb(getattr(self, name)) for name in ("allocated", "reserved", "host", "fragmentation")},
-            "phases": {
-                phase: {f"{kind}_gb": gb(size) for kind, size in peaks.items()} for phase, peaks in self.phases.items()
-            },
-            "categories": {name: gb(size) for name, size in self.categories.items()},
-            "largest": [[*names, gb(size)] for *names, size in self.largest],
+            **peaks_to_json(sizes, self.phases, self.categories),
+            "largest": [[*names, in_gb(size)] for *names, size in self.largest],
         }
 
 

@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator, Driver, Shortage
 from trainer.planner.events import EMPTY_CACHE, Category, Event, Trace
+from trainer.system.text import GB
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 BUCKETS = 999
@@ -21,6 +22,23 @@ class PhasePeak(NamedTuple):
 
     allocated: int
     reserved: int
+
+
+def in_gb(size: int) -> float:
+    """As files hold it, in GB (1e9 bytes)."""
+    return round(size / GB, 4)
+
+
+def peaks_to_json(
+    sizes: Mapping[str, int], phases: Mapping[str, Mapping[str, int]], categories: Mapping[Category, int]
+) -> dict[str, Any]:
+    """What files hold of ``sizes``, such as ``reserved``, of the peaks within ``phases``, and of ``categories``."""
+
+    def named(sizes: Mapping[str, int]) -> dict[str, float]:
+        return {f"{name}_gb": in_gb(size) for name, size in sizes.items()}
+
+    peaks = {phase: named(peak) for phase, peak in phases.items()}
+    return named(sizes) | {"phases": peaks, "categories": {name: in_gb(size) for name, size in categories.items()}}
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.planner.cost import ESTIMATES
 from trainer.planner.gpus import outside
 from trainer.planner.knobs import Settings, applied, left_open, micro_batch_sizes
+from trainer.planner.made_up import notes_of
 from trainer.planner.network import Cluster, Interconnect, strategies
-from trainer.planner.outline import notes_of
 from trainer.planner.predict import Prediction, predict_here
+from trainer.planner.replay import in_gb
 from trainer.planner.search import MARGIN, WHOLE, Progress
 from trainer.planner.target import Target, budget_bytes, cut_budget
 from trainer.recipe import Recipe
@@ -355,7 +356,7 @@ def _row_to_json(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
         "flags": " ".join(f"--{key} {as_text(value)}" for key, value in row.settings.items()),
         "samples": row.samples,
         "plan": row.plan and row.plan.describe(),
-        "budget_gb": round(row.budget / GB, 4),
+        "budget_gb": in_gb(row.budget),
         "fits": row.fits,
         "retries": found and found.retries,
         "reason": row.reason,
@@ -363,9 +364,9 @@ def _row_to_json(row: ScaleRow, report: ScaleReport) -> dict[str, Any]:
     if found is None:
         return fields
     return fields | {
-        "predicted_allocated_gb": round(found.allocated / GB, 4),
-        "predicted_reserved_gb": round(found.reserved / GB, 4),
-        "predicted_host_gb": round(found.host / GB, 4),
+        "predicted_allocated_gb": in_gb(found.allocated),
+        "predicted_reserved_gb": in_gb(found.reserved),
+        "predicted_host_gb": in_gb(found.host),
         "sent_gb": {op: round(size / GB, 6) for op, size in found.traffic.items()},
         "leaving_a_node_gb": round(found.leaving / GB, 6),
         "over": {name: _cost_to_json(row, report, name) for name in found.costs},

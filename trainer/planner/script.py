@@ -141,7 +141,7 @@ def _trace(script: Script, end: Callable[[Callable[[], Any]], None], stopped: in
 
     from trainer.planner.any_loop import fake_gpu
     from trainer.planner.gpus import GPUS, gpu_named
-    from trainer.planner.outlines import Outlines, columns_of
+    from trainer.planner.script_outlines import Outlines, columns_of
     from trainer.planner.target import budget_bytes, cut_budget, gpu_here
 
     columns, taken = columns_of(script.columns), dict[int, int]()

@@ -22,6 +22,7 @@ from trainer.memory.plan import Plan
 from trainer.planner.gpus import GPU, host_as_device
 from trainer.planner.knobs import applied, wants_plan
 from trainer.planner.predict import Prediction, predict_here, prepared
+from trainer.planner.report import Candidate
 from trainer.planner.search import MARGIN, Search
 from trainer.planner.target import Target, budget_bytes, gpu_here
 from trainer.recipe import Recipe
@@ -37,7 +38,6 @@ MOST_SECONDS = 1800.0
 """How long the other ranks of a machine wait for the plan of the first one: its search may tokenise a large dataset."""
 
 MOST_BYTES = 1 << 20  # of an answer: some settings, or why there are none
-FOUND: list[Prediction | None] = []  # of the plan that was just chosen in this process: it is not predicted again
 
 IN_A_GROUP = (
     "this process has joined its group of ranks already, whose connections a forked process would keep open when a "
@@ -62,16 +62,22 @@ def this_device(accelerator: str) -> GPU:
     return found
 
 
-def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> Recipe:
-    """The recipe with the knobs decided that it leaves to the planner; all ranks of a machine get the same. Where no
-    plan fits the budget, a ``RecipeError`` says what is missing."""
-    FOUND.clear()
+def planned(recipe: Recipe, world: World, say: Callable[[str], None]) -> tuple[Recipe, Prediction | None]:
+    """The recipe with the knobs decided that it leaves to the planner; all ranks of a machine get the same. With it
+    goes its prediction, if it was made here. Where no plan fits the budget, a ``RecipeError`` says what is missing."""
     if not wants_plan(recipe):
-        return recipe
-    return applied(recipe, _agreed(recipe, world, lambda: _search(recipe, world, say)))
+        return recipe, None
+    found: list[Candidate] = []
+
+    def decide() -> dict[str, Any]:
+        found.append(_search(recipe, world, say))
+        return dict(found[0].flags)
+
+    settings = _agreed(recipe, world, decide)
+    return applied(recipe, settings), found[0].prediction if found else None
 
 
-def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[str, Any]:
+def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> Candidate:
     def progress(done: int, total: int, text: str) -> None:
         say(f"planning: {done} of {total} predicted, last {text}")
 
@@ -83,8 +89,7 @@ def _search(recipe: Recipe, world: World, say: Callable[[str], None]) -> dict[st
         say(line)
     if world.nodes > 1:
         say(f"planner: the nodes are taken to be joined by {target.joined_by}; trainer plan --interconnect compares")
-    FOUND.append(report.chosen.prediction)
-    return dict(report.chosen.flags)
+    return report.chosen
 
 
 def _agreed(recipe: Recipe, world: World, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -214,13 +219,12 @@ class Forecast:
             self.child.kill()
 
 
-def forecast(recipe: Recipe, plan: Plan, world: World) -> Forecast | None:
-    """Begin to predict what the run will need: in the first process of all, unless ``run.predict`` is false."""
+def forecast(recipe: Recipe, plan: Plan, world: World, known: Prediction | None = None) -> Forecast | None:
+    """Begin to predict what the run will need, unless it is ``known``: in the first process, with ``run.predict``."""
     if not recipe.run.predict or not first_here() or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
         return None
     device = this_device(world.accelerator)
     limit = budget_bytes(recipe.memory.budget, device, world.size)
-    known = FOUND.pop() if FOUND else None
     if known or torch.distributed.is_initialized():
         return Forecast(None, device, limit, known, None if known else IN_A_GROUP)
     job = Child(lambda: predict_here(prepared(recipe), plan, Target.here(device), world.nodes, capacity=limit))

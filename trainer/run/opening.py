@@ -39,9 +39,9 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
     recipe, world = find_world(recipe)
     require_recordable(recipe, world.accelerator)
     unprepared = recipe.data.train
-    recipe = planned(recipe, world, partial(print, flush=True))
+    recipe, known = planned(recipe, world, partial(print, flush=True))
     plan = decide_plan(recipe, world.size)  # refuse what cannot work before other processes are started
-    outlook = forecast(recipe, plan, world)
+    outlook = forecast(recipe, plan, world, known)
     if recovers(recipe, plan):
         keep_ranks_alive()
     with _launched(recipe, plan, world, outlook) as (fabric, world):

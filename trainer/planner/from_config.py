@@ -12,7 +12,7 @@ from trainer.models.common import classification_loss
 from trainer.models.hub import MOST_TEXT, local_folder, positions
 from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextClassifier
-from trainer.planner.outline import MadeUp
+from trainer.planner.made_up import MadeUp
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.files import parsed_object, read_regular
 from trainer.values import IGNORED_LABEL, Loss, Outline

@@ -17,7 +17,7 @@ from trainer.commands.recipes import load_recipe
 from trainer.data import CIFAR10, FashionMNIST, ImageFolder, IMDb, TextFiles
 from trainer.errors import RecipeError
 from trainer.models import MLP, TextClassifier, VisionTransformer
-from trainer.planner.outline import MadeUp
+from trainer.planner.made_up import MadeUp
 from trainer.planner.predict import prepared
 from trainer.planner.search import search_for
 from trainer.recipe import Memory, Optim, Recipe

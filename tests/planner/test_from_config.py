@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from trainer.cli import run
 from trainer.commands.plan import chosen_command
 from trainer.commands.recipes import load_recipe
-from trainer.planner.hub import FromConfig, hub_recipe, trained_by
+from trainer.planner.from_config import FromConfig, hub_recipe, trained_by
 from trainer.planner.predict import prepared
 from trainer.planner.report import Candidate, PlanReport
 from trainer.weights.streaming import on_meta
