@@ -17,6 +17,7 @@ Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true",
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Schedule = Literal["constant", "cosine", "linear"]
 Compile = Literal["none", "blocks", "model"]
+MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 
@@ -83,6 +84,8 @@ class Memory:
             the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
         micro_batch_tokens: most tokens (padding included) of a micro-batch of text; micro_batch_size still bounds it.
         precision: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true or 16-true.
+        matmul_precision: what products and convolutions of fp32 are computed in on a GPU: highest (fp32), high (inputs
+            rounded to the 10 bits of TF32) or medium (products, to the 7 of bfloat16); high and medium are lossy.
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
         replicas: copies of the sharded model under fsdp (hybrid sharding): the ranks of each copy share its shards.
         reshard_after_forward: under fsdp, free a block's whole weights after its forward and gather them again for
@@ -114,6 +117,7 @@ class Memory:
     micro_batch_size: int | Literal["auto"] = "auto"
     micro_batch_tokens: int | None = None
     precision: Precision = "32-true"
+    matmul_precision: MatmulPrecision = "highest"
     strategy: Strategy = "auto"
     replicas: int = 1
     reshard_after_forward: bool = True

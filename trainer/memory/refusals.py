@@ -88,6 +88,9 @@ def _state(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
             yield f"{key} is for adam and adamw: optim.name={name} has none"
         if on_host:
             yield f"{key} is done on the device, and {offload} updates in host memory: use one of the two"
+    if memory.matmul_precision != "highest" and memory.precision.endswith("-true") and memory.precision != "32-true":
+        key = f"memory.matmul_precision={memory.matmul_precision}"
+        yield f"{key} rounds products of fp32, and memory.precision={memory.precision} has none: use highest"
     if memory.precision == "16-true" and memory.cpu_offload != "optimizer" and name in DIVIDE_BY_SQUARES:
         yield (
             f"memory.precision=16-true cannot be used with optim.name={name}, which divides by squared gradients that "

@@ -33,7 +33,7 @@ from trainer.launching.world import World
 from trainer.memory.initialize import HOST, home_of_weights
 from trainer.memory.optimizer_offload import CHUNK, HostGradients
 from trainer.memory.plan import Plan
-from trainer.memory.precision import weights_dtype
+from trainer.memory.precision import matmul_precision, weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.planner.events import Trace
 from trainer.planner.fake_patches import patch_transformers
@@ -97,7 +97,7 @@ def trace_run(
     ranks = plan.world_size
     if plan.strategy != "single":
         fake_ranks(ranks, nodes)
-    with tracing(target, ranks, nodes) as tracer:
+    with matmul_precision(plan.memory.matmul_precision), tracing(target, ranks, nodes) as tracer:
         with _disable_current_modes():
             launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
