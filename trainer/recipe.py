@@ -16,7 +16,7 @@ from trainer.system.text import parse_budget, parse_duration
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Schedule = Literal["constant", "cosine", "linear"]
-Compile = Literal["none", "blocks", "model"]
+Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
@@ -106,7 +106,9 @@ class Memory:
             planner decides, and without it, no), true or false.
         init: device creates weights on the device in their type; meta allocates nothing until the weights of
             model.weights are streamed in, each rank reading its slices only.
-        compile: none, blocks or model: compile each block, or the whole model, with torch.compile.
+        compile: none, blocks, model or cuda_graphs: compile each block, or the whole model, with torch.compile; with
+            cuda_graphs each block, which a GPU then replays as one: for micro-batches so small that launching their
+            kernels takes longer than they do (no GPU has seen it yet).
         correct_batchnorm: rescale BatchNorm's momentum to m' = 1 - (1 - m)^(1/k) for k micro-steps a step, because
             running statistics move once a micro-step: uncorrected, they would forget k times faster than in the
             whole-batch run.

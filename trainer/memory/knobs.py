@@ -125,7 +125,7 @@ KNOBS = (  # in the order to try them
         "matmul_precision", ("highest", "high", "medium"), "{} matmul precision", TF32, lossy=True, column="{} matmuls"
     ),
     Knob("init", ("device", "meta"), "{} init"),
-    Knob("compile", ("none", "blocks", "model"), "compiled {}"),
+    Knob("compile", ("none", "blocks", "model", "cuda_graphs"), "compiled {}"),
 )
 
 SEARCHED = tuple(sorted((k for k in KNOBS if k.planned and k.values), key=lambda knob: -knob.reach))

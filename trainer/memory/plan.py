@@ -114,6 +114,9 @@ def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
         mixed = f"{key} rounds products of fp32, of which memory.precision={memory.precision} leaves hardly any"
         there = "rounds only with units for bfloat16 (AMX)" if memory.matmul_precision == "medium" else "does nothing"
         found.append(mixed if on_gpu else f"{key} is for GPUs: on a CPU it {there}")
+    if memory.compile == "cuda_graphs":
+        fact = "no GPU has seen it yet: compare the losses with memory.compile blocks"
+        found.append(f"memory.compile=cuda_graphs: {fact if on_gpu else 'on a CPU it does what blocks does'}")
     if not on_gpu and (memory.cpu_offload != "none" or memory.activation_offload):
         key = "activation_offload" if memory.cpu_offload == "none" else f"cpu_offload={memory.cpu_offload}"
         found.append(

@@ -119,6 +119,8 @@ def _notes(plan: Plan, module: nn.Module) -> list[str]:
             f"memory.compile={plan.memory.compile} is predicted without compiling: fused kernels keep fewer "
             "intermediate tensors, so this is an upper bound, but for what the compiler's own buffers take"
         )
+    if plan.memory.compile == "cuda_graphs":
+        notes.append("memory.compile=cuda_graphs: no GPU has seen it yet, and what its graphs keep is not predicted")
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
         notes.append("recurrent layers are predicted step by step: cuDNN's kernels take less time and other memory")
     return notes
