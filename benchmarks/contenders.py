@@ -261,6 +261,35 @@ def transformers_trainer(job: Job, compute_loss_func: Callable[..., Tensor] | No
         trainer.train()
 
 
+def keras_fit(job: Job, epochs: int = 1) -> None:
+    """Keras 3 on torch: ``fit`` with the optimizer's ``gradient_accumulation_steps``; the labels are a class a sample.
+
+    The module's loss is not used: Keras computes the mean cross entropy of the logits.
+    """
+    os.environ.setdefault("KERAS_BACKEND", "torch")
+    import keras
+
+    keras.config.set_floatx(str(next(job.module.parameters()).dtype).removeprefix("torch."))
+    rate = job.optimizer(job.module).param_groups[0]["lr"]
+
+    class Logits(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = keras.layers.TorchModuleWrapper(job.module)
+
+        def call(self, inputs: Batch) -> Tensor:
+            return self.wrapped(**inputs)["logits"]
+
+    model = Logits()
+    model.compile(
+        keras.optimizers.SGD(rate, gradient_accumulation_steps=job.accumulate),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    batch = {key: value.numpy() for key, value in job.collate(list(job.dataset)).items()}
+    labels = batch.pop("labels")
+    model.fit(batch, labels, batch_size=job.micro_batch_size, epochs=epochs, shuffle=False, verbose=0)
+
+
 CONTENDERS: dict[str, tuple[str, Callable[[Job], None]]] = {
     "plain": ("plain PyTorch loop", plain),
     "fabric": ("Fabric", fabric),
