@@ -100,9 +100,9 @@ def fabric(job: Job) -> None:
             optimizer.zero_grad()
 
 
-def accelerate(job: Job, **options: Any) -> None:
-    """Accelerate's ``accumulate``; ``options`` are for the ``Accelerator``."""
-    accelerator = _accelerator(job, **options)
+def accelerate(job: Job) -> None:
+    """Accelerate's ``accumulate``."""
+    accelerator = _accelerator(job)
     module, optimizer, loader = accelerator.prepare(job.module, job.optimizer(job.module), job.loader())
     for batch in loader:
         with accelerator.accumulate(module):
@@ -142,13 +142,12 @@ def accelerate_by_hand(
         optimizer.zero_grad()
 
 
-def _accelerator(job: Job, **options: Any) -> Accelerator:
+def _accelerator(job: Job) -> Accelerator:
     forget_accelerators()
     return Accelerator(
         cpu=job.accelerator == "cpu",
         gradient_accumulation_steps=job.accumulate,
         mixed_precision="bf16" if job.precision == "bf16-mixed" else "no",
-        **options,
     )
 
 

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import FullyShardedDataParallelPlugin
 from common import Record, table
 from contenders import (
     Batch,
@@ -42,8 +41,6 @@ from contenders import (
     transformers_trainer,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import SGD, Optimizer
@@ -276,18 +273,6 @@ def accelerate_remedy(case: Case, module: nn.Module) -> None:
     accelerate_by_hand(job(case, module), partial(loss_sum, case), partial(count, case))
 
 
-def accelerate_fsdp(case: Case, module: nn.Module) -> None:
-    """Accelerate's ``accumulate`` under FSDP2."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
-    accelerate(job(case, module), fsdp_plugin=plugin)
-    if not all(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        raise RuntimeError("Accelerate has not sharded the module")
-    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
-    for name, parameter in list(module.named_parameters()):
-        owner, _, last = name.rpartition(".")
-        setattr(module.get_submodule(owner), last, nn.Parameter(whole[name], parameter.requires_grad))
-
-
 @dataclass
 class CaseModel(Model):
     """A case's module for ours: the loss as a sum with a weight."""
@@ -379,7 +364,6 @@ CONTENDERS: dict[str, tuple[Callable[[Case, nn.Module], None], Callable[[Case], 
     "transformers Trainer, compute_loss_func": (transformers_remedy, everywhere),
     "Accelerate": (lambda case, module: accelerate(job(case, module)), everywhere),
     "Accelerate, items counted by hand": (accelerate_remedy, everywhere),
-    "Accelerate, FSDP2": (accelerate_fsdp, on_ranks),
     "Lightning Trainer": (lambda case, module: lightning_trainer(job(case, module)), everywhere),
     "Lightning Trainer, manual optimization": (
         lambda case, module: lightning_trainer(job(case, module), ManualLit),
