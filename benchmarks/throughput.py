@@ -526,11 +526,10 @@ def run(arguments: argparse.Namespace) -> None:
                 apart(partial(tokenise, work, place))
         for name, work in works.items():
             for ranks in arguments.ranks:
-                row = results.setdefault(
-                    f"{name} × {ranks} rank{'s' * (ranks > 1)}", {one: [] for one in arguments.only}
-                )
+                meant = [one for one in arguments.only if work.is_text or one != GROUPED]  # images have no length
+                row = results.setdefault(f"{name} × {ranks} rank{'s' * (ranks > 1)}", {one: [] for one in meant})
                 for number in range(arguments.rounds):
-                    waiting = [one for one in arguments.only if len(row[one]) == number]
+                    waiting = [one for one in meant if len(row[one]) == number]
                     if not waiting:
                         continue
                     drawn = draw(work, place, number, ranks)

@@ -12,7 +12,7 @@ from torch import nn
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras looks when it is imported
 pytest.importorskip("keras", reason="needs Keras 3: pip install 'exactbatch-trainer[peers]'", exc_type=ImportError)
 
-correctness, contenders = imported("correctness"), imported("contenders")
+correctness, contenders = imported("correctness", "contenders")
 EVEN, RAGGED, SHORT = correctness.CASES[:3]
 
 
