@@ -53,6 +53,7 @@ from trainer.models import BigBird, TextClassifier, VisionTransformer
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.report.summary import versions
 from trainer.system.machine import cores
+from trainer.system.processes import end_with_parent
 
 LR = 5e-5
 SECONDS = 600.0  # that one measurement may take
@@ -336,6 +337,7 @@ def _write(path: Path, found: dict[str, Any]) -> None:
 
 def rank_main(name: str, work: Work, drawn: Draw, place: Path, out: Path, rank: int, ranks: int, port: int) -> None:
     """Train, until the clock ends the process; an exception is written down."""
+    end_with_parent()
     found = out / f"rank-{rank}.json"
     log = (out / f"rank-{rank}.log").open("w")
     os.dup2(log.fileno(), 1)
@@ -548,7 +550,8 @@ def resumed(record: Record) -> dict[str, Any]:
         return {}
     before = json.loads(record.path.read_text())
     same = before.get("settings") == json.loads(json.dumps(record.content["settings"]))
-    same = same and before["commit"] == commit() and before["versions"] == json.loads(json.dumps(versions()))
+    here, there = (str(found).rstrip("+") for found in (commit(), before["commit"]))  # this file may be what differs
+    same = same and here == there and before["versions"] == json.loads(json.dumps(versions()))
     if before["complete"] or not same:
         return {}
     print(f"going on with {record.path}")
