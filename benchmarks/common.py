@@ -45,6 +45,14 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
+def sample_data() -> Path:
+    """The folder of real samples: $TRAINER_TEST_DATA, or shared/data beside the repository."""
+    folder = Path(os.environ.get("TRAINER_TEST_DATA", RESULTS.parents[2] / "shared" / "data"))
+    if not folder.is_dir():
+        raise SystemExit(f"no sample data in {folder}: set TRAINER_TEST_DATA")
+    return folder
+
+
 class Record:
     """``benchmarks/results/NAME.json``, written anew whenever something was measured: a run cut short loses nothing.
 

@@ -16,26 +16,34 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import argparse
 import json
-import logging
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from common import Record, table
-from lightning import LightningModule, Trainer
+from contenders import (
+    Batch,
+    Job,
+    ManualLit,
+    accelerate,
+    accelerate_by_hand,
+    keras_fit,
+    lightning_trainer,
+    quiet,
+    transformers_trainer,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader
 from transformers import (
     DistilBertConfig,
     DistilBertForSequenceClassification,
@@ -44,10 +52,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    PrinterCallback,
-    TrainingArguments,
 )
-from transformers import Trainer as TransformersTrainer
 
 from trainer.contract import Data, Model
 from trainer.data.loader import Loader
@@ -58,15 +63,14 @@ from trainer.launching.start import launch
 from trainer.launching.world import detect_world
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import decide_plan
-from trainer.memory.stack import apply_stack, build_updates
-from trainer.recipe import Memory, Optim, Recipe, Run
+from trainer.memory.stack import apply_stack, build_updates, whole_state
+from trainer.recipe import Memory, Optim, Recipe, Run, Strategy
 from trainer.values import IGNORED_LABEL, Loss
 
 VOCABULARY = 97
 CLASSES = 5
 DTYPE = torch.float64
 Sample = dict[str, Tensor]
-Batch = dict[str, Tensor]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -240,75 +244,33 @@ def sgd(module: nn.Module) -> Optimizer:
     return SGD(module.parameters(), lr=1.0)
 
 
-def transformers_trainer(case: Case, module: nn.Module) -> None:
-    """transformers' Trainer, with the model's own loss."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            use_cpu=True,
-            per_device_train_batch_size=case.micro_batch_size,
-            gradient_accumulation_steps=case.accumulate,
-            num_train_epochs=1,
-            max_grad_norm=0.0,
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        optimizer = sgd(module)
-        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        dataset: Any = case.dataset()
-        trainer = TransformersTrainer(
-            module, arguments, collate, train_dataset=dataset, optimizers=(optimizer, constant)
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+def job(case: Case, module: nn.Module) -> Job:
+    """A case for those in ``contenders.py``."""
+    return Job(module, case.dataset(), collate, case.micro_batch_size, case.accumulate, sgd, case.ranks)
 
 
-def accelerate(case: Case, module: nn.Module) -> None:
-    """Accelerate's ``accumulate``, with the model's own loss."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accumulate)
-    dataset: Any = case.dataset()
-    loader = DataLoader(dataset, case.micro_batch_size, collate_fn=collate)
-    prepared, optimizer, loader = accelerator.prepare(module, sgd(module), loader)
-    for batch in loader:
-        with accelerator.accumulate(prepared):
-            accelerator.backward(prepared(**batch)["loss"])
-            optimizer.step()
-            optimizer.zero_grad()
+def loss_sum(case: Case, outputs: Any, labels: Tensor) -> Tensor:
+    """What the remedies add up."""
+    return cross_entropy(*items(case, outputs["logits"], labels), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
-class Lit(LightningModule):
-    """A module for Lightning's Trainer, with the model's own loss."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def training_step(self, batch: Batch) -> Tensor:
-        return self.module(**batch)["loss"]
-
-    def configure_optimizers(self) -> Optimizer:
-        return sgd(self.module)
+def count(case: Case, labels: Tensor) -> Tensor:
+    """How many losses that is the sum of."""
+    return (targets(case, labels) != IGNORED_LABEL).sum()
 
 
-def lightning_trainer(case: Case, module: nn.Module) -> None:
-    """Lightning's Trainer with ``accumulate_grad_batches``."""
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=case.ranks,
-        strategy="ddp" if case.ranks > 1 else "auto",
-        max_epochs=1,
-        accumulate_grad_batches=case.accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    dataset: Any = case.dataset()
-    trainer.fit(Lit(module), DataLoader(dataset, case.micro_batch_size, collate_fn=collate))
+def transformers_remedy(case: Case, module: nn.Module) -> None:
+    """transformers' Trainer with a ``compute_loss_func`` that divides by ``num_items_in_batch``, as documented."""
+
+    def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+        return loss_sum(case, outputs, labels) / num_items_in_batch
+
+    transformers_trainer(job(case, module), compute_loss)
+
+
+def accelerate_remedy(case: Case, module: nn.Module) -> None:
+    """Accelerate with items counted ahead, gathered and divided by, as its page on gradient accumulation says."""
+    accelerate_by_hand(job(case, module), partial(loss_sum, case), partial(count, case))
 
 
 @dataclass
@@ -316,6 +278,10 @@ class CaseModel(Model):
     """A case's module for ours: the loss as a sum with a weight."""
 
     case: Case
+
+    @property
+    def blocks(self) -> Sequence[type]:  # type: ignore[override]
+        return (nn.Linear,) if self.case.build is BagOfWords else ()
 
     def build(self) -> nn.Module:
         return self.case.module()
@@ -340,14 +306,14 @@ class CaseData(Data):
         return collate(samples)
 
 
-def ours(case: Case, module: nn.Module) -> None:
+def ours(case: Case, module: nn.Module, strategy: Strategy = "auto") -> None:
     """The engine, put together as ``trainer.fit`` does."""
     recipe = Recipe(
         model=CaseModel(case),
         data=CaseData(case.dataset()),
         optim=Optim("sgd", lr=1.0),
         batch_size=case.micro_batch_size * case.accumulate * case.ranks,
-        memory=Memory(micro_batch_size=case.micro_batch_size, precision="64-true"),
+        memory=Memory(micro_batch_size=case.micro_batch_size, precision="64-true", strategy=strategy),
         run=Run(accelerator="cpu"),
     )
     world = detect_world(recipe)
@@ -370,7 +336,7 @@ def ours(case: Case, module: nn.Module) -> None:
         lengths=[len(sample["input_ids"]) for sample in recipe.data.train],
     )
     Engine(stepper, windows).fit(epochs=1)
-    module.load_state_dict(own.state_dict())
+    module.load_state_dict(whole_state(stack) or module.state_dict())  # under FSDP the first rank has it
 
 
 def _sum_over_ranks(values: list[float]) -> list[float]:
@@ -380,12 +346,34 @@ def _sum_over_ranks(values: list[float]) -> list[float]:
     return total.tolist()
 
 
-CONTENDERS: dict[str, Callable[[Case, nn.Module], None]] = {
-    "transformers Trainer": transformers_trainer,
-    "Accelerate": accelerate,
-    "Lightning Trainer": lightning_trainer,
-    "ours": ours,
+def everywhere(_: Case) -> bool:
+    return True
+
+
+def on_ranks(case: Case) -> bool:
+    return case.ranks > 1
+
+
+def in_keras(case: Case) -> bool:
+    """Keras computes the loss itself, from logits and one label a sample; on torch it has no data parallelism."""
+    return case.build is BagOfWords and case.ranks == 1 and find_spec("keras") is not None
+
+
+CONTENDERS: dict[str, tuple[Callable[[Case, nn.Module], None], Callable[[Case], bool]]] = {
+    "transformers Trainer": (lambda case, module: transformers_trainer(job(case, module)), everywhere),
+    "transformers Trainer, compute_loss_func": (transformers_remedy, everywhere),
+    "Accelerate": (lambda case, module: accelerate(job(case, module)), everywhere),
+    "Accelerate, items counted by hand": (accelerate_remedy, everywhere),
+    "Lightning Trainer": (lambda case, module: lightning_trainer(job(case, module)), everywhere),
+    "Lightning Trainer, manual optimization": (
+        lambda case, module: lightning_trainer(job(case, module), ManualLit),
+        everywhere,
+    ),
+    "Keras": (lambda case, module: keras_fit(job(case, module)), in_keras),
+    "ours": (ours, everywhere),
+    "ours, FSDP": (partial(ours, strategy="fsdp"), on_ranks),
 }
+"""What it does, and in which cases."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -411,11 +399,10 @@ class Result:
 
 def measure(contender: str, case: Case) -> Result:
     """Let a contender take one step, and compare its gradient with the reference."""
-    _forget_accelerators()
     module = case.module()
     before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
     try:
-        CONTENDERS[contender](case, module)
+        CONTENDERS[contender][0](case, module)
     except Exception as error:
         return Result(case.name, contender, failure=f"{type(error).__name__}: {error}")
     gradient = before - nn.utils.parameters_to_vector(module.parameters()).detach()
@@ -428,18 +415,13 @@ def measure(contender: str, case: Case) -> Result:
     )
 
 
-def _forget_accelerators() -> None:
-    """Accelerate keeps its settings for the life of a process, and transformers' Trainer uses it too."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def measure_all(ranks: int) -> Iterator[Result]:
     """All cases of that many ranks, contender by contender."""
     for case in CASES:
         if case.ranks == ranks:
-            for contender in CONTENDERS:
-                yield measure(contender, case)
+            for contender, (_, is_meant) in CONTENDERS.items():
+                if is_meant(case):
+                    yield measure(contender, case)
 
 
 def report(results: Sequence[Result]) -> str:
@@ -453,14 +435,6 @@ def _figures(result: Result) -> tuple[str, str]:
         return "failed", "–"
     error = f"{result.relative_error:.1e}" if result.relative_error < 1e-3 else f"{result.relative_error:.3f}"
     return error, f"{result.length_ratio:.3f}"
-
-
-def quiet() -> None:
-    """No advice from the frameworks between our lines."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    for logger in ("lightning", "lightning.pytorch", "lightning.fabric", "transformers", "accelerate"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
 
 
 def run_ranks(ranks: int) -> list[Result]:
@@ -501,9 +475,12 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     quiet()
+    torch.set_num_threads(1)
     if arguments.worker:
         worker(arguments.worker)
+    keras = version("keras") if find_spec("keras") is not None else "not installed: its rows are missing"
     record = Record("correctness", {"dtype": str(DTYPE).removeprefix("torch.")})
+    record.content["versions"] |= {"keras": keras}
     results: list[Result] = []
     for result in measure_all(ranks=1):
         results.append(result)

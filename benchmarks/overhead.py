@@ -15,11 +15,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import argparse
 import gc
-import logging
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +25,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from common import Record, table
+from contenders import quiet
 from lightning import LightningModule, Trainer
 from lightning.fabric import Fabric
 from torch import Tensor, nn
@@ -342,9 +341,7 @@ def main() -> None:
     if arguments.rounds < 1 or arguments.micro_steps < ACCUMULATE or arguments.micro_steps % ACCUMULATE:
         parser.error(f"--rounds must be at least 1 and --micro-steps a positive multiple of {ACCUMULATE}")
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    for logger in ("lightning", "lightning.pytorch", "lightning.fabric", "transformers"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    quiet()
     print(report(run(arguments.only, arguments.rounds, arguments.micro_steps)))
 
 

@@ -25,6 +25,14 @@ _hints: Any = cache(get_type_hints)
 MOST_WORKERS = 1024
 """Processes that a run may start on a machine."""
 
+NOT_OFFERED = {
+    ("memory.strategy", "dp"): "torch.nn.DataParallel copies the model to every GPU in every forward, and torch itself "
+    "advises against it; use ddp: the same gradient, faster",
+    ("memory.strategy", "async"): "asynchronous SGD adds gradients to newer weights than those they are of: not the "
+    "gradient of the batch, and never the same twice; use ddp, or fsdp",
+}
+"""What others offer under a key, and why it is refused here: see docs/techniques.md."""
+
 MOST_SECONDS = 10**9
 """That anything may be waited for: threads can count a little further."""
 
@@ -291,7 +299,9 @@ def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:
     require_types(section, settings)
     for name, hint in _hints(type(settings)).items():
         if get_origin(hint) is Literal:
-            require_choice(section + name, getattr(settings, name), hint)
+            key, value = section + name, getattr(settings, name)
+            require((key, value) not in NOT_OFFERED, f"{key}={value} is refused: {NOT_OFFERED.get((key, value))}")
+            require_choice(key, value, hint)
     for name in positive:
         if getattr(settings, name) not in (None, "auto"):
             require_positive(section + name, getattr(settings, name))

@@ -47,6 +47,8 @@ def python(*argv: object, **environment: str) -> subprocess.CompletedProcess:
         (["--accumulate", "{0: 8, 0: 2}"], ["accumulate=", "duplicate key 0"]),
         (["--accumulate", "{1: 8}"], ["accumulate={1: 8}", "epoch 0"]),
         (["--optim.name", "adamx"], ["optim.name='adamx'", "adamw|adam|sgd", "did you mean adam"]),
+        (["--memory.strategy", "dp"], ["memory.strategy=dp is refused", "DataParallel", "use ddp"]),
+        (["--memory.strategy", "async"], ["memory.strategy=async is refused", "newer weights", "use ddp"]),
         (["--run.logger", "tensorbord"], ["run.logger='tensorbord'", "did you mean tensorboard?"]),
         (["--run.devices", "aut"], ["run.devices='aut'", "int|auto", "did you mean auto?"]),
         (["--epochs"], ["--epochs", "needs a value"]),

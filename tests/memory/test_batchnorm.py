@@ -13,10 +13,12 @@ from helpers import matrix
 from helpers.combinations import CLASSES, PIXELS, Trained
 from torch import Tensor, nn
 
-from trainer.contract import Model
+from trainer.contract import Data, Model
+from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
+from trainer.memory.refusals import require_able
 from trainer.models.common import classification_loss
-from trainer.recipe import Memory, Optim
+from trainer.recipe import Memory, Optim, Recipe
 from trainer.values import Loss
 
 SGD = Optim("sgd", lr=0.01)  # Adam would move biases before BatchNorm, whose gradients are rounding noise
@@ -115,3 +117,20 @@ def test_batchnorm_in_every_precision(ranks):
         first, second = ranks(2).run(evaluated, WithBatchNorm("bn", Memory(precision=precision, **knobs), 2))
         rounding = 0.1 if precision == "bf16-true" else 0.05  # of the weights and of the statistics, too
         assert first["loss"] == second["loss"] == pytest.approx(exact, rel=rounding), (knobs, precision)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 1)])
+def test_batchnorm_over_ranks_is_refused_at_the_start_where_there_is_a_group(strategy, world_size):
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(Normalised().build())
+    recipe = Recipe(model=Normalised(), data=Data(), batch_size=8, memory=Memory(strategy=strategy))
+    with pytest.raises(
+        RecipeError, match=rf"^memory\.strategy={strategy} cannot train 0\.0\.norm, [^\n]*use BatchNorm"
+    ):
+        require_able(module, decide_plan(recipe, world_size))
+    require_able(module, decide_plan(recipe.replace(memory=Memory()), 1))  # there it is a BatchNorm
+
+
+@pytest.mark.parametrize("strategy", ["dp", "async"])
+def test_strategies_with_other_gradients_are_refused_by_name(strategy):
+    with pytest.raises(RecipeError, match=rf"^memory\.strategy={strategy} is refused: [^\n]*use ddp"):
+        Memory(strategy=strategy)

@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_lo
 
 from trainer.commands import NONE, TRUST, OwnFlags
 from trainer.errors import RecipeError, require
-from trainer.recipe import Recipe
+from trainer.recipe import NOT_OFFERED, Recipe
 from trainer.settings import did_you_mean, settings_of
 from trainer.system.files import read_regular
 
@@ -278,6 +278,8 @@ def _describe(hint: Any) -> str:
 
 def _explain(key: str, hint: Any, value: Any) -> str:
     """Why ``value`` was refused, with the choice that is nearest to it."""
+    if (reason := NOT_OFFERED.get((key, str(value)))) is not None:
+        return f"{key}={value} is refused: {reason}"
     wanted = _describe(hint)
     choices = findall(r"[\w.-]+", wanted)
     words = [word for word in findall(r"[\w.-]+", str(value)) if word not in choices]

@@ -180,6 +180,7 @@ def _deterministic(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterato
 
 def require_able(module: nn.Module, plan: Plan) -> None:
     """Refuse parameters that a technique of ``plan`` cannot hold, or not without changing what they learn."""
+    _require_local_norms(module, plan)
     memory, bits = plan.memory, plan.memory.optimizer_state_bits
     fsdp = [("memory.strategy=fsdp", "use ddp or single", plan.strategy == "fsdp")]
     dense = [
@@ -201,6 +202,23 @@ def require_able(module: nn.Module, plan: Plan) -> None:
         ):
             for key, remedy, is_on in excluded:
                 require(not (is_so and is_on), f"{key} cannot train {name}, which {fault}, or {remedy}")
+
+
+def _require_local_norms(module: nn.Module, plan: Plan) -> None:
+    """Refuse SyncBatchNorm where it would synchronise.
+
+    Its statistics are of what the ranks have in one micro-step: not of the batch, others for another cut or number of
+    ranks, with the samples of weight zero of a rank that has nothing left; and on a CPU its forward raises.
+    """
+    from torch.nn import SyncBatchNorm
+
+    names = [name for name, part in module.named_modules() if isinstance(part, SyncBatchNorm)]
+    require(
+        not names or (plan.world_size == 1 and plan.strategy == "single"),
+        f"memory.strategy={plan.strategy} cannot train {(names or [''])[0] or 'a module'}, a SyncBatchNorm: its "
+        "statistics are of one micro-step of all ranks, not of the batch, and change with the cut; use BatchNorm, "
+        "whose running statistics are corrected and shared, or LayerNorm or GroupNorm",
+    )
 
 
 def require_first_order(output: Any, setting: str, remedy: str) -> None:
