@@ -81,7 +81,7 @@ class Memory:
             docs/planner.md.
         micro_batch_size: samples that go through forward and backward at once; auto is the largest that the batch,
             the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
-        micro_batch_tokens: most tokens (padding included) of a micro-batch of text; micro_batch_size still bounds it.
+        micro_batch_tokens: most tokens of a micro-batch of text, with any padding; micro_batch_size still bounds it.
         precision: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true or 16-true.
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
         replicas: copies of the sharded model under fsdp (hybrid sharding): the ranks of each copy share its shards.
