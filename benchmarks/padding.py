@@ -2,8 +2,8 @@
 
 Every contender takes one step (AdamW, clipped) on 32 reviews of up to 512 tokens in micro-batches of 8, on one thread,
 in a process of its own, after a step of short reviews that does not count. A round takes other reviews, and contenders
-take turns within it. The plain loop and ours get a batch drawn at random; transformers' Trainer gets micro-batches of the
-order that its LengthGroupedSampler makes of all reviews, so many tokens as the batch of the others has, to one in 200.
+take turns within it. The plain loop and ours get a batch drawn at random; transformers gets micro-batches of the order
+that its LengthGroupedSampler makes of all reviews, with as many tokens as the batch of the others has, to 1 in 200.
 """
 
 from __future__ import annotations

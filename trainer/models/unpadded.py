@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.bert.modeling_bert import BertLayer
@@ -148,9 +149,13 @@ def attend(
 
 
 def _has_varlen(query: Tensor) -> bool:
-    """Whether torch's kernel for packed texts takes such tensors. It has no dropout."""
+    """Whether torch's kernel for packed texts takes such tensors. It has no dropout.
+
+    It asks the GPU that is there, which a plan is not for: planned is the other way, which keeps as many bytes.
+    """
     half = query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
-    return half and torch.version.hip is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    is_real = half and torch.version.hip is None and not isinstance(query, FakeTensor)
+    return is_real and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 class _DroppedAttention(torch.autograd.Function):
