@@ -8,7 +8,7 @@ that of "padding-free" or "unpadded" training (MosaicBERT, Portes et al. 2023; M
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -27,6 +27,13 @@ BITS = 16
 """Random bits that decide whether a weight of attention is dropped, on a CPU: the rate is rounded to 2^-16."""
 
 
+class Lengths:
+    """The tokens of each text, in a wrapper: of a list, the compiler would compile again for every number of texts."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+
 def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | None:
     """The micro-batch without its padding; ``None`` where texts do not all begin in their first column.
 
@@ -35,7 +42,7 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
         padding_idx: of models whose positions begin behind that of the padding token, and leave such tokens out.
 
     Returns:
-        The others, ``(1, tokens)``; ``position_ids``, alike; ``lengths``, the tokens of each text, integers; and
+        The others, ``(1, tokens)``; ``position_ids``, alike; ``lengths``, a :class:`Lengths`; and
         ``cu_seq_lens``, where each text begins and the last one ends, int32 ``(n + 1,)``.
     """
     mask = batch["attention_mask"].bool()
@@ -51,7 +58,7 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
     packed["position_ids"] = positions[mask][None]
     ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0)).to(torch.int32)
     rest = {"labels": batch["labels"]} if "labels" in batch else {}
-    return {**packed, "cu_seq_lens": ends, "lengths": tokens.tolist(), **rest}
+    return {**packed, "cu_seq_lens": ends, "lengths": Lengths(tokens.tolist()), **rest}
 
 
 def unpad(module: nn.Module) -> None:
@@ -62,7 +69,7 @@ def unpad(module: nn.Module) -> None:
     blocks = [part for part in module.modules() if type(part) in COMPUTE]
     for block in blocks:
         block.__class__ = _unpadded(type(block))
-    blocks[-1].reads_first = True  # type: ignore[assignment]
+        block.reads_first = block is blocks[-1]  # type: ignore[assignment]
 
 
 @cache
@@ -78,10 +85,10 @@ def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
         return found[:, None] if self.reads_first else found[None]
 
     # Of the same name: plans name the blocks, and transformers those that are not to be split.
-    return type(kind.__name__, (kind,), {"forward": forward, "reads_first": False, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def _of_distilbert(block: Any, rows: Tensor, hidden: Tensor, lengths: Sequence[int], ends: Tensor) -> Tensor:
+def _of_distilbert(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
     attention = block.attention
     query, key, value = attention.q_lin(rows), attention.k_lin(hidden), attention.v_lin(hidden)
     rate = attention.dropout.p if block.training else 0.0
@@ -90,7 +97,7 @@ def _of_distilbert(block: Any, rows: Tensor, hidden: Tensor, lengths: Sequence[i
     return block.output_layer_norm(block.ffn(attended) + attended)
 
 
-def _of_bert(block: Any, rows: Tensor, hidden: Tensor, lengths: Sequence[int], ends: Tensor) -> Tensor:
+def _of_bert(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
     attention = block.attention.self
     query, key, value = attention.query(rows), attention.key(hidden), attention.value(hidden)
     rate = attention.dropout.p if block.training else 0.0
@@ -109,7 +116,7 @@ COMPUTE: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 @torch.compiler.disable  # lengths differ in every micro-batch: no code is worth compiling for them
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, size: int, lengths: Sequence[int], ends: Tensor, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, size: int, lengths: Lengths, ends: Tensor, dropout: float
 ) -> Tensor:
     """Attention of each text within itself, without a mask.
 
@@ -125,17 +132,19 @@ def attend(
         Shape of ``query``.
     """
     query, key, value = (part.unflatten(-1, (-1, size)) for part in (query, key, value))
-    first = len(query) == len(lengths)
+    first = len(query) == len(lengths.tokens)
     if not dropout and _has_varlen(query):
         from torch.nn.attention.varlen import varlen_attn
 
         asked = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
-        longest = max(lengths)
+        longest = max(lengths.tokens)
         found = varlen_attn(query, key, value, asked, ends, 1 if first else longest, longest)
         return found.flatten(1)  # type: ignore[union-attr]
     # Texts of one length share a kernel on a GPU; on a CPU what a text needs may stay in the cache.
     on_cpu = query.device.type == "cpu"
-    groups = [(n, 1) for n in lengths] if on_cpu else [(n, len(list(same))) for n, same in groupby(lengths)]
+    groups = [(n, 1) for n in lengths.tokens]
+    if not on_cpu:
+        groups = [(n, len(list(same))) for n, same in groupby(lengths.tokens)]
     tokens = [length * count for length, count in groups]
     asked = [count for _, count in groups] if first else tokens
     own = on_cpu and dropout and query.dtype in (torch.float32, torch.float64)
