@@ -100,6 +100,14 @@ class Model:
             ignored = int((labels == IGNORED_LABEL).count_nonzero())
         return dict.fromkeys(self.loss_names, float(entries - ignored))
 
+    def packs(self) -> bool:
+        """Whether ``packed`` leaves padding out, so that a micro-batch has as many tokens as its samples together."""
+        return False
+
+    def packed(self, batch: Any) -> Any:
+        """A collated micro-batch as ``losses`` gets it, made from the host copy before that goes to the device."""
+        return batch
+
     def tokenizer_or_none(self) -> Any:
         """The tokenizer that the dataset must use, for text models."""
         return None

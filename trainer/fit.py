@@ -134,7 +134,7 @@ def _checked(run_dir: str | Path) -> Path:
 def _probabilities(model: Model, module: nn.Module, batch: dict[str, Any], count: int) -> torch.Tensor:
     """Of every class, shape ``(count, classes)``."""
     batch["labels"] = torch.zeros(count, dtype=torch.long)  # no loss is read, but losses() wants some
-    logits = next(model.losses(module, batch)).logits
+    logits = next(model.losses(module, model.packed(batch))).logits
     require(logits is not None, f"{type(model).__name__}.losses gives no logits to predict with")
     assert logits is not None
     return logits.softmax(-1)

@@ -90,7 +90,7 @@ class Memory:
             docs/planner.md.
         micro_batch_size: samples that go through forward and backward at once; auto is the largest that the batch,
             the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
-        micro_batch_tokens: most tokens (padding included) of a micro-batch of text; micro_batch_size still bounds it.
+        micro_batch_tokens: most tokens of a micro-batch of text, with any padding; micro_batch_size still bounds it.
         precision: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true or 16-true.
         matmul_precision: what products and convolutions of fp32 are computed in on a GPU: highest (fp32), high (inputs
             rounded to the 10 bits of TF32) or medium (products, to the 7 of bfloat16); high and medium are lossy.

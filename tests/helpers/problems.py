@@ -28,13 +28,14 @@ from trainer.values import Loss
 CLASSES = 5
 VOCABULARY = 120
 LR = 0.1
+CLASSIFIERS = ("distilbert", "bert", "roberta", "bigbird")  # of texts
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What is trained, for three SGD steps; picklable, so that every rank can set it up."""
 
-    name: str  # of the model: vit, mlp, distilbert, bigbird, tagger, two_losses, unused, branch or undeclared
+    name: str  # of the model: vit, mlp, one of CLASSIFIERS, tagger, two_losses, unused, branch or undeclared
     size: int  # training samples
     batch_size: int  # samples per step over all ranks
     micro_batch_size: int  # most samples of a micro-batch
@@ -74,6 +75,9 @@ def make_model(name: str) -> Model:
     if name == "distilbert":
         config = {"n_layers": 2, "dim": 16, "hidden_dim": 32, "n_heads": 2, "max_position_embeddings": 64}
         return TextClassifier("distilbert", tokenizer=tokenizer_folder(), config=config, **common)
+    if name in ("bert", "roberta"):
+        sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+        return TextClassifier(name, tokenizer=tokenizer_folder(), config={**sizes, "hidden_act": "silu"}, **common)
     if name == "bigbird":
         config = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
         config |= {"max_position_embeddings": 64}
@@ -181,7 +185,7 @@ def make_samples(problem: Problem) -> list[dict[str, Tensor]]:
     """Random samples: images, or texts of 3 to 40 tokens."""
     generator = torch.Generator().manual_seed(problem.seed + 1)
     labels = torch.randint(CLASSES, (problem.size,), generator=generator)
-    if problem.name not in ("distilbert", "bigbird", "tagger"):
+    if problem.name not in (*CLASSIFIERS, "tagger"):
         side = 8 if problem.name == "vit" else 4
         images = torch.randn(problem.size, 3, side, side, generator=generator)
         return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels, strict=True)]
@@ -238,7 +242,7 @@ def textbook_loss(name: str, module: nn.Module, batch: dict[str, Tensor]) -> Ten
         return cross_entropy(module(batch["pixel_values"]), labels)
     if name == "tagger":
         return cross_entropy(module(batch["input_ids"]).flatten(0, 1), labels.flatten())
-    if name in ("distilbert", "bigbird"):
+    if name in CLASSIFIERS:
         logits = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return cross_entropy(logits, labels)
     left = cross_entropy(module(batch["pixel_values"], "left"), labels)

@@ -69,6 +69,7 @@ def windows_of(
         world_size=world_size,
         reduce=reduce,
         lengths=lengths,
+        packs=recipe.model.packs(),
         groups=getattr(train, "groups", None),
         probably_longest=getattr(train, "longest", ()),
         augmented=bool(getattr(train, "augmented", False)),

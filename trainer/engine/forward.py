@@ -45,7 +45,7 @@ class Forward:
         return self._in_context(batch) if self.has_context else self._of_model(batch)
 
     def _of_model(self, batch: Any) -> Iterator[Loss]:
-        losses = self.model.losses(self.module, self.precision.convert_input(self.to_device(batch)))
+        losses = self.model.losses(self.module, self.precision.convert_input(self.to_device(self.model.packed(batch))))
         return losses if self.check is None or not torch.is_grad_enabled() else self.check.each(losses, batch)
 
     def _in_context(self, batch: Any) -> Iterator[Loss]:

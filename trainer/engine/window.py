@@ -35,7 +35,7 @@ class Cut:
     batch_size: int  # samples per step over all ranks
     micro_batch_size: int  # most samples of a micro-batch
     accumulate: int  # micro-batches per step and rank in a full batch (a token budget may ask for more)
-    micro_batch_tokens: int | None = None  # most tokens of a micro-batch, padding included
+    micro_batch_tokens: int | None = None  # most tokens of a micro-batch, with what padding it has
     any_ranks: bool = False  # cut as for one rank: where the ranks do not divide the pieces, some get an empty one
 
     def halved(self, world_size: int) -> Cut | None:
@@ -92,21 +92,21 @@ def padded(length: int) -> int:
 
 
 def cut_batch(
-    indices: Sequence[int], cut: Cut, world_size: int, lengths: Sequence[int] | None = None
+    indices: Sequence[int], cut: Cut, world_size: int, lengths: Sequence[int] | None = None, packs: bool = False
 ) -> list[list[int]]:
     """Cut a batch into a multiple of ``world_size`` micro-batches; rank r gets every ``world_size``-th from r on.
 
     Micro-batches are as equal in size as can be: the same peak on every rank, and empty ones only when there are fewer
     samples than micro-batches. With ``lengths``, samples of like length share a micro-batch, the longest first, so that
-    the peak comes first and the ranks pad alike.
+    the peak comes first and the ranks pad alike; with ``packs``, tokens are counted without padding.
     """
     if cut.any_ranks:
-        pieces = cut_batch(indices, replace(cut, any_ranks=False), 1, lengths)
+        pieces = cut_batch(indices, replace(cut, any_ranks=False), 1, lengths, packs)
         return pieces + [[] for _ in range(-len(pieces) % world_size)]
     order = list(indices) if lengths is None else sorted(indices, key=lambda index: -lengths[index])
     if lengths is None or cut.micro_batch_tokens is None:
         return [order[start:end] for start, end in _equal_bounds(len(order), cut.micro_batch_size, world_size)]
-    return _pieces_by_tokens(order, cut, world_size, lengths)
+    return _pieces_by_tokens(order, cut, world_size, lengths, packs)
 
 
 @lru_cache  # nearly all batches have the same size
@@ -117,17 +117,21 @@ def _equal_bounds(size: int, micro_batch_size: int, world_size: int) -> list[tup
     return list(zip(bounds, bounds[1:], strict=False))
 
 
-def _pieces_by_tokens(by_length: list[int], cut: Cut, world_size: int, lengths: Sequence[int]) -> list[list[int]]:
+def _pieces_by_tokens(
+    by_length: list[int], cut: Cut, world_size: int, lengths: Sequence[int], packs: bool
+) -> list[list[int]]:
     """Fill micro-batches greedily; halve the largest, where they stand, to a multiple of ``world_size``."""
     assert cut.micro_batch_tokens is not None
     pieces: list[list[int]] = []
-    room = 0  # in the last piece; a sample longer than the budget makes one of its own
+    tokens = longest = 0  # of the last piece; a sample longer than the budget makes one of its own
     for index in by_length:
-        if not room:
+        more = lengths[index] if packs else longest
+        if not pieces or len(pieces[-1]) == cut.micro_batch_size or tokens + more > cut.micro_batch_tokens:
             pieces.append([])
-            room = max(1, min(cut.micro_batch_size, cut.micro_batch_tokens // (padded(lengths[index]) or 1)))
+            tokens, longest = 0, padded(lengths[index])
+            more = lengths[index] if packs else longest
         pieces[-1].append(index)
-        room -= 1
+        tokens += more
     while len(pieces) % world_size:
         largest = max(range(len(pieces)), key=lambda place: len(pieces[place]))
         middle = (len(pieces[largest]) + 1) // 2
@@ -135,11 +139,17 @@ def _pieces_by_tokens(by_length: list[int], cut: Cut, world_size: int, lengths: 
     return pieces
 
 
+def tokens_of(piece: Sequence[int], lengths: Sequence[int], packs: bool = False) -> int:
+    """The tokens of a micro-batch: padded to its longest sample, or packed."""
+    if packs or not piece:
+        return sum(lengths[index] for index in piece)
+    return len(piece) * padded(max(lengths[index] for index in piece))
+
+
 def padding_share(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
     """The share of padding tokens among all tokens of the micro-batches ``pieces``, each padded to its own longest."""
-    tokens = sum(lengths[index] for piece in pieces for index in piece)
-    total = sum(len(piece) * padded(max(lengths[index] for index in piece)) for piece in pieces if piece)
-    return 1 - tokens / total if total else 0.0
+    total = sum(tokens_of(piece, lengths) for piece in pieces)
+    return 1 - sum(tokens_of(piece, lengths, True) for piece in pieces) / total if total else 0.0
 
 
 @dataclass(slots=True)
@@ -183,6 +193,7 @@ class Windows:
     world_size: int = 1
     reduce: Reduce = list
     lengths: Sequence[int] | None = None  # tokens of each sample, when there are such
+    packs: bool = False  # whether micro-batches are packed, without padding
     groups: Groups | None = None  # of samples that lie together, when there are such
     probably_longest: Sequence[int] = ()  # samples to take for the longest ones, where lengths are not known
     augmented: bool = False  # reading a sample draws random numbers, so that each needs a seed
@@ -229,7 +240,7 @@ class Windows:
         order: Sequence[int] = [*self.probably_longest, *range(min(self.size, cut.micro_batch_size))]
         if lengths is not None:
             order = sorted(range(self.size), key=lambda i: -lengths[i])
-        indices = cut_batch(order[: cut.micro_batch_size], cut, 1, lengths)[0]
+        indices = cut_batch(order[: cut.micro_batch_size], cut, 1, lengths, self.packs)[0]
         seeds = [0] * len(indices) if self.augmented else None
         count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
         fetched = enumerate(self.fetch(iter([Request(indices, seeds)] * count)), start=1)
@@ -250,7 +261,7 @@ class Windows:
         """All micro-batches of a batch, over all ranks."""
         cut = self.cut(epoch)
         batch = batch_indices(self.seed, epoch, step, self.size, cut.batch_size, self.groups)
-        pieces = cut_batch(batch, cut, self.world_size, self.lengths)
+        pieces = cut_batch(batch, cut, self.world_size, self.lengths, self.packs)
         if self._are_neighbours(epoch):
             each = len(pieces) // self.world_size
             pieces = [piece for first in range(each) for piece in pieces[first::each]]

@@ -25,6 +25,8 @@ DROPOUT_FIELDS = (
     *("dropout", "attention_dropout", "seq_classif_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
     *("classifier_dropout", "hidden_dropout", "classifier_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
 )
+PACKED = ("distilbert", "bert", "roberta", "xlm-roberta")
+"""Types of models that compute without padding."""
 
 
 @dataclass
@@ -43,6 +45,8 @@ class TextClassifier(Adaptable):
         num_classes: null takes the dataset's.
         class_names: null takes the dataset's; saved with the model.
         dropout: sets all dropout rates of the configuration; null leaves them.
+        padding_free: compute on the tokens that are there only, which changes no result but the masks of dropout; null
+            does so for DistilBERT, BERT, RoBERTa and XLM-RoBERTa.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
         lora: train adapters in the blocks, and the head, instead of all weights.
     """
@@ -55,6 +59,7 @@ class TextClassifier(Adaptable):
     num_classes: int | None = None
     class_names: list[str] | None = None
     dropout: float | None = None
+    padding_free: bool | None = None
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
 
@@ -64,6 +69,7 @@ class TextClassifier(Adaptable):
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
         self.lora.require_alone(self.train_last_blocks)
         self._cached_tokenizer: Any = None
+        self._can_pack: bool | None = None  # not looked for yet
 
     def prepare(self) -> None:
         """Fetch configuration, tokenizer and weights into the hub's cache."""
@@ -102,6 +108,32 @@ class TextClassifier(Adaptable):
         long = f"data.max_length={outline.length} is more than the {most} tokens that model.name={self.name!r} takes"
         require(not most or not outline.length or outline.length <= most, f"{long}: lower it")
         return model
+
+    def packs(self) -> bool:
+        """Whether micro-batches are packed, as ``padding_free`` says."""
+        if self.padding_free is False:
+            return False
+        if self._can_pack is None:
+            config = self._configuration()
+            whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
+            left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
+            known = config.model_type in PACKED and config._attn_implementation in (None, "sdpa")
+            self._can_pack = known and whole and not left
+            self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
+            require(
+                self._can_pack or self.padding_free is None,
+                f"model.padding_free=true is for encoders ({', '.join(PACKED)}) with sdpa attention and padding on the "
+                f"right, and model.name={self.name!r} is none: leave it at null",
+            )
+        return self._can_pack
+
+    def packed(self, batch: Any) -> Any:
+        """The micro-batch without its padding, where the module computes without it."""
+        if not self.packs() or not isinstance(batch, Mapping) or "attention_mask" not in batch:
+            return batch
+        from trainer.models.unpadded import pack
+
+        return pack(batch, self._padding_idx) or batch
 
     def build(self) -> nn.Module:
         """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes)."""
@@ -185,6 +217,10 @@ class TextClassifier(Adaptable):
     def _finished(self, module: nn.Module) -> nn.Module:
         """The module without a cache, and with the parameters frozen that do not train."""
         switch_cache_off(module)
+        if self.packs():
+            from trainer.models.unpadded import unpad
+
+            unpad(module)
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module

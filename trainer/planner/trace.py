@@ -76,7 +76,8 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
     if dataset is None or not recipe.run.evaluate:
         return []
     cut = evaluation_cut(plan.first_cut, len(dataset))
-    pieces = cut_batch(range(len(dataset)), cut, plan.world_size, getattr(dataset, "lengths", None))
+    lengths, packs = getattr(dataset, "lengths", None), recipe.model.packs()
+    pieces = cut_batch(range(len(dataset)), cut, plan.world_size, lengths, packs)
     loader = loader_of(recipe, dataset)
     return list(evaluation_micro_batches("val", pieces[:1], loader, Quarantine(limit=None)))
 

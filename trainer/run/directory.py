@@ -195,7 +195,9 @@ def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
     lines += [f"warning: {text}" for text in warnings if text is not None]
     if session.forecast is not None:
         lines += session.forecast.lines()
-    if windows.lengths is not None:
+    if windows.lengths is not None and windows.packs:
+        lines.append("padding: none, the model computes on the tokens that are there (model.padding_free)")
+    elif windows.lengths is not None:
         drawn, cut = (f"{100 * share:.1f} %" for share in padding_shares(windows))
         lines.append(f"padding: {cut} of the tokens, micro-batches cut by length ({drawn} in the order drawn)")
     return lines

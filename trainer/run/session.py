@@ -148,7 +148,8 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
 
     def micro_batches() -> Iterator[MicroBatch]:
         cut = evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
-        pieces = cut_batch(range(len(dataset)), cut, fabric.world_size, getattr(dataset, "lengths", None))
+        lengths = getattr(dataset, "lengths", None)
+        pieces = cut_batch(range(len(dataset)), cut, fabric.world_size, lengths, model.packs())
         on_load = partial(monitor.doing, "evaluation")
         for micro in evaluation_micro_batches(split, pieces, loader, session.quarantine, *ranks, on_load=on_load):
             # An evaluation may take longer than a scheduler waits after its signal.

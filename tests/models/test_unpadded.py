@@ -1,0 +1,192 @@
+"""Encoders on the tokens that are there: what they compute is what transformers computes on padded micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from helpers.problems import Problem, engine_run, make_model, plain_run, tokenizer_folder
+from helpers.tiny import InMemory
+from helpers.traced import held, traced
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from trainer import Memory, Optim, Recipe
+from trainer.engine.window import Cut, cut_batch, tokens_of
+from trainer.errors import RecipeError
+from trainer.models import BigBird, TextClassifier
+from trainer.models.unpadded import Lengths, _DroppedAttention, attend
+from trainer.planner.predict import prepared
+from trainer.weights.blocks import find_blocks
+
+ENCODERS = ("distilbert", "bert", "roberta")
+LENGTHS = [9, 5, 5, 1, 12]
+
+
+def batch_of(padding: int, width: int = 12) -> dict[str, Tensor]:
+    """Texts of ``LENGTHS`` tokens, one of them the padding token, to the right of which there is padding."""
+    ids, mask = torch.full((len(LENGTHS), width), padding), torch.zeros(len(LENGTHS), width, dtype=torch.long)
+    generator = torch.Generator().manual_seed(3)
+    for row, length in enumerate(LENGTHS):
+        ids[row, :length] = torch.randint(2, 20, (length,), generator=generator)
+        mask[row, :length] = 1
+    ids[0, 4] = padding
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1, 2, 3, 4])}
+
+
+def gradient(model: TextClassifier, module: torch.nn.Module, batch: Any) -> Tensor:
+    module.zero_grad()
+    (loss,) = model.losses(module, batch)
+    loss.total.backward()
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", [*ENCODERS, "xlm-roberta"])
+def test_gradients_are_those_of_transformers_on_padded_texts(name: str) -> None:
+    """Of a module that transformers has made, and that nothing of ours has touched."""
+    known = make_model("bert" if name == "xlm-roberta" else name)
+    model = dataclasses.replace(known, name=name, num_classes=5)
+    torch.manual_seed(0)
+    module = model.build().double().train()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    theirs = AutoModelForSequenceClassification.from_config(module.config).double().train()
+    theirs.load_state_dict(module.state_dict())
+    batch = batch_of(module.config.pad_token_id)
+    packed = model.packed(batch)
+    assert packed["input_ids"].shape == (1, sum(LENGTHS))
+    assert packed["lengths"].tokens == LENGTHS
+    expected = gradient(model, theirs, batch)
+    assert (gradient(model, module, packed) - expected).norm() <= 1e-12 * expected.norm()
+    assert torch.equal(gradient(model, module, batch), expected)  # one that is padded is computed as ever
+    assert [type(block).__name__ for block in find_blocks(module)] == [type(b).__name__ for b in find_blocks(theirs)]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("cut", [{"micro_batch_size": 3}, {"micro_batch_size": 8, "micro_batch_tokens": 70}])
+def test_steps_are_those_of_whole_padded_batches(name: str, cut: dict[str, int]) -> None:
+    problem = Problem(name, size=19, batch_size=8, clip_norm=0.5, **cut)
+    close(engine_run(problem), plain_run(problem))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_steps_on_two_ranks_are_those_of_whole_padded_batches(name: str, ranks: Any) -> None:
+    problem = Problem(name, size=11, batch_size=6, micro_batch_size=2)
+    for run in ranks(2).run(engine_run, problem, 2):
+        close(run, plain_run(problem))
+
+
+def close(run: dict[str, Any], plain: dict[str, Any]) -> None:
+    moved = (plain["after"] - plain["before"]).norm()
+    assert (run["after"] - plain["after"]).norm() <= 1e-12 * moved
+    assert run["losses"] == pytest.approx(plain["losses"], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_dropout_follows_from_the_seed_and_the_texts(name: str) -> None:
+    """Not from how far they are padded, which decides what a padded micro-batch draws."""
+    model = dataclasses.replace(make_model(name), dropout=0.4, num_classes=5)
+    torch.manual_seed(0)
+    module = model.build().train()
+    found = []
+    for width, seed in ((12, 1), (40, 1), (12, 2)):
+        packed = model.packed(batch_of(module.config.pad_token_id, width))
+        torch.manual_seed(seed)
+        found.append(gradient(model, module, packed))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_attention_drops_as_many_weights_as_it_is_told() -> None:
+    """With the identity as values, attention's output is its weights."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 4, 64, 64, dtype=torch.float64)
+    weights = ((query * 64**-0.5) @ key.transpose(-2, -1)).softmax(-1)
+    values = torch.eye(64, dtype=torch.float64).expand(1, 4, 64, 64)
+    drawn = torch.cat([_DroppedAttention.apply(query, key, values, 0.3) for _ in range(40)])
+    kept = drawn != 0
+    rate = round(0.3 * 2**16) / 2**16
+    assert torch.allclose(drawn, torch.where(kept, weights / (1 - rate), 0.0), rtol=1e-12)
+    expected = kept.numel() * (1 - rate)
+    assert abs(kept.sum() - expected) < 4 * (expected * rate) ** 0.5  # standard deviations of a binomial distribution
+    assert (kept.double().mean(0) - (1 - rate)).abs().max() < 0.4  # at every place
+    neighbours = kept[..., 1:] == kept[..., :-1]  # drawn together, and independent
+    assert neighbours.double().mean() == pytest.approx((1 - rate) ** 2 + rate**2, abs=3e-3)
+
+
+def test_gradients_of_dropped_attention_are_right() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return _DroppedAttention.apply(query, key, value, 0.3)
+
+    torch.manual_seed(0)
+    query = torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(attention, (query, key, value))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_texts_do_not_see_each_other(rate: float) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, sum(LENGTHS), 8, dtype=torch.float64)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    for first in (False, True):
+        asked = query[ends[:-1].long()] if first else query
+        found = []
+        for changed in (0.0, 1.0):
+            torch.manual_seed(1)
+            other = torch.cat([key[:14], key[14:] + changed])  # of all but the first two texts
+            found.append(attend(asked, other, value, 4, Lengths(LENGTHS), ends, rate))
+        same = 2 if first else 14
+        assert found[0].shape == asked.shape
+        assert torch.equal(found[0][:same], found[1][:same])
+        assert not torch.equal(found[0][same:], found[1][same:])
+
+
+def test_micro_batches_hold_as_many_tokens_as_are_there() -> None:
+    lengths = [37, 3, 9, 25, 40, 1, 16, 8, 31, 31]
+    cut = Cut(len(lengths), 8, 1, micro_batch_tokens=64)
+    pieces = cut_batch(range(len(lengths)), cut, 1, lengths, packs=True)
+    assert sorted(index for piece in pieces for index in piece) == list(range(len(lengths)))
+    assert all(tokens_of(piece, lengths, packs=True) <= 64 and len(piece) <= 8 for piece in pieces)
+    for piece, following in pairwise(pieces):  # none would have had room for one more
+        assert len(piece) == 8 or tokens_of([*piece, following[0]], lengths, packs=True) > 64
+    assert len(pieces) < len(cut_batch(range(len(lengths)), cut, 1, lengths))
+
+
+def test_what_cannot_be_packed_stays_padded_or_is_refused() -> None:
+    model = make_model("distilbert")
+    batch = batch_of(0)
+    torn = {**batch, "attention_mask": batch["attention_mask"].flip(1)}
+    assert model.packed(torn) is torn
+    plain = dataclasses.replace(model, padding_free=False)
+    assert plain.packed(batch) is batch
+    assert not plain.packs()
+    decoder = TextClassifier("bert", tokenizer=tokenizer_folder(), config={"is_decoder": True}, num_classes=2)
+    for other in (decoder, TextClassifier("gpt2", tokenizer=tokenizer_folder()), BigBird(tokenizer=tokenizer_folder())):
+        assert not other.packs()
+        with pytest.raises(RecipeError, match=r"model\.padding_free=true is for encoders \(distilbert, bert,.*null"):
+            dataclasses.replace(other, padding_free=True).packs()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_the_prediction_is_of_the_tokens_that_are_there(rate: float) -> None:
+    """Kept for the backward by 8 texts of 64, 8, ... 8 tokens, on a GPU that is not here."""
+    lengths, recipes = [64, *[8] * 7], {}
+    samples = [{"input_ids": torch.full((length,), 5), "labels": torch.tensor(0)} for length in lengths]
+    config = {"n_layers": 2, "dim": 64, "hidden_dim": 256, "n_heads": 2, "max_position_embeddings": 64}
+    for free in (False, True):
+        model = TextClassifier(
+            config=config, tokenizer=tokenizer_folder(), num_classes=2, dropout=rate, padding_free=free
+        )
+        memory = Memory(precision="bf16-mixed", micro_batch_size=8)
+        recipe = Recipe(model=model, data=InMemory(samples=samples), optim=Optim("sgd"), batch_size=8, memory=memory)
+        recipes[str(free)] = prepared(recipe), 1
+    traces = traced(recipes)
+    padded, packed = (max(held(traces[key], "activations")) for key in ("False", "True"))
+    assert packed < 0.35 * padded  # 120 tokens instead of 512, of the last block fewer
+    assert not any(trace.guesses for trace in traces.values())

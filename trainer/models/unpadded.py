@@ -1,0 +1,203 @@
+"""Encoders of transformers computed on the tokens that are there: the texts of a micro-batch lie one after another.
+
+Linear layers, norms and activation functions see one row of tokens, attention sees each text by itself. The last block
+computes queries, projections and its feed-forward network for the first token of each text only, which is all that a
+classifier's head reads. So nothing is spent on padding, and the result is that of the padded micro-batch. The idea is
+that of "padding-free" or "unpadded" training (MosaicBERT, Portes et al. 2023; ModernBERT, Warner et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.distilbert.modeling_distilbert import TransformerBlock
+from transformers.models.roberta.modeling_roberta import RobertaLayer
+from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaLayer
+
+BITS = 16
+"""Random bits that decide whether a weight of attention is dropped, on a CPU: the rate is rounded to 2^-16."""
+
+
+class Lengths:
+    """The tokens of each text, in a wrapper: of a list, the compiler would compile again for every number of texts."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+
+def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | None:
+    """The micro-batch without its padding; ``None`` where texts do not all begin in their first column.
+
+    Args:
+        batch: on the host: ``attention_mask`` ``(n, length)``, others of that shape, and ``labels``, which stay.
+        padding_idx: of models whose positions begin behind that of the padding token, and leave such tokens out.
+
+    Returns:
+        The others, ``(1, tokens)``; ``position_ids``, alike; ``lengths``, a :class:`Lengths`; and
+        ``cu_seq_lens``, where each text begins and the last one ends, int32 ``(n + 1,)``.
+    """
+    mask = batch["attention_mask"].bool()
+    tokens = mask.sum(1)
+    columns = torch.arange(mask.shape[1])
+    if not (mask == (columns < tokens[:, None])).all() or not tokens.all():
+        return None
+    packed = {key: value[mask][None] for key, value in batch.items() if key not in ("attention_mask", "labels")}
+    positions = columns.expand_as(mask)
+    if padding_idx is not None:  # as RobertaEmbeddings has them: a text may hold the padding token
+        counted = (batch["input_ids"] != padding_idx).long()
+        positions = counted.cumsum(1) * counted + padding_idx
+    packed["position_ids"] = positions[mask][None]
+    ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0)).to(torch.int32)
+    rest = {"labels": batch["labels"]} if "labels" in batch else {}
+    return {**packed, "cu_seq_lens": ends, "lengths": Lengths(tokens.tolist()), **rest}
+
+
+def unpad(module: nn.Module) -> None:
+    """Let the blocks of ``module`` take packed micro-batches as well as padded ones.
+
+    Only their class changes: parameters and their names stay.
+    """
+    blocks = [part for part in module.modules() if type(part) in COMPUTE]
+    for block in blocks:
+        block.__class__ = _unpadded(type(block))
+        block.reads_first = block is blocks[-1]  # type: ignore[assignment]
+
+
+@cache
+def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
+    padded: Callable[..., Any] = kind.forward
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if "cu_seq_lens" not in kwargs:
+            return padded(self, hidden_states, *args, **kwargs)
+        hidden, ends = hidden_states[0], kwargs["cu_seq_lens"]
+        rows = hidden[ends[:-1].long()] if self.reads_first else hidden
+        found = COMPUTE[kind](self, rows, hidden, kwargs["lengths"], ends)
+        return found[:, None] if self.reads_first else found[None]
+
+    # Of the same name: plans name the blocks, and transformers those that are not to be split.
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _of_distilbert(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
+    attention = block.attention
+    query, key, value = attention.q_lin(rows), attention.k_lin(hidden), attention.v_lin(hidden)
+    rate = attention.dropout.p if block.training else 0.0
+    attended = attend(query, key, value, attention.attention_head_size, lengths, ends, rate)
+    attended = block.sa_layer_norm(attention.out_lin(attended) + rows)
+    return block.output_layer_norm(block.ffn(attended) + attended)
+
+
+def _of_bert(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
+    attention = block.attention.self
+    query, key, value = attention.query(rows), attention.key(hidden), attention.value(hidden)
+    rate = attention.dropout.p if block.training else 0.0
+    attended = attend(query, key, value, attention.attention_head_size, lengths, ends, rate)
+    return block.feed_forward_chunk(block.attention.output(attended, rows))
+
+
+COMPUTE: dict[type[nn.Module], Callable[..., Tensor]] = {
+    TransformerBlock: _of_distilbert,
+    BertLayer: _of_bert,
+    RobertaLayer: _of_bert,
+    XLMRobertaLayer: _of_bert,
+}
+"""How a block of each class computes ``(block, rows, hidden, lengths, ends)``: ``rows`` ask, ``hidden`` answers."""
+
+
+@torch.compiler.disable  # lengths differ in every micro-batch: no code is worth compiling for them
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, size: int, lengths: Lengths, ends: Tensor, dropout: float
+) -> Tensor:
+    """Attention of each text within itself, without a mask.
+
+    Args:
+        query: (tokens, heads × size), or (texts, heads × size): of the first token of each text.
+        key, value: (tokens, heads × size).
+        size: of a head.
+        lengths: tokens of each text.
+        ends: where each text begins and the last one ends, int32 (texts + 1,).
+        dropout: share of the attention weights that is dropped.
+
+    Returns:
+        Shape of ``query``.
+    """
+    query, key, value = (part.unflatten(-1, (-1, size)) for part in (query, key, value))
+    first = len(query) == len(lengths.tokens)
+    if not dropout and _has_varlen(query):
+        from torch.nn.attention.varlen import varlen_attn
+
+        starts = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
+        longest = max(lengths.tokens)
+        packed: Any = varlen_attn(query, key, value, starts, ends, 1 if first else longest, longest)
+        return packed.flatten(1)
+    # Texts of one length share a kernel on a GPU; on a CPU what a text needs may stay in the cache.
+    on_cpu = query.device.type == "cpu"
+    groups = [(n, 1) for n in lengths.tokens]
+    if not on_cpu:
+        groups = [(n, len(list(same))) for n, same in groupby(lengths.tokens)]
+    tokens = [length * count for length, count in groups]
+    asked = [count for _, count in groups] if first else tokens
+    own = on_cpu and dropout and query.dtype in (torch.float32, torch.float64)
+    kernel: Callable[..., Tensor] = _DroppedAttention.apply if own else scaled_dot_product_attention
+    options = (dropout,) if own else (None, dropout)
+    found = []
+    for (_, count), *parts in zip(groups, query.split(asked), key.split(tokens), value.split(tokens), strict=True):
+        heads = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in parts)  # (texts, heads, tokens, size)
+        found.append(kernel(*heads, *options).transpose(1, 2).flatten(0, 1))
+    return torch.cat(found).flatten(1)
+
+
+def _has_varlen(query: Tensor) -> bool:
+    """Whether torch's kernel for packed texts takes such tensors. It has no dropout.
+
+    It asks the GPU that is there, which a plan is not for: planned is the other way, which keeps as many bytes.
+    """
+    half = query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
+    is_real = half and torch.version.hip is None and not isinstance(query, FakeTensor)
+    return is_real and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+class _DroppedAttention(torch.autograd.Function):
+    """Attention with dropout on a CPU, for which torch has no fused kernel.
+
+    Torch draws a random number for each weight and keeps several tensors of weights; this takes an eighth of the random
+    numbers and keeps a byte for each weight: the rest is computed again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        """Of ``(texts, heads, tokens, size)``; see ``scaled_dot_product_attention``."""
+        dropped = round(dropout * 2**BITS)
+        ctx.scales = query.shape[-1] ** -0.5, 1 / (1 - dropped / 2**BITS)
+        weights = _weights(query, key, ctx.scales[0])
+        # Of 64 random bits, four integers from -2^15 on.
+        bits = torch.empty(-(-weights.numel() * BITS // 64), dtype=torch.int64, device=query.device)
+        numbers = bits.random_(-(2**63), None).view(torch.int16)[: weights.numel()]
+        kept = (numbers >= dropped - 2 ** (BITS - 1)).view(weights.shape)
+        ctx.save_for_backward(query, key, value, kept)
+        return (weights.mul_(kept) @ value).mul_(ctx.scales[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, kept = ctx.saved_tensors
+        scale, of_kept = ctx.scales
+        weights, gradient = _weights(query, key, scale), gradient * of_kept
+        of_weights = (gradient @ value.transpose(-2, -1)).mul_(kept)
+        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)
+        of_value = weights.mul_(kept).transpose(-2, -1) @ gradient
+        return of_scores @ key, of_scores.transpose(-2, -1) @ query, of_value, None
+
+
+def _weights(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    return torch.softmax((query * scale) @ key.transpose(-2, -1), -1)
