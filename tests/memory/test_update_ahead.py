@@ -42,8 +42,9 @@ def never(ahead: UpdateAhead) -> None:
 
 def patient(ahead: UpdateAhead) -> None:
     """All updates that could have been made are: how many there are no longer depends on the machine."""
+    for update in ahead.updates:
+        update.result()
     ahead.join()
-    ahead.is_open, ahead.next = False, []
 
 
 @contextmanager
@@ -64,6 +65,7 @@ def trained(case: Case, **methods: Any) -> tuple[list[Tensor], list[bool], list[
     with replaced(UpdateAhead, **methods), replaced(update_ahead, AT_ONCE=1), small:
         _, stepper, windows, stack = set_up(case, decide_plan(case.recipe, case.world_size))
         ahead, made, stood, seen = stepper.sync.ahead, [], [], []
+        ahead.pays = True  # although the host computes
         settle = ahead.settle
 
         def settled(*args: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,10 +144,12 @@ def mean_over_ranks(tensors: Sequence[Tensor], group: torch.distributed.ProcessG
 def means_over_ranks(
     parts: Sequence[Sequence[Tensor]], group: torch.distributed.ProcessGroup | None = None
 ) -> Iterator[int]:
-    """:func:`mean_over_ranks` of each of ``parts``, all begun at once; yields the number of one when it is done."""
-    begun = [[torch.distributed.all_reduce(one, group=group, async_op=True) for one in part] for part in parts]
-    for number, works in enumerate(begun):
-        for work in works:
+    """:func:`mean_over_ranks` of each of ``parts``, two at a time; yields the number of one when it is done."""
+    begun: list[Any] = []
+    for number in range(len(parts)):
+        for part in parts[len(begun) : number + 2]:
+            begun.append([torch.distributed.all_reduce(one, group=group, async_op=True) for one in part])
+        for work in begun[number]:
             work.wait()
         torch._foreach_div_(list(parts[number]), torch.distributed.get_world_size())
         yield number

@@ -119,7 +119,7 @@ class HostGradients(GradientSync):
         self.arrived: set[nn.Parameter] = set()
         for parameter in masters:
             parameter.register_post_accumulate_grad_hook(self._leave)
-        self.ahead, self.is_complete = UpdateAhead(optimizer, scaler, world_size), False
+        self.ahead, self.is_complete = UpdateAhead(optimizer, scaler, world_size, device.type == "cuda"), False
         optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     def begin(self, window: Window) -> None:

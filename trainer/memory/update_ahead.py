@@ -30,17 +30,18 @@ class UpdateAhead:
     """Updates parameters of ``optimizer`` before it is asked to, in a thread of its own.
 
     Any optimizer will do whose update of a parameter reads no other one, as all of ``optim.name`` are. It begins with
-    the second step, when all else has its memory, and takes at most its share of half of what the host has left. After
-    a step in which it was wrong it does nothing for one: who clips in every step pays for one mistake.
+    the second step, when all else has its memory, and takes at most its share of half of what the host has left. From
+    a step that was clipped or skipped on it waits for one that was not: who clips in every step pays for one mistake.
 
     Args:
         optimizer: over weights in host memory.
         scaler: of fp16 gradients, which are as they arrived: scaled.
         world_size: ranks, which may share the host.
+        pays: whether to do it at all: where the host itself computes, no core is idle.
     """
 
-    def __init__(self, optimizer: Optimizer, scaler: Any = None, world_size: int = 1) -> None:
-        self.optimizer, self.scaler, self.world_size = optimizer, scaler, world_size
+    def __init__(self, optimizer: Optimizer, scaler: Any = None, world_size: int = 1, pays: bool = True) -> None:
+        self.optimizer, self.scaler, self.world_size, self.pays = optimizer, scaler, world_size, pays
         self.hand = copy(optimizer)  # of the same settings, for it is shown a few parameters at a time, and no hooks
         self.group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.thread = ThreadPoolExecutor(1, "update ahead")  # which starts with the first update
@@ -55,7 +56,7 @@ class UpdateAhead:
 
     def open(self) -> None:
         """Gradients that arrive from now on are those of the whole batch."""
-        self.is_open = self.has_stepped and self.was_right
+        self.is_open = self.pays and self.has_stepped and self.was_right
 
     def take(self, parameter: Tensor, gradient: Tensor, arrived: Callable[[], object] | None = None) -> None:
         """Update ``parameter`` as soon as ``arrived`` returns, which waits for ``gradient``; this returns at once."""
@@ -72,14 +73,15 @@ class UpdateAhead:
 
     def stop(self) -> None:
         """Wait for the update that has begun; those that have not are left to the optimizer."""
-        self.is_open, self.next = False, []
-        self.join()
-
-    def join(self) -> None:
-        wait(self.updates)
-        updates, self.updates = self.updates, []
-        for update in updates:
+        for update in self.join():
             update.result()
+
+    def join(self) -> list[Future[None]]:
+        """Begin nothing any more, and wait for what has begun, however it ends."""
+        self.is_open, self.next = False, []
+        wait(self.updates)
+        ended, self.updates = self.updates, []
+        return ended
 
     def settle(self, norm: Tensor, largest: float | None) -> bool:
         """Whether gradients of this ``norm`` are neither clipped to ``largest`` nor skipped; else undo all.
@@ -101,9 +103,7 @@ class UpdateAhead:
     @torch.no_grad()
     def undo(self) -> None:
         """Put back all that was overwritten since the last step, however the updates have ended."""
-        self.is_open, self.next = False, []
-        wait(self.updates)
-        self.updates = []
+        self.join()
         for parameter, before in self.before.items():
             for name, value in _tensors(parameter, before or {}).items():
                 value.copy_(self.copies[parameter][name])
