@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import Event
 from typing import Any
 
@@ -30,7 +29,9 @@ RIGHT = [largest != 1e-3 and step != SPOILED for step, largest in enumerate(CLIP
 OFFLOADED = [
     values
     for values in likely(9_000)
-    if values["cpu_offload"] != "none" and values["compile"] == "none" and isinstance(ask(values), Plan)
+    if values["cpu_offload"] != "none"
+    and values["compile"] == "none"
+    and isinstance(ask(values), Plan)
     # FSDP itself takes the gradients of streamed weights that are not fp32, when backward is over.
     and (values["cpu_offload"] == "optimizer" or values["precision"] in ("32-true", "bf16-mixed", "16-mixed"))
 ]
@@ -126,3 +127,84 @@ def check(values: dict, ranks: Any) -> None:
 def test_the_same_bits_with_updates_ahead(values, ranks):
     """Any value that any plan with an offload has; ``-m slow`` has any two of all knobs."""
     check(values, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_same_bits_with_any_two_knobs(ranks):
+    for values in covering(OFFLOADED, 2)[::4]:
+        check(values, ranks)
+
+
+def test_weights_are_updated_before_the_last_backward_has_ended(monkeypatch):
+    """The gradient of the first layer, the last to come, is held back until the last layer has been updated."""
+    monkeypatch.setattr(update_ahead, "AT_ONCE", 1)
+    memory, optim = Memory(strategy="single", cpu_offload="optimizer"), Optim("adamw", lr=1e-3)
+    case = Trained("tower", memory, optim=optim, weights=tower_file())
+    _, stepper, windows, _ = set_up(case, decide_plan(case.recipe, 1))
+    ahead, updated, waited = stepper.sync.ahead, Event(), []
+    ahead.pays, update = True, ahead.update
+
+    def and_told(*args: Any) -> None:
+        update(*args)
+        updated.set()
+
+    monkeypatch.setattr(ahead, "update", and_told)
+    hold_back = stepper.module.stem.weight.register_hook(lambda gradient: waited.append(updated.wait(20)))
+    first, second = windows.epoch(0, 0, 2)
+    updated.set()
+    assert not stepper.step(first).skipped  # which is not updated ahead
+    updated.clear()
+    waited.clear()
+    assert not stepper.step(second).skipped
+    hold_back.remove()
+    assert waited == [True]
+
+
+def test_a_second_gradient_in_the_same_backward_takes_the_first_update_back(monkeypatch):
+    """Reentrant checkpointing brings the gradient of a shared weight in parts."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    master = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([master], lr=1.0)
+    sync = optimizer_offload.HostGradients({weight: master}, torch.device("cpu"), optimizer, 1)
+    monkeypatch.setattr(update_ahead, "AT_ONCE", 1)
+    sync.ahead.pays = sync.ahead.has_stepped = True
+    sync.before_last_backward()
+    for part in (2.0, 3.0):
+        (weight * part).sum().backward()
+        for update in sync.ahead.updates:
+            update.result()
+        assert master.tolist() == ([-1.0] * 4 if part == 2 else [1.0] * 4)
+    sync.after()
+    assert master.grad is not None
+    assert master.grad.tolist() == [5.0] * 4
+
+
+def test_no_more_is_copied_than_there_is_room_for(monkeypatch):
+    monkeypatch.setattr(update_ahead, "AT_ONCE", 1)
+    monkeypatch.setattr(update_ahead, "available_bytes", lambda: 2 * 4 * 12)  # half of it is for 12 weights
+    weights = [torch.ones(8, requires_grad=True) for _ in range(2)]
+    ahead = UpdateAhead(torch.optim.SGD(weights, lr=1.0))
+    ahead.has_stepped = True
+    for _ in range(2):
+        ahead.open()
+        for weight in weights:
+            ahead.take(weight, torch.ones(8))
+        patient(ahead)
+        assert [*ahead.before] == weights[:1]
+        ahead.undo()
+        assert weights[0].tolist() == [1.0] * 8
+
+
+def test_an_update_that_fails_is_raised_and_taken_back(monkeypatch):
+    monkeypatch.setattr(update_ahead, "AT_ONCE", 1)
+    weight = torch.ones(8, requires_grad=True)
+    ahead = UpdateAhead(torch.optim.SGD([weight], lr=1.0))
+    ahead.has_stepped = True
+    monkeypatch.setattr(ahead.hand, "step", lambda: weight.data.zero_() is None or 1 / 0)
+    ahead.open()
+    ahead.take(weight, torch.ones(8))
+    with pytest.raises(ZeroDivisionError):
+        ahead.stop()
+    ahead.undo()
+    assert weight.tolist() == [1.0] * 8

@@ -202,7 +202,11 @@ class Detector:
         pool = self.freed.setdefault(block.pool, {})
         for access in block.accesses:
             last = pool.get(access.stream)
-            if access.stream >= 0 and access.stream not in block.recorded and (last is None or last[0].number < access.number):
+            if (
+                access.stream >= 0
+                and access.stream not in block.recorded
+                and (last is None or last[0].number < access.number)
+            ):
                 pool[access.stream] = access, block.origin
 
     def report(self, kind: str, what: str) -> None:
