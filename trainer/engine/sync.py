@@ -147,8 +147,10 @@ def means_over_ranks(
     """:func:`mean_over_ranks` of each of ``parts``, two at a time; yields the number of one when it is done."""
     begun: list[Any] = []
     for number in range(len(parts)):
-        for part in parts[len(begun) : number + 2]:
-            begun.append([torch.distributed.all_reduce(one, group=group, async_op=True) for one in part])
+        begun += [
+            [torch.distributed.all_reduce(one, group=group, async_op=True) for one in part]
+            for part in parts[len(begun) : number + 2]
+        ]
         for work in begun[number]:
             work.wait()
         torch._foreach_div_(list(parts[number]), torch.distributed.get_world_size())

@@ -23,7 +23,7 @@ from trainer.memory.sharding import local
 from trainer.system.machine import available_bytes
 
 AT_ONCE = 2**18
-"""Elements that are updated at once, if no parameter is larger: fewer would be gone before Python has called for them."""
+"""Elements that are updated at once, if no parameter is larger: of fewer, Python would take most of the time."""
 
 
 class UpdateAhead:
