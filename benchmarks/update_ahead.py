@@ -1,4 +1,4 @@
-"""What updating offloaded weights beside the last backward saves or costs: clipping never, in every fourth step, always.
+"""What updating offloaded weights beside the last backward saves or costs: clipping never, in some steps, always.
 
 A CPU stands in for the GPU, so cores must be left to the host's thread: one thread computes, and another core updates.
 The steps of both ways take turns on the same model; medians.
