@@ -58,7 +58,7 @@ SUPERFLUOUS = {
 """How many orders of a kind may be forgotten in a function without harm."""
 
 SLOW_ORDERS = [pytest.param(order, marks=pytest.mark.slow) for order in ("wait_stream", "with stream")]
-ORDERS = ["wait_event", "synchronize", "pin_memory", "record_stream", *SLOW_ORDERS]
+ORDERS = ["wait_event", "synchronize", "join", "pin_memory", "record_stream", *SLOW_ORDERS]
 BEFORE_TRAINING = ("init", "saving")
 MOST_TRIED = 3
 """Configurations, the smallest first, in which a forgotten order may show."""

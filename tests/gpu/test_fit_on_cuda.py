@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import gc
+import time
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from trainer import Memory, Run
 from trainer.commands.recipes import load_recipe
 from trainer.fit import fit
 from trainer.memory.plan import decide_plan
+from trainer.memory.update_ahead import UpdateAhead
 from trainer.models import VisionTransformer
 
 STEPS = 3
 SMALL = {"layers": 4, "heads": 4, "width": 64, "mlp_width": 256}
+WIDE = {"layers": 4, "heads": 8, "width": 512, "mlp_width": 2048}
 
 
 class WithHead(VisionTransformer):
@@ -29,12 +32,12 @@ class WithHead(VisionTransformer):
         return module
 
 
-def train(run_dir, accelerator="cuda", shape=SMALL, **memory):
+def train(run_dir, accelerator="cuda", shape=SMALL, clip_norm=None, **memory):
     """Losses and gradient norms of a few steps of vit_digits without dropout and warm-up, and the summary."""
     recipe, source = load_recipe("vit_digits")
     recipe = recipe.replace(
         model=WithHead("custom", patch_size=4, **shape),
-        optim=dataclasses.replace(recipe.optim, warmup_steps=0, schedule="constant", clip_norm=None),
+        optim=dataclasses.replace(recipe.optim, warmup_steps=0, schedule="constant", clip_norm=clip_norm),
         max_steps=STEPS,
         memory=Memory(**({"micro_batch_size": 16} | memory)),
         run=Run(dir=str(run_dir), accelerator=accelerator, devices=1, progress=False, evaluate=False),
@@ -105,6 +108,27 @@ def test_a_technique_changes_memory_and_not_the_losses(memory, plain, tmp_path):
     assert curve.losses == pytest.approx(plain.losses, rel=1e-4)
     assert curve.norms[0] == pytest.approx(plain.norms[0], rel=1e-4)
     assert curve.norms == pytest.approx(plain.norms, rel=1e-2)  # Adam makes much of the last bits of small gradients
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1e-3])
+@pytest.mark.parametrize("memory", [{"cpu_offload": "optimizer"}, {"cpu_offload": "parameters"}], ids=str)
+def test_updates_ahead_have_the_same_bits(memory, clip_norm, tmp_path, monkeypatch):
+    """Where clipping makes them wrong, too; the seconds of both are printed."""
+
+    def run(name):
+        began = time.perf_counter()
+        curve, _ = train(tmp_path / name, shape=WIDE, clip_norm=clip_norm, **memory)
+        print(f"{name} {memory} clip_norm={clip_norm}: {time.perf_counter() - began:.2f} s")
+        return curve
+
+    made = []
+    update = UpdateAhead.update
+    monkeypatch.setattr(UpdateAhead, "update", lambda *args: made.append(1) or update(*args))
+    monkeypatch.setattr(UpdateAhead, "open", lambda ahead: setattr(ahead, "is_open", ahead.has_stepped))
+    ahead = run("ahead")
+    assert made
+    monkeypatch.setattr(UpdateAhead, "open", lambda ahead: None)
+    assert run("after") == ahead
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])

@@ -66,8 +66,9 @@ def test_an_expanded_tensor_stays():
 
 def test_accumulators_are_cut_between_parameters():
     masters = {nn.Parameter(torch.empty(0)): torch.empty(size, device="cpu") for size in (PIECE, 5, PIECE - 5, 1)}
-    pieces, homes = _accumulators(masters, pinned=False)
+    pieces, members, homes = _accumulators(masters, pinned=False)
     assert [piece.numel() for piece in pieces] == [PIECE, PIECE, 1]
+    assert [parameter for group in members for parameter in group] == [*masters]
     for parameter, master in masters.items():
         assert homes[parameter].shape == master.shape
 

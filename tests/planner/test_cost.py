@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainer.planner.cost import TAKES_WEIGHTS, Clocks, StepCost, kernel_seconds, step_cost
-from trainer.planner.events import Kind, Trace, Work
+from trainer.planner.events import HOST_STREAM, HOST_THREAD, Kind, Trace, Work
 from trainer.planner.gpus import GPU, gpu_named
 from trainer.planner.network import Cluster, interconnects
 from trainer.planner.predict import cost_of
@@ -82,6 +82,22 @@ def test_a_step_by_hand() -> None:
     by_hand |= {"compute": 10 + 10, "launch": 0.04, "transfer": 10 + 1, "communication": 14, "host": 10}
     for name, milliseconds in by_hand.items():
         assert getattr(found, f"{name}_ms") == pytest.approx(milliseconds, abs=MICROSECONDS), name
+
+
+def test_an_update_on_the_host_is_beside_the_last_backward() -> None:
+    """Two gradients of 40 MB, each updated in 40 ms by the host's thread, which first makes a copy in 40 ms."""
+    leaves = copy(40 * MB)
+    copies, updates = (
+        Work(op, "compute", "backward", HOST_THREAD, 0, 1600 * MB, "float32") for op in ("copy_", "adam")
+    )
+    rest = Work("norm", "compute", "step", HOST_STREAM, 0, 400 * MB, "float32")
+    went = cost([leaves]).step_ms
+    found = cost([leaves, copies, updates, rest])  # nothing of the backward is left: nothing is copied either
+    assert found.step_ms == pytest.approx(went + 40 + 10, rel=0.01)
+    assert found.update_ms == pytest.approx(40 + 10, rel=0.01)
+    long = [leaves, copies, updates, *[leaves] * 100, rest]
+    assert cost(long).step_ms == pytest.approx(cost([leaves] * 101).step_ms + 10, rel=0.01)  # all of it is hidden
+    assert cost(long).host_ms == pytest.approx(90, rel=0.01)
 
 
 def test_small_kernels_are_bound_by_their_launch_and_views_cost_nothing_else() -> None:

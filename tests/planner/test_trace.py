@@ -140,8 +140,9 @@ def test_an_optimizer_on_the_host_leaves_the_device_alone(runs: dict[str, Trace]
     assert max(traced.held(offloaded, "optimizer")) == 0
     assert set(traced.when(offloaded, "forward", "gradients")) == {0}
     assert max(traced.held(offloaded, "params")) <= FLOAT * WEIGHTS
-    assert offloaded.host_bytes == pytest.approx(page_locked + 2 * whole, rel=0.001)
-    assert 12 <= offloaded.host_bytes / WEIGHTS <= 20
+    copies = 3 * whole  # of masters and moments, which are updated ahead
+    assert offloaded.host_bytes == pytest.approx(page_locked + 2 * whole + copies, rel=0.001)
+    assert 24 <= offloaded.host_bytes / WEIGHTS <= 32
     assert runs["plain"].host_bytes == pytest.approx(whole, rel=0.001)  # which weights are made in
 
 

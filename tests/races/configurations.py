@@ -88,7 +88,7 @@ class Configuration:
 
 
 def out_of_memory_once() -> None:
-    """The backward of the second micro-step runs out of memory, and the step is taken again from its beginning."""
+    """The last backward of the second step runs out of memory, and the step is taken again from its beginning."""
 
     class Recovering(trace._FakeStepper):
         hungry = True
@@ -103,7 +103,7 @@ def out_of_memory_once() -> None:
         def losses(self, batch: Any) -> Any:
             for loss in super().losses(batch):
                 yield loss
-                if self.hungry and self.tracer.detector.entered["forward"] == 2:  # type: ignore[attr-defined]
+                if self.hungry and self.tracer.detector.entered["forward"] == 4:  # type: ignore[attr-defined]
                     type(self).hungry = False
                     raise torch.OutOfMemoryError("planted")
 

@@ -25,9 +25,10 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import trainer
+from trainer.planner.events import HOST_STREAM, HOST_THREAD
 
-HOST = -1
-"""The host among the streams."""
+HOST, THREAD = HOST_STREAM, HOST_THREAD
+"""The host among the streams, and the thread in which it updates weights ahead."""
 
 Clock = dict[int, int]
 """For each stream the number of its last operation that is known to be over, or ordered before."""
@@ -115,6 +116,7 @@ class Detector:
         self.entered: Counter[str] = Counter()
         self.last_wait: tuple[Place, int] | None = None
         self.phase, self.operations = "init", 0
+        self.host = HOST  # the thread of it that is at work
 
     def enter(self, phase: str) -> None:
         self.phase = phase
@@ -133,7 +135,7 @@ class Detector:
 
     def recorded(self, stream: int) -> Clock:
         """What an event stands for that is recorded on ``stream`` now: also what the host knows already."""
-        self.join(stream, self.clock(HOST))
+        self.join(stream, self.clock(self.host))
         return dict(self.clock(stream))
 
     def heeds(self, order: str) -> bool:
@@ -145,7 +147,9 @@ class Detector:
         return (order, str(place)) != self.forgotten
 
     def host_waits(self, clock: Clock, what: str) -> None:
-        self.join(HOST, clock)
+        self.join(self.host, clock)
+        if self.host != HOST:  # only that thread waits
+            return
         place = here()
         # Numbers that are read one by one, with nothing between them, are one list on a GPU.
         if (place, self.operations - 1) != self.last_wait:
@@ -155,8 +159,8 @@ class Detector:
     def launch(self, stream: int) -> int:
         """The number of the next operation on ``stream``."""
         self.operations += 1
-        if stream != HOST:
-            self.join(stream, self.clock(HOST))
+        if stream >= 0:
+            self.join(stream, self.clock(self.host))
         self.clock(stream)[stream] = self.operations
         return self.operations
 
@@ -198,7 +202,11 @@ class Detector:
         pool = self.freed.setdefault(block.pool, {})
         for access in block.accesses:
             last = pool.get(access.stream)
-            if access.stream not in (HOST, *block.recorded) and (last is None or last[0].number < access.number):
+            if (
+                access.stream >= 0
+                and access.stream not in block.recorded
+                and (last is None or last[0].number < access.number)
+            ):
                 pool[access.stream] = access, block.origin
 
     def report(self, kind: str, what: str) -> None:
@@ -207,4 +215,4 @@ class Detector:
 
 def label(stream: int) -> str:
     """How a stream is called: 0 is the one that computes."""
-    return "the host" if stream == HOST else f"stream {stream}"
+    return {HOST: "the host", THREAD: "the host's thread"}.get(stream, f"stream {stream}")

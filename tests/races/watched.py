@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from races.detector import HOST, Block, Clock, Detector, here
+from races.detector import HOST, THREAD, Block, Clock, Detector, here
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
@@ -105,10 +106,23 @@ class WatchedTracer(Tracer):
             if block.is_new and storage.on_device:
                 self.detector.touch(block, (0, storage.bytes), True, 0, self.detector.launch(0), "reading weights")
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        detector = self.detector
+        detector.join(THREAD, detector.clock(HOST))  # what is handed to it comes after all that was done before
+        with super().beside():
+            detector.host = THREAD
+            yield
+        detector.host = HOST
+
+    def join(self) -> None:
+        if self.detector.heeds("join"):
+            self.detector.join(HOST, self.detector.clock(THREAD))
+
     def _synchronize(self) -> None:
         detector = self.detector
         if detector.heeds("synchronize"):
-            for stream in [stream for stream in detector.clocks if stream != HOST]:
+            for stream in [stream for stream in detector.clocks if stream >= 0]:
                 detector.join(HOST, detector.clock(stream))
             detector.host_waits({}, "cuda.synchronize")
 
@@ -165,10 +179,11 @@ class WatchedTracer(Tracer):
             asked = kwargs.get("non_blocking", args[2] if name == "copy_" and len(args) > 2 else False)
             self._copy(name, reads, writes, on_host, bool(asked))
         elif reads or writes:
-            stream = FakeStream.current.number if on_device else HOST
+            host = self.detector.host
+            stream = FakeStream.current.number if on_device else host
             number = self.detector.launch(stream)
             for tensor in reads:  # a number on the host is an argument of the kernel: it is read at the launch
-                self._touch(tensor, False, stream if self.is_on_device(tensor) else HOST, number, name)
+                self._touch(tensor, False, stream if self.is_on_device(tensor) else host, number, name)
             for tensor in writes:
                 self._touch(tensor, True, stream, number, name)
             if on_device and name in WAIT:
@@ -187,14 +202,14 @@ class WatchedTracer(Tracer):
         for tensors, are_written in ((reads, False), (writes, True)):
             for tensor in tensors:
                 read_by_host = waits and not are_written and _among(tensor, on_host)
-                self._touch(tensor, are_written, HOST if read_by_host else stream, number, name)
+                self._touch(tensor, are_written, detector.host if read_by_host else stream, number, name)
         if waits and (to_host or not asked):
             detector.host_waits(detector.clock(stream), f"{name} {'to' if to_host else 'from'} the host")
 
     def _touch(self, tensor: Any, writes: bool, stream: int, number: int, name: str) -> None:
         block = self._block(tensor)
         if block is not None and tensor.numel():
-            number = self.detector.launch(HOST) if stream == HOST else number
+            number = self.detector.launch(stream) if stream < 0 else number
             self.detector.touch(block, _extent(tensor), writes, stream, number, name)
 
 

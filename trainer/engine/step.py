@@ -130,6 +130,8 @@ class Stepper(Forward):
                 self.compare(self.check, micro)
             for number, loss in enumerate(self.losses(micro.batch), start=1):
                 self.phases.enter("backward")
+                if micro.is_last and number == len(self.model.loss_names):
+                    self.sync.before_last_backward()
                 self.precision.backward(loss.total, self.module, totals.scale(loss, micro.is_empty))
                 totals.add(loss, micro.is_empty)
                 if number < len(self.model.loss_names):  # the last backward goes on until gradients are synchronised
@@ -168,10 +170,9 @@ class Stepper(Forward):
         if self.sync.applied:
             return self.sync.norm()
         self.precision.unscale_gradients(self.optimizer)
-        norm = self.sync.norm().to(self.device)  # offloaded gradients are in host memory
-        if self.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
-        return norm
+        norm = self.sync.norm()
+        self.sync.clip(norm, self.clip_norm)
+        return norm.to(self.device)  # offloaded gradients are in host memory
 
     def update(self, norm: Tensor, totals: LossTotals, window: Window) -> StepResult:
         """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch."""
@@ -185,6 +186,7 @@ class Stepper(Forward):
             )
         self.skipped_steps += skipped
         if skipped:
+            self.sync.skip()
             if self.scaler:
                 self.scaler.update()  # fp16 must adapt
             if self.batchnorm:

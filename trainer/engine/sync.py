@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,19 @@ class GradientSync:
     def before(self, is_last: bool) -> None:
         """Called before the forward of every micro-step: a wrapper's own state is never trusted."""
 
+    def before_last_backward(self) -> None:
+        """Called before the last backward of a window: a gradient that arrives there is complete."""
+
     def after(self) -> None:
         """Called after the last backward of a window."""
+
+    def clip(self, norm: Tensor, largest: float | None) -> None:
+        """Scale the gradients, which have this ``norm``, down to ``largest`` if they exceed it."""
+        if largest is not None:
+            nn.utils.clip_grads_with_norm_(self.parameters, largest, norm)
+
+    def skip(self) -> None:
+        """Called in the place of the optimizer's step: no weight may have moved."""
 
     def abandon(self) -> None:
         """Forget what a window has left behind so far."""
@@ -124,9 +136,25 @@ def ranks_that_reached(reached: Sequence[bool], device: torch.device) -> list[in
 @torch.no_grad()
 def mean_over_ranks(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup | None = None) -> None:
     """Replace every tensor by its mean over the ranks, in place."""
-    for work in [torch.distributed.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]:
-        work.wait()
-    torch._foreach_div_(list(tensors), torch.distributed.get_world_size())
+    for _ in means_over_ranks([tensors], group):
+        pass
+
+
+@torch.no_grad()
+def means_over_ranks(
+    parts: Sequence[Sequence[Tensor]], group: torch.distributed.ProcessGroup | None = None
+) -> Iterator[int]:
+    """:func:`mean_over_ranks` of each of ``parts``, two at a time; yields the number of one when it is done."""
+    begun: list[Any] = []
+    for number in range(len(parts)):
+        begun += [
+            [torch.distributed.all_reduce(one, group=group, async_op=True) for one in part]
+            for part in parts[len(begun) : number + 2]
+        ]
+        for work in begun[number]:
+            work.wait()
+        torch._foreach_div_(list(parts[number]), torch.distributed.get_world_size())
+        yield number
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 With ``optimizer``, the device holds the weights that forward and backward use, and nothing else that lasts. Each
 gradient leaves for an fp32 accumulator in host memory the moment it is ready, on a stream of its own, and is freed; the
 optimizer updates the master weights on the host (for AdamW with torch's fused CPU kernel), and the result goes back.
+What it can do of that while the last backward goes on, it does: see ``update_ahead.py``.
 
 In ``bf16-mixed`` and ``16-mixed`` the weights that autocast would cast before every use (those of linear layers,
 convolutions and attention) are kept in half precision on the device: what autocast makes of the fp32 weights, bit for
@@ -27,9 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from trainer.engine.sync import GradientSync, mean_over_ranks, norm_over_ranks, ranks_that_reached, total_norm
+from trainer.engine.sync import GradientSync, means_over_ranks, norm_over_ranks, ranks_that_reached, total_norm
+from trainer.engine.window import Window
 from trainer.memory.plan import Plan
 from trainer.memory.sharding import HALF, local, move_buffers
+from trainer.memory.update_ahead import UpdateAhead
 from trainer.recipe import Precision
 
 CHUNK = 2**19
@@ -95,6 +98,7 @@ class HostGradients(GradientSync):
         optimizer: over the master weights; after each of its steps the new weights go to the device.
         world_size: ranks.
         replicas: how many ranks hold each shard, when FSDP has sharded the parameters.
+        scaler: of fp16 gradients.
     """
 
     def __init__(
@@ -104,17 +108,27 @@ class HostGradients(GradientSync):
         optimizer: Optimizer,
         world_size: int,
         replicas: int = 1,
+        scaler: Any = None,
     ) -> None:
         super().__init__(list(masters.values()))
         self.masters, self.device, self.world_size, self.replicas = masters, device, world_size, replicas
         self.sharded = any(isinstance(p, DTensor) for p in masters)
         self.reduced = world_size > 1 and not self.sharded  # FSDP has reduced what arrives here
-        self.pieces, self.homes = _accumulators(masters, device.type == "cuda")
+        self.pieces, self.members, self.homes = _accumulators(masters, device.type == "cuda")
         self.carrier = Carrier(device, self.pieces[0].dtype, self.sharded) if device.type == "cuda" else None
         self.arrived: set[nn.Parameter] = set()
         for parameter in masters:
             parameter.register_post_accumulate_grad_hook(self._leave)
-        optimizer.register_step_post_hook(lambda *_: self.send_back())
+        self.ahead, self.is_complete = UpdateAhead(optimizer, scaler, world_size, device.type == "cuda"), False
+        optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    def begin(self, window: Window) -> None:
+        self.ahead.undo()  # of a step that has failed
+        self.is_complete = False
+
+    def before_last_backward(self) -> None:
+        self.ahead.open()
+        self.is_complete = not self.reduced  # else what arrives is this rank's
 
     @torch.no_grad()
     def _leave(self, parameter: Tensor) -> None:
@@ -125,12 +139,21 @@ class HostGradients(GradientSync):
         gradient, parameter.grad = self._gradient(parameter), None
         home, adds = self.homes[parameter], parameter in self.arrived
         self.arrived.add(parameter)
+        if self._trained(parameter)[0] in self.ahead.taken:  # a backward within this one has brought a part before
+            self.ahead.undo()
+        arrived = None
         if self.carrier is not None:
-            self.carrier.carry(gradient, home, adds)
+            arrived = self.carrier.carry(gradient, home, adds).synchronize
         elif adds:
             home.add_(gradient)
         else:
             home.copy_(gradient)
+        if self.is_complete:
+            self.ahead.take(*self._trained(parameter), arrived)
+
+    def _trained(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        """What the optimizer updates for ``parameter``, and the gradient it is given."""
+        return self.masters[parameter], self.homes[parameter]
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         """What has arrived for ``parameter``, where it was computed."""
@@ -149,20 +172,46 @@ class HostGradients(GradientSync):
                 if count and not here:
                     self.homes[parameter].zero_()
             reached = [bool(count) for count in counts]
-            mean_over_ranks([part for piece in self.pieces for part in piece.split(BUCKET)])
+            self._reduce({p for p, is_reached in zip(self.masters, reached, strict=True) if is_reached})
+        self.ahead.stop()
         for (parameter, master), is_reached in zip(self.masters.items(), reached, strict=True):
             master.grad = self.homes[parameter] if is_reached else None
         self.arrived.clear()
 
+    def _reduce(self, reached: set[nn.Parameter]) -> None:
+        """Take the mean over the ranks; what has it is updated while the next is on its way."""
+        for number in means_over_ranks([piece.split(BUCKET) for piece in self.pieces]):
+            for parameter in self.members[number]:
+                if parameter in reached:
+                    self.ahead.take(*self._trained(parameter))
+
     def abandon(self) -> None:
         if self.carrier is not None:
             self.carrier.wait()
+        self.ahead.undo()
         self.arrived.clear()
 
     def norm(self) -> Tensor:
         """On the host; from the shards of all ranks under FSDP."""
-        norm = total_norm([master.grad for master in self.parameters if master.grad is not None], self.alike)
+        known = self.ahead.norms if self.alike else {}
+        if known:
+            reached = [(self._trained(p)[0], m.grad) for p, m in self.masters.items() if m.grad is not None]
+            norms = [known[p] if p in known else torch.linalg.vector_norm(gradient) for p, gradient in reached]
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+        else:
+            norm = total_norm([master.grad for master in self.parameters if master.grad is not None], self.alike)
         return norm_over_ranks(norm, self.replicas) if self.sharded else norm
+
+    def clip(self, norm: Tensor, largest: float | None) -> None:
+        if not self.ahead.settle(norm, largest):
+            super().clip(norm, largest)
+
+    def skip(self) -> None:
+        self.ahead.undo()
+
+    def _stepped(self) -> None:
+        self.ahead.commit()
+        self.send_back()
 
     @torch.no_grad()
     def send_back(self) -> None:
@@ -175,8 +224,10 @@ class HostGradients(GradientSync):
                 self.carrier.bring(master.detach(), target)
 
 
-def _accumulators(masters: dict[nn.Parameter, Tensor], pinned: bool) -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
-    """Room for all gradients: flat pieces of host memory, and for each parameter its part of one."""
+def _accumulators(
+    masters: dict[nn.Parameter, Tensor], pinned: bool
+) -> tuple[list[Tensor], list[list[nn.Parameter]], dict[nn.Parameter, Tensor]]:
+    """Room for all gradients: flat pieces of host memory, whose each is, and for each parameter its part of one."""
     groups: list[list[nn.Parameter]] = []
     room = 0
     for parameter, master in masters.items():
@@ -191,7 +242,7 @@ def _accumulators(masters: dict[nn.Parameter, Tensor], pinned: bool) -> tuple[li
         sizes = [masters[parameter].numel() for parameter in group]
         pieces.append(torch.zeros(sum(sizes), dtype=masters[group[0]].dtype, pin_memory=pinned))
         homes |= {p: part.view(masters[p].shape) for p, part in zip(group, pieces[-1].split(sizes), strict=True)}
-    return pieces, homes
+    return pieces, groups, homes
 
 
 class StreamedGradients(HostGradients):
@@ -208,8 +259,9 @@ class StreamedGradients(HostGradients):
         optimizer: Optimizer,
         world_size: int,
         replicas: int = 1,
+        scaler: Any = None,
     ) -> None:
-        super().__init__({p: local(p.detach()) for p in parameters}, device, optimizer, world_size, replicas)
+        super().__init__({p: local(p.detach()) for p in parameters}, device, optimizer, world_size, replicas, scaler)
         self.in_one, self.expected, self.unused = torch.empty(0), 0, torch.empty(0)
         self.shards: dict[nn.Parameter, DTensor] = {}
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -239,6 +291,9 @@ class StreamedGradients(HostGradients):
         shard._local_tensor = self.homes[parameter]  # ``from_local`` would move it to the device
         self.shards[parameter] = shard
         return gradient
+
+    def _trained(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+        return parameter, self.shards[parameter]
 
     @torch.no_grad()
     def after(self) -> None:
@@ -272,8 +327,8 @@ class Carrier:
         self.chunks: Callable[[Tensor, Tensor], Iterable[tuple[Tensor, Tensor]]] = in_chunks
         """How a transfer is cut. The planner traces one chunk for all."""
 
-    def carry(self, gradient: Tensor, home: Tensor, adds: bool) -> None:
-        """Copy ``gradient`` to ``home``, or add it to what is there; returns at once.
+    def carry(self, gradient: Tensor, home: Tensor, adds: bool) -> torch.cuda.Event:
+        """Copy ``gradient`` to ``home``, or add it to what is there; returns at once, what tells that it is there.
 
         The sum is made on the device: host memory is read and written over the bus, and no core of the host is busy.
         """
@@ -297,12 +352,13 @@ class Carrier:
                     staged.copy_(ours)
                 theirs.copy_(staged, non_blocking=True)
                 self.gone[self.turn] = self.going.record_event()
-        if self.told:
-            return
-        self.in_flight.append((gradient, self.gone[self.turn]))
+        gone = self.gone[self.turn]
+        if not self.told:
+            self.in_flight.append((gradient, gone))
         if len(self.in_flight) > IN_FLIGHT:
             _, done = self.in_flight.popleft()
             current.wait_event(done)  # only then may the memory of the oldest gradient be used again
+        return gone
 
     def follow(self) -> None:
         """Let the current stream wait until all gradients have left: it may use their memory again."""

@@ -104,11 +104,11 @@ def build_updates(
     fabric: Fabric, model: Model, stack: Stack, optim: Optim, plan: Plan
 ) -> tuple[Optimizer, GradientSync]:
     """What turns gradients into new weights: the optimizer, and how its gradients come together over the ranks."""
-    memory = plan.memory
+    memory, scaler = plan.memory, getattr(fabric.strategy.precision, "scaler", None)
     if stack.masters is not None:
         trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
         optimizer = build_optimizer(list(trained.values()), optim, memory, HOST)
-        sync = HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas)
+        sync = HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas, scaler)
     else:
         parameters = [p for p in stack.module.parameters() if p.requires_grad]
         require_sparse(stack.module, optim)
@@ -125,7 +125,8 @@ def build_updates(
             return optimizer, gradient_sync(
                 forward_module, model, parameters, every_micro_step=every, replicas=memory.replicas
             )
-        sync = StreamedGradients(stack.module, parameters, fabric.device, optimizer, plan.world_size, memory.replicas)
+        ranks = plan.world_size, memory.replicas
+        sync = StreamedGradients(stack.module, parameters, fabric.device, optimizer, *ranks, scaler)
     reduce_after_carrying(stack.module, sync)
     return optimizer, sync
 

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainer.planner.events import Trace, Work
+from trainer.planner.events import HOST_STREAM, HOST_THREAD, Trace, Work
 from trainer.planner.gpus import GPU
 
 # Of the data sheet's bandwidth, in large copies and elementwise kernels: the median of 14 measurements of torch, 0.73
@@ -79,7 +79,7 @@ class StepCost:
     launch_ms: float  # of the CPU, which launches while the GPU computes
     transfer_ms: float  # of copies over the bus
     communication_ms: float  # of collectives
-    host_ms: float  # of the optimizer on the CPU; nothing overlaps with it
+    host_ms: float  # of the optimizer on the CPU, beside the last backward or after it
 
     @property
     def exposed_ms(self) -> float:
@@ -120,11 +120,14 @@ class Clocks:
     * FSDP2 gathers the next block's weights while a block computes, one ahead (``wait_for_unshard`` of torch's
       ``_fsdp_param_group.py``), and reduces a block's gradients beside the backward of the blocks before it.
     * Both wait for all reductions at the end of a backward. The host updates when all that it needs has arrived.
+    * A thread of the host updates what has arrived while the last backward goes on (``memory/update_ahead.py``); no
+      step is clipped. What it has not begun at the end of that, it need not copy before.
     """
 
     def __init__(self, gpu: GPU, seconds: Seconds) -> None:
         self.gpu, self.seconds = gpu, seconds
         self.launched = self.computed = self.reduced = self.may_gather = self.took_weights = 0.0
+        self.ahead: list[tuple[float, Work]] = []  # what the host's thread has to do, and since when it can
         self.free: dict[str, float] = defaultdict(float)
         self.busy: dict[str, float] = defaultdict(float)
         self.gathered: deque[float] = deque()
@@ -141,14 +144,28 @@ class Clocks:
                     self.computed = self._all_done()
                 self.phase = item.phase
                 self.began[item.phase] = self._all_done()
+                self._update_ahead()
             self._do(item)
         return self._all_done()
+
+    def _update_ahead(self) -> None:
+        """The work of the host's thread in the phase that has ended now."""
+        end, done = self._all_done(), 0.0
+        for arrived, item in self.ahead:
+            if item.op != "copy_" or max(done, arrived) < end:
+                done = max(done, arrived) + item.bytes / HOST_MEMORY
+                self.busy["host"] += item.bytes / HOST_MEMORY
+        self.ahead.clear()
+        self.launched = self.computed = max(end, done)
 
     def _all_done(self) -> float:
         return max(self.launched, self.computed, *self.free.values(), 0.0)
 
     def _do(self, item: Work) -> None:
-        if item.stream < 0:  # the host, when everything that it needs has arrived
+        if item.stream == HOST_THREAD:
+            self.ahead.append((max(self.launched, self.free["to_host"]), item))
+            return
+        if item.stream == HOST_STREAM:  # when everything that it needs has arrived
             reduces = item.kind == "collective"
             seconds = self.seconds(item)[1] if reduces else item.bytes / HOST_MEMORY
             self.busy["communication" if reduces else "host"] += seconds

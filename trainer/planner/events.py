@@ -7,6 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 Category = Literal["params", "gradients", "optimizer", "activations", "temporaries", "batch"]
 Kind = Literal["compute", "to_device", "to_host", "collective"]
+HOST_STREAM, HOST_THREAD = -1, -2
+"""The streams of what the host computes, and of what a thread of it computes beside all else."""
 EMPTY_CACHE = -1
 """The id of an event that is about no block: torch.cuda.empty_cache."""
 
@@ -27,7 +29,7 @@ class Work(NamedTuple):
     op: str  # its name: that of ATen (``mm``), or all_reduce, all_gather, reduce_scatter, broadcast
     kind: Kind  # to_device and to_host over the bus, collective between the ranks
     phase: str  # forward, backward or step; recomputation is of the backward
-    stream: int  # that it runs on; 0 computes, -1 is the host
+    stream: int  # that it runs on; 0 computes, below 0 is the host
     flops: int  # floating-point operations; 0 for what only moves memory
     bytes: int  # read and written on the device; over the bus; or of the whole (unsharded) tensor of a collective
     dtype: str  # that it computes in, as torch names it (``bfloat16``)

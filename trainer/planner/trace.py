@@ -6,6 +6,7 @@ the weights to save. Only the weights are never read and nothing is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +36,7 @@ from trainer.memory.optimizer_offload import CHUNK, HostGradients
 from trainer.memory.plan import Plan
 from trainer.memory.precision import matmul_precision, weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
+from trainer.memory.update_ahead import UpdateAhead
 from trainer.planner.events import Trace
 from trainer.planner.fake_patches import patch_transformers
 from trainer.planner.fake_ranks import fake_ranks
@@ -151,6 +153,8 @@ class _Run(Phases):
             sync.sums = LaterSums(most_sums(traced + samples.skipped) - most_sums(traced))
         if isinstance(sync, HostGradients) and sync.carrier is not None:
             sync.carrier.chunks = self._first_chunk
+        if isinstance(sync, HostGradients):
+            sync.ahead = _TracedUpdates(self.tracer, self.optimizer, sync.ahead.scaler, pays=sync.ahead.pays)
         memory, clip_norm = self.recipe.memory, self.recipe.optim.clip_norm
         places = (self.tracer, self.fabric, self.recipe.model, stack.wrapped, self.optimizer)
         options: dict[str, Any] = {"clip_norm": clip_norm, "correct_batchnorm": memory.correct_batchnorm}
@@ -208,6 +212,25 @@ class _Run(Phases):
 def _allocated(module: nn.Module, model: Model, device: torch.device, dtype: torch.dtype, seed: int) -> None:
     """In the place of streaming weights."""
     allocate(module, device, dtype)
+
+
+class _TracedUpdates(UpdateAhead):
+    """Does at once what its thread would do. No step is clipped or skipped, and the host has memory for it."""
+
+    def __init__(self, tracer: Tracer, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.tracer, self.room = tracer, math.inf
+
+    def submit(self, gradients: list[tuple[Tensor, Tensor]], arrived: Callable[[], object] | None) -> None:
+        with self.tracer.beside():
+            self.update(gradients, arrived)
+
+    def join(self) -> list[Any]:
+        self.tracer.join()
+        return super().join()
+
+    def is_right(self, norm: Tensor, largest: float | None) -> bool:
+        return True
 
 
 class _FakeStepper(Stepper):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.planner.events import Category, Event, Kind, Work
+from trainer.planner.events import HOST_STREAM, HOST_THREAD, Category, Event, Kind, Work
 from trainer.planner.fake_kernels import counted_args
 from trainer.planner.fake_mode import FakeGPUMode
 from trainer.planner.fake_patches import FakeStream, installed, is_paused, replace
@@ -25,7 +25,6 @@ MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_addmm_activation")
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}  # by where their weight is; 7 after it are the groups
 LEAST_CHANNELS = 8  # of a group, for tensor cores to compute a convolution: one row of their tiles in half precision
 LT_WORKSPACE = 1 << 20  # bytes for a product with a bias, by cuBLASLt (CUBLASLT_WORKSPACE_SIZE's default)
-HOST_STREAM = -1  # the stream of what the CPU computes, for the cost of a step
 LEAST_HOST_BYTES = 2**16  # of work on the host that takes time worth counting
 _ALL_GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
 _SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor", "alltoall_base_")  # as many bytes
@@ -64,6 +63,7 @@ class Tracer(TorchDispatchMode):
         self.storages: dict[int, Storage] = {}
         self.records_work = False
         self.repeat = 1  # what is done now is done so often, though it is traced once
+        self.host = HOST_STREAM
         self._ids = self._host_bytes = 0
         self._workspaces: set[tuple[bool, int]] = set()
 
@@ -76,6 +76,18 @@ class Tracer(TorchDispatchMode):
             for storage in self.storages.values():
                 if storage.on_device and storage.bytes and storage.phase == "forward":
                     self.trace.categories.setdefault(storage.id, "activations")
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is done inside is what a thread of the host does."""
+        self.host = HOST_THREAD
+        try:
+            yield
+        finally:
+            self.host = HOST_STREAM
+
+    def join(self) -> None:
+        """The host has waited for its thread."""
 
     def categorise(self, tensors: Iterable[Any], category: Category) -> None:
         """Say what the memory of ``tensors`` is for; what has a category keeps it."""
@@ -208,7 +220,7 @@ class Tracer(TorchDispatchMode):
         if not any(self.is_on_device(tensor) for tensor in (*tensors, *results)):
             if (moved := _bytes(tensors)) >= LEAST_HOST_BYTES:  # what an offloaded optimizer does
                 dtype = str(tensors[0].dtype).removeprefix("torch.")
-                self.trace.work.append(Work(name, "compute", self.phase, HOST_STREAM, 0, moved, dtype))
+                self.trace.work.append(Work(name, "compute", self.phase, self.host, 0, moved, dtype))
             return
         kind = _kind(tensors, results)
         if kind != "compute":
