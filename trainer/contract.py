@@ -40,6 +40,12 @@ class Model:
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
+    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
+        """How ranks share the blocks of ``module`` (``memory.tensor_parallel``): by the names of its linear layers, in
+        which ``*`` stands for what is between two dots, ``colwise`` for those that begin a part (queries, keys, values,
+        the MLP's first) and ``rowwise`` for the one that ends it; see docs/your-own-model.md. By default nobody knows."""
+        return {}
+
     lossy: Sequence[str] = ()
     """What of it trains something else than the whole model, in words (LoRA of rank 8, say); the plan names it."""
 

@@ -84,6 +84,8 @@ class Memory:
         micro_batch_tokens: most tokens (padding included) of a micro-batch of text; micro_batch_size still bounds it.
         precision: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true or 16-true.
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
+        tensor_parallel: ranks that share every block: each has a part of its attention heads and of its MLP's width,
+            and all see the same samples; ddp or fsdp is over the other ranks. 1 is off.
         replicas: copies of the sharded model under fsdp (hybrid sharding): the ranks of each copy share its shards.
         reshard_after_forward: under fsdp, free a block's whole weights after its forward and gather them again for
             its backward; false keeps them: faster, more memory.
@@ -115,6 +117,7 @@ class Memory:
     micro_batch_tokens: int | None = None
     precision: Precision = "32-true"
     strategy: Strategy = "auto"
+    tensor_parallel: int = 1
     replicas: int = 1
     reshard_after_forward: bool = True
     sync_every_micro_step: bool | None = None
@@ -129,7 +132,7 @@ class Memory:
     correct_batchnorm: bool = True
 
     def __post_init__(self) -> None:
-        _check("memory.", self, positive=("replicas", "micro_batch_size", "micro_batch_tokens"))
+        _check("memory.", self, positive=("tensor_parallel", "replicas", "micro_batch_size", "micro_batch_tokens"))
         if self.budget is not None:
             parse_budget(self.budget, 0)
         kept = self.activation_checkpointing

@@ -31,6 +31,7 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
     ``cuts`` are how batches are cut, in every phase of an accumulation schedule.
     """
     checks = [_strategy, _state]
+    checks += [_tensor_parallel] if recipe.memory.tensor_parallel > 1 else []
     checks += [_meta] if recipe.memory.init == "meta" else []
     checks += [_in_backward] if recipe.memory.optimizer_in_backward else []
     checks += [_deterministic] if recipe.run.deterministic else []
@@ -67,6 +68,35 @@ def _strategy(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str
         yield "memory.cpu_offload=parameters streams weights through FSDP, not DDP: use memory.strategy fsdp or auto"
     if sharded and offload != "none" and memory.sync_every_micro_step is False:
         yield f"memory.sync_every_micro_step=false keeps what memory.cpu_offload={offload} moves: leave it at null"
+
+
+def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str]:
+    """What divides the ranks, and what has not been shown to be right on weights that are split."""
+    memory, key = recipe.memory, f"memory.tensor_parallel={recipe.memory.tensor_parallel}"
+    if world_size % memory.tensor_parallel:
+        yield f"{key} does not divide {world_size} rank(s): use a divisor, or run.devices {memory.tensor_parallel}"
+    adapters = getattr(recipe.model, "lora", None)
+    if adapters is not None and adapters.rank:
+        yield f"{key} splits whole layers, not the adapters of model.lora: use one of the two"
+    if recipe.optim.name == "adafactor":
+        yield f"optim.name=adafactor needs whole matrices, and {key} has parts of them: use adamw"
+    excluded: dict[str, bool] = {
+        f"cpu_offload={memory.cpu_offload}": memory.cpu_offload != "none",
+        "activation_offload=true": bool(memory.activation_offload),
+        "optimizer_in_backward=true": bool(memory.optimizer_in_backward),
+        f"optimizer_state_bits={memory.optimizer_state_bits}": memory.optimizer_state_bits < 32,
+        "stochastic_rounding=true": memory.stochastic_rounding,
+        f"precision={memory.precision}": memory.precision in ("16-mixed", "16-true"),
+        f"compile={memory.compile}": memory.compile != "none",
+        f"replicas={memory.replicas}": memory.replicas > 1,
+    }
+    for name, is_on in excluded.items():
+        if is_on:
+            default = {"precision": "bf16-mixed or 32-true", "optimizer_state_bits": "32", "replicas": "1"}
+            fix = default.get(name.partition("=")[0], "false" if name.endswith("true") else "none")
+            yield f"{key} is not known to be right with memory.{name}: use {fix}, or memory.tensor_parallel 1"
+    if recipe.run.deterministic:
+        yield f"{key} sums over ranks within a layer, which run.deterministic=true excludes: use one of the two"
 
 
 def _state(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
@@ -170,6 +200,7 @@ def require_able(module: nn.Module, plan: Plan) -> None:
         *fsdp,
         ("memory.cpu_offload=optimizer", "use none", memory.cpu_offload == "optimizer"),
         ("run.deterministic=true", "use false", plan.deterministic),
+        ("memory.tensor_parallel", "use 1", memory.tensor_parallel > 1),
     ]
     real = [  # safetensors has no complex numbers of double precision, and torch few operations for those of half
         *dense,
