@@ -41,9 +41,9 @@ class Model:
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
-        """How ranks share the blocks of ``module`` (``memory.tensor_parallel``): by the names of its linear layers, in
-        which ``*`` stands for what is between two dots, ``colwise`` for those that begin a part (queries, keys, values,
-        the MLP's first) and ``rowwise`` for the one that ends it; see docs/your-own-model.md. By default nobody knows."""
+        """How ranks share the blocks of ``module`` (``memory.tensor_parallel``): from names of linear layers, in which
+        ``*`` stands for what is between two dots, to ``colwise`` for those that begin a part (queries, keys, values, the
+        MLP's first) and ``rowwise`` for the one that ends it; docs/your-own-model.md has an example. Empty: unknown."""
         return {}
 
     lossy: Sequence[str] = ()

@@ -48,8 +48,8 @@ def windows_of(
     reduce: Reduce = list,
     quarantine: Quarantine | None = None,
 ) -> Windows:
-    """The share of one rank in the training batches of a recipe whose data is prepared; see ``Windows``. ``reduce`` sums
-    over the shares: of ranks that take the same one, only one counts.
+    """The share of one rank in the training batches of a recipe whose data is prepared; see ``Windows``. ``reduce``
+    sums over the shares: of ranks that take the same one, only one counts.
 
     Without a ``quarantine``, bad samples are left out where they are met, and no other rank is told.
     """

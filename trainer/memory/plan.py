@@ -43,9 +43,9 @@ class Plan:
     def describe(self) -> str:
         """The plan in one line, for a person."""
         cut, (_, shares) = self.first_cut, share_of(self.memory, 0, self.world_size)
-        ranks = _count(self.world_size, "rank", "s")
+        groups = _count(shares, "group", "s") + f" of {self.memory.tensor_parallel} ranks"
         batch = (
-            f"batch {cut.batch_size} = {ranks if shares == self.world_size else f'{shares} of {ranks}'} × "
+            f"batch {cut.batch_size} = {groups if shares < self.world_size else _count(shares, 'rank', 's')} × "
             f"{_count(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}"
         )
         batch += f" of at most {cut.micro_batch_tokens} tokens" if cut.micro_batch_tokens else ""

@@ -37,8 +37,8 @@ class Stack:
 
     module: nn.Module  # as the model built it; its parameters may be sharded now
     wrapped: nn.Module  # what forward is called on
-    # What the optimizer updates in the place of parameters: in host memory, with the optimizer offloaded (``take_home``);
-    # in their own, where they are split (``trained_parts``).
+    # What the optimizer updates in their place: in host memory, when it is offloaded (``take_home``), or in the memory
+    # of the parameters, when they are split (``trained_parts``).
     masters: dict[nn.Parameter, Tensor] | None = None
     blocks: str = ""  # the repeated modules that were found, in words
     warning: str | None = None  # what is to be said of how it was done
@@ -57,11 +57,12 @@ def apply_stack(
     seed: int = 0,
     stream: Callable[..., None] = materialise,
 ) -> Stack:
-    """Apply ``plan`` to ``module``: split and checkpoint and compile blocks, offload activations, shard, offload weights.
+    """Apply ``plan`` to ``module``: split, checkpoint and compile, offload activations, shard, offload weights.
 
-    Splitting comes first, so that a block that is computed again sums over the ranks again. Checkpointing comes before sharding, so that FSDP gathers a block once for both of its passes in backward, and
-    compiling before offloading, so that the compiler need not look into the hooks. Weights that are on meta are
-    streamed once every rank knows its shards.
+    Layers are split over ranks first, so that a block that is computed again sums over the ranks again. Checkpointing
+    comes before sharding, so that FSDP gathers a block once for both of its passes in backward, and compiling before
+    offloading, so that the compiler need not look into the hooks. Weights that are on meta are streamed once every rank
+    knows its shards.
 
     Args:
         fabric: launched.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from itertools import product
 from re import fullmatch
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +134,7 @@ class SplitAttention(nn.Module):
     A checkpoint has the packed weight all the same: ``packed`` says which of its three stretches of rows each is.
     """
 
-    packed = {
+    packed: ClassVar = {
         f"{part}.{kind}": (f"in_proj_{kind}", number)
         for number, part in enumerate("qkv")
         for kind in ("weight", "bias")
