@@ -42,7 +42,7 @@ class Model:
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
         """How ranks share the blocks of ``module`` (``memory.tensor_parallel``): from names of linear layers, in which
-        ``*`` stands for what is between two dots, to ``colwise`` for those that begin a part (queries, keys, values, the
+        ``*`` stands for what is between two dots, to ``colwise`` for those that begin a part (queries, keys, values, an
         MLP's first) and ``rowwise`` for the one that ends it; docs/your-own-model.md has an example. Empty: unknown."""
         return {}
 

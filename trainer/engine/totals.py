@@ -53,11 +53,12 @@ class LossTotals:
         numbers = torch.cat([numbers, numbers.new_ones(1)])
         if self.world_size * self.copies > 1:
             torch.distributed.all_reduce(numbers)
-            numbers /= self.copies
         first, *values, ranks = torch.cat([norm.detach().to(numbers).reshape(1), numbers]).tolist()
-        if ranks != self.world_size:  # NCCL says nothing of a collective that was aborted while a rank waited
+        if (
+            ranks != self.world_size * self.copies
+        ):  # NCCL says nothing of a collective that was aborted while a rank waited
             raise RuntimeError("the ranks did not all come to the end of the step: its collectives were aborted")
-        return first, values
+        return first, [value / self.copies for value in values]
 
     def _means(self, sums: Iterable[float]) -> dict[str, float]:
         return {name: value / (weight or 1.0) for (name, weight), value in zip(self.weights.items(), sums, strict=True)}

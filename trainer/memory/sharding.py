@@ -125,6 +125,14 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 buffers[name] = buffer.to(device)
 
 
+def move_whole(module: nn.Module, device: torch.device) -> None:
+    """Move what is not split to ``device``, where split weights have been in parts only."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+    move_buffers(module, device)
+
+
 def _watch_backward(module: nn.Module, args: Any, output: Any) -> None:
     """FSDP frees weights in the first backward which the second reads: the process would end without a word."""
     require_first_order(output, "memory.strategy=fsdp", "use ddp or single")

@@ -24,7 +24,7 @@ from trainer.memory.optimizer_offload import HostGradients, StreamedGradients, r
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.refusals import require_able, require_sparse, sparse_parameters
-from trainer.memory.sharding import DATA, TENSOR, mesh_of, shard
+from trainer.memory.sharding import DATA, TENSOR, mesh_of, move_whole, shard
 from trainer.memory.tensor_parallel import TensorParallelSync, split_over_ranks, trained_parts
 from trainer.recipe import Optim
 from trainer.weights.blocks import describe_blocks, find_blocks, require_blocks
@@ -90,11 +90,13 @@ def apply_stack(
         offload_activations(module, fabric.device)
     over = mesh[DATA] if mesh is not None and splits else mesh
     warning = shard(module, blocks, plan, fabric.device, over) if sharded and over is not None else None
+    if splits and not sharded:
+        move_whole(module, fabric.device)
     if memory.init == "meta":
         on_host = memory.cpu_offload == "parameters" or (memory.cpu_offload == "optimizer" and not sharded)
         stream(module, model, HOST if on_host else fabric.device, weights_dtype(memory), seed)
     masters = take_home(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
-    wrapped = fabric.setup_module(module)  # moves what is not sharded
+    wrapped = fabric.setup_module(module)
     if splits:
         masters = trained_parts(module)
     return Stack(module, wrapped, masters, found, warning, mesh if splits else None)

@@ -129,7 +129,7 @@ STYLE: dict[str, Callable[[], Any]] = {"colwise": ColwiseParallel, "rowwise": Ro
 
 
 class SplitAttention(nn.Module):
-    """``nn.MultiheadAttention`` as torchvision uses it, its packed weight taken apart, so that it can be split by heads.
+    """``nn.MultiheadAttention`` as torchvision uses it, its packed weight taken apart, so that heads can be split.
 
     A checkpoint has the packed weight all the same: ``packed`` says which of its three stretches of rows each is.
     """
