@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.live_bytes import LiveBytes
 from helpers.matrix import Case, difference, launched, plain_run, stacked_run
 from helpers.pretrained import saved as saved_weights
 from helpers.pretrained import text, vit
@@ -19,7 +20,7 @@ from helpers.problems import CLASSES, Problem, make_model, make_samples, tokeniz
 from helpers.resumed import assert_same_weights, losses, recipe, resume, saved
 from torch import nn
 
-from trainer import Data, Recipe, RecipeError
+from trainer import Checkpoint, Data, Recipe, RecipeError
 from trainer.contract import Model
 from trainer.fit import fit
 from trainer.memory.initialize import build_module
@@ -27,6 +28,9 @@ from trainer.memory.plan import decide_plan
 from trainer.memory.stack import apply_stack, whole_state
 from trainer.memory.tensor_parallel import SplitAttention
 from trainer.models import MLP, LoRA, TextClassifier
+from trainer.planner.gpus import host_as_device
+from trainer.planner.predict import predict, prepared
+from trainer.planner.target import Target
 from trainer.recipe import Memory, Optim, Run
 from trainer.weights.streaming import WeightFiles
 
@@ -241,3 +245,30 @@ def test_attention_of_its_own_is_torchs():
     ours, theirs = split(tokens, tokens, tokens)[0], whole(tokens, tokens, tokens, need_weights=False)[0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
     assert ours.stride() == theirs.stride()  # else dropout after it would draw another mask
+
+
+def live_peak(asked: Recipe) -> int:
+    """The most bytes that tensors of this rank took at once in a run."""
+    with LiveBytes() as live:
+        fit(asked)
+    return live.peak
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_memory_of_a_rank_is_predicted(ranks, tmp_path):
+    found = {}
+    for world in ("1", "tp2", "tp2 × fsdp2"):
+        size, knobs = WORLDS[world]
+        size = min(size, 2)  # one share of a batch: fewer processes say as much
+        model = replace(recipe(tmp_path).model, layers=4, heads=4, width=128, mlp_width=512, dropout=0.1)
+        run = {"run": {"predict": False}, "memory": {"micro_batch_size": 8, **knobs}, "epochs": 1, "max_steps": 2}
+        run["checkpoint"] = Checkpoint(every=None)
+        asked = recipe(tmp_path / world, model=model, **run)
+        plan = decide_plan(asked, size)
+        predicted = predict(prepared(asked), plan, Target(host_as_device())).allocated
+        measured = live_peak(asked) if size == 1 else max(ranks(size).run(live_peak, asked))
+        found[world] = predicted, measured
+        print(world, predicted, measured)
+    for predicted, measured in found.values():
+        assert predicted == pytest.approx(measured, rel=0.1)
+    assert found["tp2"][1] < 0.65 * found["1"][1]

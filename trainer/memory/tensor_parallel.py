@@ -111,21 +111,18 @@ def _parent(module: nn.Module, name: str) -> str:
 def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str) -> None:
     if style == "replicated_with_grad_allreduce":
         layer._sees_part = True  # type: ignore[assignment]
+        region.partly.append(layer)
         return
     if not isinstance(layer, nn.Linear):
         raise RecipeError(f"{key}: {name} is a {type(layer).__name__}: only nn.Linear can be split {style}")
     width = layer.out_features if style == "colwise" else layer.in_features
     require(width % region.ranks == 0, f"{key} does not divide the {width} features of {name}: use a divisor of them")
+    begins = style == "colwise"
     # Each rank takes its part of what it has: nothing is sent.
-    parallelize_module(layer, region.mesh, (STYLE[style])(), src_data_rank=None)
-    if style == "colwise":
-        layer.register_forward_pre_hook(region.enter, prepend=True)
+    parallelize_module(layer, region.mesh, ColwiseParallel() if begins else RowwiseParallel(), src_data_rank=None)
+    layer.register_forward_pre_hook(region.enter if begins else region.leave, prepend=True)
+    if begins:
         layer.register_forward_hook(region.begin)
-    else:
-        layer.register_forward_pre_hook(region.end, prepend=True)
-
-
-STYLE: dict[str, Callable[[], Any]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
 
 class SplitAttention(nn.Module):
@@ -177,6 +174,7 @@ class _Region(TorchFunctionMode):
         self.mesh, self.rank, self.ranks = mesh, mesh.get_local_rank(), mesh.size()
         self.is_split = self.is_open = False
         self.entered: tuple[Tensor, DTensor] | None = None
+        self.partly: list[nn.Module] = []  # whose weights are on every rank, and see the heads of this one
 
     def around(self, parent: nn.Module) -> Callable[..., Any]:
         """The forward of ``parent``, which holds layers that are split by columns."""
@@ -197,20 +195,18 @@ class _Region(TorchFunctionMode):
 
     def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before a layer that is split by columns. Queries, keys and values of one input sum its gradient once."""
-        tensor, *others = args
-        if self.entered is None or self.entered[0] is not tensor:
-            whole = DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
-            self.entered = tensor, whole
-        found = self.entered[1]
-        if not self.is_open:
-            self.entered = None
-        return found, *others
+        require(
+            self.is_open, "memory.tensor_parallel: call modules that hold split layers, not these layers themselves"
+        )
+        if self.entered is None or self.entered[0] is not args[0]:
+            self.entered = args[0], DTensor.from_local(args[0], self.mesh, [Replicate()], run_check=False)
+        return self.entered[1], *args[1:]
 
     def begin(self, *_: Any) -> None:
         """After a layer that is split by columns."""
-        self.is_split = self.is_open
+        self.is_split = True
 
-    def end(self, *_: Any) -> None:
+    def leave(self, *_: Any) -> None:
         """Before a layer that is split by rows."""
         self.is_split, self.entered = False, None
 
@@ -219,11 +215,16 @@ class _Region(TorchFunctionMode):
         if self.is_split:
             if func in (functional.dropout, torch.dropout):
                 return self.dropout(*args, **kwargs)
-            if func is functional.scaled_dot_product_attention and dropout_of(*args, **kwargs):
+            if func is functional.scaled_dot_product_attention:
                 return self.attention(*args, **kwargs)
             name = getattr(func, "__name__", "")
+            require(name not in OTHER_DROPOUTS, f"memory.tensor_parallel cannot split {name}: use dropout")
+            whole = [one for one in args if isinstance(one, nn.Parameter) and not isinstance(one, DTensor)]
+            known = [one for part in self.partly if whole for one in part._parameters.values()]
             require(
-                name not in OTHER_DROPOUTS, f"memory.tensor_parallel cannot split {name} between layers that it splits"
+                all(any(one is other for other in known) for one in whole),
+                f"memory.tensor_parallel: {name} uses a weight that every rank has on what layers have split: give its "
+                "module the style replicated_with_grad_allreduce in tensor_parallel_plan",
             )
         return func(*args, **kwargs)
 
@@ -250,7 +251,10 @@ class _Region(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attention with dropout: fused kernels draw masks of their own, of which nobody can take a part."""
+        """Attention; with dropout no fused kernel, which would draw a mask of its own that nobody can take a part of."""
+        if not dropout_p:
+            options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            return functional.scaled_dot_product_attention(query, key, value, attn_mask, **options)
         if enable_gqa:
             key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
         scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -260,13 +264,6 @@ class _Region(TorchFunctionMode):
             is_bool = attn_mask.dtype == torch.bool
             scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
         return self.dropout(scores.softmax(-1), dropout_p) @ value
-
-
-def dropout_of(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any
-) -> float:
-    """The rate that attention is called with."""
-    return dropout_p
 
 
 def is_split(parameter: Tensor) -> bool:
