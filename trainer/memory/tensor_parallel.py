@@ -251,7 +251,7 @@ class _Region(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attention; with dropout no fused kernel, which would draw a mask of its own that nobody can take a part of."""
+        """Attention; with dropout no fused kernel, which would draw a mask that nobody can take a part of."""
         if not dropout_p:
             options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return functional.scaled_dot_product_attention(query, key, value, attn_mask, **options)
