@@ -11,6 +11,7 @@ from trainer.engine.window import Cut
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import ADAM
 from trainer.recipe import Memory, Optim, Recipe
+from trainer.system.text import as_text
 from trainer.weights.files import PICKLED
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 DIVIDE_BY_SQUARES = (*ADAM, "adagrad", "rmsprop")
 """Optimizers that divide by the root of squared gradients, plus an epsilon of at most 1e-8."""
 
+
+UNPROVEN = (
+    *("cpu_offload", "activation_offload", "optimizer_in_backward", "optimizer_state_bits", "stochastic_rounding"),
+    *("compile", "replicas"),
+)
+"""Knobs that nobody has shown to be right on split weights."""
 
 CONDITIONAL = "which is conditional (some micro-batches leave parameters without a gradient)"
 
@@ -80,21 +87,13 @@ def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Itera
         yield f"{key} splits whole layers, not the adapters of model.lora: use one of the two"
     if recipe.optim.name == "adafactor":
         yield f"optim.name=adafactor needs whole matrices, and {key} has parts of them: use adamw"
-    excluded: dict[str, bool] = {
-        f"cpu_offload={memory.cpu_offload}": memory.cpu_offload != "none",
-        "activation_offload=true": bool(memory.activation_offload),
-        "optimizer_in_backward=true": bool(memory.optimizer_in_backward),
-        f"optimizer_state_bits={memory.optimizer_state_bits}": memory.optimizer_state_bits < 32,
-        "stochastic_rounding=true": memory.stochastic_rounding,
-        f"precision={memory.precision}": memory.precision in ("16-mixed", "16-true"),
-        f"compile={memory.compile}": memory.compile != "none",
-        f"replicas={memory.replicas}": memory.replicas > 1,
-    }
-    for name, is_on in excluded.items():
-        if is_on:
-            default = {"precision": "bf16-mixed or 32-true", "optimizer_state_bits": "32", "replicas": "1"}
-            fix = default.get(name.partition("=")[0], "false" if name.endswith("true") else "none")
-            yield f"{key} is not known to be right with memory.{name}: use {fix}, or memory.tensor_parallel 1"
+    if memory.precision in ("16-mixed", "16-true"):
+        yield f"{key} is not known to be right with memory.precision={memory.precision}: use bf16-mixed or 32-true"
+    for name in UNPROVEN:
+        value, usual = getattr(memory, name), getattr(Memory(), name)
+        if value not in (usual, False):
+            known = f"{key} is not known to be right with memory.{name}={as_text(value)}"
+            yield f"{known}: use {as_text(usual)}, or memory.tensor_parallel 1"
     if recipe.run.deterministic:
         yield f"{key} sums over ranks within a layer, which run.deterministic=true excludes: use one of the two"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
@@ -158,12 +159,12 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         gathered = get_model_state_dict(stack.module, options=options)
         first = {name: names[0] for names in tied_names(stack.module) for name in names}
-        state = {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}
+        state: dict[str, Any] = {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}
         for name, stretch in stretches(stack.module).items():  # in their order
             if name in state:
                 rows = [state[stretch.name]] if stretch.name in state else []
                 state[stretch.name] = torch.cat([*rows, state.pop(name)])
-        return state  # type: ignore[return-value]
+        return state
     masters, named = stack.masters or {}, stack.module.named_parameters(remove_duplicate=False)
     return stack.module.state_dict() | {name: masters[p].detach() for name, p in named if p in masters}
 

@@ -72,7 +72,12 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh) -> None:
             whole, (above, _, leaf) = part, name.rpartition(".")
             part = SplitAttention(whole, name, key)
             setattr(module.get_submodule(above), leaf, part)
-            layers = [(part.q, "colwise"), (part.k, "colwise"), (part.v, "colwise"), (part.out_proj, "rowwise")]
+            layers: list[tuple[Any, str]] = [
+                (part.q, "colwise"),
+                (part.k, "colwise"),
+                (part.v, "colwise"),
+                (part.out_proj, "rowwise"),
+            ]
             parents[part] = None
         else:
             layers = [(part, style)]
@@ -86,7 +91,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh) -> None:
                 require(heads % mesh.size() == 0, f"{key} does not divide the {heads} heads of {kind}: use a divisor")
                 if owner is parent:
                     setattr(parent, attribute, heads // mesh.size())
-        parent.forward = region.around(parent)  # type: ignore[method-assign]
+        parent.forward = region.around(parent)
 
 
 def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> Iterator[tuple[str, str]]:
@@ -137,13 +142,19 @@ class SplitAttention(nn.Module):
         for kind in ("weight", "bias")
     }
 
-    def __init__(self, whole: nn.Module, name: str, key: str) -> None:
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+
+    def __init__(self, whole: Any, name: str, key: str) -> None:
         super().__init__()
         plain = isinstance(whole, nn.MultiheadAttention) and whole.batch_first and whole.in_proj_bias is not None
         if not plain or whole.bias_k is not None or whole.add_zero_attn or whole.in_proj_weight is None:
             what = "an nn.MultiheadAttention with batch_first and biases, and queries, keys and values of one width"
             raise RecipeError(f"{key}: {name} is not {what}: use linear layers of your own for them")
-        self.num_heads, self.head_size, self.dropout = whole.num_heads, whole.head_dim, whole.dropout
+        self.num_heads: int = whole.num_heads
+        self.head_size: int = whole.head_dim
+        self.dropout: float = whole.dropout
         weights, biases = whole.in_proj_weight.detach().chunk(3), whole.in_proj_bias.detach().chunk(3)
         trained = whole.in_proj_weight.requires_grad
         for part, weight, bias in zip("qkv", weights, biases, strict=True):
@@ -151,7 +162,7 @@ class SplitAttention(nn.Module):
             layer.weight = nn.Parameter(weight.clone(), requires_grad=trained)
             layer.bias = nn.Parameter(bias.clone(), requires_grad=trained)
             setattr(self, part, layer)
-        self.out_proj = whole.out_proj
+        self.out_proj: nn.Linear = whole.out_proj
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False
@@ -236,7 +247,8 @@ class _Region(TorchFunctionMode):
         along = 1 if input.ndim == 4 else input.ndim - 1
         size, shape = input.shape[along], list(input.shape)
         shape[along] *= self.ranks
-        order = sorted(range(input.ndim), key=lambda dim: -input.stride(dim))
+        strides = input.stride()
+        order = sorted(range(input.ndim), key=lambda dim: -strides[dim])
         ones = input.new_ones([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(input.ndim)])
         return input * functional.dropout(ones, p).narrow(along, self.rank * size, size)
 
@@ -306,7 +318,8 @@ class TensorParallelSync(GradientSync):
             for parameter, count in zip(self.trained, counts, strict=True):
                 if count and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        split, whole = [], []
+        split: list[Tensor] = []
+        whole: list[Tensor] = []
         for parameter, tensor in self.trained.items():
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:

@@ -237,7 +237,7 @@ class Tracer(TorchDispatchMode):
             stream = FakeStream.current.number if here else HOST_STREAM
             self.note(op, "collective", 0, whole, dtype_of(here or tensors), stream, *group)
 
-    def note(self, op: str, kind: Kind, flops: int, moved: int, dtype: str, stream: Any = None, *group: int) -> None:
+    def note(self, op: str, kind: Kind, flops: int, moved: int, dtype: str, stream: Any = None, *group: Any) -> None:
         """Remember one operation for the time of the step: on the current stream if none is given."""
         number = FakeStream.current.number if stream is None else stream
         self.trace.work.extend([Work(op, kind, self.phase, number, flops, moved, dtype, *group)] * self.repeat)
@@ -348,8 +348,8 @@ def group_among(values: list[Any]) -> tuple[int, int]:
     for value in values:
         kind: Any = value._type() if isinstance(value, torch.ScriptObject) else None
         group = torch.distributed.ProcessGroup.unbox(value) if kind and kind.name() == "ProcessGroup" else value
-        if isinstance(value, str) and value in distributed_c10d._world.pg_names.values():  # of a functional one
-            group = distributed_c10d._resolve_process_group(value)
+        if isinstance(value, str):  # of a functional one
+            group = next((one for one, name in distributed_c10d._world.pg_names.items() if name == value), None)
         if isinstance(group, torch.distributed.ProcessGroup):
             ranks = torch.distributed.get_process_group_ranks(group)
             return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
