@@ -12,7 +12,7 @@ seeds, so dropout draws the mask of the whole there and takes its part: the run 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import product
 from re import fullmatch
@@ -65,26 +65,16 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh) -> None:
         "(docs/your-own-model.md), or use memory.strategy fsdp",
     )
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering twice is rare here
-    parents: dict[nn.Module, None] = {}
-    for name, style in _matched(module, plan, f"{key}: {kind}.tensor_parallel_plan"):
-        part, parent = module.get_submodule(name), module.get_submodule(_parent(module, name))
-        if style == "attention":
-            whole, (above, _, leaf) = part, name.rpartition(".")
-            part = SplitAttention(whole, name, key)
-            setattr(module.get_submodule(above), leaf, part)
-            layers: list[tuple[Any, str]] = [
-                (part.q, "colwise"),
-                (part.k, "colwise"),
-                (part.v, "colwise"),
-                (part.out_proj, "rowwise"),
-            ]
-            parents[part] = None
-        else:
-            layers = [(part, style)]
-            parents |= {parent: None} if style == "colwise" else {}
-        for layer, how in layers:
-            _split(layer, how, name, region, key)
-    for parent in parents:
+    styles = _matched(module, plan, f"{key}: {kind}.tensor_parallel_plan")
+    for name in [name for name, style in styles.items() if style == "attention"]:
+        above, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(above), leaf, SplitAttention(module.get_submodule(name), name, key))
+        del styles[name]
+        styles |= {f"{name}.{part}": "colwise" for part in "qkv"} | {f"{name}.out_proj": "rowwise"}
+    for name, style in styles.items():
+        _split(module.get_submodule(name), style, name, region, key)
+    parents = dict.fromkeys(_parent(module, name) for name, style in styles.items() if style == "colwise")
+    for parent in map(module.get_submodule, parents):
         for owner, attribute in product((getattr(parent, "config", None), parent), HEADS):
             heads = getattr(owner, attribute, None)
             if isinstance(heads, int):
@@ -94,7 +84,7 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh) -> None:
         parent.forward = region.around(parent)
 
 
-def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> Iterator[tuple[str, str]]:
+def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> dict[str, str]:
     """The modules that a plan names, and their style; a pattern must name some, and a module have one style."""
     names = [name for name, _ in module.named_modules()]
     found: dict[str, str] = {}
@@ -104,7 +94,7 @@ def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> Iterator
         matching = [name for name in names if fullmatch(expression, name)]
         require(bool(matching), f"{where} names {pattern}, which the module does not have")
         found |= dict.fromkeys(matching, style)
-    yield from found.items()
+    return found
 
 
 def _parent(module: nn.Module, name: str) -> str:
