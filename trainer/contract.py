@@ -40,6 +40,12 @@ class Model:
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
+    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
+        """How ranks share the blocks of ``module`` (``memory.tensor_parallel``): from names of linear layers, in which
+        ``*`` stands for what is between two dots, to ``colwise`` for those that begin a part (queries, keys, values, an
+        MLP's first) and ``rowwise`` for the one that ends it; docs/your-own-model.md has an example. Empty: unknown."""
+        return {}
+
     lossy: Sequence[str] = ()
     """What of it trains something else than the whole model, in words (LoRA of rank 8, say); the plan names it."""
 

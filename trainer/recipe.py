@@ -95,6 +95,8 @@ class Memory:
         matmul_precision: what products and convolutions of fp32 are computed in on a GPU: highest (fp32), high (inputs
             rounded to the 10 bits of TF32) or medium (products, to the 7 of bfloat16); high and medium are lossy.
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
+        tensor_parallel: ranks that share every block: each has a part of its attention heads and of its MLP's width,
+            and all see the same samples; ddp or fsdp is over the other ranks. 1 is off.
         replicas: copies of the sharded model under fsdp (hybrid sharding): the ranks of each copy share its shards.
         reshard_after_forward: under fsdp, free a block's whole weights after its forward and gather them again for
             its backward; false keeps them: faster, more memory.
@@ -129,6 +131,7 @@ class Memory:
     precision: Precision = "32-true"
     matmul_precision: MatmulPrecision = "highest"
     strategy: Strategy = "auto"
+    tensor_parallel: int = 1
     replicas: int = 1
     reshard_after_forward: bool = True
     sync_every_micro_step: bool | None = None
@@ -143,7 +146,7 @@ class Memory:
     correct_batchnorm: bool = True
 
     def __post_init__(self) -> None:
-        _check("memory.", self, positive=("replicas", "micro_batch_size", "micro_batch_tokens"))
+        _check("memory.", self, positive=("tensor_parallel", "replicas", "micro_batch_size", "micro_batch_tokens"))
         if self.budget is not None:
             parse_budget(self.budget, 0)
         kept = self.activation_checkpointing

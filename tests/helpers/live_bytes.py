@@ -27,6 +27,7 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, DTensor):
                 leaf = leaf._local_tensor
+            leaf = getattr(leaf, "elem", leaf)  # of one that a collective has not filled yet
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 self._add(leaf.untyped_storage())
         return result

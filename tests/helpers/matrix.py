@@ -16,7 +16,7 @@ from helpers.problems import collate, host_sum, make_model, make_samples
 from trainer.contract import Data, Model
 from trainer.engine.order import batch_indices, derive_seed
 from trainer.engine.step import Stepper
-from trainer.engine.window import Windows, cut_at, cut_batch
+from trainer.engine.window import Windows, cut_at, cut_batch, share_of
 from trainer.memory import activation_offload
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import Plan, decide_plan
@@ -24,6 +24,7 @@ from trainer.memory.precision import precision_plugin
 from trainer.memory.sharding import fabric_strategy
 from trainer.memory.stack import apply_stack, build_updates, whole_state
 from trainer.recipe import Memory, Optim, Recipe
+from trainer.run.session import counted_once
 
 STEPS = 3
 ADAMW = Optim("adamw", lr=1e-3, weight_decay=0.1, clip_norm=1.0)
@@ -110,7 +111,8 @@ def plain_run(case: Case) -> dict[str, Any]:
     lengths = [len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None
     for epoch, step in steps_of(case):
         indices = batch_indices(0, epoch, step, case.size, case.batch_size)
-        pieces = cut_batch(indices, cut_at(case.recipe, case.world_size, epoch), case.world_size, lengths)
+        shares = share_of(case.memory, 0, case.world_size)[1]
+        pieces = cut_batch(indices, cut_at(case.recipe, case.world_size, epoch), shares, lengths)
         total = 0.0
         for number, piece in enumerate(pieces):
             if not piece:
@@ -170,16 +172,19 @@ def set_up(case: Case, plan: Plan) -> tuple[Fabric, Stepper, Windows, Any]:
     module = case.prepared(build_module(fabric, recipe.model, 0, plan))
     stack = apply_stack(fabric, recipe.model, module, plan)
     optimizer, sync = build_updates(fabric, recipe.model, stack, recipe.optim, plan)
-    stepper = Stepper(fabric, recipe.model, stack.wrapped, optimizer, sync=sync, clip_norm=recipe.optim.clip_norm)
+    copies, clip_norm = recipe.memory.tensor_parallel, recipe.optim.clip_norm
+    stepper = Stepper(fabric, recipe.model, stack.wrapped, optimizer, sync=sync, clip_norm=clip_norm, copies=copies)
+    once = counted_once(recipe.memory, fabric.global_rank, host_sum)
+    share, shares = share_of(recipe.memory, fabric.global_rank, case.world_size)
     windows = Windows(
         size=case.size,
         cut_at=partial(cut_at, recipe, case.world_size),
         fetch=lambda requests: (collate([samples[index] for index in request.indices]) for request in requests),
         weigh=recipe.model.weigh,
         seed=0,
-        rank=fabric.global_rank,
-        world_size=case.world_size,
-        reduce=list if case.world_size == 1 else host_sum,
+        rank=share,
+        world_size=shares,
+        reduce=list if case.world_size == 1 else once,
         lengths=[len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None,
     )
     return fabric, stepper, windows, stack

@@ -43,6 +43,7 @@ class Part:
     offset: tuple[int, ...]  # where it begins in the whole tensor, one number a dimension
     shape: tuple[int, ...]  # of the whole tensor
     writer: int | None = None  # the rank that writes it, None for one that every rank has the same of
+    of: str | None = None  # the name of the whole tensor, where this part has another one
 
 
 def whole(tensor: Tensor) -> Part:
@@ -128,11 +129,14 @@ def _chunks(header: bytes, parts: Mapping[str, Part]) -> Iterator[memoryview]:
 
 
 def describe_parts(file: str, parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Where the parts in ``file`` belong, as JSON: by name, the whole shape, and file, offset and size of the part."""
+    """Where the parts in ``file`` belong, as JSON: by name, the whole shape, and file, offset and size of each part,
+    and its key in the file where that is not the name."""
     described: dict[str, Any] = {}
     for name, part in parts.items():
         place = {"file": file, "offset": list(part.offset), "size": list(part.tensor.shape)}
-        described[name] = {"shape": list(part.shape), "parts": [place]}
+        place |= {"key": name} if part.of is not None else {}
+        entry = described.setdefault(part.of or name, {"shape": list(part.shape), "parts": []})
+        entry["parts"].append(place)
     return described
 
 
@@ -143,8 +147,8 @@ class PartsReader:
     def __init__(self, folder: Path, indices: Sequence[Mapping[str, Any]] = ()) -> None:
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.parts: dict[str, dict[str, Mapping[str, Any]]] = {}
-        """The parts of every tensor, by their files."""
+        self.parts: dict[str, dict[tuple[str, str], Mapping[str, Any]]] = {}
+        """The parts of every tensor, by their files and what they are called there."""
         self.files: dict[str, Any] = {}
         for index in indices:
             self.add(index)
@@ -163,11 +167,12 @@ class PartsReader:
                     raise ValueError(f"{name} of {len(shape)} dimensions has a part of {len(size)} at {len(offset)}")
                 if any(start + length > most for start, length, most in zip(offset, size, shape, strict=True)):
                     raise ValueError(f"{name} of shape {shape} has a part of {size} at {offset}")
-                if not isinstance(part["file"], str):
-                    raise ValueError(f"{name} has a part in the file {part['file']!r}")  # noqa: TRY004
-                if part["file"] in known:
+                place = part["file"], part.get("key", name)
+                if not all(isinstance(text, str) for text in place):
+                    raise ValueError(f"{name} has a part in the file {part['file']!r}")
+                if place in known:
                     raise ValueError(f"{name} has two parts in {part['file']}")
-                known[part["file"]] = part
+                known[place] = part
 
     @torch.no_grad()
     def read_into(self, name: str, target: Part) -> None:
@@ -202,7 +207,9 @@ class PartsReader:
             count *= max(0, end - start)
         if count:
             stored = self._stored(name, part)
-            found = stored[tuple(there)] if there else self._open(part["file"]).get_tensor(name)  # a number is whole
+            found = (
+                stored[tuple(there)] if there else self._open(part["file"]).get_tensor(part.get("key", name))
+            )  # a number is whole
             target.tensor[tuple(here)].copy_(found)
         return count
 
@@ -210,7 +217,7 @@ class PartsReader:
         """A part in its file, not read yet, as it was described."""
         path = self.folder / part["file"]
         try:
-            stored = self._open(part["file"]).get_slice(name)
+            stored = self._open(part["file"]).get_slice(part.get("key", name))
         except SafetensorError as error:
             raise CorruptCheckpoint(f"{path} does not hold {name}: {error}") from error
         if stored.get_shape() != list(part["size"]):

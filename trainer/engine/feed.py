@@ -8,7 +8,7 @@ from functools import partial
 
 from trainer.contract import Data, Model
 from trainer.engine.quarantine import Quarantine, Reduce
-from trainer.engine.window import Cut, Fetch, MicroBatch, OnLoad, Windows, cut_at, micro_batch
+from trainer.engine.window import Cut, Fetch, MicroBatch, OnLoad, Windows, cut_at, micro_batch, share_of
 from trainer.errors import listed, require
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Request
@@ -48,7 +48,8 @@ def windows_of(
     reduce: Reduce = list,
     quarantine: Quarantine | None = None,
 ) -> Windows:
-    """The share of one rank in the training batches of a recipe whose data is prepared; see ``Windows``.
+    """The share of one rank in the training batches of a recipe whose data is prepared; see ``Windows``. ``reduce``
+    sums over the shares: of ranks that take the same one, only one counts.
 
     Without a ``quarantine``, bad samples are left out where they are met, and no other rank is told.
     """
@@ -59,14 +60,15 @@ def windows_of(
         f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
         f"{type(recipe.data).__name__} does not know before it has read it: leave it out",
     )
+    share, shares = share_of(recipe.memory, rank, world_size)
     return Windows(
         size=len(train),
         cut_at=partial(cut_at, recipe, world_size),
         fetch=fetch,
         weigh=recipe.model.weigh,
         seed=recipe.seed,
-        rank=rank,
-        world_size=world_size,
+        rank=share,
+        world_size=shares,
         reduce=reduce,
         lengths=lengths,
         packs=recipe.model.packs(),

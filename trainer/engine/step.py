@@ -67,10 +67,12 @@ class Stepper(Forward):
         clip_norm: float | None = None,  # largest global gradient norm
         correct_batchnorm: bool = True,  # see BatchNormStatistics
         phases: Phases | None = None,  # is told of every phase
+        copies: int = 1,  # ranks that take the same share of a batch: memory.tensor_parallel
     ) -> None:
         super().__init__(fabric, model, module)
         self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
-        self.phases, self.world_size = phases or Phases(), fabric.world_size
+        self.phases, self.world_size = phases or Phases(), fabric.world_size // copies
+        self.copies = copies
         self.check = LossCheck(model)
         self.generator = torch.default_generator  # of dropout; far cheaper to seed than by torch.manual_seed
         if self.device.type == "cuda":
@@ -119,7 +121,7 @@ class Stepper(Forward):
 
     def accumulate(self, window: Window) -> LossTotals:
         """Forward and backward, micro-batch by micro-batch; the gradients are then those of the whole batch."""
-        totals = (TotalsInOrder if self.sync.in_order else LossTotals)(window, self.world_size)
+        totals = (TotalsInOrder if self.sync.in_order else LossTotals)(window, self.world_size, self.copies)
         self.sync.begin(window)
         if self.batchnorm:
             self.batchnorm.remember()
@@ -144,7 +146,7 @@ class Stepper(Forward):
 
     def compare(self, check: LossCheck, micro: MicroBatch) -> None:
         """Let ``check`` compare the losses of some samples of ``micro``, which leaves no trace."""
-        check.compare(self, micro, self.world_size, self.generator)
+        check.compare(self, micro, self.fabric.world_size, self.generator)
 
     def abandon(self) -> None:
         """Leave a step wherever it is, as if it had not begun."""
@@ -195,7 +197,7 @@ class Stepper(Forward):
             self.precision.optimizer_step(self.optimizer)
             if self.scheduler is not None:
                 self.scheduler.step()
-        if self.batchnorm and self.world_size > 1:
+        if self.batchnorm and self.fabric.world_size > 1:
             self.batchnorm.share()
         self.steps_taken += 1
         for parameter in self.parameters:  # what optimizer.zero_grad does, without its bookkeeping

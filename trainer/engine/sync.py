@@ -135,7 +135,7 @@ def ranks_that_reached(reached: Sequence[bool], device: torch.device) -> list[in
 
 @torch.no_grad()
 def mean_over_ranks(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup | None = None) -> None:
-    """Replace every tensor by its mean over the ranks, in place."""
+    """Replace every tensor by its mean over the ranks of ``group``, by default all, in place."""
     for _ in means_over_ranks([tensors], group):
         pass
 
@@ -153,7 +153,7 @@ def means_over_ranks(
         ]
         for work in begun[number]:
             work.wait()
-        torch._foreach_div_(list(parts[number]), torch.distributed.get_world_size())
+        torch._foreach_div_(list(parts[number]), torch.distributed.get_world_size(group))
         yield number
 
 
@@ -161,7 +161,7 @@ def means_over_ranks(
 def norm_over_ranks(local: Tensor, replicas: int = 1, group: torch.distributed.ProcessGroup | None = None) -> Tensor:
     """The norm of gradients of which each shard is on ``replicas`` ranks, from ``local``, that of this rank's shards.
 
-    The ``group``, of all ranks, must be able to reduce tensors on the device of ``local``.
+    The ``group``, by default of all ranks, must be able to reduce tensors on the device of ``local``.
     """
     square = local.double().square()
     torch.distributed.all_reduce(square, group=group)

@@ -15,8 +15,9 @@ from trainer.values import Loss
 class LossTotals:
     """Sums up the losses of one window, on the device."""
 
-    def __init__(self, window: Window, world_size: int) -> None:
-        self.weights, self.world_size, self.factor = window.weights, world_size, world_size
+    def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:
+        """``world_size`` ranks share the batch; each share is on ``copies`` ranks, which are tensor parallel."""
+        self.weights, self.world_size, self.factor, self.copies = window.weights, world_size, world_size, copies
         self.parts: dict[str, list[Tensor]] = {name: [] for name in window.weights}
         self.scales: dict[str, Tensor] = {}
 
@@ -38,7 +39,7 @@ class LossTotals:
 
     def read(self, norm: Tensor) -> tuple[float, dict[str, float]]:
         """``norm`` and the mean of every loss over the whole batch: the one host sync of a step."""
-        if self.world_size > 1:  # in float64: thousands of samples would lose digits in float32
+        if self.world_size * self.copies > 1:  # in float64: thousands of samples would lose digits in float32
             sums = [torch.stack(parts).sum(dtype=torch.float64) for parts in self.parts.values()]
             first, values = self._over_ranks(norm, torch.stack(sums))
         else:
@@ -48,14 +49,16 @@ class LossTotals:
         return first, self._means(values)
 
     def _over_ranks(self, norm: Tensor, numbers: Tensor) -> tuple[float, list[float]]:
-        """``norm``, and ``numbers`` in float64 summed over the ranks."""
+        """``norm``, and ``numbers`` in float64 summed over the ranks, each share of the batch once."""
         numbers = torch.cat([numbers, numbers.new_ones(1)])
-        if self.world_size > 1:
+        if self.world_size * self.copies > 1:
             torch.distributed.all_reduce(numbers)
         first, *values, ranks = torch.cat([norm.detach().to(numbers).reshape(1), numbers]).tolist()
-        if ranks != self.world_size:  # NCCL says nothing of a collective that was aborted while a rank waited
+        if (
+            ranks != self.world_size * self.copies
+        ):  # NCCL says nothing of a collective that was aborted while a rank waited
             raise RuntimeError("the ranks did not all come to the end of the step: its collectives were aborted")
-        return first, values
+        return first, [value / self.copies for value in values]
 
     def _means(self, sums: Iterable[float]) -> dict[str, float]:
         return {name: value / (weight or 1.0) for (name, weight), value in zip(self.weights.items(), sums, strict=True)}
@@ -68,8 +71,8 @@ class TotalsInOrder(LossTotals):
     would be taken back exactly only where nothing is denormal.
     """
 
-    def __init__(self, window: Window, world_size: int) -> None:
-        super().__init__(window, world_size)
+    def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:
+        super().__init__(window, world_size, copies)
         self.factor = 1
 
     def read(self, norm: Tensor) -> tuple[float, dict[str, float]]:

@@ -16,7 +16,7 @@ from trainer.contract import PADDING_MULTIPLE
 from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.errors import RecipeError
-from trainer.recipe import Recipe
+from trainer.recipe import Memory, Recipe
 from trainer.values import BadSample, Groups, Incomplete, Request
 
 MOST_HALVINGS = 64  # of a micro-batch: none has 2 ** 64 samples
@@ -76,9 +76,16 @@ def decide_cut(
     return Cut(batch_size, min(size, batch_size if any_ranks else share), derived, micro_batch_tokens, any_ranks)
 
 
+def share_of(memory: Memory, rank: int, world_size: int) -> tuple[int, int]:
+    """Which share of a batch a rank takes, and of how many: neighbours that are tensor parallel take the same one."""
+    return rank // memory.tensor_parallel, world_size // memory.tensor_parallel
+
+
 def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:
-    """How the batches of ``epoch`` are cut; a schedule such as ``{0: 8, 4: 2}`` holds from each epoch named on."""
+    """How the batches of ``epoch`` are cut on ``world_size`` ranks; a schedule such as ``{0: 8, 4: 2}`` holds from each
+    epoch named on."""
     memory, accumulate = recipe.memory, recipe.accumulate
+    _, world_size = share_of(memory, 0, world_size)
     if isinstance(accumulate, Mapping):
         accumulate = accumulate[max(start for start in accumulate if start <= epoch)]
     size = None if memory.micro_batch_size == "auto" else memory.micro_batch_size

@@ -50,7 +50,8 @@ def built_at_home(fabric: Fabric, plan: Plan, build: Callable[[], nn.Module]) ->
 
 def home_of_weights(fabric: Fabric, plan: Plan) -> torch.device:
     """Where whole weights live: in host memory if they stay there, or are sharded from there block by block."""
-    return fabric.device if plan.strategy != "fsdp" and plan.memory.cpu_offload == "none" else HOST
+    cut = plan.strategy == "fsdp" or plan.memory.tensor_parallel > 1
+    return HOST if cut or plan.memory.cpu_offload != "none" else fabric.device
 
 
 def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> nn.Module:

@@ -94,6 +94,7 @@ KNOBS = (  # in the order to try them
     ),
     Knob("activation_offload", (False, True), "activations offloaded", ACTIVATIONS, planned=True, to_host=True),
     Knob("strategy", ("ddp", "fsdp"), turns=(Turn("fsdp", ALL),), planned=True, graded=False, needs_ranks=True),
+    Knob("tensor_parallel", (1,), "tensor parallel over {} ranks", graded=False, needs_ranks=True),
     Knob("replicas", (1, 2), "{} replicas", planned=True, graded=False, needs_ranks=True),
     # false is the faster one, and needs more memory
     Knob("reshard_after_forward", (True, False), "whole weights kept until backward", planned=True, graded=False),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from trainer.engine.window import Cut, cut_at
+from trainer.engine.window import Cut, cut_at, share_of
 from trainer.errors import RecipeError
 from trainer.memory.knobs import HALF, described, left_open
 from trainer.memory.refusals import require_compatible
 from trainer.recipe import Memory, Recipe, Strategy
+
+EVALUATED = ("strategy", "precision", "matmul_precision", "tensor_parallel", "replicas", "micro_batch_tokens")
+"""The knobs that an evaluation turns as training does."""
 
 CUT_MATTERS = (
     "{}.samples_interact: the loss of a sample depends on the others of its micro-batch, so the cut matters: with "
@@ -36,15 +39,15 @@ class Plan:
     def for_evaluation(self) -> Plan:
         """The same weights on the same ranks, without what serves backward and the optimizer."""
         streamed = self.memory.cpu_offload == "parameters"
-        names = ("strategy", "precision", "matmul_precision", "replicas", "micro_batch_tokens")
-        kept = {name: getattr(self.memory, name) for name in names}
+        kept = {key: getattr(self.memory, key) for key in EVALUATED}
         return dataclasses.replace(self, memory=Memory(cpu_offload="parameters" if streamed else "none", **kept))
 
     def describe(self) -> str:
         """The plan in one line, for a person."""
-        cut = self.first_cut
+        cut, (_, shares) = self.first_cut, share_of(self.memory, 0, self.world_size)
+        groups = _count(shares, "group", "s") + f" of {self.memory.tensor_parallel} ranks"
         batch = (
-            f"batch {cut.batch_size} = {_count(self.world_size, 'rank', 's')} × "
+            f"batch {cut.batch_size} = {groups if shares < self.world_size else _count(shares, 'rank', 's')} × "
             f"{_count(cut.accumulate, 'micro-batch', 'es')} of {cut.micro_batch_size}"
         )
         batch += f" of at most {cut.micro_batch_tokens} tokens" if cut.micro_batch_tokens else ""

@@ -11,6 +11,7 @@ from trainer.engine.window import Cut
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import ADAM
 from trainer.recipe import Memory, Optim, Recipe
+from trainer.system.text import as_text
 from trainer.weights.files import PICKLED
 
 if TYPE_CHECKING:
@@ -22,6 +23,12 @@ DIVIDE_BY_SQUARES = (*ADAM, "adagrad", "rmsprop")
 """Optimizers that divide by the root of squared gradients, plus an epsilon of at most 1e-8."""
 
 
+UNPROVEN = (
+    *("cpu_offload", "activation_offload", "optimizer_in_backward", "optimizer_state_bits", "stochastic_rounding"),
+    *("compile", "replicas"),
+)
+"""Knobs that nobody has shown to be right on split weights."""
+
 CONDITIONAL = "which is conditional (some micro-batches leave parameters without a gradient)"
 
 
@@ -31,6 +38,7 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
     ``cuts`` are how batches are cut, in every phase of an accumulation schedule.
     """
     checks = [_strategy, _state]
+    checks += [_tensor_parallel] if recipe.memory.tensor_parallel > 1 else []
     checks += [_meta] if recipe.memory.init == "meta" else []
     checks += [_cuda_graphs] if recipe.memory.compile == "cuda_graphs" else []
     checks += [_in_backward] if recipe.memory.optimizer_in_backward else []
@@ -68,6 +76,27 @@ def _strategy(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str
         yield "memory.cpu_offload=parameters streams weights through FSDP, not DDP: use memory.strategy fsdp or auto"
     if sharded and offload != "none" and memory.sync_every_micro_step is False:
         yield f"memory.sync_every_micro_step=false keeps what memory.cpu_offload={offload} moves: leave it at null"
+
+
+def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str]:
+    """What divides the ranks, and what has not been shown to be right on weights that are split."""
+    memory, key = recipe.memory, f"memory.tensor_parallel={recipe.memory.tensor_parallel}"
+    if world_size % memory.tensor_parallel:
+        yield f"{key} does not divide {world_size} rank(s): use a divisor, or run.devices {memory.tensor_parallel}"
+    adapters = getattr(recipe.model, "lora", None)
+    if adapters is not None and adapters.rank:
+        yield f"{key} splits whole layers, not the adapters of model.lora: use one of the two"
+    if recipe.optim.name == "adafactor":
+        yield f"optim.name=adafactor needs whole matrices, and {key} has parts of them: use adamw"
+    if memory.precision in ("16-mixed", "16-true"):
+        yield f"{key} is not known to be right with memory.precision={memory.precision}: use bf16-mixed or 32-true"
+    for name in UNPROVEN:
+        value, usual = getattr(memory, name), getattr(Memory(), name)
+        if value not in (usual, False):
+            known = f"{key} is not known to be right with memory.{name}={as_text(value)}"
+            yield f"{known}: use {as_text(usual)}, or memory.tensor_parallel 1"
+    if recipe.run.deterministic:
+        yield f"{key} sums over ranks within a layer, which run.deterministic=true excludes: use one of the two"
 
 
 def _state(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
@@ -187,6 +216,7 @@ def require_able(module: nn.Module, plan: Plan) -> None:
         *fsdp,
         ("memory.cpu_offload=optimizer", "use none", memory.cpu_offload == "optimizer"),
         ("run.deterministic=true", "use false", plan.deterministic),
+        ("memory.tensor_parallel", "use 1", memory.tensor_parallel > 1),
     ]
     real = [  # safetensors has no complex numbers of double precision, and torch few operations for those of half
         *dense,

@@ -24,6 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.memory.plan import Plan
 from trainer.memory.refusals import require_first_order
 
+DATA, TENSOR = "data", "tensor"
+"""The dimensions of a mesh over which ranks take other samples, and over which they share every block."""
+
 HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
@@ -34,7 +37,7 @@ def fabric_strategy(plan: Plan, accelerator: str) -> Strategy:
     # Offloaded gradients are reduced in host memory, which NCCL cannot do.
     both = accelerator == "cuda" and plan.memory.cpu_offload != "none"
     backend = "cpu:gloo,cuda:nccl" if both else None
-    if plan.strategy == "fsdp":
+    if plan.strategy == "fsdp" or plan.memory.tensor_parallel > 1:
         return ShardedStrategy(backend)
     if plan.memory.cpu_offload == "optimizer" or plan.deterministic:
         return ReplicatedStrategy(process_group_backend=backend)
@@ -60,7 +63,7 @@ class ReplicatedStrategy(DDPStrategy):
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Processes and devices for modules that ``shard`` has sharded."""
+    """Processes and devices for modules that are sharded, or split, before they come here."""
 
     def __init__(self, backend: str | None = None) -> None:
         super().__init__(
@@ -68,7 +71,7 @@ class ShardedStrategy(ModelParallelStrategy):
         )
 
     def setup_environment(self) -> None:
-        """Start the process group; the mesh is made by ``shard``, which knows about replicas."""
+        """Start the process group; the mesh is made by ``mesh_of``, which knows about replicas."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
@@ -76,8 +79,10 @@ class ShardedStrategy(ModelParallelStrategy):
         return module
 
 
-def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: torch.device) -> str | None:
-    """Shard ``module`` over all ranks, in place: each of ``blocks`` is gathered as one, and the rest as another.
+def shard(
+    module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: torch.device, mesh: DeviceMesh
+) -> str | None:
+    """Shard ``module`` over ``mesh``, in place: each of ``blocks`` is gathered as one, and the rest as another.
 
     Its weights are whole, on any device or on meta; the ranks compute on ``device``. Returns what is to be said of
     blocks that are gathered with the rest, as they share weights with it or each other.
@@ -85,7 +90,7 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], plan: Plan, device: to
     memory, half = plan.memory, plan.memory.precision in HALF
     streamed = memory.cpu_offload == "parameters"
     options: dict[str, Any] = {
-        "mesh": _mesh(plan, device),
+        "mesh": mesh,
         "reshard_after_forward": memory.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if streamed else OffloadPolicy(),
     }
@@ -120,6 +125,14 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 buffers[name] = buffer.to(device)
 
 
+def move_whole(module: nn.Module, device: torch.device) -> None:
+    """Move what is not split to ``device``, where split weights have been in parts only."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+    move_buffers(module, device)
+
+
 def _watch_backward(module: nn.Module, args: Any, output: Any) -> None:
     """FSDP frees weights in the first backward which the second reads: the process would end without a word."""
     require_first_order(output, "memory.strategy=fsdp", "use ddp or single")
@@ -130,8 +143,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    replicas = plan.memory.replicas
+def mesh_of(plan: Plan, device: torch.device) -> DeviceMesh:
+    """The ranks as FSDP and tensor parallelism see them; those that are tensor parallel are neighbours: on one node."""
+    replicas, copies = plan.memory.replicas, plan.memory.tensor_parallel
+    if copies > 1:
+        return init_device_mesh(device.type, (plan.world_size // copies, copies), mesh_dim_names=(DATA, TENSOR))
     if replicas == 1:
         return init_device_mesh(device.type, (plan.world_size,), mesh_dim_names=("shard",))
     shape = (replicas, plan.world_size // replicas)

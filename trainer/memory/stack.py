@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -23,10 +25,11 @@ from trainer.memory.optimizer_offload import HostGradients, StreamedGradients, r
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.refusals import require_able, require_sparse, sparse_parameters
-from trainer.memory.sharding import shard
+from trainer.memory.sharding import DATA, TENSOR, mesh_of, move_whole, shard
+from trainer.memory.tensor_parallel import TensorParallelSync, split_over_ranks, trained_parts
 from trainer.recipe import Optim
 from trainer.weights.blocks import describe_blocks, find_blocks, require_blocks
-from trainer.weights.streaming import tied_names
+from trainer.weights.streaming import stretches, tied_names
 
 
 @dataclass
@@ -35,13 +38,16 @@ class Stack:
 
     module: nn.Module  # as the model built it; its parameters may be sharded now
     wrapped: nn.Module  # what forward is called on
-    masters: dict[nn.Parameter, Tensor] | None = None  # in host memory, with the optimizer offloaded: see ``take_home``
+    # What the optimizer updates in their place: in host memory, when it is offloaded (``take_home``), or in the memory
+    # of the parameters, when they are split (``trained_parts``).
+    masters: dict[nn.Parameter, Tensor] | None = None
     blocks: str = ""  # the repeated modules that were found, in words
     warning: str | None = None  # what is to be said of how it was done
+    mesh: DeviceMesh | None = None  # of the ranks, with tensor parallelism
 
     def become(self, other: Stack) -> None:
         """Hold what ``other`` holds from now on, for all who know this one."""
-        self.module, self.wrapped, self.masters = other.module, other.wrapped, other.masters
+        self.module, self.wrapped, self.masters, self.mesh = other.module, other.wrapped, other.masters, other.mesh
 
 
 def apply_stack(
@@ -52,11 +58,12 @@ def apply_stack(
     seed: int = 0,
     stream: Callable[..., None] = materialise,
 ) -> Stack:
-    """Apply ``plan`` to ``module``: checkpoint and compile blocks, offload activations, shard, offload weights.
+    """Apply ``plan`` to ``module``: split, checkpoint and compile, offload activations, shard, offload weights.
 
-    Checkpointing comes before sharding, so that FSDP gathers a block once for both of its passes in backward, and
-    compiling before offloading, so that the compiler need not look into the hooks. Weights that are on meta are
-    streamed once every rank knows its shards.
+    Layers are split over ranks first, so that a block that is computed again sums over the ranks again. Checkpointing
+    comes before sharding, so that FSDP gathers a block once for both of its passes in backward, and compiling before
+    offloading, so that the compiler need not look into the hooks. Weights that are on meta are streamed once every rank
+    knows its shards.
 
     Args:
         fabric: launched.
@@ -71,6 +78,10 @@ def apply_stack(
     """
     memory = plan.memory
     require_able(module, plan)
+    splits, sharded = memory.tensor_parallel > 1, plan.strategy == "fsdp"
+    mesh = mesh_of(plan, fabric.device) if splits or sharded else None
+    if splits and mesh is not None:
+        split_over_ranks(module, model, mesh[TENSOR])
     blocks = _blocks(model, module, plan)
     found = describe_blocks(blocks)  # FSDP gives them other classes
     checkpoint_blocks(module, blocks, memory.activation_checkpointing)
@@ -80,13 +91,18 @@ def apply_stack(
         module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     if memory.activation_offload:
         offload_activations(module, fabric.device)
-    sharded = plan.strategy == "fsdp"
-    warning = shard(module, blocks, plan, fabric.device) if sharded else None
+    over = mesh[DATA] if mesh is not None and splits else mesh
+    warning = shard(module, blocks, plan, fabric.device, over) if sharded and over is not None else None
+    if splits and not sharded:
+        move_whole(module, fabric.device)
     if memory.init == "meta":
         on_host = memory.cpu_offload == "parameters" or (memory.cpu_offload == "optimizer" and not sharded)
         stream(module, model, HOST if on_host else fabric.device, weights_dtype(memory), seed)
     masters = take_home(module, plan, fabric.device) if memory.cpu_offload == "optimizer" else None
-    return Stack(module, fabric.setup_module(module), masters, found, warning)
+    wrapped = fabric.setup_module(module)
+    if splits:
+        masters = trained_parts(module)
+    return Stack(module, wrapped, masters, found, warning, mesh if splits else None)
 
 
 def _blocks(model: Model, module: nn.Module, plan: Plan) -> Sequence[nn.Module]:
@@ -105,6 +121,11 @@ def build_updates(
 ) -> tuple[Optimizer, GradientSync]:
     """What turns gradients into new weights: the optimizer, and how its gradients come together over the ranks."""
     memory, scaler = plan.memory, getattr(fabric.strategy.precision, "scaler", None)
+    if stack.mesh is not None and stack.masters is not None:
+        require_sparse(stack.module, optim)
+        optimizer = build_optimizer(list(stack.masters.values()), optim, memory, fabric.device)
+        every = bool(memory.sync_every_micro_step)
+        return optimizer, TensorParallelSync(stack.module, stack.masters, stack.mesh, every)
     if stack.masters is not None:
         trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
         optimizer = build_optimizer(list(trained.values()), optim, memory, HOST)
@@ -141,7 +162,12 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         gathered = get_model_state_dict(stack.module, options=options)
         first = {name: names[0] for names in tied_names(stack.module) for name in names}
-        return {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}  # type: ignore[misc]
+        state: dict[str, Any] = {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}
+        for name, stretch in stretches(stack.module).items():  # in their order
+            if name in state:
+                rows = [state[stretch.name]] if stretch.name in state else []
+                state[stretch.name] = torch.cat([*rows, state.pop(name)])
+        return state
     masters, named = stack.masters or {}, stack.module.named_parameters(remove_duplicate=False)
     return stack.module.state_dict() | {name: masters[p].detach() for name, p in named if p in masters}
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.errors import require_choice
+from trainer.errors import require, require_choice
 from trainer.models.text import TextClassifier
 from trainer.values import Loss
 
@@ -45,6 +45,13 @@ class BigBird(TextClassifier):
         # DDP waits for every parameter that may get a gradient; the classifier reads the first token, not the pooler.
         module.bert.pooler.requires_grad_(False)  # type: ignore[union-attr]
         return module
+
+    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
+        """As BERT's, for full attention: block_sparse draws its random blocks head by head."""
+        fix = "use model.attention full, or memory.strategy fsdp"
+        sparse = f"memory.tensor_parallel cannot share the heads of model.attention={self.attention}"
+        require(self.attention == "full", f"{sparse}: {fix}")
+        return super().tensor_parallel_plan(module)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """As any text classifier; short block-sparse batches are padded to where the pattern is defined."""

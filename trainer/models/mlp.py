@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,14 @@ class MLP(Model):
         for inputs, outputs in zip(widths, widths[1:], strict=False):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()] + [nn.Dropout(self.dropout)] * (self.dropout > 0)
         return nn.Sequential(*layers, nn.Linear(widths[-1], sizes["num_classes"]))
+
+    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
+        """Every second layer sums what the one before it has split; a last one without a partner is on every rank."""
+        from torch import nn
+
+        layers = [name for name, part in module.named_children() if isinstance(part, nn.Linear)]
+        pairs = zip(layers[::2], layers[1::2], strict=False)
+        return {name: style for pair in pairs for name, style in zip(pair, ("colwise", "rowwise"), strict=True)}
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy; the batch has ``pixel_values`` (n, channels, height, width) and ``labels`` (n,)."""

@@ -19,6 +19,15 @@ from trainer.weights.blocks import find_blocks, switch_cache_off
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_BERT = {f"encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")}
+_BERT |= {"encoder.layer.*.attention.output.dense": "rowwise", "encoder.layer.*.intermediate.dense": "colwise"}
+_BERT |= {"encoder.layer.*.output.dense": "rowwise"}
+_DISTILBERT = {f"transformer.layer.*.attention.{name}": "colwise" for name in ("q_lin", "k_lin", "v_lin")}
+_DISTILBERT |= {"transformer.layer.*.attention.out_lin": "rowwise", "transformer.layer.*.ffn.lin1": "colwise"}
+_DISTILBERT |= {"transformer.layer.*.ffn.lin2": "rowwise"}
+ENCODERS = {"distilbert": _DISTILBERT, **dict.fromkeys(("bert", "roberta", "electra", "big_bird"), _BERT)}
+"""How ranks share the blocks of model types for which transformers does not say it."""
+
 NO_TOKENIZER = "none"
 # The names under which configurations keep their dropout rates.
 DROPOUT_FIELDS = (
@@ -213,6 +222,12 @@ class TextClassifier(Adaptable):
 
         options = {"revision": self.revision, "allow_patterns": ["*.json", "*.safetensors", "*.txt", "*.model"]}
         return Path(from_hub("weights", weights, snapshot_download, weights, **options))
+
+    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
+        """Attention by heads, the MLP by hidden features: transformers' own plan, or for those without one ours."""
+        config, prefix = cast(Any, module).config, cast(Any, module).base_model_prefix
+        layers = ENCODERS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
+        return {f"{prefix}.{name}": style for name, style in layers.items()}
 
     def _finished(self, module: nn.Module) -> nn.Module:
         """The module without a cache, and with the parameters frozen that do not train."""

@@ -121,6 +121,11 @@ class VisionTransformer(Adaptable):
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module
 
+    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
+        """Attention by heads, the MLP by hidden features."""
+        block = "encoder.layers.*"
+        return {f"{block}.self_attention": "attention", f"{block}.mlp.0": "colwise", f"{block}.mlp.3": "rowwise"}
+
     def merged(self) -> VisionTransformer:
         """This model without adapters, as it is saved."""
         return replace(self, lora=LoRA())

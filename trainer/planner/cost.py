@@ -202,9 +202,9 @@ class Clocks:
             self.gathered.append(self.free[link])
             return
         self.free[link] = end = max(begin, self.computed, self.reduced) + seconds
-        if item.phase == "backward":
+        if item.phase == "backward" and not item.waits:
             self.reduced = end
-        else:  # such as the norm of the gradients: the next operation needs it
+        else:  # such as the norm of the gradients, or what tensor parallelism sums within a block
             self.computed = end
 
     def _copy(self, item: Work) -> None:

@@ -35,6 +35,7 @@ class Work(NamedTuple):
     dtype: str  # that it computes in, as torch names it (``bfloat16``)
     ranks: int = 0  # that take part in a collective; 0 for all
     stride: int = 1  # how far apart they are
+    waits: bool = False  # whether the next operation needs the result of a collective, also in backward
 
 
 @dataclass

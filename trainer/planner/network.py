@@ -218,6 +218,7 @@ def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:
     """The strategies that the recipe leaves open, by name, with the settings that make each."""
     if cluster.devices == 1:
         alone: Settings = {"memory.strategy": "auto", "memory.replicas": 1, "memory.reshard_after_forward": True}
+        alone |= {"memory.tensor_parallel": 1} if memory.tensor_parallel > 1 else {}
         return {"single": alone | {"memory.sync_every_micro_step": None}}
     sharded: Settings = {"memory.strategy": "fsdp"}
     if memory.replicas > 1:
@@ -231,6 +232,6 @@ def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:
     if reshards:
         options["fsdp"] = sharded
     options["fsdp*"] = sharded | {"memory.reshard_after_forward": False}
-    if 1 < cluster.nodes < cluster.devices:
+    if 1 < cluster.nodes < cluster.devices and memory.tensor_parallel == 1:
         options["hsdp"] = sharded | {"memory.replicas": cluster.nodes}
     return options

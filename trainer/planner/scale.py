@@ -134,9 +134,10 @@ class Scale:
         count = len(self.recipe.data.train)
         samples = min(cut_at(self.recipe, size.devices, 0).batch_size, count)
         budget = budget_bytes(self.recipe.memory.budget or WHOLE, self.target.gpu, size.devices)
-        if samples < size.devices:
-            idle = f"{size.devices - samples} of {size.devices} devices would have no samples"
-            reason = f"batch_size={samples}: {idle}; it takes --batch_size {size.devices} or more"
+        copies = self.recipe.memory.tensor_parallel
+        if samples * copies < size.devices:
+            idle = f"{size.devices - samples * copies} of {size.devices} devices would have no samples"
+            reason = f"batch_size={samples}: {idle}; it takes --batch_size {size.devices // copies} or more"
             if samples == count:
                 reason = f"the training set has {samples:,} samples: {idle}"
             return [ScaleRow(size, "any", {}, samples, budget=budget, reason=reason)]

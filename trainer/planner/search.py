@@ -23,7 +23,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from trainer.engine.order import batch_indices
-from trainer.engine.window import cut_at, cut_batch, tokens_of
+from trainer.engine.window import cut_at, cut_batch, share_of, tokens_of
 from trainer.errors import RecipeError, require
 from trainer.memory.knobs import FOLLOWERS
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
@@ -290,8 +290,8 @@ class Search:
         for size in sizes if lengths is not None else ():
             cut = cut_at(knobs.applied(self.recipe, with_size({}, size)), self.devices, 0)
             batch = batch_indices(self.recipe.seed, 0, 0, len(lengths), cut.batch_size)
-            packs = self.recipe.model.packs()
-            pieces = cut_batch(batch, cut, self.devices, lengths, packs)
+            packs, shares = self.recipe.model.packs(), share_of(self.recipe.memory, 0, self.devices)[1]
+            pieces = cut_batch(batch, cut, shares, lengths, packs)
             tokens[size or 0] = sum(tokens_of(one, lengths, packs) for one in pieces)
         return {size or 0: tokens[size or 0] / max(tokens.values()) if tokens else 1.0 for size in sizes}
 

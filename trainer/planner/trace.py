@@ -28,7 +28,7 @@ from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.step import Phases, Stepper
-from trainer.engine.window import MicroBatch, Window, cut_batch
+from trainer.engine.window import MicroBatch, Window, cut_batch, share_of
 from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory.initialize import HOST, home_of_weights
@@ -63,7 +63,8 @@ class Samples:
 def draw_samples(recipe: Recipe, plan: Plan) -> Samples:
     """The samples that ``plan`` would meet first, and the longest ones, from the recipe's prepared data."""
     ranks, loader = plan.world_size, loader_of(recipe, recipe.data.train)
-    windows = windows_of(recipe, loader, world_size=ranks, reduce=lambda values: [value * ranks for value in values])
+    _, shares = share_of(plan.memory, 0, ranks)
+    windows = windows_of(recipe, loader, world_size=ranks, reduce=lambda values: [value * shares for value in values])
     varies = windows.lengths is not None and min(windows.lengths) < max(windows.lengths)
     most, window = 3 if varies else 2, next(iter(windows.epoch(0, 0, 1)))
     own = window.micro_batches
@@ -79,7 +80,8 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
         return []
     cut = evaluation_cut(plan.first_cut, len(dataset))
     lengths, packs = getattr(dataset, "lengths", None), recipe.model.packs()
-    pieces = cut_batch(range(len(dataset)), cut, plan.world_size, lengths, packs)
+    shares = share_of(plan.memory, 0, plan.world_size)[1]
+    pieces = cut_batch(range(len(dataset)), cut, shares, lengths, packs)
     loader = loader_of(recipe, dataset)
     return list(evaluation_micro_batches("val", pieces[:1], loader, Quarantine(limit=None)))
 
@@ -158,6 +160,7 @@ class _Run(Phases):
         memory, clip_norm = self.recipe.memory, self.recipe.optim.clip_norm
         places = (self.tracer, self.fabric, self.recipe.model, stack.wrapped, self.optimizer)
         options: dict[str, Any] = {"clip_norm": clip_norm, "correct_batchnorm": memory.correct_batchnorm}
+        options["copies"] = memory.tensor_parallel
         stepper = _FakeStepper(*places, sync=sync, phases=self, **options)
         stepper.module.train()
         if memory.micro_batch_size == "auto" and not sync.applied:
@@ -182,7 +185,7 @@ class _Run(Phases):
         if phase in ("forward", "step"):
             if self.tracer.phase != phase:
                 self.tracer.trace.micro_steps.append(len(self.tracer.trace.work))
-            self.tracer.categorise(_gradients(self.stack.module), "gradients")
+            self.tracer.categorise(_gradients(self.stack), "gradients")
         self.tracer.enter(phase)
 
     def end_step(self) -> None:
@@ -262,12 +265,12 @@ def _gather(module: nn.Module, device: torch.device) -> None:
             del shard, whole
 
 
-def _gradients(module: nn.Module) -> Iterator[Tensor]:
+def _gradients(stack: Stack) -> Iterator[Tensor]:
     """All gradients, also the whole ones that FSDP keeps until it reduces them."""
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            yield parameter.grad
-    for part in module.modules():
+    for tensor in (*stack.module.parameters(), *(stack.masters or {}).values()):
+        if tensor.grad is not None:
+            yield tensor.grad
+    for part in stack.module.modules():
         group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
         if group is None:
             continue

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -213,7 +214,9 @@ class Tracer(TorchDispatchMode):
     def _note_work(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._note_collective(name, tensors, group_among(tree_leaves((args, kwargs))))
+            group = group_among(tree_leaves((args, kwargs)))
+            # The functional ones are those of DTensor: of tensor parallelism, in the middle of a forward or backward.
+            self._note_collective(name, tensors, (*group, func.namespace == "_c10d_functional"))
             return
         if getattr(func, "is_view", False) or name == "_unsafe_view":  # which is one, too, but for autograd
             return
@@ -234,7 +237,7 @@ class Tracer(TorchDispatchMode):
         units = units_of(name, args, dtype) if flops else dtype
         self.note(name, "compute", flops, moved + moved_again(name, args, units, moved), units)
 
-    def _note_collective(self, name: str, tensors: list[Tensor], group: tuple[int, int]) -> None:
+    def _note_collective(self, name: str, tensors: list[Tensor], group: tuple[int, int, bool]) -> None:
         """What the device's network does or, with gradients in host memory, the host's."""
         here = [tensor for tensor in tensors if self.is_on_device(tensor)]
         sizes = [_bytes([tensor]) for tensor in here or tensors]
@@ -246,7 +249,7 @@ class Tracer(TorchDispatchMode):
             stream = FakeStream.current.number if here else HOST_STREAM
             self.note(op, "collective", 0, whole, dtype_of(here or tensors), stream, *group)
 
-    def note(self, op: str, kind: Kind, flops: int, moved: int, dtype: str, stream: Any = None, *group: int) -> None:
+    def note(self, op: str, kind: Kind, flops: int, moved: int, dtype: str, stream: Any = None, *group: Any) -> None:
         """Remember one operation for the time of the step: on the current stream if none is given."""
         number = FakeStream.current.number if stream is None else stream
         self.trace.work.extend([Work(op, kind, self.phase, number, flops, moved, dtype, *group)] * self.repeat)
@@ -356,7 +359,10 @@ def group_among(values: list[Any]) -> tuple[int, int]:
     """
     for value in values:
         kind: Any = value._type() if isinstance(value, torch.ScriptObject) else None
-        if kind is not None and kind.name() == "ProcessGroup":
-            ranks = torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(value))
+        group = torch.distributed.ProcessGroup.unbox(value) if kind and kind.name() == "ProcessGroup" else value
+        if isinstance(value, str):  # of a functional one
+            group = next((one for one, name in distributed_c10d._world.pg_names.items() if name == value), None)
+        if isinstance(group, torch.distributed.ProcessGroup):
+            ranks = torch.distributed.get_process_group_ranks(group)
             return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
     return 0, 1

@@ -146,7 +146,8 @@ class Resumption:
             # DDP orders its buckets anew after the first gradients, and sums of three depend on what shares a bucket.
             rehearse(stepper, windows.longest(session.recipe.epochs))
         if manifest.world_size == session.fabric.world_size:
-            sign = sign_of(session.fabric.global_rank)
+            rank = session.fabric.global_rank
+            sign = sign_of(rank - rank % session.recipe.memory.tensor_parallel)  # alike where samples are alike
             with self.found.explained(sign):
                 state.generators.load_state_dict(self.found.json(sign)["random"])
 
@@ -204,8 +205,9 @@ def restore_tensors(found: Found, tensors: Tensors) -> None:
     tensors.make_state({*reader.shapes, *values})
     parts, numbers = tensors.parts(), tensors.numbers()
     # Under several ranks each holds some parts of quantised state, so only what is missing here can be told of that.
-    missing = sorted(parts.keys() - reader.shapes.keys())
-    surplus = sorted(name for name in reader.shapes.keys() - parts.keys() if "@" not in name)
+    wanted = {part.of or name for name, part in parts.items()}
+    missing = sorted(wanted - reader.shapes.keys())
+    surplus = sorted(name for name in reader.shapes.keys() - wanted if "@" not in name)
     require(
         not any("@" in name for name in missing),
         f"{found.path}: the optimizer's state of 8 or 4 bits was quantised in other shards: resume with the "
@@ -216,7 +218,7 @@ def restore_tensors(found: Found, tensors: Tensors) -> None:
     require(not text, f"{found.path} does not fit the model and its optimizer: {text}")
     with torch.no_grad():
         for name, part in parts.items():
-            reader.read_into(name, part)
+            reader.read_into(part.of or name, part)
     with found.explained(sign_of(0)):
         for name, own in numbers.items():
             if isinstance(own, int | float) and not isinstance(values[name], int | float):
@@ -236,7 +238,7 @@ def load_whole_model(found: Found, model: Model) -> nn.Module:
     for name, tensor in wanted.items():
         shape = reader.shapes[name]
         require(shape == tuple(tensor.shape), f"{misfit}: {name} is of shape {shape}, not {tuple(tensor.shape)}")
-        with found.explained(next(iter(reader.parts[name]), sign_of(0))):
+        with found.explained(next((file for file, _ in reader.parts[name]), sign_of(0))):
             tensor.data = reader.read(name)
     return module
 

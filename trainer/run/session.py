@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, window
 from trainer.engine.forward import Forward
 from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import BadSampleAt, Quarantine
-from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch
+from trainer.engine.window import Cut, MicroBatch, Windows, cut_batch, share_of
 from trainer.errors import EvaluationStopped, RecipeError, RunError, Stopped, require
 from trainer.faults.signals import StopSignals, end_start_watch
 from trainer.faults.watchdog import Watchdog
@@ -27,7 +28,7 @@ from trainer.launching.world import World
 from trainer.memory.monitor import Monitor
 from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, sample_lengths, shapes_of
 from trainer.memory.plan import Plan
-from trainer.recipe import Recipe
+from trainer.recipe import Memory, Recipe
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.run.forecast import Forecast
 from trainer.run.listeners import report_bad_samples
@@ -131,7 +132,8 @@ def training_windows(session: Session) -> Windows:
     """This rank's share of the training batches."""
     recipe, ranks = session.recipe, (session.fabric.global_rank, session.fabric.world_size)
     loader = _loader(session, recipe.data.train)
-    windows = windows_of(recipe, loader, *ranks, session.agreement, quarantine=session.quarantine)
+    once = counted_once(recipe.memory, ranks[0], session.agreement)
+    windows = windows_of(recipe, loader, *ranks, once, quarantine=session.quarantine)
     windows.on_load = session.monitor.load
     return windows
 
@@ -144,14 +146,17 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
         return None
     loader = _loader(session, dataset)
     metrics = ClassificationMetrics(getattr(model, "num_classes", None), fabric.device, model.loss_names)
-    ranks = fabric.global_rank, fabric.world_size, _sum_over(fabric, fabric.device)
+    memory, rank = session.recipe.memory, fabric.global_rank
+    share, shares = share_of(memory, rank, fabric.world_size)
+    once = counted_once(memory, rank, _sum_over(fabric, fabric.device))
 
     def micro_batches() -> Iterator[MicroBatch]:
         cut = evaluation_cut(session.plan.first_cut, len(dataset))  # smaller after a recovery
         lengths = getattr(dataset, "lengths", None)
-        pieces = cut_batch(range(len(dataset)), cut, fabric.world_size, lengths, model.packs())
-        on_load = partial(monitor.doing, "evaluation")
-        for micro in evaluation_micro_batches(split, pieces, loader, session.quarantine, *ranks, on_load=on_load):
+        pieces = cut_batch(range(len(dataset)), cut, shares, lengths, model.packs())
+        own = pieces, loader, session.quarantine, share, shares, once
+        for micro in evaluation_micro_batches(split, *own, on_load=partial(monitor.doing, "evaluation")):
+            micro.is_empty |= rank % memory.tensor_parallel > 0  # another rank counts the same samples
             # An evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
                 raise EvaluationStopped(f"the evaluation of {split} was left: a rank was asked to stop")
@@ -204,6 +209,28 @@ def _sum_over(fabric: Fabric, device: torch.device, group: Any = None) -> Sum:
         return tensor.tolist()
 
     return total if fabric.world_size > 1 else list
+
+
+def counted_once(memory: Memory, rank: int, total: Sum) -> Sum:
+    """``total`` over the shares of a batch: of ranks that are tensor parallel the first one counts.
+
+    They must have read the same samples. If not (a file that only one of them could read), all ranks are told so
+    before any computes: their parts of one activation would be of different samples.
+    """
+    copies = memory.tensor_parallel
+
+    def once(values: list[float]) -> list[float]:
+        found = total([*(value * (rank % copies == 0) for value in values), *values])
+        sums, everywhere = found[: len(values)], found[len(values) :]
+        alike = all(math.isclose(a * copies, b, rel_tol=1e-9) for a, b in zip(sums, everywhere, strict=True))
+        if not alike:
+            raise RunError(
+                f"memory.tensor_parallel={copies}: ranks that share every block have read different samples, or could "
+                "not read the same ones: look for a disk that only some of them reach, and go on with run.resume auto"
+            )
+        return sums
+
+    return once if copies > 1 else total
 
 
 def on_first(fabric: Fabric, decide: Callable[[], T]) -> T:

@@ -23,6 +23,7 @@ from trainer.memory.optimizer import OptimizerInBackward
 from trainer.memory.sharding import local
 from trainer.memory.stack import Stack
 from trainer.run.listeners import Stopwatch
+from trainer.weights.streaming import stretches
 
 
 class Tensors:
@@ -37,6 +38,14 @@ class Tensors:
         for name, value, parameter in self._named():
             if isinstance(value, Tensor):
                 found |= _parts_of(name, value, parameter)
+        for name, stretch in stretches(self.stack.module).items():
+            for full in [full for full in found if f"/{name}/" in f"{full}/"]:
+                part, whole_name = found[full], full.replace(name, stretch.name)
+                if part.tensor.ndim:
+                    offset, shape = stretch.place(part.offset, part.shape)
+                    found[full] = replace(part, of=whole_name, offset=offset, shape=shape)
+                else:  # a number of the optimizer, the same of all three
+                    found[full] = replace(part, of=whole_name, writer=-1 if stretch.number else part.writer)
         return found
 
     def numbers(self) -> dict[str, Any]:
@@ -61,8 +70,9 @@ class Tensors:
             optimizer.make_state()
         elif reached:
             make_state(optimizer)
+        built = stretches(self.stack.module)
         for name, _, trained in self._trained():
-            if name not in reached:  # by any gradient
+            if name not in reached and (name not in built or built[name].name not in reached):  # by any gradient
                 optimizer.state.pop(trained, None)
 
     @torch.no_grad()
@@ -112,6 +122,7 @@ def part_of(value: Tensor, parameter: Tensor | None) -> Part:
     _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
     at = mesh.get_coordinate() or ()
     copy = any(isinstance(p, Replicate) and place for p, place in zip(parameter.placements, at, strict=True))
+    copy = copy or not (mesh.mesh == 0).any()  # of what ranks of other samples, or of other parts, have as well
     # A rank with a copy of another's shard has nothing to write.
     writer = -1 if copy else torch.distributed.get_rank()
     return Part(local(value), tuple(offset), tuple(parameter.shape), writer)

@@ -14,6 +14,7 @@ from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
 from trainer.engine.schedule import LearningRate, lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
+from trainer.engine.window import share_of
 from trainer.errors import EvaluationStopped, Stopped
 from trainer.memory.initialize import build_module
 from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
@@ -35,7 +36,8 @@ class Training:
 
     def __init__(self, session: Session, source: str | None, progress: Progress, resumption: Resumption) -> None:
         self.session, self.progress, recipe = session, progress, session.recipe
-        seed_random_state(recipe.seed, session.fabric.global_rank)
+        fabric = session.fabric
+        seed_random_state(recipe.seed, share_of(recipe.memory, fabric.global_rank, fabric.world_size)[0])
         self.stack, optimizer, sync = build(session)
         # It alone holds the optimizer, so that a recovery can free it.
         self.stepper = Stepper(
@@ -47,6 +49,7 @@ class Training:
             clip_norm=recipe.optim.clip_norm,
             correct_batchnorm=recipe.memory.correct_batchnorm,
             phases=session.monitor,
+            copies=recipe.memory.tensor_parallel,
         )
         del optimizer, sync
         session.monitor.enter(None)

@@ -128,6 +128,26 @@ def tied_names(module: nn.Module) -> list[list[str]]:
     return list(groups.values())
 
 
+class Stretch(NamedTuple):
+    """Where the rows of a parameter are in that of the model as it was built, of which it is one of three thirds."""
+
+    name: str  # of the parameter as it was built
+    number: int  # which third
+
+    def place(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """A part of a parameter of ``shape`` that begins at ``offset``: where in the whole, and the whole's shape."""
+        return (offset[0] + self.number * shape[0], *offset[1:]), (3 * shape[0], *shape[1:])
+
+
+def stretches(module: nn.Module) -> dict[str, Stretch]:
+    """The parameters that were packed into one when the model was built, and are three now (``SplitAttention``)."""
+    return {
+        f"{prefix}.{name}": Stretch(f"{prefix}.{packed}", number)
+        for prefix, part in module.named_modules()
+        for name, (packed, number) in getattr(part, "packed", {}).items()
+    }
+
+
 def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     path, _, leaf = name.rpartition(".")
     module.get_submodule(path)._parameters[leaf] = parameter
@@ -195,19 +215,23 @@ def fill(module: nn.Module, model: Model, seed: int) -> None:
         RecipeError: naming what is missing, of another shape, or still on meta.
     """
     pretrained = model.pretrained()
-    groups, buffers = tied_names(module), dict(module.named_buffers())
+    groups, buffers, parts = tied_names(module), dict(module.named_buffers()), stretches(module)
+    built = [[parts[name].name if name in parts else name for name in names] for names in groups]
     known = pretrained.stored.keys() | set(pretrained.new)
-    lost = shortened([names[0] for names in groups if not known.intersection(names)])
+    lost = shortened([names[0] for names in built if not known.intersection(names)])
     require(not lost, f"no value is known for {lost}: pretrained() must name them among stored or new parameters")
-    unknown = shortened(sorted(known.difference(*groups, buffers)))
+    unknown = shortened(sorted(known.difference(*built, buffers)))
     require(not unknown, f"pretrained() names {unknown}, which the module does not have")
     with WeightFiles() as files:
-        for names in [*groups, *([name] for name in buffers)]:
-            stored = {name: pretrained.stored[name] for name in names if name in pretrained.stored}
+        for names, as_built in [*zip(groups, built, strict=True), *(([name], [name]) for name in buffers)]:
+            stored = {name: pretrained.stored[name] for name in as_built if name in pretrained.stored}
             tensor = buffers[names[0]] if names[0] in buffers else module.get_parameter(names[0])
-            part = own_part(tensor)
+            part, shape = own_part(tensor), tuple(tensor.shape)
+            if names[0] in parts:
+                offset, shape = parts[names[0]].place(part.offset, shape)
+                part = Slice(part.local, offset)
             for number, (name, place) in enumerate(stored.items()):
-                for rows, value in _pieces(files, place, name, tuple(tensor.shape), part):
+                for rows, value in _pieces(files, place, name, shape, part):
                     if number == 0:
                         part.local[rows].copy_(value)
                         continue

@@ -1,0 +1,287 @@
+"""Ranks that share every block take the steps of one rank, and their checkpoints are read by any number of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.live_bytes import LiveBytes
+from helpers.matrix import Case, difference, launched, plain_run, stacked_run
+from helpers.pretrained import saved as saved_weights
+from helpers.pretrained import text, vit
+from helpers.problems import CLASSES, Problem, make_model, make_samples, tokenizer_folder
+from helpers.resumed import assert_same_weights, losses, recipe, resume, saved
+from torch import nn
+
+from trainer import Checkpoint, Data, Recipe, RecipeError
+from trainer.contract import Model
+from trainer.fit import fit
+from trainer.memory.initialize import build_module
+from trainer.memory.plan import decide_plan
+from trainer.memory.stack import apply_stack, whole_state
+from trainer.memory.tensor_parallel import SplitAttention
+from trainer.models import MLP, LoRA, TextClassifier
+from trainer.planner.gpus import gpu_named, host_as_device
+from trainer.planner.predict import predict, prepared
+from trainer.planner.target import Target
+from trainer.recipe import Memory, Optim, Run
+from trainer.weights.streaming import WeightFiles
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
+SMALL |= {"max_position_embeddings": 64}
+DECODER = SMALL | {"num_key_value_heads": 2, "attention_dropout": 0.3}
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "bert": SMALL,
+    "roberta": SMALL | {"pad_token_id": 0},
+    "electra": SMALL | {"embedding_size": 8},
+    "llama": DECODER,
+    "qwen3": DECODER | {"head_dim": 8},  # whose norms see the heads of one rank only
+}
+
+
+@dataclass(frozen=True)
+class Split(Case):
+    """Any model type, with all its dropouts, attention's among them."""
+
+    @property
+    def model(self) -> Model:
+        if self.name in CONFIGURED:
+            options: dict[str, Any] = {"tokenizer": tokenizer_folder(), "num_classes": CLASSES, "dropout": self.dropout}
+            return TextClassifier(self.name, config=CONFIGURED[self.name], **options)
+        model = replace(make_model(self.name), dropout=self.dropout)  # type: ignore[type-var]
+        return replace(model, attention_dropout=0.3) if self.name == "vit" else model  # type: ignore[type-var]
+
+    @property
+    def samples(self) -> list[dict[str, torch.Tensor]]:
+        name = "distilbert" if self.name in CONFIGURED else self.name
+        return make_samples(Problem(name, self.size, self.batch_size, 1))
+
+
+def case_of(name: str, ranks: int = 2, **knobs: Any) -> Split:
+    memory = Memory(**{"precision": "64-true", "micro_batch_size": 3, "tensor_parallel": 2, **knobs})
+    return Split(name, memory, ranks, dropout=0.2)
+
+
+def assert_steps_of_one_rank(case: Case, ranks: Any) -> None:
+    """Three steps of AdamW, clipped, with dropout."""
+    assert max(difference(ranks(case.world_size).run(stacked_run, case)[0], plain_run(case)).values()) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("vit", {}),
+        ("vit", {"strategy": "fsdp", "activation_checkpointing": "full"}),
+        ("distilbert", {"activation_checkpointing": "selective"}),
+        ("bigbird", {"strategy": "fsdp", "reshard_after_forward": False}),
+        ("qwen3", {"strategy": "fsdp", "sync_every_micro_step": True}),
+        ("mlp", {}),
+    ],
+)
+def test_two_ranks_that_share_blocks_take_the_steps_of_one(name, knobs, ranks):
+    assert_steps_of_one_rank(case_of(name, **knobs), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["vit", *CONFIGURED])
+def test_two_groups_of_two_ranks_take_the_steps_of_one(name, strategy, ranks):
+    assert_steps_of_one_rank(case_of(name, 4, strategy=strategy), ranks)
+
+
+@pytest.mark.slow
+def test_four_ranks_share_four_heads(ranks):
+    assert_steps_of_one_rank(case_of("bert", 4, tensor_parallel=4), ranks)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision_rounds_as_much_as_on_one_rank(precision, ranks):
+    case = replace(case_of("vit", precision=precision), dropout=0.0)
+    exact, dense = (replace(case, memory=Memory(precision=one, micro_batch_size=3)) for one in ("32-true", precision))
+    ours, plain = ranks(2).run(stacked_run, case)[0], stacked_run(replace(dense, world_size=1))
+    rounding = difference(plain, stacked_run(replace(exact, world_size=1)))
+    assert difference(ours, plain)["parameters"] <= 2 * rounding["parameters"]
+
+
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "tp2": (2, {"tensor_parallel": 2}),
+    "tp2 × dp2": (4, {"tensor_parallel": 2}),
+    "tp2 × fsdp2": (4, {"tensor_parallel": 2, "strategy": "fsdp"}),
+    "fsdp2": (2, {"strategy": "fsdp"}),
+}
+
+
+def trained(world: str, ranks: Any, run_dir: Path, of: tuple[Path, int] | None = None) -> Path:
+    """A run on ``world``, from its start, or from the checkpoint of another run after some steps."""
+    size, knobs = WORLDS[world]
+    memory = {"micro_batch_size": 4, "precision": "64-true", **knobs}
+    changes = {"memory": memory, "run": {"evaluate": True, "allow_change": ["memory"]}}
+    call = partial(fit, recipe(run_dir, **changes)) if of is None else partial(resume, of[0], run_dir, of[1], **changes)
+    call() if size == 1 else ranks(size).run(call)
+    return run_dir
+
+
+def assert_same_run(run_dir: Path, other: Path) -> None:
+    """The losses, the weights and the evaluation, in which every sample counts once."""
+    assert losses(run_dir) == pytest.approx(losses(other), rel=1e-11)
+    assert_same_weights(run_dir, other, 1e-10, 1e-11)
+    reports = [(folder / "classification_report.txt").read_text() for folder in (run_dir, other)]
+    assert reports[0] == reports[1]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_checkpoint_of_ranks_that_share_blocks_is_that_of_one_rank(ranks, tmp_path):
+    one, two = trained("1", ranks, tmp_path / "one"), trained("tp2", ranks, tmp_path / "two")
+    assert_same_run(two, one)
+    assert_same_run(trained("1", ranks, tmp_path / "two-one", (two, 2)), one)
+    assert_same_run(trained("tp2", ranks, tmp_path / "one-two", (one, 4)), one)
+    trained("tp2", ranks, tmp_path / "again", (two, 4))
+    assert saved(tmp_path / "again", 6) == saved(two, 6)  # bit for bit
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_pictures")
+def test_a_checkpoint_of_any_world_is_read_by_any_other(ranks, tmp_path):
+    runs = {world: trained(world, ranks, tmp_path / world) for world in WORLDS}
+    for source, target in permutations(WORLDS, 2):
+        if {source, target} & {"tp2 × dp2", "tp2 × fsdp2"}:
+            assert_same_run(trained(target, ranks, tmp_path / f"{source}-{target}", (runs[source], 4)), runs["1"])
+
+
+def streamed(model: Model, strategy: str) -> tuple[dict[str, torch.Tensor], int, int]:
+    """The weights that ranks have streamed in, how many numbers this one has read, and how many it has."""
+    memory = Memory(init="meta", tensor_parallel=2, strategy=strategy, micro_batch_size=1)
+    plan = decide_plan(Recipe(model=model, data=Data(), batch_size=1, memory=memory), 2)
+    read, numbers = WeightFiles.read, Counter[str]()
+
+    def spy(files: Any, file: Any, key: str, index: Any = ()) -> Any:
+        value = read(files, file, key, index)
+        numbers[key] += value.numel()
+        return value
+
+    fabric = launched(plan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightFiles, "read", spy)
+        stack = apply_stack(fabric, model, build_module(fabric, model, 0, plan), plan)
+    state = {name: tensor.clone() for name, tensor in whole_state(stack).items()}
+    return state, numbers.total(), sum(part.numel() for part in stack.masters.values())
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [("vit", "ddp"), ("text", "fsdp")])
+def test_each_rank_reads_its_part_of_the_file(kind, strategy, ranks, tmp_path):
+    config = {"n_layers": 3, "dim": 66, "hidden_dim": 132, "n_heads": 2, "max_position_embeddings": 64}
+    make, sizes = (vit, {"mlp_width": 132}) if kind == "vit" else (text, {"config": config})
+    model = make(weights=saved_weights(tmp_path, kind, **sizes), **sizes)
+    (state, numbers, held), _ = ranks(2).run(streamed, model, strategy)
+    whole = model.build().state_dict()
+    assert state.keys() == whole.keys()
+    assert [name for name, value in whole.items() if not torch.equal(state[name], value)] == []
+    assert numbers == held < 0.7 * sum(value.numel() for value in whole.values())
+
+
+def test_what_ranks_cannot_share_is_refused_with_the_fix():
+    adapted = replace(make_model("distilbert"), lora=LoRA(rank=2))  # type: ignore[type-var]
+    for changes, devices, text_of in (
+        ({}, 3, "memory.tensor_parallel=2 does not divide 3 rank"),
+        ({"memory": {"cpu_offload": "optimizer"}}, 2, "memory.cpu_offload=optimizer: use none"),
+        ({"memory": {"optimizer_state_bits": 8}}, 2, "memory.optimizer_state_bits=8: use 32"),
+        ({"memory": {"compile": "blocks"}}, 2, "memory.compile=blocks: use none"),
+        ({"memory": {"precision": "16-mixed"}}, 2, "memory.precision=16-mixed: use bf16-mixed"),
+        ({"memory": {"replicas": 2, "strategy": "fsdp"}}, 4, "memory.replicas=2: use 1"),
+        ({"optim": Optim("adafactor")}, 2, "optim.name=adafactor needs whole matrices"),
+        ({"model": adapted}, 2, "not the adapters of model.lora"),
+        ({"run": Run(deterministic=True)}, 2, "run.deterministic=true excludes"),
+    ):
+        memory = Memory(**{"tensor_parallel": 2, "micro_batch_size": 2} | changes.pop("memory", {}))
+        asked = Recipe(**{"model": make_model("vit"), "data": Data(), "batch_size": 8, "memory": memory} | changes)
+        with pytest.raises(RecipeError, match=text_of):
+            decide_plan(asked, devices)
+
+
+@dataclass
+class Undeclared(MLP):
+    """Nobody has said how ranks share it."""
+
+    plan: dict[str, str] | None = None
+
+    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
+        return self.plan or {}
+
+
+def refusal(model: Model) -> str:
+    case = case_of("mlp")
+    plan = decide_plan(case.recipe.replace(model=model), 2)
+    fabric = launched(plan)
+    with pytest.raises(RecipeError) as caught:
+        apply_stack(fabric, model, build_module(fabric, model, 0, plan), plan)
+    return str(caught.value)
+
+
+def test_a_model_that_ranks_cannot_share_is_refused_by_name(ranks):
+    sizes = {"hidden": [15, 16], "image_size": 4, "channels": 3, "num_classes": CLASSES}
+    for model, said in (
+        (Undeclared(**sizes), "nobody has said how to split Undeclared: define tensor_parallel_plan"),
+        (Undeclared(**sizes, plan={"9": "colwise"}), "names 9, which the module does not have"),
+        (Undeclared(**sizes, plan={"1": "columns"}), "has 'columns' for 1: there are colwise, rowwise"),
+        (Undeclared(**sizes, plan={"2": "colwise"}), "2 is a ReLU: only nn.Linear can be split"),
+        (MLP(**sizes), "does not divide the 15 features of 1"),
+        (replace(make_model("vit"), heads=1), "does not divide the 1 heads"),
+        (replace(make_model("bigbird"), attention="block_sparse"), "model.attention=block_sparse: use"),
+    ):
+        assert said in ranks(2).run(refusal, model)[0]
+
+
+def test_attention_of_its_own_is_torchs():
+    whole = nn.MultiheadAttention(16, 4, batch_first=True).double()
+    split, tokens = SplitAttention(whole, "it", ""), torch.randn(2, 5, 16, dtype=torch.float64)
+    ours, theirs = split(tokens, tokens, tokens)[0], whole(tokens, tokens, tokens, need_weights=False)[0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
+    assert ours.stride() == theirs.stride()  # else dropout after it would draw another mask
+
+
+def live_peak(asked: Recipe) -> int:
+    """The most bytes that tensors of this rank took at once in a run, until its model was saved."""
+    peaks: list[int] = []
+    with LiveBytes() as live, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.run.training.whole_state", lambda stack: peaks.append(live.peak) or whole_state(stack))
+        fit(asked)
+    return peaks[0]
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_memory_of_a_rank_is_predicted(ranks, tmp_path):
+    found = {}
+    for world in ("1", "tp2"):
+        size, knobs = WORLDS[world]
+        model = replace(recipe(tmp_path).model, layers=4, heads=4, width=128, mlp_width=512, dropout=0.1)
+        options: dict[str, Any] = {"memory": {"micro_batch_size": 8, **knobs}, "checkpoint": Checkpoint(every=None)}
+        asked = recipe(tmp_path / world, model=model, run={"predict": False}, max_steps=2, **options)
+        predicted = predict(prepared(asked), decide_plan(asked, size), Target(host_as_device())).allocated
+        measured = live_peak(asked) if size == 1 else max(ranks(size).run(live_peak, asked))
+        assert predicted == pytest.approx(measured, rel=0.05)
+        found[world] = measured
+    assert found["tp2"] < 0.6 * found["1"]
+
+
+def test_sums_within_a_block_are_predicted(tmp_path):
+    model = replace(recipe(tmp_path).model, dropout=0.0)
+    asked = recipe(tmp_path, model=model, memory={"tensor_parallel": 2, "micro_batch_size": 24})
+    predicted = predict(prepared(asked), decide_plan(asked, 4), Target(gpu_named("a100-80gb")))
+    # A batch of 24 on two groups: 12 samples of 5 tokens of 16 features; of each of two blocks attention and MLP, once
+    # in forward and once in backward.
+    within = 2 * 2 * 2 * 12 * 5 * 16 * 4
+    weights = sum(p.numel() for p in model_of(asked).parameters())
+    assert within < predicted.traffic["all_reduce"] < within + 2 * 4 * weights
+    assert predicted.cost.exposed_ms > 0
+
+
+def model_of(asked: Recipe) -> nn.Module:
+    return prepared(asked).model.build()

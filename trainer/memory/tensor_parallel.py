@@ -1,0 +1,341 @@
+"""``memory.tensor_parallel``: ranks that share every block, as Megatron-LM does (Shoeybi et al. 2019).
+
+The first linear layers of attention and MLP are split by columns, so that each rank has some heads and some of the
+hidden features; the layer after them by rows, whose results are summed over the ranks: one all-reduce in forward and
+one in backward. Torch's ``ColwiseParallel`` and ``RowwiseParallel`` do that: split weights are DTensors over the mesh's
+dimension ``tensor``, activations plain tensors. All else is on every rank, which computes it from the same samples.
+
+Between the two layers activations are split as well, along heads or features. All ranks of a group draw from the same
+seeds, so dropout draws the mask of the whole there and takes its part: the run is that of one rank, mask by mask.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import wraps
+from itertools import product
+from re import fullmatch
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from trainer.contract import Model
+from trainer.engine.sync import (
+    GradientSync,
+    ShardedSync,
+    mean_over_ranks,
+    norm_over_ranks,
+    ranks_that_reached,
+    total_norm,
+)
+from trainer.errors import RecipeError, require
+from trainer.memory.sharding import DATA, TENSOR, local
+
+STYLES = ("colwise", "rowwise", "attention", "replicated_with_grad_allreduce")
+"""Of a plan; the names are transformers' own, but for ``attention``: an ``nn.MultiheadAttention``."""
+
+HEADS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads")
+"""Attributes in which modules keep how many heads they have: each rank has its share of them."""
+
+OTHER_DROPOUTS = ("alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
+
+
+def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh) -> None:
+    """Split the linear layers of ``module`` over ``mesh``, one-dimensional, in place, as the plan of ``model`` says.
+
+    Weights are whole, on any device or on meta, and the same on every rank; names of weights stay, but for those of an
+    ``nn.MultiheadAttention``: see :class:`SplitAttention`.
+
+    Raises:
+        RecipeError: when there is no plan, or the ranks do not divide what is to be split.
+    """
+    plan, region, key = model.tensor_parallel_plan(module), _Region(mesh), f"memory.tensor_parallel={mesh.size()}"
+    kind = type(model).__name__
+    require(
+        bool(plan),
+        f"{key}: nobody has said how to split {kind}: define tensor_parallel_plan(module) in its class "
+        "(docs/your-own-model.md), or use memory.strategy fsdp",
+    )
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # gathering twice is rare here
+    styles = _matched(module, plan, f"{key}: {kind}.tensor_parallel_plan")
+    for name in [name for name, style in styles.items() if style == "attention"]:
+        above, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(above), leaf, SplitAttention(module.get_submodule(name), name, key))
+        del styles[name]
+        styles |= {f"{name}.{part}": "colwise" for part in "qkv"} | {f"{name}.out_proj": "rowwise"}
+    for name, style in styles.items():
+        _split(module.get_submodule(name), style, name, region, key)
+    parents = dict.fromkeys(_parent(module, name) for name, style in styles.items() if style == "colwise")
+    for parent in map(module.get_submodule, parents):
+        for owner, attribute in product((getattr(parent, "config", None), parent), HEADS):
+            heads = getattr(owner, attribute, None)
+            if isinstance(heads, int):
+                require(heads % mesh.size() == 0, f"{key} does not divide the {heads} heads of {kind}: use a divisor")
+                if owner is parent:
+                    setattr(parent, attribute, heads // mesh.size())
+        parent.forward = region.around(parent)
+
+
+def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> dict[str, str]:
+    """The modules that a plan names, and their style; a pattern must name some, and a module have one style."""
+    names = [name for name, _ in module.named_modules()]
+    found: dict[str, str] = {}
+    for pattern, style in plan.items():
+        require(style in STYLES, f"{where} has {style!r} for {pattern}: there are {', '.join(STYLES)}")
+        expression = r"\.".join("[^.]+" if token == "*" else token for token in pattern.split("."))
+        matching = [name for name in names if fullmatch(expression, name)]
+        require(bool(matching), f"{where} names {pattern}, which the module does not have")
+        found |= dict.fromkeys(matching, style)
+    return found
+
+
+def _parent(module: nn.Module, name: str) -> str:
+    """Of the module ``name``, the closest one above it that has a forward."""
+    above = name.rpartition(".")[0]
+    return _parent(module, above) if isinstance(module.get_submodule(above), nn.ModuleList | nn.ModuleDict) else above
+
+
+def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str) -> None:
+    if style == "replicated_with_grad_allreduce":
+        layer._sees_part = True  # type: ignore[assignment]
+        region.partly.append(layer)
+        return
+    if not isinstance(layer, nn.Linear):
+        raise RecipeError(f"{key}: {name} is a {type(layer).__name__}: only nn.Linear can be split {style}")
+    width = layer.out_features if style == "colwise" else layer.in_features
+    require(width % region.ranks == 0, f"{key} does not divide the {width} features of {name}: use a divisor of them")
+    begins = style == "colwise"
+    # Each rank takes its part of what it has: nothing is sent.
+    parallelize_module(layer, region.mesh, ColwiseParallel() if begins else RowwiseParallel(), src_data_rank=None)
+    layer.register_forward_pre_hook(region.enter if begins else region.leave, prepend=True)
+    if begins:
+        layer.register_forward_hook(region.begin)
+
+
+class SplitAttention(nn.Module):
+    """``nn.MultiheadAttention`` as torchvision uses it, its packed weight taken apart, so that heads can be split.
+
+    A checkpoint has the packed weight all the same: ``packed`` says which of its three stretches of rows each is.
+    """
+
+    packed: ClassVar = {
+        f"{part}.{kind}": (f"in_proj_{kind}", number)
+        for number, part in enumerate("qkv")
+        for kind in ("weight", "bias")
+    }
+
+    q: nn.Linear
+    k: nn.Linear
+    v: nn.Linear
+
+    def __init__(self, whole: Any, name: str, key: str) -> None:
+        super().__init__()
+        plain = isinstance(whole, nn.MultiheadAttention) and whole.batch_first and whole.in_proj_bias is not None
+        if not plain or whole.bias_k is not None or whole.add_zero_attn or whole.in_proj_weight is None:
+            what = "an nn.MultiheadAttention with batch_first and biases, and queries, keys and values of one width"
+            raise RecipeError(f"{key}: {name} is not {what}: use linear layers of your own for them")
+        self.num_heads: int = whole.num_heads
+        self.head_size: int = whole.head_dim
+        self.dropout: float = whole.dropout
+        weights, biases = whole.in_proj_weight.detach().chunk(3), whole.in_proj_bias.detach().chunk(3)
+        trained = whole.in_proj_weight.requires_grad
+        for part, weight, bias in zip("qkv", weights, biases, strict=True):
+            layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+            layer.weight = nn.Parameter(weight.clone(), requires_grad=trained)
+            layer.bias = nn.Parameter(bias.clone(), requires_grad=trained)
+            setattr(self, part, layer)
+        self.out_proj: nn.Linear = whole.out_proj
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of this rank's heads and the sum over ranks; (n, tokens, width), laid out in memory as torch's."""
+        query, key, value = (
+            layer(inputs.transpose(0, 1)).unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)
+            for layer, inputs in ((self.q, query), (self.k, key), (self.v, value))
+        )
+        dropout = self.dropout if self.training else 0.0
+        found = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        return self.out_proj(found.permute(2, 0, 1, 3).flatten(2)).transpose(0, 1), None
+
+
+class _Region(TorchFunctionMode):
+    """What is computed between a layer that is split by columns and the one that is split by rows."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh, self.rank, self.ranks = mesh, mesh.get_local_rank(), mesh.size()
+        self.is_split = self.is_open = False
+        self.entered: tuple[Tensor, DTensor] | None = None
+        self.partly: list[nn.Module] = []  # whose weights are on every rank, and see the heads of this one
+
+    def around(self, parent: nn.Module) -> Callable[..., Any]:
+        """The forward of ``parent``, which holds layers that are split by columns."""
+        forward = parent.forward
+
+        @wraps(forward)
+        def within(*args: Any, **kwargs: Any) -> Any:
+            self.is_split, self.is_open, self.entered = False, True, None
+            try:
+                if not parent.training:
+                    return forward(*args, **kwargs)
+                with self:
+                    return forward(*args, **kwargs)
+            finally:  # a recomputation leaves by an exception
+                self.is_split, self.is_open, self.entered = False, False, None
+
+        return within
+
+    def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Before a layer that is split by columns. Queries, keys and values of one input sum its gradient once."""
+        require(
+            self.is_open, "memory.tensor_parallel: call modules that hold split layers, not these layers themselves"
+        )
+        if self.entered is None or self.entered[0] is not args[0]:
+            self.entered = args[0], DTensor.from_local(args[0], self.mesh, [Replicate()], run_check=False)
+        return self.entered[1], *args[1:]
+
+    def begin(self, *_: Any) -> None:
+        """After a layer that is split by columns."""
+        self.is_split = True
+
+    def leave(self, *_: Any) -> None:
+        """Before a layer that is split by rows."""
+        self.is_split, self.entered = False, None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_split:
+            if func in (functional.dropout, torch.dropout):
+                return self.dropout(*args, **kwargs)
+            if func is functional.scaled_dot_product_attention:
+                return self.attention(*args, **kwargs)
+            name = getattr(func, "__name__", "")
+            require(name not in OTHER_DROPOUTS, f"memory.tensor_parallel cannot split {name}: use dropout")
+            whole = [one for one in args if isinstance(one, nn.Parameter) and not isinstance(one, DTensor)]
+            known = [one for part in self.partly if whole for one in part._parameters.values()]
+            require(
+                all(any(one is other for other in known) for one in whole),
+                f"memory.tensor_parallel: {name} uses a weight that every rank has on what layers have split: give its "
+                "module the style replicated_with_grad_allreduce in tensor_parallel_plan",
+            )
+        return func(*args, **kwargs)
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """Dropout by this rank's part of the mask of the whole: of attention weights (n, heads, queries, keys) along
+        heads, of all else along the last dimension. The whole mask is drawn in the order of the whole's memory."""
+        if not training or not p:
+            return input
+        along = 1 if input.ndim == 4 else input.ndim - 1
+        size, shape = input.shape[along], list(input.shape)
+        shape[along] *= self.ranks
+        strides = input.stride()
+        order = sorted(range(input.ndim), key=lambda dim: -strides[dim])
+        ones = input.new_ones([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(input.ndim)])
+        return input * functional.dropout(ones, p).narrow(along, self.rank * size, size)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention; with dropout no fused kernel, which would draw a mask that nobody can take a part of."""
+        if not dropout_p:
+            options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            return functional.scaled_dot_product_attention(query, key, value, attn_mask, **options)
+        if enable_gqa:
+            key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:
+            is_bool = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
+        return self.dropout(scores.softmax(-1), dropout_p) @ value
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether ranks that are tensor parallel have other parts of ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(name == TENSOR and at.is_shard() for name, at in zip(names, parameter.placements, strict=True))
+
+
+class TensorParallelSync(GradientSync):
+    """Gradients of split weights are of this rank's part. They go to ``trained``: plain tensors in the memory of what
+    this rank has of each parameter, for no optimizer takes DTensors of several meshes, and others, in one step.
+
+    Over the other ranks (``mesh[DATA]``) FSDP reduces, or else this does, after the last backward. Weights that are not
+    split have the same gradient on all ranks of a group, but for the noise of kernels that add in any order: it is
+    averaged, lest the ranks drift apart.
+    """
+
+    def __init__(
+        self, module: nn.Module, trained: dict[nn.Parameter, Tensor], mesh: DeviceMesh, every_micro_step: bool
+    ) -> None:
+        super().__init__(list(trained.values()))
+        self.trained, self.tensor, self.data = trained, mesh[TENSOR].get_group(), mesh[DATA].get_group()
+        self.ranks, self.shares = mesh[TENSOR].size(), mesh[DATA].size()
+        self.sharding = ShardedSync(module, [], every_micro_step) if isinstance(module, FSDPModule) else None
+        self.split = {id(tensor) for parameter, tensor in trained.items() if is_split(parameter)}
+        partly = [part for part in module.modules() if getattr(part, "_sees_part", False)]
+        self.partly = {p for part in partly for p in part.parameters(recurse=False)}
+
+    def before(self, is_last: bool) -> None:
+        if self.sharding is not None:
+            self.sharding.before(is_last)
+
+    @torch.no_grad()
+    def after(self) -> None:
+        if self.sharding is None and self.shares > 1:
+            reached = [p.grad is not None for p in self.trained]
+            counts = ranks_that_reached(reached, self.parameters[0].device)
+            for parameter, count in zip(self.trained, counts, strict=True):
+                if count and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        split: list[Tensor] = []
+        whole: list[Tensor] = []
+        for parameter, tensor in self.trained.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+                gradient = gradient.redistribute(placements=parameter.placements)
+            tensor.grad = local(gradient)
+            if parameter in self.partly:  # each rank has seen its heads only: a sum, not a mean
+                tensor.grad *= self.ranks
+            (split if id(tensor) in self.split else whole).append(tensor.grad)
+        if self.sharding is None and self.shares > 1:
+            mean_over_ranks(split, self.data)
+        mean_over_ranks(whole, self.tensor if self.sharding is not None else None)
+
+    def norm(self) -> Tensor:
+        """Of split weights the parts of all ranks, of others one copy."""
+        parts: dict[bool, list[Tensor]] = {True: [], False: []}
+        for tensor in self.parameters:
+            if tensor.grad is not None:
+                parts[id(tensor) in self.split].append(tensor.grad)
+        nothing = self.parameters[0].new_zeros(())
+        split, whole = (total_norm(parts[one], self.alike) if parts[one] else nothing for one in (True, False))
+        group = self.tensor if self.sharding is None else None
+        return norm_over_ranks(torch.hypot(split, whole / self.ranks**0.5), group=group)
+
+
+def trained_parts(module: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """For each parameter that trains, a plain tensor in the memory of what this rank has of it."""
+    return {p: local(p.detach()) for p in module.parameters() if p.requires_grad}
