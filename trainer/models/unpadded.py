@@ -185,7 +185,8 @@ class _DroppedAttention(torch.autograd.Function):
         numbers = bits.random_(-(2**63), None).view(torch.int16)[: weights.numel()]
         kept = (numbers >= dropped - 2 ** (BITS - 1)).view(weights.shape)
         ctx.save_for_backward(query, key, value, kept)
-        return (weights.mul_(kept) @ value).mul_(ctx.scales[1])
+        # No product is changed in place: selective checkpointing keeps the products as they are.
+        return weights.mul_(kept) @ (value * ctx.scales[1])
 
     @staticmethod
     @once_differentiable
