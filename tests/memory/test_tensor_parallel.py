@@ -190,6 +190,7 @@ def test_each_rank_reads_its_part_of_the_file(kind, strategy, ranks, tmp_path):
 def test_what_ranks_cannot_share_is_refused_with_the_fix():
     adapted = replace(make_model("distilbert"), lora=LoRA(rank=2))  # type: ignore[type-var]
     for changes, devices, text_of in (
+        ({}, 1, "memory.tensor_parallel=2 does not divide 1 rank"),
         ({}, 3, "memory.tensor_parallel=2 does not divide 3 rank"),
         ({"memory": {"cpu_offload": "optimizer"}}, 2, "memory.cpu_offload=optimizer: use none"),
         ({"memory": {"optimizer_state_bits": 8}}, 2, "memory.optimizer_state_bits=8: use 32"),

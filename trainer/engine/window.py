@@ -78,7 +78,8 @@ def decide_cut(
 
 def share_of(memory: Memory, rank: int, world_size: int) -> tuple[int, int]:
     """Which share of a batch a rank takes, and of how many: neighbours that are tensor parallel take the same one."""
-    return rank // memory.tensor_parallel, world_size // memory.tensor_parallel
+    copies = memory.tensor_parallel
+    return rank // copies, max(1, world_size // copies)  # too few ranks are refused elsewhere
 
 
 def cut_at(recipe: Recipe, world_size: int, epoch: int) -> Cut:
