@@ -124,3 +124,19 @@ def test_offload_and_checkpointing_need_less_of_the_device(precision, tmp_path):
     knobs = {"activation_checkpointing": "full", "cpu_offload": "optimizer", "micro_batch_size": 4}
     _, after = train(tmp_path / "after", shape=large, precision=precision, **knobs)
     assert after.memory["allocated_gb"] < before.memory["allocated_gb"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_flex_attention_is_bigbirds_kernel(training):
+    from trainer.models.block_sparse import attend, block_sparse_attention, pattern
+
+    torch.manual_seed(0)
+    made = [torch.randn(2, 1024, 12, 64, device="cuda").transpose(1, 2).requires_grad_() for _ in range(3)]
+    mask = torch.arange(1024, device="cuda") < torch.tensor([[1024], [700]], device="cuda")
+    counts = torch.from_numpy(pattern(1, 12, 16, 3, 64, 4096, training))[0].cuda()
+    rest, found = (mask, counts, 5 + 3 * training), []
+    for context in (attend(*made, *rest), block_sparse_attention(*made, *rest)[0]):
+        context = context * mask[:, None, :, None]
+        found.append([context, *torch.autograd.grad(context.square().sum(), made)])
+    for flex, ours in zip(*found, strict=True):
+        torch.testing.assert_close(flex, ours, rtol=1e-3, atol=1e-3 * ours.abs().max().item())

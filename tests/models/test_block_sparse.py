@@ -178,3 +178,66 @@ def test_more_random_blocks_than_there_are_is_refused():
     _, module, _ = pair(**config)
     with pytest.raises(RecipeError, match=r"model\.config: 3 random blocks of 256 tokens are too many"):
         module(**texts([4096]))
+
+
+def _gradients(strategy, checkpointing):
+    """Of half of a batch on each of two ranks, or of all of it on one, at 60 tokens."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from trainer.memory.activation_checkpointing import checkpoint_blocks
+
+    model, module, _ = pair()
+    batch = {**texts([60, 60]), "labels": torch.tensor([0, 1])}
+    blocks = list(module.train().bert.encoder.layer)
+    checkpoint_blocks(module, blocks, checkpointing)
+    if strategy != "single":
+        rank = torch.distributed.get_rank()
+        batch = {name: value[rank : rank + 1] for name, value in batch.items()}
+    wrapped = DistributedDataParallel(module) if strategy == "ddp" else module
+    if strategy == "fsdp":
+        for part in (*blocks, module):
+            fully_shard(part)
+    (loss,) = model.losses(wrapped, batch)
+    (loss.total / len(batch["labels"])).backward()
+    grads = [p.grad for p in module.parameters() if p.requires_grad]
+    return [(g.full_tensor() if hasattr(g, "full_tensor") else g).numpy() for g in grads]
+
+
+@pytest.mark.parametrize(("strategy", "checkpointing"), [("ddp", "full"), ("fsdp", "selective")])
+def test_the_gradient_of_two_ranks_is_that_of_one(strategy, checkpointing, ranks):
+    plain = _gradients("single", "none")
+    for found in (_gradients("single", checkpointing), *ranks(2).run(_gradients, strategy, checkpointing)):
+        for ours, wanted in zip(found, plain, strict=True):
+            np.testing.assert_allclose(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_the_planner_sees_the_operation_what_it_allocates_and_what_it_computes():
+    from trainer.planner.gpus import gpu_named
+    from trainer.planner.target import Target
+    from trainer.planner.tracer import tracing
+
+    with tracing(Target(gpu_named("a100-80gb"))) as tracer:
+        module = pair()[1].to(tracer.target.device)
+        tracer.records_work = True
+        tracer.enter("forward")
+        batch = {key: value.to(tracer.target.device) for key, value in texts([60, 60]).items()}
+        loss = module.train()(**batch).logits.sum()
+        tracer.enter("backward")
+        loss.backward()
+    work = [item for item in tracer.trace.work if item.op.startswith(NAME)]
+    assert [item.op for item in work] == [NAME] * 2 + [f"{NAME}_backward"] * 2
+    keys = 2 * 2 * 8 * (2 * 4 * 60 + 52 * 8 * 4)  # texts, heads, size of a head, pairs of tokens
+    assert [item.flops for item in work] == [4 * keys] * 2 + [10 * keys] * 2
+    inside = [event.bytes for event in tracer.trace.events if event.op == f"{NAME}_backward (inside)"]
+    assert inside == [2 * 2 * 60 * 8] * 2  # of FlexAttention, a number in fp64 for each query and head
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_computes_the_same():
+    _, module, _ = pair()
+    batch = texts([60, 45])
+    expected = module.eval()(**batch).logits
+    for layer in module.bert.encoder.layer:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(module(**batch).logits, expected, rtol=1e-12, atol=1e-12)
