@@ -9,12 +9,11 @@ import sys
 import pytest
 import torch
 import torchvision
-from helpers.problems import make_model, tokenizer_folder
+from helpers.problems import make_model
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import RecipeError
 from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
-from trainer.models.bigbird import use_fused_attention
 
 SMALL = {"patch_size": 4, "layers": 3, "heads": 2, "width": 16, "mlp_width": 32}
 
@@ -120,30 +119,14 @@ def test_freezing_all_but_the_last_blocks():
 
 
 def test_fused_attention_changes_neither_results_nor_names():
-    model = make_model("bigbird")
-    module = model.build().eval()
-    batch = text_batch([5, 17, 30])
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    fused = module(**inputs).logits
-    names = list(module.state_dict())
-    plain_class = type(module.bert.encoder.layer[0].attention.self).__mro__[1]
-    for layer in module.bert.encoder.layer:
-        layer.attention.self.__class__ = plain_class
-    torch.testing.assert_close(module(**inputs).logits, fused, rtol=1e-5, atol=1e-6)
-    use_fused_attention(module)
-    assert list(module.state_dict()) == names
-    torch.testing.assert_close(module(**inputs).logits, fused)
+    from transformers import BigBirdForSequenceClassification
 
-
-def test_block_sparse_stays_block_sparse_on_short_texts():
-    config = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    config |= {"max_position_embeddings": 128, "block_size": 4, "num_random_blocks": 2}
-    model = BigBird(tokenizer=tokenizer_folder(), config=config, num_classes=2, attention="block_sparse")
-    module = model.build()
-    batch = text_batch([5, 9])
-    (loss,) = model.losses(module, batch)
-    assert module.bert.attention_type == "block_sparse"
-    assert loss.logits.shape == (2, 2)
+    module = make_model("bigbird").build().eval()
+    theirs = BigBirdForSequenceClassification(module.config).eval()
+    theirs.load_state_dict(module.state_dict())
+    inputs = {key: value for key, value in text_batch([5, 17, 30]).items() if key != "labels"}
+    torch.testing.assert_close(theirs(**inputs).logits, module(**inputs).logits, rtol=1e-5, atol=1e-6)
+    assert list(module.state_dict()) == list(theirs.state_dict())
 
 
 @pytest.mark.parametrize("name", ["distilbert", "bigbird"])

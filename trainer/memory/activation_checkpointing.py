@@ -30,6 +30,7 @@ _EXPENSIVE = (
 )
 KEPT = {getattr(aten, name).default for name in _EXPENSIVE if hasattr(aten, name)}  # not every build has all of them
 """What ``selective`` does not compute again: the operations that cost the most time for the memory of their output."""
+KEPT_BY_NAME = {"trainer::block_sparse_attention", "flex_attention"}  # which are registered when they are first used
 
 
 def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str | float) -> None:
@@ -58,7 +59,8 @@ def keep_expensive(_: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpo
     Attention with dropout is computed again: what is kept draws no random numbers the second time, and every dropout
     after it in the block would then draw other ones than in the first pass.
     """
-    keep = operation in KEPT and not _dropout(operation, args, kwargs)
+    kept = operation in KEPT and not _dropout(operation, args, kwargs)
+    keep = kept or operation.name() in KEPT_BY_NAME
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -159,6 +159,13 @@ class Tracer(TorchDispatchMode):
         for number in [self._allocate(size, f"{op} (inside)") for size in sizes if size > 0]:
             self.trace.events.append(Event(number, 0, "", self.phase))
 
+    def _inside_attention(self, func: Any, name: str, args: Any) -> tuple[int, ...]:
+        if getattr(func, "namespace", "") != "trainer":
+            return self.target.attention.inner_bytes(name, args)
+        from trainer.models import block_sparse  # imported already, by the model that has called it
+
+        return block_sparse.inner_bytes(func, args)
+
     def _workspace(self, op: str) -> None:
         """cuBLAS takes memory for a matrix product: at each call, or once for each thread and stream."""
         if self.target.device.type == "cpu":
@@ -204,7 +211,7 @@ class Tracer(TorchDispatchMode):
         for tensor in results:
             self.watch(tensor, name)
         if "attention" in name:
-            self.inside(self.target.attention.inner_bytes(name, args), name)
+            self.inside(self._inside_attention(func, name, args), name)
         if name in MATRIX_PRODUCTS:
             self._workspace(name)
         if self.records_work:

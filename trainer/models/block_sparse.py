@@ -1,0 +1,355 @@
+"""BigBird's attention in blocks: its pattern, a kernel for any device, FlexAttention on GPUs, and the modules.
+
+Source of the pattern: Zaheer et al. 2020, "Big Bird", as transformers' ``modeling_big_bird.py`` defines it, number by
+number: which blocks its seeds draw in training, and that in evaluation every block drawn is the first one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.flop_counter import register_flop_formula
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+from transformers.models.big_bird.modeling_big_bird import BigBirdModel, BigBirdSelfAttention
+
+from trainer.errors import require
+
+ROWS = 16  # blocks of queries at once: their keys, values and scores stay in a core's cache
+NEVER = -1e30  # added to the score of a key that is not attended to; finite, so that a text of padding alone has no NaN
+LONG_PLANS = (1024, 3072, 4096)  # tokens for which random blocks are drawn as in the paper's experiments
+NAME = "block_sparse_attention"
+
+
+# The pattern.
+
+
+@lru_cache(maxsize=64)
+def pattern(layers: int, heads: int, blocks: int, drawn: int, size: int, longest: int, training: bool) -> Any:
+    """How often each block of queries attends to each block of keys: uint8 of shape (layers, heads, blocks, blocks).
+
+    The first and the last block attend to all and are attended to by all, every other one to itself, its neighbours
+    and ``drawn`` more, which may be among those: they count twice then. ``size`` is the tokens of a block, ``longest``
+    the most tokens of a text.
+    """
+    at = np.arange(blocks)
+    counts = np.zeros((layers, heads, blocks, blocks), np.uint8)
+    counts[..., abs(at[:, None] - at) <= 1] = 1
+    counts[..., [0, -1]] = counts[..., [0, -1], :] = 1
+    if not training:
+        counts[..., 1:-1, 0] += drawn
+        return counts
+    for layer in range(layers):
+        for head, row, chosen in _drawn_blocks(layer, heads, blocks, drawn, size, longest):
+            counts[layer, head, row, chosen] += 1
+    return counts
+
+
+def _drawn_blocks(
+    layer: int, heads: int, blocks: int, drawn: int, size: int, longest: int
+) -> Iterator[tuple[int, int, Any]]:
+    """Head, block of queries, and the blocks of keys drawn for it, in the order in which transformers draws."""
+    permuted = np.random.RandomState(layer).permutation  # the numbers of np.random.seed, without touching its state
+    if blocks * size in LONG_PLANS:
+        last = 1024 // size - 1 if 2 * size < 1024 else longest // size - 1
+        middle = np.arange(1, longest // size - 1)
+        for head in range(heads):
+            for row in range(1, longest // size - 1):
+                window = slice(max(row - 2, 0), row + 1)
+                chosen = permuted(middle[:last] if row >= longest // size - 3 else np.delete(middle[:last], window))
+                if row < blocks - 1:
+                    require(len(chosen) >= drawn, f"model.config: {drawn} random blocks of {size} tokens are too many")
+                    yield head, row, chosen[:drawn]
+        return
+    end = 2 * drawn + 5
+    for row in range(1, blocks):
+        special = {1: end - 2, end - 2: 1}.get(row, 0)
+        for head in range(heads):
+            order = permuted(np.arange(end))
+            if row < blocks - 1:
+                yield head, row, order[~np.isin(order, (row - 1, row, row + 1, 0, end - 1, special))][:drawn]
+
+
+# The kernel: queries of a few blocks at a time, with the keys and values that they attend to beside each other.
+
+
+@torch.library.custom_op(f"trainer::{NAME}", mutates_args=())
+def block_sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of blocks of queries to the blocks of keys that ``counts`` says, some of them several times.
+
+    Args:
+        query, key, value: of shape (batch, heads, tokens, size); the blocks divide the tokens.
+        mask: (batch, tokens), true where a key is a token. What comes out for a query that is none has no meaning.
+        counts: uint8 (heads, blocks, blocks), as of :func:`pattern`.
+        width: the most blocks that any but the first and the last attends to.
+
+    Returns:
+        The context, of the shape of ``query``, and the logarithm of the sum of the exponentials of the scores, (batch,
+        heads, tokens), from which the backward computes the weights again: nothing of (tokens, tokens) is kept.
+    """
+    out, sums = _fake(query, key, value, mask, counts, width)
+    for b, h in product(*map(range, query.shape[:2])):
+        queries, outs, logs = (_blocks(t[b, h], counts) for t in (query, out, sums))
+        keys, values = (_blocks(t[b, h].contiguous(), counts) for t in (key, value))  # faster to gather from
+        for rows, index, bias in _parts(mask[b], counts[h], width, sums.dtype):
+            scores = _scores(queries[rows], _gathered(keys, index), bias)
+            most = scores.amax(-1, keepdim=True)
+            total = scores.sub_(most).exp_().sum(-1, keepdim=True)
+            outs[rows] = scores.div_(total).to(value.dtype) @ _gathered(values, index)
+            logs[rows] = total.log_().add_(most).squeeze(-1)
+    return out, sums
+
+
+@torch.library.custom_op(f"trainer::{NAME}_backward", mutates_args=())
+def block_sparse_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    counts: Tensor,
+    width: int,
+    out: Tensor,
+    sums: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``query``, ``key`` and ``value``; Dao et al. 2022, "FlashAttention", algorithm 4."""
+    grads = _fake_backward(grad, query)
+    scale = query.shape[-1] ** -0.5
+    for b, h in product(*map(range, query.shape[:2])):
+        queries, outs, logs = (_blocks(t[b, h], counts) for t in (query, out, sums))
+        keys, values = (_blocks(t[b, h].contiguous(), counts) for t in (key, value))  # faster to gather from
+        ups, of_queries, of_keys, of_values = (_blocks(t[b, h], counts) for t in (grad, *grads))
+        key_sum, value_sum = torch.zeros_like(keys, dtype=sums.dtype), torch.zeros_like(keys, dtype=sums.dtype)
+        for rows, index, bias in _parts(mask[b], counts[h], width, sums.dtype):
+            near, up = _gathered(keys, index), ups[rows]
+            weights = _scores(queries[rows], near, bias).sub_(logs[rows].unsqueeze(-1)).exp_()
+            delta = (up * outs[rows]).sum(-1, keepdim=True, dtype=sums.dtype)
+            change = (up @ _gathered(values, index).mT).to(sums.dtype).sub_(delta).mul_(weights).mul_(scale)
+            change, weights = change.to(up.dtype), weights.to(up.dtype)
+            of_queries[rows] = change @ near
+            for total, part in ((key_sum, change.mT @ queries[rows]), (value_sum, weights.mT @ up)):
+                total.index_add_(0, index.flatten(), part.to(total.dtype).view(-1, *total.shape[1:]))
+        of_keys.copy_(key_sum)
+        of_values.copy_(value_sum)
+    return grads
+
+
+def _parts(mask: Tensor, counts: Tensor, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some blocks of queries of one head, the blocks of keys for each of them, and what is added to their scores."""
+    blocks = len(counts)
+    padding = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, NEVER).view(blocks, -1)
+    weight = counts.to(dtype).log_().clamp_(min=NEVER)
+    top = counts[1:-1].int().topk(width).indices
+    every = torch.arange(blocks, device=mask.device).expand(2, -1)
+    chosen = [(slice(0, None, blocks - 1), every)]
+    chosen += [
+        (slice(at + 1, min(at + ROWS, blocks - 2) + 1), top[at : at + ROWS]) for at in range(0, blocks - 2, ROWS)
+    ]
+    for rows, index in chosen:
+        yield rows, index, (weight[rows].gather(1, index).unsqueeze(-1) + padding[index]).view(len(index), 1, -1)
+
+
+def _scores(queries: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+    return (queries @ keys.mT).to(bias.dtype).mul_(queries.shape[-1] ** -0.5).add_(bias)
+
+
+def _blocks(tensor: Tensor, counts: Tensor) -> Tensor:
+    return tensor.unflatten(0, (counts.shape[-1], -1))
+
+
+def _gathered(blocks: Tensor, index: Tensor) -> Tensor:
+    return blocks.index_select(0, index.flatten()).view(len(index), -1, blocks.shape[-1])
+
+
+@block_sparse_attention.register_fake
+def _fake(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    (out,) = _like(query, 1)
+    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return out, query.new_empty(query.shape[:3], dtype=exact)
+
+
+@block_sparse_attention_backward.register_fake
+def _fake_backward(grad: Tensor, query: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    first, second, third = _like(query, 3)
+    return first, second, third
+
+
+def _like(query: Tensor, number: int) -> list[Tensor]:
+    """Tensors of the shape of ``query`` whose heads lie beside each other, as linear layers read and write them."""
+    batch, heads, tokens, size = query.shape
+    return [query.new_empty(batch, tokens, heads, size).transpose(1, 2) for _ in range(number)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.width = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    *inputs, out, sums = ctx.saved_tensors
+    with torch.autocast(grad.device.type, enabled=False):  # in which somebody may call backward
+        return *block_sparse_attention_backward(grad, *inputs, ctx.width, out, sums), None, None, None
+
+
+block_sparse_attention.register_autograd(_backward, setup_context=_keep)
+_rules = torch.library.Library("trainer", "FRAGMENT")
+
+
+def _in_lower_precision(op: Any, kind: str) -> Any:
+    """The rule of autocast, as for torch's own attention; ``register_autocast`` knows one dtype only."""
+
+    def rule(*args: Any) -> Any:
+        lower = torch.get_autocast_dtype(kind)
+        with torch.autocast(kind, enabled=False):
+            return op(*(arg.to(lower) if getattr(arg, "dtype", None) == torch.float32 else arg for arg in args))
+
+    return rule
+
+
+for _kind in ("cpu", "cuda"):
+    _rules.impl(NAME, _in_lower_precision(block_sparse_attention, _kind), f"Autocast{_kind.upper()}")
+
+
+@register_flop_formula(torch.ops.trainer.block_sparse_attention)
+def _flops(query: Any, key: Any, value: Any, mask: Any, counts: Any, width: int, *_: Any, **options: Any) -> int:
+    """Of two products of queries with keys or values; shapes in the place of tensors."""
+    batch, heads, tokens, size = query
+    block = tokens // counts[-1]
+    attended = 2 * block * tokens + (tokens - 2 * block) * width * block
+    return 2 * options.get("products", 2) * batch * heads * size * attended
+
+
+@register_flop_formula(torch.ops.trainer.block_sparse_attention_backward)
+def _flops_backward(grad: Any, *args: Any, **_: Any) -> int:
+    return _flops(*args, products=5)
+
+
+def inner_bytes(op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Sizes of what ``op``, one of the two above, allocates for itself at its fullest, called with ``args``.
+
+    On a GPU, where FlexAttention does its work, that is a number for each query in backward.
+    """
+    backward = op is torch.ops.trainer.block_sparse_attention_backward.default
+    query, _, _, _, counts, width = args[backward : 6 + backward]
+    batch, heads, tokens, size = query.shape
+    exact = max(query.element_size(), 4)
+    if query.is_cuda:
+        return (batch * heads * tokens * exact,) if backward else ()
+    blocks, block = counts.shape[-1], tokens // counts.shape[-1]
+    near = max(2 * blocks, min(ROWS, blocks - 2) * width) * block  # keys of a part: of all its blocks of queries
+    gathered, scores = near * size * query.element_size(), near * block * exact
+    in_half = 0 if exact == query.element_size() else near * block * query.element_size()
+    if not backward:
+        return gathered, gathered, scores, in_half
+    return gathered, gathered, gathered, scores, scores, in_half, in_half, 2 * tokens * size * exact
+
+
+# FlexAttention, on GPUs.
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tensor, width: int) -> Tensor:
+    """The context of :func:`block_sparse_attention`, by the fastest way that there is for these tensors."""
+    real = query.is_cuda and type(query) is Tensor  # the planner's are neither on a GPU nor real
+    if real and query.dtype != torch.float64 and torch.cuda.get_device_capability(query.device) >= (8, 0):
+        score_mod, block_mask = flex_pattern(mask, counts, query.shape[2])
+        return _flex_attention()(query, key, value, score_mod=score_mod, block_mask=block_mask)
+    return torch.ops.trainer.block_sparse_attention(query, key, value, mask, counts, width)[0]
+
+
+def flex_pattern(mask: Tensor, counts: Tensor, tokens: int) -> tuple[Any, Any]:
+    """``score_mod`` and ``block_mask`` of FlexAttention for ``mask`` and ``counts``."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    size, tile = tokens // counts.shape[-1], _tile(tokens // counts.shape[-1])
+    again = counts.float().clamp_(min=1).log_()  # a block that counts twice has twice the weight
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + again[h, q // size, k // size]
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return mask[b, k] & (counts[h, q // size, k // size] > 0)
+
+    missing, merged = -counts.shape[-1] % (tile // size), tile // size
+    tiles = pad(counts, (0, missing, 0, missing)).unflatten(2, (-1, merged)).unflatten(1, (-1, merged)).amax((2, 4)) > 0
+    order = tiles.byte().argsort(dim=-1, descending=True, stable=True).int()
+    number, options = tiles.sum(-1, dtype=torch.int32), {"mask_mod": mask_mod, "seq_lengths": (tokens, tokens)}
+    return score_mod, BlockMask.from_kv_blocks(number[None], order[None], BLOCK_SIZE=tile, **options)
+
+
+def _tile(size: int) -> int:
+    """Tokens of a tile of the block mask: a block, or as many as torch 2.11 wants, whose tiles are of 128 or more."""
+    new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+    return size if size % 128 == 0 or (new and size >= 16 and size.bit_count() == 1) else math.lcm(size, 128)
+
+
+@cache
+def _flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+# The modules.
+
+
+class SelfAttention(BigBirdSelfAttention):
+    """The self-attention of an encoder's layer: block-sparse where it is given ``counts``, else full, both fused."""
+
+    def forward(
+        self, hidden_states: Any, attention_mask: Any = None, counts: Any = None, width: int = 0, **_: Any
+    ) -> Any:
+        heads = (*hidden_states.shape[:-1], -1, self.attention_head_size)
+        projections = (self.query, self.key, self.value)
+        query, key, value = (linear(hidden_states).view(heads).transpose(1, 2) for linear in projections)
+        if counts is not None:  # as the model is defined, without dropout
+            context = attend(query, key, value, attention_mask, counts[self.layer_idx], width)
+        else:
+            dropout = self.dropout.p if self.training else 0.0
+            context = scaled_dot_product_attention(query, key, value, attention_mask, dropout)
+        return context.transpose(1, 2).flatten(2), None
+
+
+class Encoder(BigBirdModel):
+    """``BigBirdModel`` without a pooler, which never turns itself into another one.
+
+    ``config.attention_type`` says how texts attend whose batch is long enough for the pattern; a short batch attends
+    fully, that one alone.
+    """
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> Any:
+        names = ("token_type_ids", "position_ids", "inputs_embeds")
+        states = self.embeddings(input_ids=input_ids, **{name: inputs.get(name) for name in names})
+        batch, tokens, _ = states.shape
+        config: Any = self.config
+        drawn, size = config.num_random_blocks, config.block_size
+        if attention_mask is not None:
+            attention_mask = attention_mask.bool()
+        if config.attention_type == "original_full" or tokens <= (5 + 2 * drawn) * size:
+            how = {"attention_mask": None if attention_mask is None else attention_mask[:, None, None]}
+        else:
+            mask = states.new_ones(batch, tokens, dtype=torch.bool) if attention_mask is None else attention_mask
+            states, mask = pad(states, (0, 0, 0, -tokens % size)), pad(mask, (0, -tokens % size))
+            sizes = (config.num_hidden_layers, config.num_attention_heads, states.shape[1] // size, drawn, size)
+            counts = torch.from_numpy(pattern(*sizes, config.max_position_embeddings, self.training))
+            if states.is_cuda:  # without waiting for the GPU
+                counts = counts.pin_memory().to(states.device, non_blocking=True)
+            how = {"attention_mask": mask, "counts": counts, "width": 5 + (drawn if self.training else 0)}
+        out = self.encoder(states, **how).last_hidden_state[:, :tokens]
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=out)
+
+
+def use_own_attention(module: Any) -> None:
+    """Let a classifier of transformers' ``BigBirdModel`` attend as here: neither its parameters nor names change."""
+    for part in module.modules():
+        if type(part) in (BigBirdModel, BigBirdSelfAttention):
+            part.__class__ = Encoder if isinstance(part, BigBirdModel) else SelfAttention
