@@ -30,7 +30,7 @@ LARGEST = 12  # of the largest blocks at the peak, so many are named
 CPU_BUFFERS = 40_000_000
 """Bytes of buffers and threads of CPU kernels that no tensor shows: 30 to 55 MB in 20 plans of a ViT of 25 million
 weights, see benchmarks/planner_cpu.py."""
-GROWING: tuple[Category, ...] = ("activations", "temporaries", "batch")  # categories of memory that grow with the micro-batch
+GROWING: tuple[Category, ...] = ("activations", "temporaries", "batch")  # with the micro-batch
 
 
 @dataclass(frozen=True)
