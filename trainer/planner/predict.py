@@ -16,7 +16,7 @@ from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
 from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
-from trainer.planner.events import Category, Trace, Work
+from trainer.planner.events import Trace, Work
 from trainer.planner.kept import Keeper, Known, Note
 from trainer.planner.made_up import MadeUp
 from trainer.planner.network import Cluster, Interconnect, sent
@@ -43,7 +43,7 @@ class Prediction:
     reserved: int
     host: int  # the most that tensors take in host memory, pinned or not, besides Python and its libraries
     phases: dict[str, dict[str, int]]  # {phase: {"allocated", "reserved"}}, the peaks within each
-    categories: dict[Category, int]  # what is in use at the allocated peak, by what it is for
+    categories: dict[str, int]  # what is in use at the allocated peak, by what it is for
     largest: list[list[Any]]  # the largest of it: [category, operation, phase, bytes]
     peak_phase: str  # where the allocated peak is
     costs: dict[str, StepCost]  # of an optimizer step, estimated, by the name of what joins the GPUs
