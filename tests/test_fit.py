@@ -69,6 +69,7 @@ def test_the_run_directory_holds_what_was_promised(finished):
     expected |= {"batch_size": 64, "micro_batch_size": 16, "accumulate": 4}
     assert expected.items() <= content.items()
     assert content["metrics"]["test"].keys() == {"accuracy", "loss"}
+    assert content["attention"] == ["flash"]  # no dropout of attention, for which a CPU has math alone
     memory = content["memory"]
     assert {"allocated_gb", "reserved_gb", "host_peak_gb", "host_idle_gb", "phases"} < memory.keys()
     assert list(memory["phases"]) == ["init", "forward", "backward", "step", "evaluation"]

@@ -19,6 +19,7 @@ from trainer.engine.forward import Forward
 from trainer.errors import require
 from trainer.memory.initialize import built_at_home
 from trainer.memory.monitor import recorded, snapshot_path
+from trainer.memory.precision import matmul_precision
 from trainer.memory.stack import apply_stack
 from trainer.recipe import Recipe
 from trainer.report.metrics import EvaluationResult
@@ -57,6 +58,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
     require_failpoint()
     with training_session(recipe, source) as session, session.guarded(), ExitStack() as closing:
         closing.enter_context(deterministic_algorithms(recipe.run.deterministic))
+        closing.enter_context(matmul_precision(session.plan.memory.matmul_precision))
         fabric, lock = session.fabric, RunLock(session.run_dir)
         closing.enter_context(written_to(session.run_dir))
         if recipe.run.snapshot:
@@ -74,7 +76,7 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
     """Evaluate the model of ``run_dir`` on the test set of ``recipe`` (or validation set), and print the report."""
     folder = _checked(run_dir)
-    with evaluation_session(recipe, folder) as session:
+    with evaluation_session(recipe, folder) as session, matmul_precision(recipe.memory.matmul_precision):
         forward = _restore(session, folder)
         run = evaluation(session, forward, "test") or evaluation(session, forward, "val")
         require(run is not None, "the dataset has neither a test nor a validation set to evaluate on")

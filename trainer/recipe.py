@@ -16,7 +16,8 @@ from trainer.system.text import parse_budget, parse_duration
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Schedule = Literal["constant", "cosine", "linear"]
-Compile = Literal["none", "blocks", "model"]
+Compile = Literal["none", "blocks", "model", "cuda_graphs"]
+MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 
@@ -83,6 +84,8 @@ class Memory:
             the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
         micro_batch_tokens: most tokens of a micro-batch of text, with any padding; micro_batch_size still bounds it.
         precision: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true or 16-true.
+        matmul_precision: what products and convolutions of fp32 are computed in on a GPU: highest (fp32), high (inputs
+            rounded to the 10 bits of TF32) or medium (products, to the 7 of bfloat16); high and medium are lossy.
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
         replicas: copies of the sharded model under fsdp (hybrid sharding): the ranks of each copy share its shards.
         reshard_after_forward: under fsdp, free a block's whole weights after its forward and gather them again for
@@ -103,7 +106,9 @@ class Memory:
             planner decides, and without it, no), true or false.
         init: device creates weights on the device in their type; meta allocates nothing until the weights of
             model.weights are streamed in, each rank reading its slices only.
-        compile: none, blocks or model: compile each block, or the whole model, with torch.compile.
+        compile: none, blocks, model or cuda_graphs: compile each block, or the whole model, with torch.compile; with
+            cuda_graphs each block, which a GPU then replays as one: for micro-batches so small that launching their
+            kernels takes longer than they do (no GPU has seen it yet).
         correct_batchnorm: rescale BatchNorm's momentum to m' = 1 - (1 - m)^(1/k) for k micro-steps a step, because
             running statistics move once a micro-step: uncorrected, they would forget k times faster than in the
             whole-batch run.
@@ -114,6 +119,7 @@ class Memory:
     micro_batch_size: int | Literal["auto"] = "auto"
     micro_batch_tokens: int | None = None
     precision: Precision = "32-true"
+    matmul_precision: MatmulPrecision = "highest"
     strategy: Strategy = "auto"
     replicas: int = 1
     reshard_after_forward: bool = True

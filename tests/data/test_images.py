@@ -12,10 +12,13 @@ import torch
 import torchvision
 from helpers.prepared import prepared, refused
 from PIL import Image
+from torchvision.transforms import v2
 
 from trainer.data import CIFAR10, Digits, FashionMNIST, ImageFolder, arrays
 from trainer.data.arrays import FORMATS, read_image
+from trainer.data.loader import Loader
 from trainer.errors import RecipeError
+from trainer.values import Request
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +99,52 @@ def test_only_training_images_are_augmented_and_only_as_named(cifar10):
     padded = torch.nn.functional.pad(plain, (4, 4, 4, 4), mode="reflect")  # by an eighth
     windows = [padded[:, y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
     assert any(torch.equal(drawn, window) or torch.equal(drawn, window.flip(-1)) for window in windows)
+
+
+@pytest.mark.parametrize("size", [8, 33])
+@pytest.mark.parametrize("augment", ["none", "flip", "crop_flip"])
+def test_pixels_are_those_of_torchvisions_own_transforms_and_draws(cifar10, augment, size):
+    flip, crop = v2.RandomHorizontalFlip(), v2.RandomCrop(size, padding=size // 8, padding_mode="reflect")
+    steps = {"none": [], "flip": [flip], "crop_flip": [crop, flip]}[augment]
+    data = cifar10(augment=augment, image_size=size)
+    resized = [v2.Resize(size, antialias=True), v2.CenterCrop(size)]
+    scaled = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*data._mean_and_std)]
+    transform = v2.Compose([*resized, *steps, *scaled])
+    for seed in range(12):
+        torch.manual_seed(seed)
+        theirs, after = transform(data.train.images[seed]), torch.rand(1)
+        torch.manual_seed(seed)
+        assert torch.equal(data.train[seed]["pixel_values"], theirs)
+        assert torch.equal(torch.rand(1), after)  # no more and no fewer numbers are drawn
+
+
+def test_a_micro_batch_is_made_at_once_unless_the_dataset_collates_itself(folder):
+    class Own(ImageFolder):
+        def collate(self, samples):
+            assert all(sample["pixel_values"].dtype == torch.float32 for sample in samples)
+            return {**super().collate(samples), "own": True}
+
+    settings = {"augment": "crop_flip", "image_size": 32}
+    plain, own = (prepared(kind(str(folder), **settings)) for kind in (ImageFolder, Own))
+    asked = [Request([3, 0, 2], [5, 6, 7])]
+    (batch,), (theirs,) = (list(Loader(data.train, data.collate)(asked)) for data in (plain, own))
+    assert theirs.pop("own")
+    assert batch.keys() == theirs.keys()
+    assert all(torch.equal(batch[key], theirs[key]) and batch[key].dtype == theirs[key].dtype for key in batch)
+
+
+def test_a_jpeg_has_the_bits_that_pil_gives_it_and_its_words_when_it_is_cut_off(sample_data, tmp_path):
+    picture = (
+        Image.open(next((sample_data / "cifar10" / "folder" / "train").glob("*/*"))).convert("RGB").resize((50, 37))
+    )
+    for mode in ("RGB", "L", "CMYK"):
+        path = tmp_path / f"{mode}.jpg"
+        picture.convert(mode).save(path, quality=90, progressive=mode == "L")
+        theirs = torchvision.transforms.functional.pil_to_tensor(Image.open(path).convert("RGB"))
+        assert torch.equal(read_image(str(path), "RGB"), theirs)
+    path.write_bytes((tmp_path / "RGB.jpg").read_bytes()[:-200])
+    with pytest.raises(RecipeError, match=r"CMYK\.jpg cannot be read as an image \(OSError: image file is truncated"):
+        read_image(str(path), "RGB")
 
 
 def test_image_folder_reads_its_parts(folder):

@@ -110,6 +110,9 @@ def test_a_mask_that_masks_nothing_is_left_out(name: str, texts: dict[str, Trace
     assert attention_of(alike) == {"flash_attention", "flash_attention_backward"}
     assert attention_of(padded) >= {"efficient_attention", "efficient_attention_backward"}
     assert alike.guesses == padded.guesses == 0
+    size = {"encoder": 8, "decoder": 16}[name]
+    assert alike.attention == [f"flash (bfloat16, heads of {size})"]
+    assert f"efficient (bfloat16, heads of {size}, masked)" in padded.attention
 
 
 def test_grouped_heads_count_like_others(texts: dict[str, Trace]) -> None:

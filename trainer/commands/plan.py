@@ -44,7 +44,7 @@ VALUED = {
     "per-node": "instead of --nodes: devices of a machine (default in a table: 8)",
     "interconnect": "what joins the devices, such as 100gbe or pcie-4+25gbe (default: ib-hdr); several, such as "
     "100gbe,8x-ib-hdr, make a table",
-    "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit optimizer state (default: false)",
+    "lossy": "true: also consider plans that change the result: bf16 weights, 8-bit state, TF32 (default: false)",
     **HUB,
     "out": "folder for plan.json, .html and .png, or a table's scale.json (default: runs/RECIPE/plan-DATE-TIME-PID)",
 }

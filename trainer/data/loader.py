@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.contract import Data
 from trainer.data.common import reason
 from trainer.data.workers import load_in_workers
 from trainer.errors import RecipeError
@@ -60,6 +61,10 @@ class Loader:
         self.split, self.collate, self.num_classes, self.max_bad_samples = split, collate, num_classes, max_bad_samples
         self.workers, self.pin_memory, self.worker_timeout = workers, pin_memory, worker_timeout
         self.augmented = bool(getattr(split, "augmented", False))
+        self.sample = getattr(split, "__getitem__", None)
+        # Of a split that draws samples and makes a micro-batch of them itself; unless the dataset has its own way.
+        if hasattr(type(split), "together") and getattr(collate, "__func__", None) is Data.collate:
+            self.sample, self.collate = split.draw, split.together
         self.whole = None if self.augmented else getattr(split, "__getitems__", None)
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Any]:
@@ -114,7 +119,7 @@ class Loader:
                 for index, seed in zip(indices, own_seeds or [0] * len(indices), strict=True):
                     if own_seeds:
                         seed_generators(seed)
-                    samples.append(self._guard([index], self.split.__getitem__, index))
+                    samples.append(self._guard([index], self.sample, index))
         return self._guard(indices, self.collate, samples)
 
     def _require_all(self, batch: Any, indices: Sequence[int]) -> None:

@@ -74,6 +74,7 @@ OFFLOAD = (
 )
 IN_BACKWARD = (Turn(True, rung="optimizer-in-backward"),)
 BITS = (Turn(8, OPTIMIZER, "8-bit-state", unless=(4,)), Turn(4, OPTIMIZER, unless=(32,)))
+TF32 = (Turn("high", needs_gpu=True), Turn("medium", needs_gpu=True))
 IN_HALF = (
     Turn("bf16-true", ALL, "bf16-true", unless=("16-mixed", "16-true"), along={"stochastic_rounding": True}),
     Turn("16-true", ALL, unless=("32-true", "64-true", "bf16-mixed", "bf16-true")),
@@ -119,8 +120,12 @@ KNOBS = (  # in the order to try them
     ),
     Knob("stochastic_rounding", (False, True), "stochastic rounding", optimizers=ADAM),
     Knob("precision", HALF, turns=IN_HALF, lossy=True, column="{}"),  # of the weights themselves, too
+    # Saves time, and no memory.
+    Knob(
+        "matmul_precision", ("highest", "high", "medium"), "{} matmul precision", TF32, lossy=True, column="{} matmuls"
+    ),
     Knob("init", ("device", "meta"), "{} init"),
-    Knob("compile", ("none", "blocks", "model"), "compiled {}"),
+    Knob("compile", ("none", "blocks", "model", "cuda_graphs"), "compiled {}"),
 )
 
 SEARCHED = tuple(sorted((k for k in KNOBS if k.planned and k.values), key=lambda knob: -knob.reach))

@@ -16,6 +16,8 @@ CUT_MATTERS = (
     "another micro-batch size, or on other ranks, the same batch has another gradient"
 )
 
+ROUNDED = {"high": "TF32", "medium": "bfloat16"}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -34,7 +36,8 @@ class Plan:
     def for_evaluation(self) -> Plan:
         """The same weights on the same ranks, without what serves backward and the optimizer."""
         streamed = self.memory.cpu_offload == "parameters"
-        kept = {key: getattr(self.memory, key) for key in ("strategy", "precision", "replicas", "micro_batch_tokens")}
+        names = ("strategy", "precision", "matmul_precision", "replicas", "micro_batch_tokens")
+        kept = {name: getattr(self.memory, name) for name in names}
         return dataclasses.replace(self, memory=Memory(cpu_offload="parameters" if streamed else "none", **kept))
 
     def describe(self) -> str:
@@ -91,6 +94,8 @@ def _lossy(recipe: Recipe) -> list[str]:
         found.append("16-true gradients without a loss scale")
     if memory.optimizer_state_bits < 32:
         found.append(f"{memory.optimizer_state_bits}-bit optimizer state")
+    if memory.matmul_precision != "highest":
+        found.append(f"fp32 products rounded to {ROUNDED[memory.matmul_precision]}")
     return [*found, *recipe.model.lossy]
 
 
@@ -104,6 +109,14 @@ def plan_warnings(recipe: Recipe, on_gpu: bool) -> list[str]:
             f"1e-5 AdamW loses most of them, and lr is {recipe.optim.lr:g}; use memory.stochastic_rounding true, "
             "memory.cpu_offload optimizer (fp32 master weights) or bf16-mixed"
         )
+    if memory.matmul_precision != "highest" and (not on_gpu or memory.precision.endswith("-mixed")):
+        key = f"memory.matmul_precision={memory.matmul_precision}"
+        mixed = f"{key} rounds products of fp32, of which memory.precision={memory.precision} leaves hardly any"
+        there = "rounds only with units for bfloat16 (AMX)" if memory.matmul_precision == "medium" else "does nothing"
+        found.append(mixed if on_gpu else f"{key} is for GPUs: on a CPU it {there}")
+    if memory.compile == "cuda_graphs":
+        fact = "no GPU has seen it yet: compare the losses with memory.compile blocks"
+        found.append(f"memory.compile=cuda_graphs: {fact if on_gpu else 'on a CPU it does what blocks does'}")
     if not on_gpu and (memory.cpu_offload != "none" or memory.activation_offload):
         key = "activation_offload" if memory.cpu_offload == "none" else f"cpu_offload={memory.cpu_offload}"
         found.append(

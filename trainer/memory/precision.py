@@ -1,8 +1,10 @@
-"""``memory.precision``: of weights and arithmetic."""
+"""``memory.precision`` and ``memory.matmul_precision``: of weights and arithmetic."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
@@ -10,7 +12,7 @@ from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from trainer.recipe import Memory
+from trainer.recipe import MatmulPrecision, Memory
 
 
 def weights_dtype(memory: Memory) -> torch.dtype | None:
@@ -65,3 +67,26 @@ class HostGradScaler(GradScaler):
 
 class HostShardedGradScaler(HostGradScaler, ShardedGradScaler):
     """The loss scale of offloaded gradients that are sharded."""
+
+
+@contextmanager
+def matmul_precision(wish: MatmulPrecision) -> Iterator[None]:
+    """Inside of this context products, convolutions and recurrent layers of fp32 are computed as ``wish`` says.
+
+    Torch takes TF32 for cuDNN's by default, and not for cuBLAS's: here one setting holds for both. Afterwards all is as
+    before, whichever of torch's two ways to say it was used: read is the newer, which knows what both have set.
+    """
+    backends: Any = torch.backends
+    products, on_cpu = backends.cuda.matmul, backends.mkldnn.matmul
+    parts = (products, on_cpu, backends.cudnn.conv, backends.cudnn.rnn)
+    before = [part.fp32_precision for part in parts]
+    named = "highest" if products.fp32_precision != "tf32" else "medium" if on_cpu.fp32_precision == "bf16" else "high"
+    try:
+        torch.set_float32_matmul_precision(wish)  # the older, which Fabric and the compiler read
+        for part in parts[2:]:
+            part.fp32_precision = "ieee" if wish == "highest" else "tf32"
+        yield
+    finally:
+        torch.set_float32_matmul_precision(named)
+        for part, setting in zip(parts, before, strict=True):
+            part.fp32_precision = setting

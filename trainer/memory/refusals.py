@@ -32,6 +32,7 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
     """
     checks = [_strategy, _state]
     checks += [_meta] if recipe.memory.init == "meta" else []
+    checks += [_cuda_graphs] if recipe.memory.compile == "cuda_graphs" else []
     checks += [_in_backward] if recipe.memory.optimizer_in_backward else []
     checks += [_deterministic] if recipe.run.deterministic else []
     reason = next(chain.from_iterable(check(recipe, world_size, cuts) for check in checks), None)
@@ -88,6 +89,9 @@ def _state(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
             yield f"{key} is for adam and adamw: optim.name={name} has none"
         if on_host:
             yield f"{key} is done on the device, and {offload} updates in host memory: use one of the two"
+    if memory.matmul_precision != "highest" and memory.precision.endswith("-true") and memory.precision != "32-true":
+        key = f"memory.matmul_precision={memory.matmul_precision}"
+        yield f"{key} rounds products of fp32, and memory.precision={memory.precision} has none: use highest"
     if memory.precision == "16-true" and memory.cpu_offload != "optimizer" and name in DIVIDE_BY_SQUARES:
         yield (
             f"memory.precision=16-true cannot be used with optim.name={name}, which divides by squared gradients that "
@@ -111,6 +115,18 @@ def _meta(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
             f"{key} reads slices of safetensors files, and model.weights={weights} is a pickle: convert it with "
             "safetensors.torch.save_file, or use memory.init device"
         )
+
+
+def _cuda_graphs(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
+    """What changes the addresses or the shapes that a graph was recorded with, or runs Python in its midst."""
+    memory, key = recipe.memory, "memory.compile=cuda_graphs"
+    if _sharded(memory):
+        yield f"{key} needs weights that stay where they are, and FSDP gathers them anew: use memory.compile blocks"
+    for name in ("activation_checkpointing", "activation_offload", "cpu_offload", "optimizer_in_backward"):
+        if (value := getattr(memory, name)) not in (None, False, 0, "none"):
+            yield f"{key} replays what memory.{name}={value} would interrupt: use memory.compile blocks, or no {name}"
+    if memory.micro_batch_tokens is not None:
+        yield f"{key} is for one shape, and memory.micro_batch_tokens makes many: use memory.compile blocks"
 
 
 def _in_backward(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> Iterator[str]:

@@ -75,7 +75,9 @@ def apply_stack(
     found = describe_blocks(blocks)  # FSDP gives them other classes
     checkpoint_blocks(module, blocks, memory.activation_checkpointing)
     if memory.compile != "none":
-        _compile(blocks if memory.compile == "blocks" else [module])
+        _compile([module] if memory.compile == "model" else blocks, memory.compile == "cuda_graphs")
+    if memory.compile == "cuda_graphs":  # all blocks of a forward, and their backward, belong together
+        module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     if memory.activation_offload:
         offload_activations(module, fabric.device)
     sharded = plan.strategy == "fsdp"
@@ -92,7 +94,7 @@ def _blocks(model: Model, module: nn.Module, plan: Plan) -> Sequence[nn.Module]:
     wishes = {
         f"memory.strategy={memory.strategy}": plan.strategy == "fsdp",
         f"memory.activation_checkpointing={memory.activation_checkpointing}": memory.activation_checkpointing != "none",
-        "memory.compile=blocks": memory.compile == "blocks",
+        f"memory.compile={memory.compile}": memory.compile in ("blocks", "cuda_graphs"),
     }
     asked = [wish for wish, is_on in wishes.items() if is_on]
     return require_blocks(module, model.blocks, asked[0]) if asked else find_blocks(module, model.blocks)
@@ -143,14 +145,17 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
     return stack.module.state_dict() | {name: masters[p].detach() for name, p in named if p in masters}
 
 
-def _compile(parts: Sequence[nn.Module]) -> None:
+def _compile(parts: Sequence[nn.Module], graphs: bool = False) -> None:
     """Compile in place, so that no parameter is renamed; happens at the first forward.
 
-    Blocks share one compiled graph as they have the same code: compiling takes as long for 24 of them as for one.
+    Blocks share one compiled graph as they have the same code: compiling takes as long for 24 of them as for one. A
+    second length or number of samples has it compiled for any, so that what is compiled does not grow with them; with
+    ``graphs``, only what is compiled for one shape becomes a CUDA graph, for each shape would need one.
     Dropout draws its masks from the generators that eager torch draws from, in the same order.
     """
     import torch._inductor.config as inductor
 
     inductor.fallback_random = True  # else the compiler's own random numbers, which no seed of ours replays
+    inductor.triton.cudagraph_skip_dynamic_graphs = True
     for part in parts:
-        part.compile()
+        part.compile(mode="reduce-overhead" if graphs else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Category = Literal["params", "gradients", "optimizer", "activations", "temporaries", "batch"]
 Kind = Literal["compute", "to_device", "to_host", "collective"]
@@ -48,7 +48,14 @@ class Trace:
     skipped_micro_steps: int = 0  # that a real step has besides those that were traced; like those in its middle
     guesses: int = 0  # values that a branch depended on and that only a real run knows; they were guessed
     notes: list[str] = field(default_factory=list)  # what else a person must know to read the figures, a line each
+    attention: list[str] = field(default_factory=list)  # the kernels that compute it, each with what it is called for
 
     def say(self, line: str) -> None:
         """Add a note, once."""
         self.notes += [line] if line not in self.notes else []
+
+    def attend(self, kernel: str, query: Any, masked: bool) -> None:
+        """Note the ``kernel`` of an attention whose ``query`` is ``(batch, heads, tokens, size)``, once."""
+        dtype, size = str(query.dtype).removeprefix("torch."), query.shape[-1]
+        line = f"{kernel} ({dtype}, heads of {size}{', masked' if masked else ''})"
+        self.attention += [line] if line not in self.attention else []

@@ -13,7 +13,7 @@ from torch.backends import cuda
 from torch.nn import functional
 
 from trainer.planner.allocator import round_up
-from trainer.planner.fake_mode import GPU_DEVICE
+from trainer.planner.fake_mode import GPU_DEVICE, FakeGPUMode
 
 aten = torch.ops.aten
 
@@ -173,6 +173,8 @@ def attend(rules: AttentionRules) -> Any:
         enable_gqa: bool = False,
     ) -> Tensor:
         kernel = rules.choose(query, key, value, attn_mask, enable_gqa)
+        if isinstance(mode := getattr(query, "fake_mode", None), FakeGPUMode):
+            mode.trace.attend(kernel, query, attn_mask is not None)
         if kernel == "flash":
             return rules.flash(query, key, value, dropout_p, is_causal, scale)
         how: tuple[Any, ...] = (dropout_p, is_causal)

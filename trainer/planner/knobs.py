@@ -126,15 +126,18 @@ def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
     return list(dict.fromkeys(-(-share // micro_steps) for micro_steps in range(1, share + 1)))
 
 
-def lossy_steps(recipe: Recipe) -> list[Settings]:
-    """What would save more, at a loss that the recipe has not allowed: each by itself, then together."""
+def lossy_steps(recipe: Recipe, faster: bool = False) -> list[Settings]:
+    """What would save more, at a loss that the recipe has not allowed: each by itself, then together. ``faster`` adds
+    what saves time alone, on a GPU."""
     options: list[Settings] = []
+    alone: list[Settings] = []
     for knob in LOSSY:
         if getattr(recipe.memory, knob.name) not in [turn.value for turn in knob.turns]:
             turns = {knob.name: knob.turns[0].value, **knob.turns[0].along}
-            options.append({f"memory.{name}": value for name, value in turns.items()})
+            (options if knob.reach else alone).append({f"memory.{name}": value for name, value in turns.items()})
     together = {key: value for option in options for key, value in option.items()}
-    return [*options, together] if len(options) > 1 else options
+    own = alone if faster and recipe.memory.precision == "32-true" else []  # for others have few products in fp32
+    return [*options, *([together] if len(options) > 1 else []), *own]
 
 
 def applied(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:

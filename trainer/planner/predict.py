@@ -52,6 +52,7 @@ class Prediction:
     leaving: float  # what a whole node sends to others in a step
     guesses: int = 0  # values that a branch depended on and that were guessed
     notes: list[str] = field(default_factory=list)  # what else a person must know, a line each
+    attention: list[str] = field(default_factory=list)  # the kernels of a GPU that compute it, each with what for
     seconds: float = 0.0  # that the prediction took
     fragmentation: int = 0  # what is reserved at the allocated peak and not in use
     # How often torch gives its cache back to stay within the capacity that was asked about; ``None``: it cannot
@@ -92,6 +93,7 @@ class Prediction:
             "peak_phase": self.peak_phase,
             "guesses": self.guesses,
             "notes": self.notes,
+            "attention": self.attention,
             "seconds": self.seconds,
             "step_ms": cost.step_ms,
             "times": times,
@@ -197,6 +199,7 @@ def predict_here(
         "leaving": leaving,
         "guesses": trace.guesses,
         "notes": trace.notes,
+        "attention": trace.attention,
         "seconds": time.perf_counter() - began,
         "fragmentation": 0 if on_cpu else memory.fragmentation,
         "retries": retries,

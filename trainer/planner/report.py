@@ -154,6 +154,9 @@ def why(report: PlanReport) -> str:
         if one.reserved is None:
             refused.setdefault(one.reason, []).append(one)
     lines = [*report.explanations]
+    if report.drawn and report.drawn.prediction and (kernels := report.drawn.prediction.attention):
+        keeps = "; math keeps a number for each pair of tokens and each head" if "math" in " ".join(kernels) else ""
+        lines.append(f"torch computes the attention of the first plan by {', '.join(kernels)}{keeps}")
     for reason, ones in refused.items():
         example = ones[0].command or "the recipe as it is"
         lines.append(f"refused, {len(ones)} of the plans (such as {example}): {reason}")

@@ -200,7 +200,7 @@ class Search:
         on_gpu = self.target.device.type == "cuda"
         settings = knobs.combinations(self.recipe, self.devices, on_gpu, self.nodes)
         if lossy:
-            steps = knobs.lossy_steps(self.recipe)
+            steps = knobs.lossy_steps(self.recipe, on_gpu)
             settings += [found for step in steps for one in settings if (found := self._at_a_loss(one, step))]
         sizes = knobs.micro_batch_sizes(self.recipe, self.devices)
         self.padding = self._padding(sizes)

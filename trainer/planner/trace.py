@@ -33,7 +33,7 @@ from trainer.launching.world import World
 from trainer.memory.initialize import HOST, home_of_weights
 from trainer.memory.optimizer_offload import CHUNK, HostGradients
 from trainer.memory.plan import Plan
-from trainer.memory.precision import weights_dtype
+from trainer.memory.precision import matmul_precision, weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.planner.events import Trace
 from trainer.planner.fake_patches import patch_transformers
@@ -98,7 +98,7 @@ def trace_run(
     ranks = plan.world_size
     if plan.strategy != "single":
         fake_ranks(ranks, nodes)
-    with tracing(target, ranks, nodes) as tracer:
+    with matmul_precision(plan.memory.matmul_precision), tracing(target, ranks, nodes) as tracer:
         with _disable_current_modes():
             launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
@@ -120,6 +120,8 @@ def _notes(plan: Plan, module: nn.Module) -> list[str]:
             f"memory.compile={plan.memory.compile} is predicted without compiling: fused kernels keep fewer "
             "intermediate tensors, so this is an upper bound, but for what the compiler's own buffers take"
         )
+    if plan.memory.compile == "cuda_graphs":
+        notes.append("memory.compile=cuda_graphs: no GPU has seen it yet, and what its graphs keep is not predicted")
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
         notes.append("recurrent layers are predicted step by step: cuDNN's kernels take less time and other memory")
     return notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import metadata
@@ -43,6 +43,7 @@ class Summary:
     samples_per_second: float  # training throughput over all ranks
     seconds: float  # wall time of training
     versions: Mapping[str, str | None]  # of what the result depends on
+    attention: Sequence[str] = ()  # torch's kernels of it in the first micro-step, such as flash; empty if unknown
 
     def to_json(self) -> str:
         """Strict JSON: a figure that is not finite is written as null, for ``NaN`` is not JSON."""
@@ -75,6 +76,7 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
         ("peak memory", _memory(summary.memory)),
         *_predicted(summary.memory),
         *_by_phase(summary.memory),
+        *([("attention", ", ".join(summary.attention))] if summary.attention else []),
         ("files", f"{run_dir}: {', '.join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != '.'))}"),
     ]
     width = max(len(label) for label, _ in rows)

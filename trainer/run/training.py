@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import re
+from typing import Any
+
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from trainer.checkpoint.writer import HISTORY
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
@@ -46,6 +50,8 @@ class Training:
         )
         del optimizer, sync
         session.monitor.enter(None)
+        # Within a module that is compiled as a whole a hook would be compiled, too.
+        self.attention = note_attention(self.stepper.module) if recipe.memory.compile != "model" else []
         self.windows = training_windows(session)
         self.schedule()
         tensors = Tensors(self.stack, self.stepper)
@@ -162,6 +168,7 @@ class Training:
             samples_per_second=stopwatch.samples_per_second,
             seconds=stopwatch.seconds,
             versions=versions(),
+            attention=self.attention,
         )
 
     def _test(self) -> EvaluationResult | None:
@@ -194,3 +201,30 @@ def build(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
     module = build_module(fabric, recipe.model, recipe.seed, plan)
     stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
     return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)
+
+
+KERNELS = re.compile(r"ScaledDotProduct(\w+?)Attention(?:ForCpu)?Backward|(SafeSoftmax|CompiledFunction)Backward")
+"""Autograd's names of the backward of each kernel of attention, of math's softmax, and of what hides them."""
+
+
+def note_attention(module: nn.Module) -> list[str]:
+    """A list that the first forward with gradients fills: torch's kernels of attention, by what its backward calls."""
+    found: list[str] = []
+
+    def look(_: nn.Module, __: Any, output: Any) -> None:
+        starts = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        if not starts:
+            return
+        handle.remove()
+        left, seen = starts, set(starts)
+        while left:
+            node = left.pop()
+            if kind := KERNELS.match(node.name()):
+                found.append({"SafeSoftmax": "math", "CompiledFunction": "compiled"}.get(kind[2]) or kind[1].lower())
+            new = {after for after, _ in node.next_functions if after is not None} - seen
+            seen |= new
+            left += new
+        found[:] = sorted(set(found))
+
+    handle = module.register_forward_hook(look)
+    return found
