@@ -33,6 +33,7 @@ class Work(NamedTuple):
     dtype: str  # that it computes in, as torch names it (``bfloat16``)
     ranks: int = 0  # that take part in a collective; 0 for all
     stride: int = 1  # how far apart they are
+    again: bool = False  # recomputation, of activations that were not kept
 
 
 @dataclass

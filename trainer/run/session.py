@@ -131,9 +131,7 @@ def training_windows(session: Session) -> Windows:
     """This rank's share of the training batches."""
     recipe, ranks = session.recipe, (session.fabric.global_rank, session.fabric.world_size)
     loader = _loader(session, recipe.data.train)
-    windows = windows_of(recipe, loader, *ranks, session.agreement, quarantine=session.quarantine)
-    windows.on_load = session.monitor.load
-    return windows
+    return windows_of(recipe, loader, *ranks, session.agreement, quarantine=session.quarantine)
 
 
 def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:
