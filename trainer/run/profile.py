@@ -27,8 +27,6 @@ UNRECORDED = 2
 """Steps before: one allocates and compares losses (``LossCheck``), in one the profiler itself warms up."""
 OPERATIONS = 20  # in the table: those that take longest
 RANGE, STEP = "trainer: ", "ProfilerStep"  # how what encloses operations is called in the trace
-OPTIMIZER = "Optimizer.step#"
-ENCLOSING = (RANGE, STEP, "Optimizer.")
 PARTS = {"data": "waiting for data", "forward": "forward", "backward": "backward", "step": "optimizer step"}
 """What a step consists of, one after the other; what is left is between them: progress, logs, evaluation, checkpoints,
 and the sum of the batch's weights over the ranks."""
@@ -137,10 +135,10 @@ class Profile(Phases, Listener):
         parts = {name: microseconds(of_range(RANGE + part)) for part, name in PARTS.items()}
         rest = total - sum(parts.values())
         working = DeviceType.CUDA if self.on_gpu else DeviceType.CPU
-        busy = microseconds(lambda e: e.device_type == working and not e.name.startswith(ENCLOSING))
+        busy = microseconds(lambda e: e.device_type == working and not encloses(e, e.name))
         within = {
             "communication": microseconds(lambda e: e.name.startswith(COLLECTIVES)),
-            "the optimizer's own work on the host": microseconds(of_range(OPTIMIZER)),
+            "the optimizer's own work on the host": microseconds(of_range("Optimizer.step#")),
             "the GPU computes nothing" if self.on_gpu else "no operation of torch runs: Python": total - busy,
         }
 
@@ -148,7 +146,7 @@ class Profile(Phases, Listener):
             return f"{100 * time / total:5.1f} %{time / count / 1e3:12.3f} ms  {name}"
 
         kind = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
-        operations = [average for average in averages if not average.key.startswith(ENCLOSING)]
+        operations = [average for average in averages if not encloses(average, average.key)]
         operations.sort(key=lambda average: -getattr(average, kind))
         lines = [
             f"{count} steps of {self.who}, {total / count / 1e3:.3f} ms a step with the profiler's own time in them",
@@ -168,6 +166,11 @@ class Profile(Phases, Listener):
         told = parts | {"communication": within["communication"]}
         shares = ", ".join(f"{name} {100 * time / total:.1f} %" for name, time in told.items())
         return f"profile of {count} steps: {shares}; {self.table.name}, {self.trace.name}", "\n".join(lines) + "\n"
+
+
+def encloses(found: Any, name: str) -> bool:
+    """Whether something that was found is no operation, but a name for what is done within it, Python included."""
+    return found.is_user_annotation or name.startswith(STEP)
 
 
 def covered(spans: Iterable[tuple[float, float]], steps: Sequence[Any]) -> float:
