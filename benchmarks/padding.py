@@ -43,6 +43,7 @@ from trainer.fit import fit
 from trainer.models import TextClassifier
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 
+DATA = Path(os.environ.get("TRAINER_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 BATCH, MICRO_BATCH, MAX_LENGTH, LR, CLIP = 32, 8, 512, 5e-5, 1.0
 PLAIN, GROUPED, PADDED, PACKED = "plain loop", "transformers Trainer, group_by_length", "ours, padded", "ours, packed"
 
@@ -197,15 +198,13 @@ def shares(lengths: Sequence[int], groups: Sequence[Sequence[int]], chance: rand
 def main() -> None:
     """Measure, print a table and keep everything in results/padding.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="a folder with train.csv and test.csv of reviews")
-    parser.add_argument("--tokenizer", required=True, help="a folder with the tokenizer of bert-base-uncased")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--done", type=int, default=0, help="rounds that the file has already, and that are kept")
     parser.add_argument("--dropout", type=float, default=0.1, help="of everything; default: 0.1, DistilBERT's own")
     parser.add_argument("--name", default="padding", help="of the file of results")
     arguments = parser.parse_args()
-    tokenizer = TextClassifier(tokenizer=arguments.tokenizer).tokenizer_or_none()
-    data = IMDb(root=arguments.data, max_length=MAX_LENGTH)
+    tokenizer = TextClassifier(tokenizer=str(DATA / "tokenizers" / "bert-base-uncased")).tokenizer_or_none()
+    data = IMDb(root=str(DATA / "imdb"), max_length=MAX_LENGTH)
     data.prepare(tokenizer)
     lengths = list(data.train.lengths)
     sampler = LengthGroupedSampler(MICRO_BATCH, lengths=lengths, generator=torch.Generator().manual_seed(0))

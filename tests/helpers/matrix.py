@@ -116,7 +116,8 @@ def plain_run(case: Case) -> dict[str, Any]:
             if not piece:
                 continue
             torch.manual_seed(derive_seed(0, epoch, step, number))
-            loss = plain_loss(module, collate([samples[index] for index in piece]), precision) / len(indices)
+            batch = case.model.packed(collate([samples[index] for index in piece]))  # dropout is drawn for its tokens
+            loss = plain_loss(module, batch, precision) / len(indices)
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(module.parameters(), case.optim.clip_norm or float("inf"))
@@ -130,7 +131,8 @@ def plain_loss(module: nn.Module, batch: dict[str, Tensor], precision: str) -> T
     """The summed cross entropy, as a textbook writes it."""
     labels = batch.pop("labels")
     dtype = TYPES.get(precision, torch.float32)
-    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    floating = {key for key, value in batch.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    batch = {key: value.to(dtype) if key in floating else value for key, value in batch.items()}
     with torch.autocast("cpu", AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST):
         logits = module(batch["pixel_values"]) if "pixel_values" in batch else module(**batch).logits
     return nn.functional.cross_entropy(logits.to(dtype), labels, reduction="sum")

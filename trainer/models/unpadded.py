@@ -136,10 +136,10 @@ def attend(
     if not dropout and _has_varlen(query):
         from torch.nn.attention.varlen import varlen_attn
 
-        asked = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
+        starts = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
         longest = max(lengths.tokens)
-        found = varlen_attn(query, key, value, asked, ends, 1 if first else longest, longest)
-        return found.flatten(1)  # type: ignore[union-attr]
+        packed: Any = varlen_attn(query, key, value, starts, ends, 1 if first else longest, longest)
+        return packed.flatten(1)
     # Texts of one length share a kernel on a GPU; on a CPU what a text needs may stay in the cache.
     on_cpu = query.device.type == "cpu"
     groups = [(n, 1) for n in lengths.tokens]
@@ -148,7 +148,7 @@ def attend(
     tokens = [length * count for length, count in groups]
     asked = [count for _, count in groups] if first else tokens
     own = on_cpu and dropout and query.dtype in (torch.float32, torch.float64)
-    kernel = _DroppedAttention.apply if own else scaled_dot_product_attention
+    kernel: Callable[..., Tensor] = _DroppedAttention.apply if own else scaled_dot_product_attention
     options = (dropout,) if own else (None, dropout)
     found = []
     for (_, count), *parts in zip(groups, query.split(asked), key.split(tokens), value.split(tokens), strict=True):
@@ -185,11 +185,12 @@ class _DroppedAttention(torch.autograd.Function):
         numbers = bits.random_(-(2**63), None).view(torch.int16)[: weights.numel()]
         kept = (numbers >= dropped - 2 ** (BITS - 1)).view(weights.shape)
         ctx.save_for_backward(query, key, value, kept)
-        return (weights.mul_(kept) @ value).mul_(ctx.scales[1])
+        # No product is changed in place: selective checkpointing keeps the products as they are.
+        return weights.mul_(kept) @ (value * ctx.scales[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, kept = ctx.saved_tensors
         scale, of_kept = ctx.scales
         weights, gradient = _weights(query, key, scale), gradient * of_kept
