@@ -13,6 +13,7 @@ from torch import nn
 from trainer import Memory, Run
 from trainer.commands.recipes import load_recipe
 from trainer.fit import fit
+from trainer.memory.plan import decide_plan
 from trainer.models import VisionTransformer
 
 STEPS = 3
@@ -26,17 +27,6 @@ class WithHead(VisionTransformer):
         module = super().skeleton()
         nn.init.normal_(module.heads.head.weight, std=0.02)
         return module
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _exact_fp32():
-    """No TF32: its products have 10 bits of mantissa, and the CPU's 23."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def train(run_dir, accelerator="cuda", shape=SMALL, **memory):
@@ -68,7 +58,7 @@ class Curve:
 
 
 @pytest.fixture(scope="module")
-def plain(_exact_fp32, tmp_path_factory):
+def plain(tmp_path_factory):
     """The curve on the GPU in 32-true, without techniques."""
     return train(tmp_path_factory.mktemp("plain") / "run")[0]
 
@@ -124,3 +114,36 @@ def test_offload_and_checkpointing_need_less_of_the_device(precision, tmp_path):
     knobs = {"activation_checkpointing": "full", "cpu_offload": "optimizer", "micro_batch_size": 4}
     _, after = train(tmp_path / "after", shape=large, precision=precision, **knobs)
     assert after.memory["allocated_gb"] < before.memory["allocated_gb"]
+
+
+def test_tf32_rounds_products_and_only_for_its_run(plain, tmp_path):
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("no units for TF32")
+    rounded, _ = train(tmp_path / "high", matmul_precision="high")
+    again, _ = train(tmp_path / "again")
+    assert again.losses == plain.losses
+    assert rounded.losses != plain.losses
+    assert rounded.losses == pytest.approx(plain.losses, rel=1e-2)
+
+
+@pytest.mark.parametrize("micro_batch_size", [16, 24])  # the last micro-batch has another size
+def test_cuda_graphs_have_the_losses_of_compiled_blocks(micro_batch_size, tmp_path):
+    """Whose gradients several micro-batches add to."""
+    curves = [
+        train(tmp_path / how, compile=how, micro_batch_size=micro_batch_size)[0] for how in ("blocks", "cuda_graphs")
+    ]
+    assert curves[1].losses == pytest.approx(curves[0].losses, rel=1e-4)
+    assert curves[1].norms == pytest.approx(curves[0].norms, rel=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_attention_takes_the_kernel_that_the_planner_names(precision, tmp_path):
+    from trainer.planner.predict import predict, prepared
+    from trainer.planner.target import Target, gpu_here
+
+    _, summary = train(tmp_path / "run", precision=precision)
+    recipe, _ = load_recipe("vit_digits")
+    memory = Memory(micro_batch_size=16, precision=precision)
+    recipe = prepared(recipe.replace(model=WithHead("custom", patch_size=4, **SMALL), memory=memory))
+    found = predict(recipe, decide_plan(recipe, 1), Target.here(gpu_here()))
+    assert {line.partition(" ")[0] for line in found.attention} == set(summary.attention)

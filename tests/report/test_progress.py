@@ -55,7 +55,7 @@ def test_a_line_says_of_speed_what_is_known_and_of_data_what_is_worth_it():
     progress.step(1, **FIGURES | {"speed": Speed(8.0, 1234.6, 0.049, None)})
     progress.step(2, **FIGURES | {"speed": Speed(8.0, None, 0.05, 0.4136)})
     shown = [line.split(" · ")[4:-1] for line in stream.getvalue().splitlines()]
-    assert shown == [["8 samples/s", "1,235 tokens/s"], ["8 samples/s", "data 5 %", "MFU 41.4 %"]]
+    assert shown == [["8.00 samples/s", "1,235 tokens/s"], ["8.00 samples/s", "data 5 %", "MFU 41.4 %"]]
 
 
 def test_lines_come_every_five_seconds_and_first_and_last_always():

@@ -61,7 +61,7 @@ class Loader:
         self.split, self.collate, self.num_classes, self.max_bad_samples = split, collate, num_classes, max_bad_samples
         self.workers, self.pin_memory, self.worker_timeout = workers, pin_memory, worker_timeout
         self.augmented = bool(getattr(split, "augmented", False))
-        self.sample = getattr(split, "__getitem__", None)
+        self.sample: Any = getattr(split, "__getitem__", None)
         # Of a split that draws samples and makes a micro-batch of them itself; unless the dataset has its own way.
         if hasattr(type(split), "together") and getattr(collate, "__func__", None) is Data.collate:
             self.sample, self.collate = split.draw, split.together

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from trainer.system.text import escaped
 
 DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
+LEAST_WHOLE = 10  # samples a second: fewer are shown with a fraction
 LEAST_DATA_SHARE = 0.05
 """Of the time, what waiting for data must take to be worth a person's attention at every step."""
 
@@ -33,7 +34,7 @@ class Speed(NamedTuple):
         """What is known of it, with units; of waiting for data only if it is ``least_data_share`` at least."""
         samples, tokens, data, mfu = self
         return [
-            f"{_number(samples, ',.0f')} samples/s",
+            f"{_number(samples, ',.0f' if samples >= LEAST_WHOLE else '.2f')} samples/s",
             *([] if tokens is None else [f"{_number(tokens, ',.0f')} tokens/s"]),
             *([f"data {_number(100 * data, '.0f')} %"] if data >= least_data_share else []),
             *([] if mfu is None else [f"MFU {_number(100 * mfu, '.1f')} %"]),
