@@ -185,7 +185,7 @@ class Run:
             at its start to find the loss scale.
         snapshot: record every allocation on the GPU and write memory_snapshot.pickle to the run directory at the end,
             also on out of memory; to be dropped on pytorch.org/memory_viz.
-        profile: record this many steps, after two to warm up, with torch's profiler: profile.txt says where their time
+        profile: record this many steps, after three to warm up, with torch's profiler: profile.txt says where the time
             goes, and profile.json.gz is a trace for ui.perfetto.dev.
         evaluate: evaluate after every epoch and at the end; false trains only, to measure memory and speed.
         predict: predict the memory before training, in a process beside it, to compare with what is measured.

@@ -16,6 +16,7 @@ from trainer.engine.events import Counters, Listener
 from trainer.engine.step import Phases, StepResult
 from trainer.engine.window import MicroBatch
 from trainer.errors import require
+from trainer.memory.monitor import FIRST_STEPS
 from trainer.run.listeners import Stopwatch
 from trainer.system.files import staged_file, write_atomic
 from trainer.system.text import escaped
@@ -23,8 +24,8 @@ from trainer.system.text import escaped
 if TYPE_CHECKING:
     from trainer.run.session import Session
 
-UNRECORDED = 2
-"""Steps before: one allocates and compares losses (``LossCheck``), in one the profiler itself warms up."""
+UNRECORDED = FIRST_STEPS
+"""Steps before: the monitor looks at memory in all of them, losses are compared in the first (``LossCheck``)."""
 OPERATIONS = 20  # in the table: those that take longest
 RANGE, STEP = "trainer: ", "ProfilerStep"  # how what encloses operations is called in the trace
 PARTS = {"data": "waiting for data", "forward": "forward", "backward": "backward", "step": "optimizer step"}
