@@ -15,7 +15,7 @@ from trainer.engine.events import Counters
 from trainer.engine.step import StepResult
 from trainer.fit import fit
 from trainer.run.listeners import Stopwatch
-from trainer.run.profile import covered
+from trainer.run.profile import union
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -64,12 +64,8 @@ def test_without_tokens_and_before_the_first_step_nothing_is_guessed() -> None:
 
 
 def test_time_in_several_spans_counts_once_and_only_within_the_steps() -> None:
-    event = type("Event", (), {})
-    step = event()
-    step.time_range = event()
-    step.time_range.start, step.time_range.end = 10.0, 20.0
-    assert covered([(12, 15), (11, 13), (0, 1), (19, 30), (13, 14)], [step]) == 5.0
-    assert covered([], [step]) == 0.0
+    assert union([(12, 15), (11, 13), (0, 1), (19, 30), (13, 14)], 10.0, 20.0) == 5.0
+    assert union([], 10.0, 20.0) == 0.0
 
 
 def profiled(folder, **changes: Any) -> Any:
@@ -92,7 +88,7 @@ def test_a_profile_has_our_phases_and_a_table_whose_shares_are_those_of_all(tmp_
     found = {name: names.count(f"trainer: {name}") for name in ("data", "forward", "backward", "step")}
     assert found == {"data": micro_steps, "forward": micro_steps, "backward": micro_steps, "step": 2}
     text = (tmp_path / "run/profile.txt").read_text()
-    assert text.startswith("2 steps of one rank, ")
+    assert text.startswith("2 steps, ")
     parts = shares(text)
     assert [*parts] == ["waiting for data", "forward", "backward", "optimizer step", "between these"]
     assert 99.5 < sum(parts.values()) < 100.5

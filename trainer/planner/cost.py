@@ -96,8 +96,7 @@ def step_cost(trace: Trace, gpu: GPU, seconds: Seconds) -> StepCost:
 
 
 def peak_seconds(trace: Trace, gpu: GPU) -> float:
-    """How long the model's own arithmetic takes at the peak of the data sheet: forward and backward of the last step of
-    ``trace``, without recomputation."""
+    """Of the model's own arithmetic in the last step of ``trace``, at the data sheet's peak: without recomputation."""
 
     def seconds(work: Sequence[Work]) -> float:
         own = [item for item in work if item.phase in ("forward", "backward") and not item.again]

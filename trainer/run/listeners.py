@@ -22,27 +22,19 @@ from trainer.system.redact import redact_value
 
 
 class Stopwatch(Listener):
-    """Training throughput over all ranks so far, without the time of evaluations.
-
-    Args:
-        peak_seconds: how long the arithmetic of one token (of one sample, where lengths are not known) takes at the
-            device's peak, or ``None`` while or where that is not known; see ``Prediction.peak_seconds``.
-        clock: in seconds.
-    """
+    """Training throughput so far, without the time of evaluations; ``peak_seconds`` is that of a ``Forecast``."""
 
     def __init__(
-        self,
-        peak_seconds: Callable[[], float | None] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, peak_seconds: Callable[[], float | None] = lambda: None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.seconds = self.waited = 0.0  # of ``seconds``, those that this rank waited for data
         self.samples = self.tokens = 0
         self._peak_seconds, self._clock = peak_seconds, clock
-        self._since, self._asked = 0.0, None
+        self.restart()
 
     def restart(self) -> None:
         """What was done since the last step does not count."""
-        self._since, self._asked = self._clock(), None
+        self._since, self._asked = self._clock(), None  # when data was asked for that is not there yet
 
     def timed(self, on_load: OnLoad) -> OnLoad:
         """``on_load``, and what it is called for is timed."""

@@ -1,12 +1,14 @@
-"""``run.profile``: where the time of some steps goes, by torch's profiler, with a trace for perfetto.dev."""
+"""``run.profile``: where the time of some steps goes, by torch's profiler."""
 
 from __future__ import annotations
 
 import gzip
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 from torch.autograd import DeviceType
 from torch.autograd.profiler import record_function
@@ -18,22 +20,17 @@ from trainer.engine.window import MicroBatch
 from trainer.errors import require
 from trainer.memory.monitor import FIRST_STEPS
 from trainer.run.listeners import Stopwatch
+from trainer.run.session import Session
 from trainer.system.files import staged_file, write_atomic
 from trainer.system.text import escaped
-
-if TYPE_CHECKING:
-    from trainer.run.session import Session
 
 UNRECORDED = FIRST_STEPS
 """Steps before: the monitor looks at memory in all of them, losses are compared in the first (``LossCheck``)."""
 OPERATIONS = 20  # in the table: those that take longest
 RANGE, STEP = "trainer: ", "ProfilerStep"  # how what encloses operations is called in the trace
 PARTS = {"data": "waiting for data", "forward": "forward", "backward": "backward", "step": "optimizer step"}
-"""What a step consists of, one after the other; what is left is between them: progress, logs, evaluation, checkpoints,
-and the sum of the batch's weights over the ranks."""
+"""What a step consists of, one after the other; what is left is between them."""
 COLLECTIVES = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel", "c10d::", "_c10d_functional::")
-
-Chosen = Callable[[Any], bool]
 
 
 def require_profilable(steps: int | None, run_steps: int) -> None:
@@ -50,23 +47,18 @@ def require_profilable(steps: int | None, run_steps: int) -> None:
 class Profile(Phases, Listener):
     """Records the ``steps`` after the first :data:`UNRECORDED` of this process, and writes what it found.
 
-    It stands before the run's monitor, which hears what it hears. A run that ends within the steps writes those that
-    were recorded; one that is killed writes nothing.
+    The run's monitor hears all that it hears. A run that ends within the steps writes those that were recorded.
     """
 
     def __init__(self, session: Session, steps: int, stopwatch: Stopwatch) -> None:
         self.monitor, self.stopwatch, fabric = session.monitor, stopwatch, session.fabric
         self.on_gpu = fabric.device.type == "cuda"
+        self.summary = ""  # in one line, once it is written
         part = f".rank{fabric.global_rank}" if fabric.world_size > 1 else ""
         self.trace, self.table = (session.run_dir / f"profile{part}.{kind}" for kind in ("json.gz", "txt"))
-        self.who = f"rank {fabric.global_rank} of {fabric.world_size}" if part else "one rank"
-        self.profiler = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])],
-            schedule=schedule(wait=UNRECORDED - 1, warmup=1, active=steps, repeat=1),
-            on_trace_ready=self._write,
-            acc_events=True,
-        )
-        self.summary = ""  # in one line, once it is written
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+        stages = schedule(wait=UNRECORDED - 1, warmup=1, active=steps, repeat=1)
+        self.profiler = profile(activities=kinds, schedule=stages, on_trace_ready=self._write, acc_events=True)
         self._recording, self._range = False, None
 
     def load(self, samples: Sequence[int]) -> None:
@@ -93,7 +85,7 @@ class Profile(Phases, Listener):
         self._recording = self.profiler.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
     def close(self) -> None:
-        """Write what was recorded, if a step was left in the middle; may be called twice, or without a start."""
+        """Write what was recorded, if the run has ended within it."""
         self._enter(None)
         if self._recording:
             self._recording = False
@@ -102,70 +94,55 @@ class Profile(Phases, Listener):
     def _enter(self, part: str | None) -> None:
         if self._range is not None:
             self._range.__exit__(None, None, None)
-        self._range = record_function(RANGE + part) if part is not None and self._recording else None
-        if self._range is not None:
-            self._range.__enter__()
+        self._range = record_function(RANGE + part).__enter__() if part is not None and self._recording else None
 
     def _write(self, found: profile) -> None:
         try:
-            with staged_file(self.trace) as part:
-                plain = part.with_suffix(".json")
-                try:
-                    found.export_chrome_trace(str(plain))
-                    part.write_bytes(gzip.compress(plain.read_bytes(), 5))
-                finally:
-                    plain.unlink(missing_ok=True)
-            self.summary, table = self._described(list(found.events() or ()), found.key_averages())
+            with TemporaryDirectory() as folder, staged_file(self.trace) as part:
+                found.export_chrome_trace(plain := f"{folder}/trace.json")
+                part.write_bytes(gzip.compress(Path(plain).read_bytes(), 5))
+            self.summary, table = self._described(list(found.events() or ()), list(found.key_averages()))
             write_atomic(self.table, table)
         except OSError as error:  # must not hide an error that the run ends with
             warnings.warn(f"{self.trace} could not be written: {error}", stacklevel=2)
         self.stopwatch.restart()
 
-    def _described(self, events: list[Any], averages: Iterable[Any]) -> tuple[str, str]:
-        """The shares in one line, and the whole text: shares of the time of all steps, and the longest operations."""
-        steps = [event for event in events if event.name.startswith(STEP) and event.device_type == DeviceType.CPU]
-        count = len(steps)
-        total = sum(event.time_range.elapsed_us() for event in steps)
+    def _described(self, events: list[Any], averages: list[Any]) -> tuple[str, str]:
+        """The shares in a line, and the whole text: shares of the time of all steps, and the longest operations."""
+        on_host = [event for event in events if event.device_type == DeviceType.CPU]
+        steps = [event.time_range for event in on_host if event.name.startswith(STEP)]
+        count, total = len(steps), sum(step.elapsed_us() for step in steps)
+        working = [event for event in events if event.device_type == DeviceType.CUDA] if self.on_gpu else on_host
+        device, own = ("GPU", "self_device_time_total") if self.on_gpu else ("CPU", "self_cpu_time_total")
 
-        def microseconds(chosen: Chosen) -> float:
-            return covered([(e.time_range.start, e.time_range.end) for e in events if chosen(e)], steps)
-
-        def of_range(name: str) -> Chosen:
-            return lambda e: e.name.startswith(name) and e.device_type == DeviceType.CPU
-
-        parts = {name: microseconds(of_range(RANGE + part)) for part, name in PARTS.items()}
-        rest = total - sum(parts.values())
-        working = DeviceType.CUDA if self.on_gpu else DeviceType.CPU
-        busy = microseconds(lambda e: e.device_type == working and not encloses(e, e.name))
-        within = {
-            "communication": microseconds(lambda e: e.name.startswith(COLLECTIVES)),
-            "the optimizer's own work on the host": microseconds(of_range("Optimizer.step#")),
-            "the GPU computes nothing" if self.on_gpu else "no operation of torch runs: Python": total - busy,
-        }
+        def covered(found: list[Any], chosen: Callable[[Any], bool]) -> float:
+            spans = [(event.time_range.start, event.time_range.end) for event in found if chosen(event)]
+            return union(spans, steps[0].start, steps[-1].end)
 
         def row(name: str, time: float) -> str:
             return f"{100 * time / total:5.1f} %{time / count / 1e3:12.3f} ms  {name}"
 
-        kind = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
-        operations = [average for average in averages if not encloses(average, average.key)]
-        operations.sort(key=lambda average: -getattr(average, kind))
+        def table(title: str, rows: list[tuple[str, float]]) -> list[str]:
+            return ["", f"  share         a step  {title}", *(row(*each) for each in rows)]
+
+        parts = {name: covered(on_host, lambda e, of=RANGE + part: e.name == of) for part, name in PARTS.items()}
+        idle = total - covered(working, lambda event: not encloses(event, event.name))
+        beside = {
+            "communication": covered(events, lambda event: event.name.startswith(COLLECTIVES)),
+            "the optimizer's own work on the host": covered(on_host, lambda e: e.name.startswith("Optimizer.step#")),
+            "the GPU computes nothing" if self.on_gpu else "no operation of torch runs: Python": idle,
+        }
+        operations = sorted((a for a in averages if not encloses(a, a.key)), key=lambda a: -getattr(a, own))
+        rows = [(f"{a.count / count:5.0f}  {escaped(a.key)}", getattr(a, own)) for a in operations[:OPERATIONS]]
+        between = {"between these": total - sum(parts.values())}
         lines = [
-            f"{count} steps of {self.who}, {total / count / 1e3:.3f} ms a step with the profiler's own time in them",
-            "",
-            "  share         a step  on the host, one after the other",
-            *(row(name, time) for name, time in (parts | {"between these": rest}).items()),
-            "",
-            "  share         a step  of the same time, whatever it overlaps with",
-            *(row(name, time) for name, time in within.items()),
-            "",
-            f"  share         a step  calls  operation, by its own time on the {'GPU' if self.on_gpu else 'CPU'}",
-            *(
-                row(f"{average.count / count:5.0f}  {escaped(average.key)}", getattr(average, kind))
-                for average in operations[:OPERATIONS]
-            ),
+            f"{count} steps, {total / count / 1e3:.3f} ms a step with the profiler's own time in them",
+            *table("on the host, one after the other", [*(parts | between).items()]),
+            *table("of the same time, whatever it overlaps with", [*beside.items()]),
+            *table(f"calls  operation, by its own time on the {device}", rows),
         ]
-        told = parts | {"communication": within["communication"]}
-        shares = ", ".join(f"{name} {100 * time / total:.1f} %" for name, time in told.items())
+        told = [*parts.items(), ("communication", beside["communication"])]
+        shares = ", ".join(f"{name} {100 * time / total:.1f} %" for name, time in told)
         return f"profile of {count} steps: {shares}; {self.table.name}, {self.trace.name}", "\n".join(lines) + "\n"
 
 
@@ -174,9 +151,8 @@ def encloses(found: Any, name: str) -> bool:
     return found.is_user_annotation or name.startswith(STEP)
 
 
-def covered(spans: Iterable[tuple[float, float]], steps: Sequence[Any]) -> float:
-    """How much of the time of ``steps`` lies in at least one of ``spans`` of (begin, end)."""
-    first, last = steps[0].time_range.start, steps[-1].time_range.end
+def union(spans: list[tuple[float, float]], first: float, last: float) -> float:
+    """How much of the time from ``first`` to ``last`` lies in at least one of ``spans`` of (begin, end)."""
     time, reached = 0.0, -math.inf
     for begin, end in sorted(spans):
         time += max(0.0, min(end, last) - max(begin, reached, first))
