@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from typing import Any
 
 import pytest
 import torch
 from helpers.resumed import recipe
+from helpers.warm import python
 
 from trainer import RecipeError
 from trainer.engine.events import Counters
 from trainer.engine.step import StepResult
+from trainer.engine.window import Cut, Windows
 from trainer.fit import fit
 from trainer.run.listeners import Stopwatch
 from trainer.run.profile import union
@@ -57,6 +60,23 @@ def test_what_is_loaded_for_is_waited_for_and_evaluations_are_not(monkeypatch) -
     clock.now += 20
     again.on_step(Counters(), result())
     assert again.speed == (0.6, 25.0, 0.075, None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_tokens_of_a_batch_are_those_of_all_ranks_without_padding(rank) -> None:
+    windows = Windows(
+        size=10,
+        cut_at=lambda epoch: Cut(batch_size=4, micro_batch_size=2, accumulate=1),
+        fetch=lambda requests: (request for request in requests),
+        weigh=lambda batch: {"loss": 1.0},
+        seed=0,
+        rank=rank,
+        world_size=2,
+        lengths=[*range(1, 11)],
+    )
+    assert sum(window.tokens for window in windows.epoch(0)) == 55
+    windows.lengths = None
+    assert [window.tokens for window in windows.epoch(0)] == [0, 0, 0]
 
 
 def test_without_tokens_and_before_the_first_step_nothing_is_guessed() -> None:
@@ -132,6 +152,21 @@ def test_a_run_that_fails_leaves_the_steps_that_were_recorded_or_nothing(tmp_pat
     if recorded:
         json.loads(gzip.decompress((tmp_path / "run/profile.json.gz").read_bytes()))
         assert 99.5 < sum(shares((tmp_path / "run/profile.txt").read_text()).values()) < 100.5
+
+
+@pytest.mark.slow
+def test_two_ranks_write_a_profile_each_and_the_first_tells(tmp_path) -> None:
+    flags = [f"--run.dir={tmp_path / 'run'}", "--run.devices=2", "--run.accelerator=cpu", "--run.profile=2"]
+    more = ["--max_steps=5", "--run.predict=false", "--run.evaluate=false"]
+    done = python("-m", "trainer", "fit", "vit_digits", *flags, *more, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    names = [f"profile.rank{rank}.{kind}" for rank in (0, 1) for kind in ("json.gz", "txt")]
+    assert sorted(path.name for path in (tmp_path / "run").glob("*profile*")) == names
+    assert done.stdout.count("profile of 2 steps: ") == 1
+    for rank in (0, 1):
+        lines = (tmp_path / f"run/profile.rank{rank}.txt").read_text().splitlines()
+        (communication,) = (line for line in lines if line.endswith(" communication"))
+        assert 0 < float(communication.split()[0]) < 100
 
 
 def test_a_profile_changes_no_weight(tmp_path) -> None:

@@ -84,6 +84,9 @@ class Profile(Phases, Listener):
         self.profiler.step()
         self._recording = self.profiler.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
+    def on_fit_end(self, counters: Counters) -> None:
+        self.close()
+
     def close(self) -> None:
         """Write what was recorded, if the run has ended within it."""
         self._enter(None)
