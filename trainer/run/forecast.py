@@ -195,8 +195,8 @@ class Forecast:
 
     def peak_seconds(self) -> float | None:
         """That of the prediction, once it is there and if the device's peak is of a data sheet."""
-        is_known = not self.device.estimated and self.ready(0.0) and self.prediction is not None
-        return self.prediction.peak_seconds if is_known else None
+        is_known = not self.device.estimated and self.ready(0.0)
+        return self.prediction.peak_seconds if is_known and self.prediction is not None else None
 
     def beside(self, measured: Mapping[str, Any]) -> dict[str, Any]:
         """What ``summary.json`` says of the prediction, beside what was ``measured``, its section of memory."""

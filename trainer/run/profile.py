@@ -128,11 +128,14 @@ class Profile(Phases, Listener):
         def table(title: str, rows: list[tuple[str, float]]) -> list[str]:
             return ["", f"  share         a step  {title}", *(row(*each) for each in rows)]
 
-        parts = {name: covered(on_host, lambda e, of=RANGE + part: e.name == of) for part, name in PARTS.items()}
+        def of_range(name: str) -> float:
+            return covered(on_host, lambda event: event.name.startswith(name))
+
+        parts = {name: of_range(RANGE + part) for part, name in PARTS.items()}
         idle = total - covered(working, lambda event: not encloses(event, event.name))
         beside = {
             "communication": covered(events, lambda event: event.name.startswith(COLLECTIVES)),
-            "the optimizer's own work on the host": covered(on_host, lambda e: e.name.startswith("Optimizer.step#")),
+            "the optimizer's own work on the host": of_range("Optimizer.step#"),
             "the GPU computes nothing" if self.on_gpu else "no operation of torch runs: Python": idle,
         }
         operations = sorted((a for a in averages if not encloses(a, a.key)), key=lambda a: -getattr(a, own))
