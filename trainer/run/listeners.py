@@ -65,8 +65,8 @@ class Stopwatch(Listener):
         return {name: getattr(self, name) for name in ("seconds", "waited", "samples", "tokens")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.seconds, self.waited = state["seconds"], state["waited"]
-        self.samples, self.tokens = state["samples"], state["tokens"]
+        self.seconds, self.samples = state["seconds"], state["samples"]
+        self.waited, self.tokens = state.get("waited", 0.0), state.get("tokens", 0)  # older checkpoints have none
 
     @property
     def speed(self) -> Speed:
