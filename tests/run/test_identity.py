@@ -18,7 +18,7 @@ from trainer.data import Digits
 from trainer.fit import fit
 from trainer.models import MLP, VisionTransformer
 from trainer.recipe import Recipe
-from trainer.run.identity import IGNORED, flat_settings, require_same_run
+from trainer.run.identity import IGNORED, default_settings, flat_settings, require_same_run
 from trainer.settings import _replace, settings_of
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -30,7 +30,8 @@ def compare(before: Recipe, now: Recipe | dict, allowed: tuple[str, ...] = (), *
     facts |= {"versions": {}, "figures": None, "created": "now", "files": {}, "recipe": flat_settings(before)}
     manifest = Manifest(**facts | {"dataset": "d", "tokenizer": "t"} | found)
     settings = flat_settings(now) if isinstance(now, Recipe) else now
-    origin: Any = SimpleNamespace(recipe=settings, dataset="d", tokenizer="t", data_files={})
+    defaults = default_settings(now if isinstance(now, Recipe) else before)
+    origin: Any = SimpleNamespace(recipe=settings, defaults=defaults, dataset="d", tokenizer="t", data_files={})
     return require_same_run(Path("c"), manifest, origin, list(allowed))
 
 
@@ -99,6 +100,19 @@ def test_what_changes_training_is_refused_unless_allowed_and_the_rest_is_told(tm
         "checkpoint.every: 2 in the checkpoint, 7 now",
         "checkpoint.keep_last: 9 in the checkpoint, 2 now",
     ]
+
+
+def test_a_setting_that_is_younger_than_the_checkpoint_counts_as_its_default(tmp_path):
+    now = recipe(tmp_path)
+    younger = ("memory.init", "memory.matmul_precision", "optim.momentum", "run.deterministic")
+    older = {key: value for key, value in flat_settings(now).items() if key not in younger}
+    assert compare(now, now, recipe=older) == []
+    changed = now.replace(memory=dataclasses.replace(now.memory, init="meta"))
+    with pytest.raises(RecipeError, match=r'another recipe: memory\.init: "device" in the checkpoint, "meta" now\. '):
+        compare(now, changed, recipe=older)
+    del older["optim.lr"]
+    with pytest.raises(RecipeError, match=r"another recipe: optim\.lr: 0\.001 in the checkpoint, 0\.01 now\. "):
+        compare(now, now, recipe=older)
 
 
 def test_what_the_planner_decides_may_be_decided_anew(tmp_path):

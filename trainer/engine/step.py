@@ -151,9 +151,9 @@ class Stepper(Forward):
 
     def abandon(self) -> None:
         """Leave a step wherever it is, as if it had not begun."""
+        self.sync.abandon()  # first: what goes on in another thread may leave gradients behind
         for parameter in (*self.parameters, *self.module.parameters()):
             parameter.grad = None
-        self.sync.abandon()
         if self.scaler is not None and self.scaler._scale is not None:  # else there is nothing it could have unscaled
             self.scaler.update(self.scaler.get_scale())  # the same scale; forgets that gradients were unscaled
         if self.batchnorm:

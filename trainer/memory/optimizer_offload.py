@@ -269,6 +269,13 @@ class StreamedGradients(HostGradients):
         sizes = Counter(part_of.values())
         for part in parts:
             part.set_all_reduce_hook(partial(self._take, sizes[part]))
+        self.groups = [group for part in parts if (group := part._get_fsdp_state()._fsdp_param_group) is not None]
+
+    def before_last_backward(self) -> None:
+        """Nothing is updated ahead where a part was used more than once: a reentrant checkpoint brings its gradient
+        after each use, and gathers the weights anew for the next."""
+        if all(len(group._post_forward_indices) < 2 for group in self.groups):
+            super().before_last_backward()
 
     def _take(self, expected: int, reduced: Tensor) -> None:
         """Called by FSDP with the shards of a part's gradients, one behind the other; gives it host memory instead.

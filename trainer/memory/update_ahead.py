@@ -120,7 +120,6 @@ class UpdateAhead:
     def commit(self) -> None:
         """The optimizer has taken its step: there is nothing left to undo."""
         self.before.clear()
-        self.norms.clear()
         self.has_stepped = True
 
     @torch.no_grad()
@@ -131,7 +130,9 @@ class UpdateAhead:
         members: dict[int, list[Tensor]] = defaultdict(list)
         for parameter, gradient in gradients:
             if self.is_open and self._keep(parameter):
-                parameter.grad = gradient if self.scaler is None else gradient * self._inverse_scale()
+                parameter.grad = gradient
+                if self.scaler is not None:  # as ``GradScaler.unscale_`` computes it
+                    parameter.grad = gradient * self.scaler._scale.double().reciprocal().float()
                 self.norms[parameter] = torch.linalg.vector_norm(local(parameter.grad))
                 members[self.group_of[parameter]].append(parameter)
         groups = self.optimizer.param_groups  # with what the schedule says now
@@ -140,10 +141,6 @@ class UpdateAhead:
         self.hand.step()
         for parameter, _ in gradients:
             parameter.grad = None
-
-    def _inverse_scale(self) -> Tensor:
-        """As ``GradScaler.unscale_`` computes it."""
-        return self.scaler._scale.double().reciprocal().float()
 
     def _keep(self, parameter: Tensor) -> bool:
         """Copy what the update overwrites, if there is room."""

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class Origin:
     def __init__(self, session: Session, run: str | None = None) -> None:
         drawn = from_first(session.fabric, [secrets.token_hex(8), secrets.token_hex(4)])
         self.run, self.attempt = run or drawn[0], drawn[1]
-        self.recipe = flat_settings(session.recipe)
+        self.recipe, self.defaults = flat_settings(session.recipe), default_settings(session.recipe)
         self._data, self._tokenizer = session.recipe.data, session.recipe.model.tokenizer_or_none()
 
     @cached_property
@@ -61,6 +61,18 @@ def flat_settings(recipe: Recipe) -> dict[str, Any]:
         settings |= {f"{part}.{name}": _name_of(getattr(chosen, name)) for name in names}
     settings |= {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
     return json.loads(json.dumps(settings, default=str))
+
+
+def default_settings(recipe: Recipe) -> dict[str, Any]:
+    """Every setting that has a default, and which: what it counts as in a checkpoint from before there was one."""
+    plain, defaults = settings_of(recipe), dict[str, Any]()
+    for key in flat_settings(recipe):
+        *sections, name = key.split(".")
+        field = {field.name: field for field in dataclasses.fields(reduce(getattr, sections, recipe))}[name]
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if default is not dataclasses.MISSING:
+            defaults[key] = default if key in plain else _name_of(default)
+    return json.loads(json.dumps(defaults, default=str))
 
 
 def _name_of(value: Any) -> Any:
@@ -124,7 +136,8 @@ def _section(key: str) -> str:
 
 def _differences(manifest: Manifest, now: Origin) -> Iterator[tuple[str, Any, Any]]:
     for key in sorted({*manifest.recipe, *now.recipe} - {*IGNORED}):
-        old, new = manifest.recipe.get(key, "nothing"), now.recipe.get(key, "nothing")
+        old = manifest.recipe.get(key, now.defaults.get(key, "nothing"))
+        new = now.recipe.get(key, "nothing")
         if old != new:
             yield key, old, new
     if manifest.dataset != now.dataset:
