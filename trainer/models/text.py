@@ -55,8 +55,8 @@ class TextClassifier(Adaptable):
         class_names: null takes the dataset's; saved with the model.
         dropout: sets all dropout rates of the configuration; null leaves them.
         padding_free: compute on the tokens that are there only, which changes no result but the masks of dropout; null
-            does so for DistilBERT, BERT, RoBERTa, XLM-RoBERTa, but not in subclasses with a module or losses of their own:
-            those that read no token but the first, and no attention_mask, may say true.
+            does so for DistilBERT, BERT, RoBERTa and XLM-RoBERTa, but in no subclass with a module or losses of its
+            own: one that reads no token but the first, and no attention_mask, may say true.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
         lora: train adapters in the blocks, and the head, instead of all weights.
     """
