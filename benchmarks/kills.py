@@ -96,7 +96,7 @@ def start(launcher: str, world: Shape, run_dir: Path, output: Path) -> subproces
 def digest(run_dir: Path) -> Digest:
     """The bits that a finished run has come to, on whichever world: weights and losses."""
     with open(run_dir / "metrics.csv", newline="") as file:
-        rows = [{name: text for name, text in row.items() if name != MEASURED} for row in csv.DictReader(file)]
+        rows = [{name: text for name, text in row.items() if name not in MEASURED} for row in csv.DictReader(file)]
     weights = hashlib.sha256((run_dir / "model" / "model.safetensors").read_bytes()).hexdigest()
     return {"weights": weights, "losses": rows, "last": checkpoints(run_dir)[-1].name}
 

@@ -21,7 +21,7 @@ from common import Record, table
 
 HERE = Path(__file__).parents[1]
 STEPS = 8
-TIMES = ("samples_per_second",)
+TIMES = ("samples_per_second", "tokens_per_second", "data_share", "mfu")
 """Columns of metrics.csv that no two runs have in common."""
 
 TEXT = ["--model.weights", "null", "--memory.precision", "32-true", "--data.max_length", "64", "--batch_size", "12"]

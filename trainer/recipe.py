@@ -196,6 +196,8 @@ class Run:
             at its start to find the loss scale.
         snapshot: record every allocation on the GPU and write memory_snapshot.pickle to the run directory at the end,
             also on out of memory; to be dropped on pytorch.org/memory_viz.
+        profile: record this many steps, after three to warm up, with torch's profiler: profile.txt says where the time
+            goes, and profile.json.gz is a trace for ui.perfetto.dev.
         evaluate: evaluate after every epoch and at the end; false trains only, to measure memory and speed.
         predict: predict the memory before training, in a process beside it, to compare with what is measured.
         recover: after an out of memory, take the step again in micro-batches of half the size; false, or deterministic,
@@ -217,6 +219,7 @@ class Run:
     progress: bool = True
     max_skipped_steps: int = 20
     snapshot: bool = False
+    profile: int | None = None
     evaluate: bool = True
     predict: bool = True
     recover: bool = True
@@ -226,7 +229,7 @@ class Run:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        _check("run.", self, positive=("max_skipped_steps",))
+        _check("run.", self, positive=("max_skipped_steps", "profile"))
         for name in self.logger:
             require_choice("run.logger", name, LoggerName)
         if self.devices != "auto":

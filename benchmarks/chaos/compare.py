@@ -11,8 +11,8 @@ from typing import Any
 
 from .run import ForkedRun
 
-MEASURED = "samples_per_second"
-"""The column of metrics.csv that no two runs have alike."""
+MEASURED = ("samples_per_second", "tokens_per_second", "data_share", "mfu")
+"""The columns of metrics.csv that no two runs have alike."""
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -36,7 +36,7 @@ def digest(run_dir: Path) -> dict[str, Any]:
     state = json.loads((newest / "state.json").read_text())
     del state["stopwatch"]
     with open(run_dir / "metrics.csv", newline="") as file:
-        rows = [{name: text for name, text in row.items() if name != MEASURED} for row in csv.DictReader(file)]
+        rows = [{name: text for name, text in row.items() if name not in MEASURED} for row in csv.DictReader(file)]
     return {
         "checkpoint": newest.name,
         "ranks": {name: entry["sha256"] for name, entry in files.items() if name.startswith("rank")},

@@ -32,7 +32,7 @@ def test_every_field_of_memory_has_a_row_and_every_row_a_field():
     assert {knob.name for knob in KNOBS} == {field.name for field in dataclasses.fields(Memory)} - NO_TECHNIQUE
 
 
-@pytest.mark.parametrize("name", sorted({knob.name for knob in KNOBS if knob.values} - {"replicas"}))
+@pytest.mark.parametrize("name", sorted({knob.name for knob in KNOBS if knob.values} - {"replicas", "tensor_parallel"}))
 def test_every_choice_of_a_field_is_in_its_row_and_the_default_is_the_first(name):
     values = [value for knob in KNOBS if knob.name == name for value in knob.values]
     choices = literals(get_type_hints(Memory)[name]) - {"auto", "single"}

@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny import prediction_of, recipe_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.planner.cost import TAKES_WEIGHTS, Clocks, StepCost, kernel_seconds, step_cost
+from trainer.planner.cost import TAKES_WEIGHTS, Clocks, StepCost, kernel_seconds, peak_seconds, step_cost
 from trainer.planner.events import HOST_STREAM, HOST_THREAD, Kind, Trace, Work
 from trainer.planner.gpus import GPU, gpu_named
 from trainer.planner.network import Cluster, interconnects
 from trainer.planner.predict import cost_of
 from trainer.planner.target import Target
 from trainer.planner.tracer import tracing
+from trainer.recipe import Memory
 from trainer.system.children import in_child
 
 A100 = gpu_named("a100-80gb")
@@ -379,3 +381,16 @@ def test_micro_steps_that_were_not_traced_are_like_the_one_in_the_middle() -> No
     assert cost.step_ms == pytest.approx(100 * 10 + 4 + 1, rel=0.01)
     assert cost.exposed_ms == pytest.approx(4, abs=SLACK)
     assert cost.communication_ms == pytest.approx(4)
+
+
+def test_peak_seconds_are_those_of_the_models_own_arithmetic() -> None:
+    """Of a ViT, however often it computes its activations; and by hand, at 19.5 and 312 TFLOP/s."""
+    none, full = (prediction_of(recipe_of("vit", Memory(activation_checkpointing=kept))) for kept in ("none", "full"))
+    assert full.cost.compute_ms > none.cost.compute_ms
+    assert full.peak_seconds == pytest.approx(none.peak_seconds, rel=1e-9)
+    parts = [("float32", "forward", False), ("bfloat16", "backward", False), ("bfloat16", "backward", True)]
+    work = [kernel(312 * 10**9, 0, dtype, phase)._replace(again=again) for dtype, phase, again in parts]
+    work += [kernel(312 * 10**9, phase="step"), busy(10, "forward")]
+    assert peak_seconds(Trace(work=work), A100) == pytest.approx(0.016 + 0.001)
+    skipping = Trace(work=[kernel(312 * 10**9)] * 3, micro_steps=[0, 1, 2, 3], skipped_micro_steps=7)
+    assert peak_seconds(skipping, A100) == pytest.approx(0.010)

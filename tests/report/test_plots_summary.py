@@ -169,7 +169,7 @@ def strict(text):
 
 KEYS = (
     "status steps skipped_steps recoveries world_size launcher nodes backend batch_size micro_batch_size accumulate "
-    "metrics memory samples_per_second seconds versions attention"
+    "metrics memory samples_per_second tokens_per_second data_share mfu seconds versions attention"
 )
 
 
@@ -203,7 +203,14 @@ def test_versions_name_every_library_and_null_what_is_missing(monkeypatch):
 def test_the_text_holds_every_figure_with_its_unit_and_the_files(tmp_path):
     (tmp_path / "metrics.csv").touch()
     text = summary_text(a_summary(), tmp_path)
-    figures = ("finished", "97.50 %", "0.1234", "960, 2 skipped", "1,234 samples/s, 43.2 s", "0.52 GB host peak")
+    figures = (
+        "finished",
+        "97.50 %",
+        "0.1234",
+        "960, 2 skipped",
+        "1,234 samples/s, data 0 %, 43.2 s",
+        "0.52 GB host peak",
+    )
     files = (str(tmp_path), "metrics.csv", "64 samples a step on 2 ranks")
     assert [part for part in (*figures, *files) if part not in text] == []
     assert "allocated" not in text

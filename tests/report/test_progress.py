@@ -8,6 +8,7 @@ import termios
 import pytest
 
 from trainer.report.progress import Progress
+from trainer.report.summary import Speed
 
 
 class Clock:
@@ -22,7 +23,7 @@ class Terminal(io.StringIO):
         return True
 
 
-FIGURES = {"loss": 0.43123, "lr": 1.9e-3, "samples_per_second": 1234.4, "memory": "0.52 GB host peak", "epoch": 5}
+FIGURES = {"loss": 0.43123, "lr": 1.9e-3, "speed": Speed(1234.4), "memory": "0.52 GB host peak", "epoch": 5}
 
 
 def take_steps(progress, steps, clock=None):
@@ -45,6 +46,16 @@ def test_a_plain_line_holds_every_figure_with_its_unit():
     line = " · epoch 5 · loss {} · lr 1.9e-03 · 1,234 samples/s · memory 0.52 GB host peak"
     expected = ["step 120/960" + line.format("0.4312"), "step 960/960" + line.format("nan") + " · 2 skipped steps"]
     assert stream.getvalue().splitlines() == expected
+
+
+def test_a_line_says_of_speed_what_is_known_and_of_data_what_is_worth_it():
+    stream = io.StringIO()
+    progress = Progress(stream=stream, clock=Clock())
+    progress.start(2)
+    progress.step(1, **FIGURES | {"speed": Speed(8.0, 1234.6, 0.049, None)})
+    progress.step(2, **FIGURES | {"speed": Speed(8.0, None, 0.05, 0.4136)})
+    shown = [line.split(" · ")[4:-1] for line in stream.getvalue().splitlines()]
+    assert shown == [["8.00 samples/s", "1,235 tokens/s"], ["8.00 samples/s", "data 5 %", "MFU 41.4 %"]]
 
 
 def test_lines_come_every_five_seconds_and_first_and_last_always():

@@ -37,6 +37,7 @@ class StepResult:
     lr: float
     samples: int
     skipped: bool
+    tokens: int = 0  # of the samples, without padding; 0 where lengths are not known
 
 
 class Phases:
@@ -204,7 +205,7 @@ class Stepper(Forward):
             parameter.grad = None
         # The mean over no items at all is no number; 0 would be a perfect one.
         loss = sum(losses.values()) if any(window.weights.values()) else math.nan
-        return StepResult(loss, losses, grad_norm, lr, window.samples, skipped)
+        return StepResult(loss, losses, grad_norm, lr, window.samples, skipped, window.tokens)
 
 
 def why_skipped(grad_norm: float, losses: Mapping[str, float]) -> str:

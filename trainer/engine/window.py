@@ -185,6 +185,7 @@ class Window:
     samples: int  # of the whole batch over all ranks; bad ones are not counted
     epoch: int = 0
     present: Sequence[bool] = ()  # of a batch cut as for one rank, which of all its micro-batches are not empty
+    tokens: int = 0  # of those samples, without padding; 0 where lengths are not known
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.micro_batches)
@@ -309,7 +310,8 @@ class Windows:
             weights, present, any_bad = self._weights(micro_batches, len(bad))
             if any_bad:
                 self.quarantine.share("train", bad, self.reduce, self.rank, self.world_size)
-            yield Window(micro_batches, weights, self._samples(epoch, step), epoch, present)
+            samples, tokens = self._samples(epoch, step)
+            yield Window(micro_batches, weights, samples, epoch, present, tokens)
 
     def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
         """This rank's micro-batches of a step, and whether each is empty."""
@@ -329,13 +331,14 @@ class Windows:
             raise RecipeError(f"none of the {self.size} training samples can be loaded: see quarantine.json")
         return [max(others, key=lambda i: -self.lengths[i] if self.lengths else 0)]
 
-    def _samples(self, epoch: int, step: int) -> int:
-        """The samples of a batch over all ranks that are not known as bad."""
-        batch_size = self.cut(epoch).batch_size
-        if not len(self.quarantine):
-            return min(batch_size, self.size - step * batch_size)
+    def _samples(self, epoch: int, step: int) -> tuple[int, int]:
+        """The samples of a batch over all ranks that are not known as bad, and their tokens."""
+        batch_size, lengths = self.cut(epoch).batch_size, self.lengths
+        if not len(self.quarantine) and lengths is None:
+            return min(batch_size, self.size - step * batch_size), 0
         batch = batch_indices(self.seed, epoch, step, self.size, batch_size, self.groups)
-        return len(self.quarantine.kept("train", batch))
+        kept = self.quarantine.kept("train", batch)
+        return len(kept), 0 if lengths is None else tokens_of(kept, lengths, packs=True)
 
     def _weights(self, micro_batches: list[MicroBatch], bad: int = 0) -> tuple[dict[str, float], list[bool], bool]:
         """What a window says of the batch over all ranks: weights, present; and if any rank has ``bad`` samples."""

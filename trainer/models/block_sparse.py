@@ -286,8 +286,9 @@ def flex_pattern(mask: Tensor, counts: Tensor, tokens: int) -> tuple[Any, Any]:
     missing, merged = -counts.shape[-1] % (tile // size), tile // size
     tiles = pad(counts, (0, missing, 0, missing)).unflatten(2, (-1, merged)).unflatten(1, (-1, merged)).amax((2, 4)) > 0
     order = tiles.byte().argsort(dim=-1, descending=True, stable=True).int()
-    number, options = tiles.sum(-1, dtype=torch.int32), {"mask_mod": mask_mod, "seq_lengths": (tokens, tokens)}
-    return score_mod, BlockMask.from_kv_blocks(number[None], order[None], BLOCK_SIZE=tile, **options)
+    number, lengths = tiles.sum(-1, dtype=torch.int32), (tokens, tokens)
+    made = BlockMask.from_kv_blocks(number[None], order[None], BLOCK_SIZE=tile, mask_mod=mask_mod, seq_lengths=lengths)
+    return score_mod, made
 
 
 def _tile(size: int) -> int:
@@ -309,7 +310,7 @@ def _flex_attention() -> Any:
 class SelfAttention(BigBirdSelfAttention):
     """The self-attention of an encoder's layer: block-sparse where it is given ``counts``, else full, both fused."""
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, hidden_states: Any, attention_mask: Any = None, counts: Any = None, width: int = 0, **_: Any
     ) -> Any:
         heads = (*hidden_states.shape[:-1], -1, self.attention_head_size)

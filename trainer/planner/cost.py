@@ -95,6 +95,17 @@ def step_cost(trace: Trace, gpu: GPU, seconds: Seconds) -> StepCost:
     return StepCost(*(1e3 * figure for figure in figures))
 
 
+def peak_seconds(trace: Trace, gpu: GPU) -> float:
+    """Of the model's own arithmetic in the last step of ``trace``, at the data sheet's peak: without recomputation."""
+
+    def seconds(work: Sequence[Work]) -> float:
+        own = [item for item in work if item.phase in ("forward", "backward") and not item.again]
+        return sum(item.flops / gpu.flops.get(item.dtype, gpu.flops["float32"]) for item in own if item.flops)
+
+    once, more = seconds(trace.work), trace.skipped_micro_steps
+    return once + more * (seconds(one_more(trace)) - once) if more else once
+
+
 def one_more(trace: Trace) -> list[Work]:
     """The work of a step with the micro-step in its middle done twice."""
     begin, end = trace.micro_steps[-3:-1]

@@ -36,6 +36,7 @@ class Work(NamedTuple):
     ranks: int = 0  # that take part in a collective; 0 for all
     stride: int = 1  # how far apart they are
     waits: bool = False  # whether the next operation needs the result of a collective, also in backward
+    again: bool = False  # recomputation, of activations that were not kept
 
 
 @dataclass

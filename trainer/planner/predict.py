@@ -15,7 +15,7 @@ from trainer.contract import Data
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
-from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, step_cost
+from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, peak_seconds, step_cost
 from trainer.planner.events import Category, Trace, Work
 from trainer.planner.kept import Keeper, Known, Note
 from trainer.planner.made_up import MadeUp
@@ -30,7 +30,7 @@ LARGEST = 12  # of the largest blocks at the peak, so many are named
 CPU_BUFFERS = 40_000_000
 """Bytes of buffers and threads of CPU kernels that no tensor shows: 30 to 55 MB in 20 plans of a ViT of 25 million
 weights, see benchmarks/planner_cpu.py."""
-GROWING = ("activations", "temporaries", "batch")  # categories of memory that grow with the micro-batch
+GROWING: tuple[Category, ...] = ("activations", "temporaries", "batch")  # with the micro-batch
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Prediction:
     reserved: int
     host: int  # the most that tensors take in host memory, pinned or not, besides Python and its libraries
     phases: dict[str, dict[str, int]]  # {phase: {"allocated", "reserved"}}, the peaks within each
-    categories: dict[Category, int]  # what is in use at the allocated peak, by what it is for
+    categories: dict[str, int]  # what is in use at the allocated peak, by what it is for
     largest: list[list[Any]]  # the largest of it: [category, operation, phase, bytes]
     peak_phase: str  # where the allocated peak is
     costs: dict[str, StepCost]  # of an optimizer step, estimated, by the name of what joins the GPUs
@@ -53,6 +53,9 @@ class Prediction:
     notes: list[str] = field(default_factory=list)  # what else a person must know, a line each
     attention: list[str] = field(default_factory=list)  # the kernels of a GPU that compute it, each with what for
     seconds: float = 0.0  # that the prediction took
+    # How long the operations of forward and backward take at the peak rates of the data sheet, without recomputation:
+    # seconds of this rank for each token of a batch (over all ranks), for each sample where lengths are not known.
+    peak_seconds: float = 0.0
     fragmentation: int = 0  # what is reserved at the allocated peak and not in use
     # How often torch gives its cache back to stay within the capacity that was asked about; ``None``: it cannot
     retries: int | None = None
@@ -198,6 +201,7 @@ def predict_here(
         "notes": trace.notes,
         "attention": trace.attention,
         "seconds": time.perf_counter() - began,
+        "peak_seconds": peak_seconds(trace, target.gpu) / (samples.first.tokens or samples.first.samples),
         "fragmentation": 0 if on_cpu else memory.fragmentation,
         "retries": retries,
         "timeline": timeline_of(memory, trace) if timeline else None,

@@ -30,15 +30,13 @@ def in_gb(size: int) -> float:
 
 
 def peaks_to_json(
-    sizes: Mapping[str, int], phases: Mapping[str, Mapping[str, int]], categories: Mapping[Category, int]
+    sizes: dict[str, int], phases: Mapping[str, dict[str, int]], categories: Mapping[Any, int]
 ) -> dict[str, Any]:
     """What files hold of ``sizes``, such as ``reserved``, of the peaks within ``phases``, and of ``categories``."""
-
-    def named(sizes: Mapping[str, int]) -> dict[str, float]:
-        return {f"{name}_gb": in_gb(size) for name, size in sizes.items()}
-
-    peaks = {phase: named(peak) for phase, peak in phases.items()}
-    return named(sizes) | {"phases": peaks, "categories": {name: in_gb(size) for name, size in categories.items()}}
+    every = {"": sizes, **phases}
+    named = {phase: {f"{name}_gb": in_gb(size) for name, size in own.items()} for phase, own in every.items()}
+    of_all, shares = named.pop(""), {name: in_gb(size) for name, size in categories.items()}
+    return {**of_all, "phases": named, "categories": shares}
 
 
 @dataclass(frozen=True)

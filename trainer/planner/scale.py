@@ -151,8 +151,7 @@ class Scale:
         return rows
 
     def _planned(self, row: ScaleRow, settings: Settings) -> ScaleRow:
-        plan = decide_plan(applied(self.recipe, settings), row.cluster.devices)
-        return replace(row, settings=settings, plan=plan)
+        return replace(row, settings=settings, plan=decide_plan(applied(self.recipe, settings), row.cluster.devices))
 
     def _next(self, row: ScaleRow, tried: Sequence[ScaleRow], alone: Sequence[ScaleRow]) -> ScaleRow | None:
         """The row with the micro-batch to simulate next; ``None`` when there is nothing to simulate, or not yet.

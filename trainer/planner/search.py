@@ -29,6 +29,7 @@ from trainer.memory.knobs import FOLLOWERS
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
 from trainer.planner import knobs
 from trainer.planner.cost import ESTIMATES
+from trainer.planner.events import Category
 from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, nccl_bytes, outside
 from trainer.planner.kept import Keeper
 from trainer.planner.knobs import Settings
@@ -393,7 +394,8 @@ class Search:
 
     def _needs(self, arm: Arm, size: int | None) -> float:
         """Bytes that the plan of ``arm`` with this micro-batch needs at least."""
-        fixed = ("optimizer",) if arm.sharded else ("params", "optimizer")  # as all with the same weights and optimizer
+        # As all with the same weights and optimizer.
+        fixed: tuple[Category, ...] = ("optimizer",) if arm.sharded else ("params", "optimizer")
         kept = [(other, one.prediction) for other in arm.kept for one in other.known.values() if one.prediction]
         floors = [float(sum(one.categories.get(name, 0) for name in fixed)) for _, one in kept]
         alike = knobs.updates(arm.settings)  # where gradients are sharded or not by the number of micro-steps, that too

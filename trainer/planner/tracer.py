@@ -260,7 +260,9 @@ class Tracer(TorchDispatchMode):
     def note(self, op: str, kind: Kind, flops: int, moved: int, dtype: str, stream: Any = None, *group: Any) -> None:
         """Remember one operation for the time of the step: on the current stream if none is given."""
         number = FakeStream.current.number if stream is None else stream
-        self.trace.work.extend([Work(op, kind, self.phase, number, flops, moved, dtype, *group)] * self.repeat)
+        again = self.phase == "backward" and torch.is_grad_enabled()  # as it is in no gradient's own formula
+        work = Work(op, kind, self.phase, number, flops, moved, dtype, *group)._replace(again=again)
+        self.trace.work.extend([work] * self.repeat)
 
 
 def dtype_of(tensors: Iterable[Tensor]) -> str:

@@ -17,10 +17,11 @@ from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from trainer.errors import RecipeError
+from trainer.report.summary import Speed
 from trainer.system.files import naming, open_own
 from trainer.system.redact import redact_words
 
-TRAINING_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "samples_per_second")
+TRAINING_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", *Speed._fields)
 EVALUATION_COLUMNS = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
 SECONDS_BETWEEN_WRITES = 3.0
 

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from trainer.report.summary import Speed
 from trainer.system.redact import redact
 from trainer.system.text import escaped
 
@@ -50,7 +51,7 @@ class Progress:
             self._bar = tqdm(total=total_steps, initial=first_step, file=self._stream, **width)
 
     def step(
-        self, step: int, *, loss: float, lr: float, samples_per_second: float, memory: str, epoch: int, skipped: int = 0
+        self, step: int, *, loss: float, lr: float, speed: Speed, memory: str, epoch: int, skipped: int = 0
     ) -> None:
         """Show that ``step`` steps are done, since the beginning of training.
 
@@ -61,7 +62,7 @@ class Progress:
         """
         if not self._shown:
             return
-        figures = [f"epoch {epoch}", f"loss {loss:.4f}", f"lr {lr:.1e}", f"{samples_per_second:,.0f} samples/s"]
+        figures = [f"epoch {epoch}", f"loss {loss:.4f}", f"lr {lr:.1e}", *speed.describe()]
         trouble = [f"{skipped} skipped step{'s' if skipped > 1 else ''}"] if skipped else []
         self._count(step, "step ", " · ".join([*figures, f"memory {memory}", *trouble]))
 

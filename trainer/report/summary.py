@@ -10,11 +10,35 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.system.text import escaped
 
 DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
+LEAST_WHOLE = 10  # samples a second: fewer are shown with a fraction
+LEAST_DATA_SHARE = 0.05
+"""Of the time, what waiting for data must take to be worth a person's attention at every step."""
+
+
+class Speed(NamedTuple):
+    """Training throughput since the run began: columns of ``metrics.csv`` and fields of ``summary.json``."""
+
+    samples_per_second: float  # over all ranks
+    tokens_per_second: float | None = None  # likewise, without padding; ``None`` where lengths are not known
+    data_share: float = 0.0  # of the time, what the first rank waited for data
+    mfu: float | None = None
+    """Model FLOPs utilisation (PaLM, Chowdhery et al., 2022): the share that forward and backward take of the device's
+    peak, recomputation left out; ``None`` without a prediction, or for a device without a data sheet."""
+
+    def describe(self, least_data_share: float = LEAST_DATA_SHARE) -> list[str]:
+        """What is known of it, with units; of waiting for data only if it is ``least_data_share`` at least."""
+        samples, tokens, data, mfu = self
+        return [
+            f"{_number(samples, ',.0f' if samples >= LEAST_WHOLE else '.2f')} samples/s",
+            *([] if tokens is None else [f"{_number(tokens, ',.0f')} tokens/s"]),
+            *([f"data {_number(100 * data, '.0f')} %"] if data >= least_data_share else []),
+            *([] if mfu is None else [f"MFU {_number(100 * mfu, '.1f')} %"]),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +64,10 @@ class Summary:
     ``predicted_reserved_gb``, ``predicted_allocated_gb``, ``predicted_host_gb`` and ``prediction_error`` (predicted /
     measured - 1) are of the planner, where it was asked; without a GPU, reserved means the host's over idle.
     ``host_phase_peaks`` says what ``host_gb`` is: exact, sampled (at the ends of the phase) or whole run."""
-    samples_per_second: float  # training throughput over all ranks
+    samples_per_second: float  # this and the next three as in Speed
+    tokens_per_second: float | None = None
+    data_share: float = 0.0
+    mfu: float | None = None
     seconds: float  # wall time of training
     versions: Mapping[str, str | None]  # of what the result depends on
     attention: Sequence[str] = ()  # torch's kernels of it in the first micro-step, such as flash; empty if unknown
@@ -67,12 +94,13 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
     skipped = f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
     ranks = f"{summary.world_size} rank{'s' * (summary.world_size > 1)}"
     figures = [(split, *figure) for split, of_split in summary.metrics.items() for figure in of_split.items()]
+    speed = Speed(*(getattr(summary, name) for name in Speed._fields))
     rows = [
         ("status", summary.status),
         *((f"{split} {name}", _metric(name, value)) for split, name, value in figures),
         ("steps", f"{summary.steps:,}{skipped}"),
         ("batch", f"{summary.batch_size:,} samples a step on {ranks}"),
-        ("speed", f"{_number(summary.samples_per_second, ',.0f')} samples/s, {_number(summary.seconds, ',.1f')} s"),
+        ("speed", ", ".join([*speed.describe(0.0), f"{_number(summary.seconds, ',.1f')} s"])),
         ("peak memory", _memory(summary.memory)),
         *_predicted(summary.memory),
         *_by_phase(summary.memory),

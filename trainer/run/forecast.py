@@ -198,6 +198,11 @@ class Forecast:
             lines.append("warning: the run will probably run out of memory; --memory.budget 90% finds a plan that fits")
         return lines + [f"note: {note}" for note in found.notes]
 
+    def peak_seconds(self) -> float | None:
+        """That of the prediction, once it is there and if the device's peak is of a data sheet."""
+        is_known = not self.device.estimated and self.ready(0.0)
+        return self.prediction.peak_seconds if is_known and self.prediction is not None else None
+
     def beside(self, measured: Mapping[str, Any]) -> dict[str, Any]:
         """What ``summary.json`` says of the prediction, beside what was ``measured``, its section of memory."""
         if not self.ready(0.0) or self.prediction is None:

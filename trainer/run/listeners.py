@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +13,70 @@ from lightning.fabric.loggers import Logger
 from trainer.engine.events import Counters, Listener
 from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.engine.step import StepResult
+from trainer.engine.window import OnLoad
 from trainer.memory.monitor import Monitor
 from trainer.report.progress import Progress, warn
+from trainer.report.summary import Speed
 from trainer.system.files import write_atomic
 from trainer.system.redact import redact_value
 
 
 class Stopwatch(Listener):
-    """Seconds of training and samples a second, without the time of evaluations."""
+    """Training throughput so far, without the time of evaluations; ``peak_seconds`` is that of a ``Forecast``."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.samples = 0
-        self._since = 0.0
+    def __init__(
+        self, peak_seconds: Callable[[], float | None] = lambda: None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.seconds = self.waited = 0.0  # of ``seconds``, those that this rank waited for data
+        self.samples = self.tokens = 0
+        self._peak_seconds, self._clock = peak_seconds, clock
+        self._asked: float | None = None  # when data was asked for that is not there yet
+        self.restart()
+
+    def restart(self) -> None:
+        """What was done since the last step does not count."""
+        self._since, self._asked = self._clock(), None
+
+    def timed(self, on_load: OnLoad) -> OnLoad:
+        """``on_load``, and what it is called for is timed."""
+
+        def load(samples: Sequence[int]) -> None:
+            on_load(samples)
+            now = self._clock()
+            if self._asked is not None:
+                self.waited += now - self._asked
+            self._asked = now if samples else None
+
+        return load
 
     def on_fit_start(self, counters: Counters, total_steps: int) -> None:
-        self._since = time.perf_counter()
+        self.restart()
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
-        now = time.perf_counter()
-        self.seconds += now - self._since
+        self.seconds += self._clock() - self._since
         self.samples += result.samples
-        self._since = now
+        self.tokens += result.tokens
+        self.restart()
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
-        self._since = time.perf_counter()
+        self.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "samples": self.samples}
+        return {name: getattr(self, name) for name in ("seconds", "waited", "samples", "tokens")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seconds, self.samples = state["seconds"], state["samples"]
+        self.waited, self.tokens = state.get("waited", 0.0), state.get("tokens", 0)  # older checkpoints have none
 
     @property
-    def samples_per_second(self) -> float:
-        """Training throughput over all ranks so far."""
-        return self.samples / self.seconds if self.seconds else 0.0
+    def speed(self) -> Speed:
+        """As of the last step."""
+        seconds, peak = self.seconds, self._peak_seconds()
+        if not seconds:
+            return Speed(0.0)
+        tokens = self.tokens / seconds if self.tokens else None
+        samples, waited = self.samples / seconds, min(1.0, self.waited / seconds)
+        return Speed(samples, tokens, waited, peak * (tokens or samples) if peak else None)
 
 
 class ProgressListener(Listener):
@@ -65,7 +93,7 @@ class ProgressListener(Listener):
             counters.step,
             loss=result.loss,
             lr=result.lr,
-            samples_per_second=self.stopwatch.samples_per_second,
+            speed=self.stopwatch.speed,
             memory=self.monitor.use().describe(),
             epoch=counters.epoch,
             skipped=counters.skipped_steps,
@@ -87,12 +115,13 @@ class LoggingListener(Listener):
         self.loggers, self.stopwatch, self.split = loggers, stopwatch, split
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
+        speed = self.stopwatch.speed._asdict()
         figures = {
             "epoch": counters.epoch,
             "loss": result.loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
-            "samples_per_second": round(self.stopwatch.samples_per_second, 2),
+            **{name: round(value, 4) for name, value in speed.items() if value is not None},
         }
         if len(result.losses) > 1:
             figures |= {f"loss_{name}": value for name, value in result.losses.items()}

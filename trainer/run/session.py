@@ -133,9 +133,7 @@ def training_windows(session: Session) -> Windows:
     recipe, ranks = session.recipe, (session.fabric.global_rank, session.fabric.world_size)
     loader = _loader(session, recipe.data.train)
     once = counted_once(recipe.memory, ranks[0], session.agreement)
-    windows = windows_of(recipe, loader, *ranks, once, quarantine=session.quarantine)
-    windows.on_load = session.monitor.load
-    return windows
+    return windows_of(recipe, loader, *ranks, once, quarantine=session.quarantine)
 
 
 def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], EvaluationResult] | None:

@@ -25,6 +25,7 @@ from trainer.report.summary import Summary, summary_text, versions
 from trainer.run.checkpoints import Checkpointer
 from trainer.run.directory import describe_run, open_loggers, report_text, write_recipe, write_results, written_to
 from trainer.run.listeners import LoggingListener, ProgressListener, Stopwatch
+from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import Recovery
 from trainer.run.resume import Resumption
 from trainer.run.session import Session, evaluation, training_windows
@@ -36,6 +37,12 @@ class Training:
 
     def __init__(self, session: Session, source: str | None, progress: Progress, resumption: Resumption) -> None:
         self.session, self.progress, recipe = session, progress, session.recipe
+        self.windows = training_windows(session)
+        require_profilable(recipe.run.profile, count_steps(self.windows, recipe.epochs, recipe.max_steps))
+        self.stopwatch = Stopwatch(session.forecast.peak_seconds if session.forecast else lambda: None)
+        self.profile = Profile(session, recipe.run.profile, self.stopwatch) if recipe.run.profile else None
+        heard = self.profile or session.monitor
+        self.windows.on_load = self.stopwatch.timed(heard.load)
         fabric = session.fabric
         seed_random_state(recipe.seed, share_of(recipe.memory, fabric.global_rank, fabric.world_size)[0])
         self.stack, optimizer, sync = build(session)
@@ -48,14 +55,13 @@ class Training:
             sync=sync,
             clip_norm=recipe.optim.clip_norm,
             correct_batchnorm=recipe.memory.correct_batchnorm,
-            phases=session.monitor,
+            phases=heard,
             copies=recipe.memory.tensor_parallel,
         )
         del optimizer, sync
         session.monitor.enter(None)
         # Within a module that is compiled as a whole a hook would be compiled, too.
         self.attention = note_attention(self.stepper.module) if recipe.memory.compile != "model" else []
-        self.windows = training_windows(session)
         self.schedule()
         tensors = Tensors(self.stack, self.stepper)
         resumption.restore_tensors(tensors)
@@ -65,7 +71,6 @@ class Training:
             for line in describe_run(session, self.stack, self.windows):
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
         self.split = "val" if recipe.data.val is not None else "test"
-        self.stopwatch = Stopwatch()
         self.logging = LoggingListener(self.loggers, self.stopwatch, self.split)
         shown = ProgressListener(progress, self.stopwatch, session.monitor, self.split)
         self.recovery = Recovery(session, tensors, self.windows, self.build_again, progress.notice)
@@ -75,7 +80,7 @@ class Training:
             self.stepper,
             self.windows,
             evaluation(session, self.stepper, self.split) if recipe.run.evaluate else None,
-            [self.stopwatch, shown, self.logging, state.generators],
+            [self.stopwatch, shown, self.logging, state.generators, *filter(None, [self.profile])],
             self.recovery,
             self.checkpointer,
         )
@@ -132,6 +137,8 @@ class Training:
             status = "interrupted"
             raise
         finally:
+            if self.profile is not None:
+                self.profile.close()
             self.checkpointer.close()
             self.recovery.close()
             self.progress.close()
@@ -143,6 +150,8 @@ class Training:
             if result is not None:
                 print(report_text(result, session.recipe.data))
             print(summary_text(summary, session.run_dir))
+            if self.profile is not None and self.profile.summary:
+                print(self.profile.summary)
         session.fabric.barrier()
         return summary
 
@@ -168,7 +177,7 @@ class Training:
             accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else cut.accumulate,
             metrics={final_split: {"accuracy": result.accuracy, "loss": result.loss}} if result else {},
             memory=memory,
-            samples_per_second=stopwatch.samples_per_second,
+            **stopwatch.speed._asdict(),
             seconds=stopwatch.seconds,
             versions=versions(),
             attention=self.attention,
