@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from trainer import Memory, Optim, Recipe
-from trainer.engine.window import Cut, cut_batch, tokens_of
+from trainer.engine.window import Cut, Windows, cut_batch, fullest, tokens_of
 from trainer.errors import RecipeError
 from trainer.models import BigBird, TextClassifier
+from trainer.models.common import classification_loss
 from trainer.models.unpadded import Lengths, _DroppedAttention, attend
 from trainer.planner.predict import prepared
 from trainer.weights.blocks import find_blocks
@@ -171,6 +172,45 @@ def test_what_cannot_be_packed_stays_padded_or_is_refused() -> None:
         assert not other.packs()
         with pytest.raises(RecipeError, match=r"model\.padding_free=true is for encoders \(distilbert, bert,.*null"):
             dataclasses.replace(other, padding_free=True).packs()
+
+
+def test_a_batch_of_another_form_stays_padded() -> None:
+    model, batch = make_model("bert"), batch_of(0)
+    numbers = torch.arange(len(LENGTHS))
+    square = batch["attention_mask"][:, None, None].bool()
+    for other in ({**batch, "number": numbers}, {**batch, "names": [*"abcde"]}, {**batch, "attention_mask": square}):
+        assert model.packed(other) is other
+    own = {**batch, "position_ids": numbers.flip(0)[:, None].expand_as(batch["input_ids"])}
+    positions = model.packed(own)["position_ids"][0].tolist()
+    assert positions == [4] * 9 + [3] * 5 + [2] * 5 + [1] + [0] * 12  # those of the samples
+
+
+@dataclasses.dataclass
+class Mean(TextClassifier):
+    """Classifies by the mean of all tokens."""
+
+    def losses(self, module: Any, batch: Any) -> Any:
+        mask = batch["attention_mask"][..., None]
+        states = module.base_model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+        yield classification_loss(module.classifier((states * mask).sum(1) / mask.sum(1)), batch["labels"])
+
+
+def test_a_model_that_may_read_other_tokens_stays_padded() -> None:
+    model = Mean(**{field.name: getattr(make_model("bert"), field.name) for field in dataclasses.fields(Mean)})
+    assert not model.packs()
+    batch = batch_of(0)
+    (loss,) = model.losses(model.build(), model.packed(batch))
+    assert loss.counted() == len(LENGTHS)
+    assert dataclasses.replace(model, padding_free=True).packs()  # it has been said
+
+
+def test_the_longest_micro_batch_is_that_of_the_most_tokens() -> None:
+    lengths = [40, *[30] * 3, *[8] * 20]
+    cut = Cut(len(lengths), len(lengths), 1, micro_batch_tokens=64)
+    for packs in (True, False):
+        windows = Windows(len(lengths), lambda _: cut, iter, lambda _: {"loss": 1.0}, 0, lengths=lengths, packs=packs)
+        assert [tokens_of(micro.indices, lengths, packs) for micro in windows.longest(1).micro_batches] == [64, 64]
+    assert fullest(cut_batch(range(24), Cut(24, 24, 1), 1, lengths), lengths) == [*range(24)]
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])

@@ -99,6 +99,15 @@ def test_a_configuration_gives_the_published_model(name, tmp_path):
         assert recipe.data.notes[1].startswith(f"--tokens is {tokens:,}: the model takes ")
 
 
+@pytest.mark.parametrize("task", ["masked-lm", "token-classification", "sequence-classification"])
+def test_an_encoder_is_planned_without_padding_only_where_it_reads_one_token_of_a_text(task, tmp_path):
+    recipe = prepared(hub_recipe(config_in(tmp_path, BERT).removeprefix("hf:"), task, tokens=12))
+    assert recipe.model.packs() == (task == "sequence-classification")
+    batch = recipe.data.collate([recipe.data.train[at] for at in range(3)])
+    (loss,) = recipe.model.losses(recipe.model.unloaded().build(), recipe.model.packed(batch))
+    assert loss.total.isfinite()
+
+
 def test_the_loss_of_a_causal_model_is_a_sum_whose_mean_is_that_of_transformers(tmp_path):
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=2, architectures=["LlamaForCausalLM"])

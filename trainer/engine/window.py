@@ -154,6 +154,11 @@ def tokens_of(piece: Sequence[int], lengths: Sequence[int], packs: bool = False)
     return len(piece) * padded(max(lengths[index] for index in piece))
 
 
+def fullest(pieces: Sequence[list[int]], lengths: Sequence[int] | None, packs: bool = False) -> list[int]:
+    """Of micro-batches as :func:`cut_batch` cuts them, the first of those with the most tokens."""
+    return pieces[0] if lengths is None else max(pieces, key=lambda piece: tokens_of(piece, lengths, packs))
+
+
 def padding_share(pieces: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
     """The share of padding tokens among all tokens of the micro-batches ``pieces``, each padded to its own longest."""
     total = sum(tokens_of(piece, lengths) for piece in pieces)
@@ -249,7 +254,9 @@ class Windows:
         order: Sequence[int] = [*self.probably_longest, *range(min(self.size, cut.micro_batch_size))]
         if lengths is not None:
             order = sorted(range(self.size), key=lambda i: -lengths[i])
-        indices = cut_batch(order[: cut.micro_batch_size], cut, 1, lengths, self.packs)[0]
+        if cut.micro_batch_tokens is None:  # else a micro-batch of shorter samples may have more tokens
+            order = order[: cut.micro_batch_size]
+        indices = fullest(cut_batch(order, cut, 1, lengths, self.packs), lengths, self.packs)
         seeds = [0] * len(indices) if self.augmented else None
         count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
         fetched = enumerate(self.fetch(iter([Request(indices, seeds)] * count)), start=1)

@@ -234,16 +234,16 @@ def _flops_backward(grad: Any, *args: Any, **_: Any) -> int:
     return _flops(*args, products=5)
 
 
-def inner_bytes(op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+def inner_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | None) -> tuple[int, ...]:
     """Sizes of what ``op``, one of the two above, allocates for itself at its fullest, called with ``args``.
 
-    On a GPU, where FlexAttention does its work, that is a number for each query in backward.
+    On a GPU of that ``capability`` FlexAttention may do its work, which needs a number for each query in backward.
     """
     backward = op is torch.ops.trainer.block_sparse_attention_backward.default
     query, _, _, _, counts, width = args[backward : 6 + backward]
     batch, heads, tokens, size = query.shape
     exact = max(query.element_size(), 4)
-    if query.is_cuda:
+    if _has_flex(query, capability):
         return (batch * heads * tokens * exact,) if backward else ()
     blocks, block = counts.shape[-1], tokens // counts.shape[-1]
     near = max(2 * blocks, min(ROWS, blocks - 2) * width) * block  # keys of a part: of all its blocks of queries
@@ -260,10 +260,14 @@ def inner_bytes(op: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tensor, width: int) -> Tensor:
     """The context of :func:`block_sparse_attention`, by the fastest way that there is for these tensors."""
     real = query.is_cuda and type(query) is Tensor  # the planner's are neither on a GPU nor real
-    if real and query.dtype != torch.float64 and torch.cuda.get_device_capability(query.device) >= (8, 0):
+    if real and _has_flex(query, torch.cuda.get_device_capability(query.device)):
         score_mod, block_mask = flex_pattern(mask, counts, query.shape[2])
         return _flex_attention()(query, key, value, score_mod=score_mod, block_mask=block_mask)
     return torch.ops.trainer.block_sparse_attention(query, key, value, mask, counts, width)[0]
+
+
+def _has_flex(query: Tensor, capability: tuple[int, int] | None) -> bool:
+    return capability is not None and capability >= (8, 0) and query.dtype != torch.float64
 
 
 def flex_pattern(mask: Tensor, counts: Tensor, tokens: int) -> tuple[Any, Any]:

@@ -55,7 +55,8 @@ class TextClassifier(Adaptable):
         class_names: null takes the dataset's; saved with the model.
         dropout: sets all dropout rates of the configuration; null leaves them.
         padding_free: compute on the tokens that are there only, which changes no result but the masks of dropout; null
-            does so for DistilBERT, BERT, RoBERTa and XLM-RoBERTa.
+            does so for DistilBERT, BERT, RoBERTa and XLM-RoBERTa, but in no subclass with a module or losses of its
+            own: one that reads no token but the first, and no attention_mask, may say true.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
         lora: train adapters in the blocks, and the head, instead of all weights.
     """
@@ -127,7 +128,7 @@ class TextClassifier(Adaptable):
             whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
             left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
             known = config.model_type in PACKED and config._attn_implementation in (None, "sdpa")
-            self._can_pack = known and whole and not left
+            self._can_pack = known and whole and not left and (self.padding_free or self._is_plain())
             self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
             require(
                 self._can_pack or self.padding_free is None,
@@ -135,6 +136,11 @@ class TextClassifier(Adaptable):
                 f"right, and model.name={self.name!r} is none: leave it at null",
             )
         return self._can_pack
+
+    def _is_plain(self) -> bool:
+        """Whether module and losses are those of this class, which look at the first token of a text and no mask."""
+        own = ("build", "skeleton", "losses")
+        return all(getattr(type(self), name) is getattr(TextClassifier, name) for name in own)
 
     def packed(self, batch: Any) -> Any:
         """The micro-batch without its padding, where the module computes without it."""

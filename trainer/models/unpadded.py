@@ -35,7 +35,7 @@ class Lengths:
 
 
 def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | None:
-    """The micro-batch without its padding; ``None`` where texts do not all begin in their first column.
+    """The micro-batch without its padding; ``None`` where it is of another form, or a text begins in another column.
 
     Args:
         batch: on the host: ``attention_mask`` ``(n, length)``, others of that shape, and ``labels``, which stay.
@@ -46,16 +46,19 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
         ``cu_seq_lens``, where each text begins and the last one ends, int32 ``(n + 1,)``.
     """
     mask = batch["attention_mask"].bool()
+    others = {key: value for key, value in batch.items() if key not in ("attention_mask", "labels")}
+    if mask.ndim != 2 or any(getattr(value, "shape", ())[:2] != mask.shape for value in others.values()):
+        return None
     tokens = mask.sum(1)
     columns = torch.arange(mask.shape[1])
     if not (mask == (columns < tokens[:, None])).all() or not tokens.all():
         return None
-    packed = {key: value[mask][None] for key, value in batch.items() if key not in ("attention_mask", "labels")}
+    packed = {key: value[mask][None] for key, value in others.items()}
     positions = columns.expand_as(mask)
     if padding_idx is not None:  # as RobertaEmbeddings has them: a text may hold the padding token
         counted = (batch["input_ids"] != padding_idx).long()
         positions = counted.cumsum(1) * counted + padding_idx
-    packed["position_ids"] = positions[mask][None]
+    packed.setdefault("position_ids", positions[mask][None])
     ends = torch.nn.functional.pad(tokens.cumsum(0), (1, 0)).to(torch.int32)
     rest = {"labels": batch["labels"]} if "labels" in batch else {}
     return {**packed, "cu_seq_lens": ends, "lengths": Lengths(tokens.tolist()), **rest}
@@ -163,6 +166,7 @@ def _has_varlen(query: Tensor) -> bool:
     It asks the GPU that is there, which a plan is not for: planned is the other way, which keeps as many bytes.
     """
     half = query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
+    half &= query.shape[-1] % 8 == 0 and query.shape[-1] <= 256  # the sizes of heads that flash attention has
     is_real = half and torch.version.hip is None and not isinstance(query, FakeTensor)
     return is_real and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
@@ -177,7 +181,7 @@ class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         """Of ``(texts, heads, tokens, size)``; see ``scaled_dot_product_attention``."""
-        dropped = round(dropout * 2**BITS)
+        dropped = min(round(dropout * 2**BITS), 2**BITS - 1)
         ctx.scales = query.shape[-1] ** -0.5, 1 / (1 - dropped / 2**BITS)
         weights = _weights(query, key, ctx.scales[0])
         # Of 64 random bits, four integers from -2^15 on.

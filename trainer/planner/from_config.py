@@ -49,6 +49,9 @@ class FromConfig(TextClassifier):
         """The module that transformers makes for the task, without adapters."""
         return self._finished(self._from_configuration(f"AutoModelFor{TASKS[self.task]}"))
 
+    def _is_plain(self) -> bool:
+        return self.task == "sequence-classification"  # others read every token
+
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy of the labels, of the next tokens for ``causal-lm``; nothing else of the logits is kept."""
         yield self._loss(module, batch)

@@ -28,7 +28,7 @@ from trainer.engine.loop import evaluate
 from trainer.engine.quarantine import Quarantine
 from trainer.engine.rehearsal import rehearse
 from trainer.engine.step import Phases, Stepper
-from trainer.engine.window import MicroBatch, Window, cut_batch, share_of
+from trainer.engine.window import MicroBatch, Window, cut_batch, fullest, share_of
 from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory.initialize import HOST, home_of_weights
@@ -81,9 +81,8 @@ def _evaluated(recipe: Recipe, plan: Plan) -> list[MicroBatch]:
     cut = evaluation_cut(plan.first_cut, len(dataset))
     lengths, packs = getattr(dataset, "lengths", None), recipe.model.packs()
     shares = share_of(plan.memory, 0, plan.world_size)[1]
-    pieces = cut_batch(range(len(dataset)), cut, shares, lengths, packs)
-    loader = loader_of(recipe, dataset)
-    return list(evaluation_micro_batches("val", pieces[:1], loader, Quarantine(limit=None)))
+    piece = fullest(cut_batch(range(len(dataset)), cut, shares, lengths, packs), lengths, packs)
+    return list(evaluation_micro_batches("val", [piece], loader_of(recipe, dataset), Quarantine(limit=None)))
 
 
 def trace_run(

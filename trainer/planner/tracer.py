@@ -164,7 +164,8 @@ class Tracer(TorchDispatchMode):
             return self.target.attention.inner_bytes(name, args)
         from trainer.models import block_sparse  # imported already, by the model that has called it
 
-        return block_sparse.inner_bytes(func, args)
+        on_gpu = self.target.device.type == "cuda"
+        return block_sparse.inner_bytes(func, args, self.target.gpu.capability if on_gpu else None)
 
     def _workspace(self, op: str) -> None:
         """cuBLAS takes memory for a matrix product: at each call, or once for each thread and stream."""

@@ -195,7 +195,7 @@ def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
     lines += [f"warning: {text}" for text in warnings if text is not None]
     if session.forecast is not None:
         lines += session.forecast.lines()
-    if windows.lengths is not None and windows.packs:
+    if windows.packs:  # streamed texts, too, whose lengths nobody knows
         lines.append("padding: none, the model computes on the tokens that are there (model.padding_free)")
     elif windows.lengths is not None:
         drawn, cut = (f"{100 * share:.1f} %" for share in padding_shares(windows))
