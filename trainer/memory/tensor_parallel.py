@@ -110,8 +110,9 @@ def _parent(module: nn.Module, name: str) -> str:
 
 
 def _holder(module: nn.Module, name: str, blocks: Sequence[str]) -> str:
-    """Of the module ``name``, the outermost block around it, or the closest module."""
-    return next((block for block in blocks if name.startswith(f"{block}.")), None) or _parent(module, name)
+    """Of the module ``name``, the innermost block around it, or the closest module."""
+    around = [block for block in blocks if name.startswith(f"{block}.")]
+    return max(around, key=len) if around else _parent(module, name)
 
 
 def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str) -> None:
