@@ -82,7 +82,7 @@ def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Itera
     """What divides the ranks, and what has not been shown to be right on weights that are split."""
     memory, key = recipe.memory, f"memory.tensor_parallel={recipe.memory.tensor_parallel}"
     if world_size % memory.tensor_parallel:
-        yield f"{key} does not divide {world_size} rank(s): use a divisor, or run.devices {memory.tensor_parallel}"
+        yield f"{key} does not divide {world_size} rank(s): use a divisor (1 is off), or more run.devices"
     adapters = getattr(recipe.model, "lora", None)
     if adapters is not None and adapters.rank:
         yield f"{key} splits whole layers, not the adapters of model.lora: use one of the two"

@@ -12,7 +12,7 @@ seeds, so dropout draws the mask of the whole there and takes its part: the run 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import product
 from re import fullmatch
@@ -38,6 +38,7 @@ from trainer.engine.sync import (
 )
 from trainer.errors import RecipeError, require
 from trainer.memory.sharding import DATA, TENSOR, local
+from trainer.weights.blocks import find_blocks
 
 STYLES = ("colwise", "rowwise", "attention", "replicated_with_grad_allreduce")
 """Of a plan; the names are transformers' own, but for ``attention``: an ``nn.MultiheadAttention``."""
@@ -73,15 +74,20 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh) -> None:
         styles |= {f"{name}.{part}": "colwise" for part in "qkv"} | {f"{name}.out_proj": "rowwise"}
     for name, style in styles.items():
         _split(module.get_submodule(name), style, name, region, key)
-    parents = dict.fromkeys(_parent(module, name) for name, style in styles.items() if style == "colwise")
-    for parent in map(module.get_submodule, parents):
+    split = [name for name, style in styles.items() if style == "colwise"]
+    for parent in map(module.get_submodule, dict.fromkeys(_parent(module, name) for name in split)):
         for owner, attribute in product((getattr(parent, "config", None), parent), HEADS):
             heads = getattr(owner, attribute, None)
             if isinstance(heads, int):
                 require(heads % mesh.size() == 0, f"{key} does not divide the {heads} heads of {kind}: use a divisor")
                 if owner is parent:
                     setattr(parent, attribute, heads // mesh.size())
-        parent.forward = region.around(parent)
+    # Where there are blocks, a region is a block: one may call the layers of its attention (models/unpadded.py).
+    found = find_blocks(module, model.blocks)
+    blocks = [name for name, part in module.named_modules() if any(part is block for block in found)]
+    for name in dict.fromkeys(_holder(module, name, blocks) for name in split):
+        holder = module.get_submodule(name)
+        holder.forward = region.around(holder)
 
 
 def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> dict[str, str]:
@@ -101,6 +107,12 @@ def _parent(module: nn.Module, name: str) -> str:
     """Of the module ``name``, the closest one above it that has a forward."""
     above = name.rpartition(".")[0]
     return _parent(module, above) if isinstance(module.get_submodule(above), nn.ModuleList | nn.ModuleDict) else above
+
+
+def _holder(module: nn.Module, name: str, blocks: Sequence[str]) -> str:
+    """Of the module ``name``, the innermost block around it, or the closest module."""
+    around = [block for block in blocks if name.startswith(f"{block}.")]
+    return max(around, key=len) if around else _parent(module, name)
 
 
 def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str) -> None:
@@ -219,11 +231,15 @@ class _Region(TorchFunctionMode):
             if func is functional.scaled_dot_product_attention:
                 return self.attention(*args, **kwargs)
             name = getattr(func, "__name__", "")
+            if name == "draw_kept":  # of models/unpadded.py, which costs an import
+                weights, (texts, heads, *rest), dropped = args
+                whole = func(weights, torch.Size([texts, heads * self.ranks, *rest]), dropped)
+                return whole.narrow(1, self.rank * heads, heads)
             require(name not in OTHER_DROPOUTS, f"memory.tensor_parallel cannot split {name}: use dropout")
-            whole = [one for one in args if isinstance(one, nn.Parameter) and not isinstance(one, DTensor)]
-            known = [one for part in self.partly if whole for one in part._parameters.values()]
+            weights = [one for one in args if isinstance(one, nn.Parameter) and not isinstance(one, DTensor)]
+            known = [one for part in self.partly if weights for one in part._parameters.values()]
             require(
-                all(any(one is other for other in known) for one in whole),
+                all(any(one is other for other in known) for one in weights),
                 f"memory.tensor_parallel: {name} uses a weight that every rank has on what layers have split: give its "
                 "module the style replicated_with_grad_allreduce in tensor_parallel_plan",
             )

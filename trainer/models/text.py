@@ -25,7 +25,10 @@ _BERT |= {"encoder.layer.*.output.dense": "rowwise"}
 _DISTILBERT = {f"transformer.layer.*.attention.{name}": "colwise" for name in ("q_lin", "k_lin", "v_lin")}
 _DISTILBERT |= {"transformer.layer.*.attention.out_lin": "rowwise", "transformer.layer.*.ffn.lin1": "colwise"}
 _DISTILBERT |= {"transformer.layer.*.ffn.lin2": "rowwise"}
-ENCODERS = {"distilbert": _DISTILBERT, **dict.fromkeys(("bert", "roberta", "electra", "big_bird"), _BERT)}
+ENCODERS = {
+    "distilbert": _DISTILBERT,
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "big_bird"), _BERT),
+}
 """How ranks share the blocks of model types for which transformers does not say it."""
 
 NO_TOKENIZER = "none"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.distilbert.modeling_distilbert import TransformerBlock
 from transformers.models.roberta.modeling_roberta import RobertaLayer
@@ -184,10 +185,7 @@ class _DroppedAttention(torch.autograd.Function):
         dropped = min(round(dropout * 2**BITS), 2**BITS - 1)
         ctx.scales = query.shape[-1] ** -0.5, 1 / (1 - dropped / 2**BITS)
         weights = _weights(query, key, ctx.scales[0])
-        # Of 64 random bits, four integers from -2^15 on.
-        bits = torch.empty(-(-weights.numel() * BITS // 64), dtype=torch.int64, device=query.device)
-        numbers = bits.random_(-(2**63), None).view(torch.int16)[: weights.numel()]
-        kept = (numbers >= dropped - 2 ** (BITS - 1)).view(weights.shape)
+        kept = draw_kept(weights, weights.shape, dropped)
         ctx.save_for_backward(query, key, value, kept)
         # No product is changed in place: selective checkpointing keeps the products as they are.
         return _drop(weights, kept) @ (value * ctx.scales[1])
@@ -202,6 +200,20 @@ class _DroppedAttention(torch.autograd.Function):
         of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)
         of_value = _drop(weights, kept).transpose(-2, -1) @ gradient
         return of_scores @ key, of_scores.transpose(-2, -1) @ query, of_value, None
+
+
+def draw_kept(weights: Tensor, shape: torch.Size, dropped: int) -> Tensor:
+    """Which of ``shape``, (texts, heads, queries, keys), are kept: of 2^16, ``dropped`` are not; where ``weights`` are.
+
+    A mode that overrides torch's functions overrides this one, too: with ``memory.tensor_parallel`` those of all heads
+    are drawn.
+    """
+    if has_torch_function_unary(weights):
+        return handle_torch_function(draw_kept, (weights,), weights, shape, dropped)  # type: ignore[no-any-return]
+    # Of 64 random bits, four integers from -2^15 on.
+    bits = torch.empty(-(-shape.numel() * BITS // 64), dtype=torch.int64, device=weights.device)
+    numbers = bits.random_(-(2**63), None).view(torch.int16)[: shape.numel()]
+    return (numbers >= dropped - 2 ** (BITS - 1)).view(shape)
 
 
 def _weights(query: Tensor, key: Tensor, scale: float) -> Tensor:
