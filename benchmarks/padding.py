@@ -78,7 +78,7 @@ def module_of(tokenizer: Any, dropout: float) -> torch.nn.Module:
     torch.manual_seed(0)
     rates = {"dropout": dropout, "attention_dropout": dropout, "seq_classif_dropout": dropout}
     config = AutoConfig.for_model("distilbert", vocab_size=len(tokenizer), num_labels=2, **rates)
-    return AutoModelForSequenceClassification.from_config(config).train()
+    return AutoModelForSequenceClassification.from_config(config, trust_remote_code=False).train()
 
 
 def plain(data: IMDb, tokenizer: Any, order: Sequence[int], dropout: float) -> None:

@@ -162,7 +162,7 @@ def tokenise(work: Work, place: Path) -> None:
 
 
 def _tokenizer(work: Work) -> Any:
-    return AutoTokenizer.from_pretrained(sample_data() / "tokenizers" / work.tokenizer)
+    return AutoTokenizer.from_pretrained(sample_data() / "tokenizers" / work.tokenizer, trust_remote_code=False)
 
 
 class Texts:
@@ -218,7 +218,7 @@ def build(work: Work) -> nn.Module:
     config = AutoConfig.for_model(work.kind, num_labels=2, **{key: work.layers})
     if work.kind == "big_bird":
         config.vocab_size = len(_tokenizer(work))
-    module = AutoModelForSequenceClassification.from_config(config).train()
+    module = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False).train()
     if work.kind == "big_bird":  # its pooler gets no gradient, which DDP would wait for
         module.bert.pooler.requires_grad_(False)
     return module

@@ -209,7 +209,7 @@ def draw_kept(weights: Tensor, shape: torch.Size, dropped: int) -> Tensor:
     are drawn.
     """
     if has_torch_function_unary(weights):
-        return handle_torch_function(draw_kept, (weights,), weights, shape, dropped)  # type: ignore[no-any-return]
+        return handle_torch_function(draw_kept, (weights,), weights, shape, dropped)
     # Of 64 random bits, four integers from -2^15 on.
     bits = torch.empty(-(-shape.numel() * BITS // 64), dtype=torch.int64, device=weights.device)
     numbers = bits.random_(-(2**63), None).view(torch.int16)[: shape.numel()]
