@@ -108,6 +108,26 @@ def workplace(folder: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
+class Picked:
+    """Some samples of a prepared split, in an order of their own."""
+
+    augmented = False
+
+    def __init__(self, split: Any, indices: Sequence[int]) -> None:
+        self.split, self.indices = split, list(indices)
+        if hasattr(split, "lengths"):
+            self.lengths = [int(split.lengths[index]) for index in self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.split[self.indices[index]]
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        return self.split.__getitems__([self.indices[index] for index in indices])
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table: the first column left-aligned, the others to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]

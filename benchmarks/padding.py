@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Record, table
+from common import Picked, Record, table
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForSequenceClassification, TrainingArguments
@@ -46,25 +46,6 @@ from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 DATA = Path(os.environ.get("TRAINER_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 BATCH, MICRO_BATCH, MAX_LENGTH, LR, CLIP = 32, 8, 512, 5e-5, 1.0
 PLAIN, GROUPED, PADDED, PACKED = "plain loop", "transformers Trainer, group_by_length", "ours, padded", "ours, packed"
-
-
-class Picked:
-    """Some samples of a prepared split, in an order of their own."""
-
-    augmented = False
-
-    def __init__(self, split: Any, indices: Sequence[int]) -> None:
-        self.split, self.indices = split, list(indices)
-        self.lengths = [int(split.lengths[index]) for index in self.indices]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.split[self.indices[index]]
-
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        return self.split.__getitems__([self.indices[index] for index in indices])
 
 
 class Prepared(IMDb):

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from common import Record, commit, sample_data, table
+from common import Picked, Record, commit, sample_data, table
 from contenders import CONTENDERS, Job, quiet
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -104,26 +104,6 @@ CPU_LAYERS = {"vit": 4, "distilbert": 1, "bigbird": 1}
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data and models
-
-
-class Picked:
-    """Some samples of a prepared split, in an order of their own."""
-
-    augmented = False
-
-    def __init__(self, split: Any, indices: Sequence[int]) -> None:
-        self.split, self.indices = split, list(indices)
-        if hasattr(split, "lengths"):
-            self.lengths = [int(split.lengths[index]) for index in self.indices]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.split[self.indices[index]]
-
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        return self.split.__getitems__([self.indices[index] for index in indices])
 
 
 @dataclass
