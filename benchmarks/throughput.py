@@ -92,7 +92,7 @@ class Work:
 
 VIT = Work("image", "ViT-B/32 on CIFAR-10 at 224, {} of 12 layers", 12, 8, 2, steps=1)
 DISTILBERT = Work(
-    "distilbert", "DistilBERT on IMDb, at most 512 tokens, {} of 6 layers", 6, 16, 4, 1, 512, "bert-base-uncased"
+    "distilbert", "DistilBERT on IMDb, at most 512 tokens, {} of 6 layers", 6, 8, 4, 1, 512, "bert-base-uncased"
 )
 BIGBIRD = Work(
     "big_bird", "BigBird on IMDb, at most 4,096 tokens, {} of 12 layers", 12, 8, 2, 2, 4096, "bigbird-roberta-base"
