@@ -116,7 +116,7 @@ def test_a_profile_has_our_phases_and_a_table_whose_shares_are_those_of_all(tmp_
     assert " aten::addmm\n" in text
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("profile of 2 steps: waiting for data ")
-    assert said.endswith("; profile.txt, profile.json.gz")
+    assert said.endswith("; profile.txt, profile.json.gz; its records are in the host's peak")
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ class Profile(Phases, Listener):
         self.trace, self.table = (session.run_dir / f"profile{part}.{kind}" for kind in ("json.gz", "txt"))
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
         stages = schedule(wait=UNRECORDED - 1, warmup=1, active=steps, repeat=1)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else a build for GPUs tells of an error where there is none
         self.profiler = profile(activities=kinds, schedule=stages, on_trace_ready=self._write, acc_events=True)
         self._recording, self._range = False, None
 
@@ -149,7 +151,11 @@ class Profile(Phases, Listener):
         ]
         told = [*parts.items(), ("communication", beside["communication"])]
         shares = ", ".join(f"{name} {100 * time / total:.1f} %" for name, time in told)
-        return f"profile of {count} steps: {shares}; {self.table.name}, {self.trace.name}", "\n".join(lines) + "\n"
+        where = f"{self.table.name}, {self.trace.name}; its records are in the host's peak"
+        return (
+            f"profile of {count} steps: {shares}; {where}",
+            "\n".join(lines) + "\n",
+        )
 
 
 def encloses(found: Any, name: str) -> bool:
