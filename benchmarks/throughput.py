@@ -92,7 +92,7 @@ class Work:
 
 VIT = Work("image", "ViT-B/32 on CIFAR-10 at 224, {} of 12 layers", 12, 8, 2, steps=1)
 DISTILBERT = Work(
-    "distilbert", "DistilBERT on IMDb, at most 512 tokens, {} of 6 layers", 6, 8, 4, 1, 512, "bert-base-uncased"
+    "distilbert", "DistilBERT on IMDb, at most 512 tokens, {} of 6 layers", 6, 16, 4, 2, 512, "bert-base-uncased"
 )
 BIGBIRD = Work(
     "big_bird", "BigBird on IMDb, at most 4,096 tokens, {} of 12 layers", 12, 8, 2, 2, 4096, "bigbird-roberta-base"
@@ -552,7 +552,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="that count; by default 1, of BigBird 2")
+    parser.add_argument("--steps", type=int, help="that count; by default 1 of images and 2 of texts")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS))
     parser.add_argument("--only", nargs="+", choices=list(NAMES), default=list(NAMES), help="contenders")

@@ -152,10 +152,7 @@ class Profile(Phases, Listener):
         told = [*parts.items(), ("communication", beside["communication"])]
         shares = ", ".join(f"{name} {100 * time / total:.1f} %" for name, time in told)
         where = f"{self.table.name}, {self.trace.name}; its records are in the host's peak"
-        return (
-            f"profile of {count} steps: {shares}; {where}",
-            "\n".join(lines) + "\n",
-        )
+        return f"profile of {count} steps: {shares}; {where}", "\n".join(lines) + "\n"
 
 
 def encloses(found: Any, name: str) -> bool:
