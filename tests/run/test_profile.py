@@ -113,7 +113,9 @@ def test_a_profile_has_our_phases_and_a_table_whose_shares_are_those_of_all(tmp_
     assert [*parts] == ["waiting for data", "forward", "backward", "optimizer step", "between these"]
     assert 99.5 < sum(parts.values()) < 100.5
     assert min(parts.values()) >= 0
-    assert " aten::addmm\n" in text
+    operations = text.split("\n\n")[-1].splitlines()[1:]
+    assert len(operations) == 20  # which ones is a matter of times
+    assert any(" aten::" in line for line in operations)
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith("profile of 2 steps: waiting for data ")
     assert said.endswith("; profile.txt, profile.json.gz; its records are in the host's peak")
