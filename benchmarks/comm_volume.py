@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -125,12 +126,11 @@ def in_own_network() -> list[str]:
 
 
 def run_ranks(ranks: int) -> None:
-    """Start the ranks and wait for them; the first one prints the result."""
+    """Start the ranks, which are forks and import nothing, and wait for them; the first one prints the result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {
-        **os.environ,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",
@@ -139,20 +139,22 @@ def run_ranks(ranks: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, __file__, "--rank"]
-    processes = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
-    codes = [process.wait() for process in processes]
+    forks = multiprocessing.get_context("fork")
+    own = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    processes = [forks.Process(target=be_rank, args=(one,)) for one in own]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    codes = [process.exitcode for process in processes]
     if any(codes):
         raise SystemExit(f"ranks ended with {codes}")
 
 
-def be_rank() -> None:
+def be_rank(environment: Mapping[str, str]) -> None:
     """One rank: do one collective after the other, take steps of each case, and count."""
+    os.environ.update(environment)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     steps = {name: _of_steps(recipe_of(settings)) for name, settings in CASES}
@@ -241,13 +243,9 @@ def main() -> None:
     """Compare, print two tables and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, help="start so many ranks in this network")
-    parser.add_argument("--rank", action="store_true", help="be one of them")
     options = parser.parse_args()
     if options.ranks:
         run_ranks(options.ranks)
-        return
-    if options.rank:
-        be_rank()
         return
     record = Record("comm_volume", {"steps": STEPS, "width": WIDTH, "blocks": BLOCKS})
     found = compare()

@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from accelerate.state import AcceleratorState, GradientState
 from lightning import LightningModule, Trainer
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
@@ -204,6 +206,18 @@ def lightning_trainer(job: Job, lit: type[Lit] = Lit) -> None:
     trainer.fit(lit(job), job.loader())
 
 
+class WithLoss(nn.Module):
+    """A classifier of images whose forward returns the loss that a person writes, for those that take it from there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.module(pixel_values)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
 class _Given(Sampler):
     """Samples in a given order."""
 
@@ -229,35 +243,42 @@ class _OrderedTrainer(TransformersTrainer):
 def transformers_trainer(job: Job, compute_loss_func: Callable[..., Tensor] | None = None) -> None:
     """transformers' Trainer, with the model's own loss, or with ``compute_loss_func(outputs, labels, items)``."""
     forget_accelerators()
+    given = {"data_collator": job.collate, "train_dataset": job.dataset, "compute_loss_func": compute_loss_func}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
+        trainer = bare_trainer(
+            partial(_OrderedTrainer, **given),
+            job.module,
+            job.optimizer(job.module),
             folder,
             use_cpu=job.accelerator == "cpu",
             bf16=job.precision == "bf16-mixed",
             per_device_train_batch_size=job.micro_batch_size,
             gradient_accumulation_steps=job.accumulate,
-            num_train_epochs=1,
-            max_grad_norm=0.0,
             train_sampling_strategy="sequential",
             remove_unused_columns=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        optimizer = job.optimizer(job.module)
-        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        trainer = _OrderedTrainer(
-            job.module,
-            arguments,
-            job.collate,
-            train_dataset=job.dataset,
-            optimizers=(optimizer, constant),
-            compute_loss_func=compute_loss_func,
         )
         trainer.order = job.order
-        trainer.remove_callback(PrinterCallback)
         trainer.train()
+
+
+def bare_trainer(
+    kind: Callable[..., Any], module: nn.Module, optimizer: Optimizer, folder: str, **arguments: Any
+) -> Any:
+    """transformers' Trainer of a class, for an epoch, with a learning rate that stays, and all off that can be.
+
+    Args:
+        kind: the class, with what else it is to be made with.
+        module: whose forward returns the loss.
+        optimizer: of its parameters.
+        folder: where it may write.
+        arguments: more of ``TrainingArguments``.
+    """
+    off = {"max_grad_norm": 0.0, "logging_strategy": "no", "save_strategy": "no", "eval_strategy": "no"}
+    bare = TrainingArguments(folder, num_train_epochs=1, report_to="none", disable_tqdm=True, **off, **arguments)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = kind(model=module, args=bare, optimizers=(optimizer, constant))
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def keras_fit(job: Job, epochs: int = 1) -> None:

@@ -25,13 +25,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from common import Record, table
-from contenders import quiet
+from contenders import WithLoss, bare_trainer, quiet
 from lightning import LightningModule, Trainer
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
-from transformers import PrinterCallback, TrainingArguments
 from transformers import Trainer as TransformersTrainer
 
 from trainer.contract import Data
@@ -177,18 +176,6 @@ def lightning_trainer(loader: MicroBatches) -> None:
     trainer.fit(Lit(), loader)
 
 
-class WithLoss(nn.Module):
-    """The network for transformers' Trainer: its forward returns the loss."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.module(pixel_values)
-        return {"loss": cross_entropy(logits, labels), "logits": logits}
-
-
 class PremadeTrainer(TransformersTrainer):
     """transformers' Trainer on a loader that is handed to it: no workers, no collating, no sharding."""
 
@@ -202,24 +189,17 @@ def transformers_trainer(loader: MicroBatches) -> None:
     """transformers' Trainer with everything off that can be."""
     module, optimizer = build()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
+        trainer = bare_trainer(
+            partial(PremadeTrainer, train_dataset=[0]),
+            WithLoss(module),
+            optimizer,
             folder,
             use_cpu=True,
             per_device_train_batch_size=MICRO_BATCH_SIZE,
             gradient_accumulation_steps=ACCUMULATE,
-            num_train_epochs=1,
-            max_grad_norm=0.0,
-            logging_strategy="no",
             logging_nan_inf_filter=False,
-            save_strategy="no",
-            eval_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
         )
-        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        trainer = PremadeTrainer(WithLoss(module), arguments, train_dataset=[0], optimizers=(optimizer, constant))
         trainer.loader = loader
-        trainer.remove_callback(PrinterCallback)
         trainer.train()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import RecipeError, require
-from trainer.planner.allocator import MOST_SMALL, AllocatorSettings, Block, CachingAllocator, Driver
+from trainer.planner.allocator import MOST_SMALL, AllocatorSettings, Block, CachingAllocator
 from trainer.planner.events import Event
 
 COMES = ("segment_alloc", "segment_map")
@@ -111,15 +111,14 @@ def compare(snapshot: Mapping[str, Any], settings: AllocatorSettings | None = No
         RecipeError: if it did not begin with an empty allocator, or if what it did cannot have come from ``settings``.
     """
     settings = settings or recorded_settings(snapshot)
-    layout, driver = Layout(settings), _RecordedDriver()
-    allocator = CachingAllocator(settings, driver)
+    layout, allocator = Layout(settings), _Recorded(settings)
     live: dict[int, Block] = {}
     difference, misplaced, allocations, releasing = None, None, 0, False
     for index, entry in enumerate(_entries(snapshot, device)):
         action, address, size = entry["action"], entry.get("addr", 0), entry["size"]
         if action in COMES:
             layout.reserve(address, size, separate=action == "segment_alloc")
-            driver.upcoming.append(address)
+            allocator.upcoming.append(address)
         elif action in GOES:
             layout.release(address, size)
             if not releasing:
@@ -127,7 +126,7 @@ def compare(snapshot: Mapping[str, Any], settings: AllocatorSettings | None = No
         elif action == "alloc":
             layout.allocate(address, size)
             block = live[address] = allocator.malloc(size, entry["stream"])
-            driver.upcoming.clear()
+            allocator.upcoming.clear()
             allocations += 1
             if misplaced is None and block.address != address:
                 misplaced = index
@@ -149,19 +148,19 @@ def compare(snapshot: Mapping[str, Any], settings: AllocatorSettings | None = No
     )
 
 
-class _RecordedDriver(Driver):
-    """Memory without end, at the addresses where the real driver gave it.
+class _Recorded(CachingAllocator):
+    """With memory without end, at the addresses where the real driver gave it.
 
     Attributes:
         upcoming: addresses of the segments that came since the last allocation.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, settings: AllocatorSettings) -> None:
+        super().__init__(settings)
         self.upcoming: list[int] = []
 
-    def address(self, size: int) -> int:
-        return self.upcoming.pop(0) if self.upcoming else super().address(size)
+    def new_address(self, size: int) -> int:
+        return self.upcoming.pop(0) if self.upcoming else super().new_address(size)
 
 
 def _entries(snapshot: Mapping[str, Any], device: int) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import yaml
+from cli.supervised import fork_processes
 from PIL import Image
 
 from trainer.cli import COMMANDS, run
@@ -174,6 +175,8 @@ def test_no_command_writes_or_prints_a_secret(request, recipe_file, tmp_path, mo
         if name == "checkpoint":  # its model comes of recipe.yaml, which lacks what was secret
             kept = (tmp_path / "run" / "recipe.yaml").read_text().partition("# sha256 ")[0]
             (tmp_path / "run" / "recipe.yaml").write_text(kept.replace(REDACTED, "given"))
+    if name in ("run", "ladder") and (name, end) != ("run", "is refused"):  # whose process imports nothing anyway
+        fork_processes(monkeypatch)
     words = [str(recipe_file) if word == "RECIPE" else word for word in LINES[name]]
     url = f"https://me:pa55w0rdInUrl@host/{ENDS[end]}?token=sign4tureInUrl"
     given = words if name == "checkpoint" else command(*words, **({"--data.url": url} if ENDS[end] else {}))

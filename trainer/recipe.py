@@ -97,6 +97,8 @@ class Memory:
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
         tensor_parallel: ranks that share every block: each has a part of its attention heads and of its MLP's width,
             and all see the same samples; ddp or fsdp is over the other ranks. 1 is off.
+        sequence_parallel: with tensor_parallel, split what blocks compute between those parts (norms, residuals,
+            dropout) as well: each rank has its share of the tokens, so keeps fewer activations.
         replicas: copies of the sharded model under fsdp (hybrid sharding): the ranks of each copy share its shards.
         reshard_after_forward: under fsdp, free a block's whole weights after its forward and gather them again for
             its backward; false keeps them: faster, more memory.
@@ -132,6 +134,7 @@ class Memory:
     matmul_precision: MatmulPrecision = "highest"
     strategy: Strategy = "auto"
     tensor_parallel: int = 1
+    sequence_parallel: bool = False
     replicas: int = 1
     reshard_after_forward: bool = True
     sync_every_micro_step: bool | None = None

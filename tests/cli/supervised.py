@@ -85,15 +85,16 @@ if __name__ == "__main__":
 class ForkedProcess(WarmProcess):
     """In the place of ``Popen`` with ``python WORDS``: a fork of a process that has imported everything."""
 
-    def __init__(self, command, *, env, stdout=None, stderr=None, **_):
+    def __init__(self, command, *, env, stdout=None, stderr=None, pass_fds=(), **_):
         self.stderr = None
+        stderr = stdout if stderr == subprocess.STDOUT else stderr
         if stderr == subprocess.PIPE:
             path = Path(mkdtemp(), "stderr")
             os.mkfifo(path)
             self.stderr = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
         else:
             path = Path(os.readlink(f"/proc/self/fd/{stderr.fileno()}"))
-        super().__init__(command[1:], path if stdout is stderr else Path(os.devnull), path, env=env)
+        super().__init__(command[1:], path if stdout is stderr else Path(os.devnull), path, env=env, files=pass_fds)
 
     @property
     def returncode(self):

@@ -202,8 +202,9 @@ def forked(tmp_path, monkeypatch, capfd):
     fork_processes(monkeypatch)
     (tmp_path / "frail.py").write_text(RECIPE)
 
-    def supervise(*flags):
-        words = ["--restarts=9", "--backoff=0.2", "--", tmp_path / "frail.py", "--run.dir", tmp_path / "run", *flags]
+    def supervise(*flags, own=()):
+        words = [*own, "--restarts=9", "--backoff=0.2", "--"]
+        words += [tmp_path / "frail.py", "--run.dir", tmp_path / "run", *flags]
         code = run_command([str(word) for word in words])
         return code, json.loads((tmp_path / "run" / "supervisor.json").read_text()), capfd.readouterr().err
 
@@ -245,12 +246,14 @@ def test_out_of_memory_is_mended_by_smaller_micro_batches(forked, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_replaced_with_all_others(supervise):
-    run = supervise("--model.what", "kill", "--model.rank", "1", "--model.at", "7", own=("--nproc", "2"))
-    assert run.wait() == 0, run.text
-    assert run.codes[-1] == 0
-    assert len(run.codes) == 2
-    assert run.journal["attempts"][1]["from_step"] == 5
+def test_a_killed_rank_is_replaced_with_all_others(forked):
+    flags = ["--model.what", "kill", "--model.rank", "1", "--model.at", "7"]
+    code, journal, text = forked(*flags, own=("--nproc", "2"))
+    assert code == 0, text
+    codes = [attempt["exit_code"] for attempt in journal["attempts"]]
+    assert codes[-1] == 0
+    assert len(codes) == 2
+    assert journal["attempts"][1]["from_step"] == 5
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.contract import Data, Model
 from trainer.engine.order import batch_indices, derive_seed, permutation, steps_in_epoch
-from trainer.engine.window import Cut, Windows, cut_at, cut_batch, decide_cut, padded, padding_share
+from trainer.engine.window import Cut, Windows, cut_at, cut_batch, decide_cut, padded, padding_share, tokens_of
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
 from trainer.values import Groups
@@ -101,6 +102,31 @@ def test_cut_by_length_the_peak_comes_first(lengths, micro_batch_size, world_siz
     pieces = cut_batch(range(len(lengths)), Cut(len(lengths), micro_batch_size, 1), world_size, lengths)
     longest = [max((lengths[index] for index in piece), default=0) for piece in pieces]
     assert longest == sorted(longest, reverse=True)
+
+
+@given(lengths_of, st.integers(1, 20), st.integers(1, 4))
+def test_without_padding_micro_batches_and_ranks_have_about_as_many_tokens(lengths, micro_batch_size, world_size):
+    cut = Cut(len(lengths), micro_batch_size, 1)
+    by_length, dealt = (cut_batch(range(len(lengths)), cut, world_size, lengths, packs) for packs in (False, True))
+    assert Counter(chain(*dealt)) == Counter(range(len(lengths)))
+    assert len(dealt) == len(by_length)
+    assert max(map(len, dealt)) <= max(map(len, by_length))
+    tokens = [tokens_of(piece, lengths, packs=True) for piece in dealt]
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[0] <= max(tokens_of(piece, lengths, packs=True) for piece in by_length)
+    assert min(map(len, dealt)) > 0 or len(lengths) < len(dealt)
+    shares = [sum(tokens[rank::world_size]) for rank in range(world_size)]
+    assert max(shares) - min(shares) <= max(lengths)
+
+
+def test_the_fullest_micro_batch_of_a_run_is_found(monkeypatch):
+    lengths = torch.randint(1, 300, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    windows = windows_of(50, Cut(16, 4, 2), world_size=2, lengths=lengths, packs=True)
+    steps = [(epoch, step) for epoch in range(3) for step in range(windows.steps(epoch))]
+    most = max(tokens_of(piece, lengths, packs=True) for at in steps for piece in windows.pieces(*at))
+    assert most == tokens_of(windows.longest(3).micro_batches[0].indices, lengths, packs=True)
+    monkeypatch.setattr("trainer.engine.window.MOST_DEALT", 100)
+    assert sum(sorted(lengths)[-4:]) == tokens_of(windows.longest(3).micro_batches[0].indices, lengths, packs=True)
 
 
 def test_cutting_by_length_pads_a_fraction_of_what_the_drawn_order_pads():

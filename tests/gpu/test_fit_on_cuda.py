@@ -162,7 +162,9 @@ def test_cuda_graphs_have_the_losses_of_compiled_blocks(micro_batch_size, tmp_pa
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_attention_takes_the_kernel_that_the_planner_names(precision, tmp_path):
-    from trainer.planner.predict import predict, prepared
+    from helpers.tiny import predict
+
+    from trainer.planner.predict import prepared
     from trainer.planner.target import Target, gpu_here
 
     _, summary = train(tmp_path / "run", precision=precision)

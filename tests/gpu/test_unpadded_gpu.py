@@ -1,9 +1,10 @@
-"""Attention of packed texts on a GPU: torch's kernel for them, and one call for each length."""
+"""Packed texts on a GPU: torch's kernel of attention for them, one call for each length, and BigBird as a whole."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from helpers.problems import Problem, collate, make_model, make_samples
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.models import unpadded
@@ -45,3 +46,20 @@ def computed(tensors: list[torch.Tensor], ends: torch.Tensor, first: bool) -> li
         found = torch.cat([scaled_dot_product_attention(*text).transpose(0, 1).flatten(1) for text in heads])
     found.square().sum().backward()
     return [found.detach(), *(tensor.grad for tensor in (query, key, value) if tensor.grad is not None)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_bigbird_without_padding_is_bigbird_with_it(training: bool) -> None:
+    """More tokens in a row than its embeddings have types for; without dropout."""
+    model = make_model("bigbird")
+    module = model.build().cuda().train(training)
+    batch = collate(make_samples(Problem("bigbird", 8, 8, 8)))
+    packed, found = model.packed(batch), []
+    assert packed["input_ids"].shape[1] > module.config.max_position_embeddings
+    for inputs in (batch, packed):
+        module.zero_grad()
+        here = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        (loss,) = model.losses(module, here)
+        loss.total.backward()
+        found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+    assert (found[1] - found[0]).norm() <= 1e-4 * found[0].norm()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
@@ -37,7 +37,7 @@ def values_of(name: str) -> list[Any]:
     return [*values, 0.5] if name == "activation_checkpointing" else values
 
 
-OTHERS = ("precision", "strategy", "micro_batch_size", "micro_batch_tokens")
+OTHERS = ("precision", "strategy", "micro_batch_size", "micro_batch_tokens", "sequence_parallel")
 KNOBS: dict[str, list[Any]] = {
     "place": [(s, n) for s in ("auto", "single", "ddp", "fsdp") for n in (1, 2)],  # strategy and ranks
     **{name: values_of(name) for name in vars(Memory()) if name not in OTHERS and values_of(name)},
@@ -66,13 +66,19 @@ def spread(count: int) -> Iterator[Combination]:
 
 
 def likely(count: int) -> Iterator[Combination]:
-    """Random ones, in which each knob is as likely at its first value as not: few contradict themselves."""
+    """Random ones, in which each knob is as likely at its first value as not: few contradict themselves.
+
+    Nothing is drawn for a knob of one value: a new one of these changes no combination.
+    """
     generator = random.Random(0)
+
+    def drawn(key: str, levels: Sequence[Any]) -> Any:
+        if len(levels) == 1:
+            return levels[0]
+        return generator.choice(levels if key == "place" or generator.random() < 0.5 else levels[:1])
+
     for _ in range(count):
-        yield {
-            key: generator.choice(levels if key == "place" or generator.random() < 0.5 else levels[:1])
-            for key, levels in KNOBS.items()
-        }
+        yield {key: drawn(key, levels) for key, levels in KNOBS.items()}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from helpers.combinations import Trained, tower_file
 from helpers.problems import CLASSES, OneHead, Problem, collate, make_model, make_samples
 from trainer.contract import Data, Model
-from trainer.memory.plan import decide_plan
+from trainer.memory.plan import Plan, decide_plan
 from trainer.models import LoRA
 from trainer.planner.events import Trace
 from trainer.planner.gpus import gpu_named
-from trainer.planner.predict import Prediction, predict, prepared
+from trainer.planner.predict import Prediction, predict_here, prepared
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Memory, Optim, Recipe
+from trainer.system.children import in_child
 
 MODELS = ("tower", "vit", "distilbert", "bigbird", "lora", "batchnorm", "two_losses", "branch")
 
@@ -118,6 +119,11 @@ def samples_of(name: str) -> list[dict[str, Tensor]]:
 def target_of(gpu: str = "a100-80gb") -> Target:
     """A card by name."""
     return Target(gpu_named(gpu))
+
+
+def predict(recipe: Recipe, plan: Plan, target: Target, nodes: int = 1) -> Prediction:
+    """What ``plan`` of a prepared recipe needs on ``target``, from a process of its own."""
+    return Prediction.answered(in_child(partial(predict_here, recipe, plan, target, nodes)))
 
 
 def prediction_of(recipe: Recipe, ranks: int = 1, nodes: int = 1, gpu: str = "a100-80gb") -> Prediction:

@@ -16,6 +16,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import reduction
+from operator import methodcaller
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,8 +25,9 @@ from typing import Any
 from helpers import LONG
 
 forks: Any = multiprocessing.get_context("forkserver")
-PRELOADED = ("trainer.fit", "trainer.commands.flags", "trainer.planner.search", "accelerate")
-forks.set_forkserver_preload([*PRELOADED, "sklearn.metrics", "matplotlib.backends.backend_agg"])
+PRELOADED = ["trainer.fit", "trainer.commands.flags", "trainer.planner.search", "accelerate", "sklearn.metrics"]
+PRELOADED += ["matplotlib.backends.backend_agg", "transformers.models.distilbert.modeling_distilbert"]
+forks.set_forkserver_preload(PRELOADED)
 
 
 class WarmProcess:
@@ -36,6 +39,7 @@ class WarmProcess:
         stderr: another, or the same.
         cwd: where, by default here.
         env: its environment, by default this process's.
+        files: descriptors that it is given; those of ``words`` that are their numbers become what they are there.
     """
 
     def __init__(
@@ -45,13 +49,15 @@ class WarmProcess:
         stderr: Path,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        files: Sequence[int] = (),
     ) -> None:
         outputs = [stdout, stderr]
         for path in outputs:
             path.touch()
         environment = dict(os.environ if env is None else env)
         self.args = list(words)
-        self.process = forks.Process(target=_be, args=(self.args, cwd or Path.cwd(), environment, outputs))
+        given = {str(number): Given(number) for number in files}
+        self.process = forks.Process(target=_be, args=(self.args, cwd or Path.cwd(), environment, outputs, given))
         self.process.start()
         self.pid = self.process.pid
 
@@ -76,6 +82,16 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
+class Given:
+    """A descriptor on its way to a fork, where it is a number again."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return methodcaller("detach"), (reduction.DupFd(self.number),)
+
+
 def python(
     *words: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = LONG
 ) -> subprocess.CompletedProcess:
@@ -91,8 +107,11 @@ def python(
         return subprocess.CompletedProcess(process.args, code, *(path.read_text() for path in outputs))
 
 
-def _be(words: list[str], cwd: Path, environment: dict[str, str], outputs: list[Path]) -> None:
+def _be(
+    words: list[str], cwd: Path, environment: dict[str, str], outputs: list[Path], files: Mapping[str, int]
+) -> None:
     """Do in a fork what Python does from its start to its end."""
+    words = [str(files.get(word, word)) for word in words]
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()

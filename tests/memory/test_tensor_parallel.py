@@ -18,18 +18,22 @@ from helpers.pretrained import saved as saved_weights
 from helpers.pretrained import text, vit
 from helpers.problems import CLASSES, Problem, make_model, make_samples, tokenizer_folder
 from helpers.resumed import assert_same_weights, losses, recipe, resume, saved
+from helpers.tiny import predict
 from torch import nn
+from torch.nn import functional
 
 from trainer import Checkpoint, Data, Recipe, RecipeError
 from trainer.contract import Model
-from trainer.fit import fit
+from trainer.fit import evaluate, fit
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import decide_plan
 from trainer.memory.stack import apply_stack, whole_state
 from trainer.memory.tensor_parallel import SplitAttention
 from trainer.models import MLP, LoRA, TextClassifier
 from trainer.planner.gpus import gpu_named, host_as_device
-from trainer.planner.predict import predict, prepared
+from trainer.planner.knobs import applied, combinations
+from trainer.planner.predict import prepared
+from trainer.planner.search import search_for
 from trainer.planner.target import Target
 from trainer.recipe import Memory, Optim, Run
 from trainer.weights.streaming import WeightFiles
@@ -37,6 +41,7 @@ from trainer.weights.streaming import WeightFiles
 SMALL = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
 SMALL |= {"max_position_embeddings": 64}
 DECODER = SMALL | {"num_key_value_heads": 2, "attention_dropout": 0.3}
+SHARED = {"sequence_parallel": True}
 CONFIGURED: dict[str, dict[str, Any]] = {
     "bert": SMALL,
     "roberta": SMALL | {"pad_token_id": 0},
@@ -52,6 +57,8 @@ class Split(Case):
 
     @property
     def model(self) -> Model:
+        if self.name == "mixing":
+            return Mixing(plan=MIXING)
         if self.name in CONFIGURED:
             options: dict[str, Any] = {"tokenizer": tokenizer_folder(), "num_classes": CLASSES, "dropout": self.dropout}
             return TextClassifier(self.name, config=CONFIGURED[self.name], **options)
@@ -83,6 +90,10 @@ def assert_steps_of_one_rank(case: Case, ranks: Any) -> None:
         ("bigbird", {"strategy": "fsdp", "reshard_after_forward": False}),
         ("qwen3", {"strategy": "fsdp", "sync_every_micro_step": True}),
         ("mlp", {}),
+        ("vit", {**SHARED, "activation_checkpointing": "full"}),  # of 5 tokens
+        ("distilbert", SHARED),  # whose texts are packed
+        ("qwen3", {**SHARED, "strategy": "fsdp"}),
+        ("mixing", SHARED),
     ],
 )
 def test_two_ranks_that_share_blocks_take_the_steps_of_one(name, knobs, ranks):
@@ -90,15 +101,24 @@ def test_two_ranks_that_share_blocks_take_the_steps_of_one(name, knobs, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("strategy", "knobs"), [("ddp", {}), ("fsdp", {}), ("fsdp", SHARED)])
 @pytest.mark.parametrize("name", ["vit", *CONFIGURED])
-def test_two_groups_of_two_ranks_take_the_steps_of_one(name, strategy, ranks):
-    assert_steps_of_one_rank(case_of(name, 4, strategy=strategy), ranks)
+def test_two_groups_of_two_ranks_take_the_steps_of_one(name, strategy, knobs, ranks):
+    assert_steps_of_one_rank(case_of(name, 4, strategy=strategy, **knobs), ranks)
 
 
 @pytest.mark.slow
-def test_four_ranks_share_four_heads(ranks):
-    assert_steps_of_one_rank(case_of("bert", 4, tensor_parallel=4), ranks)
+@pytest.mark.parametrize(
+    "knobs", [{}, SHARED, {**SHARED, "activation_checkpointing": "selective"}], ids=lambda knobs: "-".join(knobs)
+)
+def test_four_ranks_share_four_heads(knobs, ranks):
+    assert_steps_of_one_rank(case_of("bert", 4, tensor_parallel=4, **knobs), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "roberta", "electra", "bigbird", "llama"])
+def test_two_ranks_share_the_tokens_of_any_known_model(name, ranks):
+    assert_steps_of_one_rank(case_of(name, **SHARED), ranks)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -116,6 +136,7 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 × dp2": (4, {"tensor_parallel": 2}),
     "tp2 × fsdp2": (4, {"tensor_parallel": 2, "strategy": "fsdp"}),
     "fsdp2": (2, {"strategy": "fsdp"}),
+    "sp2": (2, {"tensor_parallel": 2, **SHARED}),
 }
 
 
@@ -138,13 +159,41 @@ def assert_same_run(run_dir: Path, other: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_a_checkpoint_of_ranks_that_share_blocks_is_that_of_one_rank(ranks, tmp_path):
+def test_a_checkpoint_of_ranks_that_share_blocks_is_that_of_one_rank(ranks, tmp_path, capsys):
     one, two = trained("1", ranks, tmp_path / "one"), trained("tp2", ranks, tmp_path / "two")
     assert_same_run(two, one)
     assert_same_run(trained("1", ranks, tmp_path / "two-one", (two, 2)), one)
     assert_same_run(trained("tp2", ranks, tmp_path / "one-two", (one, 4)), one)
     trained("tp2", ranks, tmp_path / "again", (two, 4))
     assert saved(tmp_path / "again", 6) == saved(two, 6)  # bit for bit
+    capsys.readouterr()
+    evaluate(recipe(two, memory={"precision": "64-true", "tensor_parallel": 2}), two)
+    out, err = capsys.readouterr()
+    assert "memory.tensor_parallel=2 does not divide 1 rank(s): evaluated with 1" in err
+    assert (two / "classification_report.txt").read_text().strip() in out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_goes_on_with_and_without_shared_tokens(ranks, tmp_path):
+    one, two, shared = (trained(world, ranks, tmp_path / world) for world in ("1", "tp2", "sp2"))
+    assert_same_run(shared, one)
+    assert_same_run(trained("sp2", ranks, tmp_path / "with", (two, 2)), one)
+    assert_same_run(trained("tp2", ranks, tmp_path / "without", (shared, 4)), one)
+    trained("sp2", ranks, tmp_path / "again", (shared, 4))
+    assert saved(tmp_path / "again", 6) == saved(shared, 6)  # bit for bit
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_pictures")
+def test_weights_that_are_streamed_in_train_on_shared_tokens(ranks, tmp_path):
+    sizes = {"patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32, "image_size": 8, "num_classes": 10}
+    model = vit(weights=saved_weights(tmp_path, "vit", **sizes), **sizes)
+    options: dict[str, Any] = {"model": model, "max_steps": 3}
+    for name, size, knobs in (("one", 1, {}), ("two", 2, {"tensor_parallel": 2, **SHARED, "init": "meta"})):
+        call = partial(fit, recipe(tmp_path / name, memory={"precision": "64-true", **knobs}, **options))
+        call() if size == 1 else ranks(size).run(call)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-11)
 
 
 @pytest.mark.slow
@@ -192,6 +241,7 @@ def test_what_ranks_cannot_share_is_refused_with_the_fix():
     for changes, devices, text_of in (
         ({}, 1, "memory.tensor_parallel=2 does not divide 1 rank"),
         ({}, 3, "memory.tensor_parallel=2 does not divide 3 rank"),
+        ({"memory": {"tensor_parallel": 1, **SHARED}}, 2, "memory.sequence_parallel=true is for ranks that share"),
         ({"memory": {"cpu_offload": "optimizer"}}, 2, "memory.cpu_offload=optimizer: use none"),
         ({"memory": {"optimizer_state_bits": 8}}, 2, "memory.optimizer_state_bits=8: use 32"),
         ({"memory": {"compile": "blocks"}}, 2, "memory.compile=blocks: use none"),
@@ -217,13 +267,63 @@ class Undeclared(MLP):
         return self.plan or {}
 
 
-def refusal(model: Model) -> str:
-    case = case_of("mlp")
+class Layer(nn.Module):
+    """An MLP with a residual, and a norm after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(12, 16), nn.Linear(16, 12), nn.LayerNorm(12)
+        self.scale = nn.Parameter(torch.ones(12))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tokens = self.norm(tokens + functional.dropout(self.down(self.up(tokens).relu()), 0.3, self.training))
+        return tokens * self.scale if self.scaled else tokens
+
+    scaled = False
+
+
+class Layers(nn.Module):
+    """Between its blocks each of five tokens is told the mean of all, or a number."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([Layer(), Layer(), Layer()]), nn.Linear(12, CLASSES)
+        self.at = at
+        for layer in self.layers:
+            layer.scaled = at == "scale"
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        tokens = pixels.flatten(2).unfold(2, 4, 4).transpose(1, 2).flatten(2)
+        tokens = functional.pad(tokens, (0, 0, 1, 0))
+        for layer in self.layers:
+            told = tokens.mean(1, keepdim=True) if self.at == "mean" else torch.ones(12).to(tokens.dtype)
+            tokens = layer(tokens + told)
+        return self.head(tokens.mean(1))
+
+
+MIXING = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.*.norm": "sequence_parallel"}
+
+
+@dataclass
+class Mixing(Undeclared):
+    """Its code between blocks looks at all tokens, or is ``at`` fault, or its blocks are."""
+
+    blocks = (Layer,)
+    at: str = "mean"
+
+    def build(self) -> nn.Module:
+        return Layers(self.at)
+
+
+def refusal(model: Model, **knobs: Any) -> tuple[str, bool]:
+    """What a rank is refused with, and whether it leaves it to the other one to say so."""
+    case = case_of("mlp", **knobs)
     plan = decide_plan(case.recipe.replace(model=model), 2)
     fabric = launched(plan)
+    pixels = torch.ones(2, 3, 4, 4, dtype=torch.float64)
     with pytest.raises(RecipeError) as caught:
-        apply_stack(fabric, model, build_module(fabric, model, 0, plan), plan)
-    return str(caught.value)
+        apply_stack(fabric, model, build_module(fabric, model, 0, plan), plan).wrapped(pixels)
+    return str(caught.value), getattr(caught.value, "trainer_reported", False)
 
 
 def test_a_model_that_ranks_cannot_share_is_refused_by_name(ranks):
@@ -237,7 +337,27 @@ def test_a_model_that_ranks_cannot_share_is_refused_by_name(ranks):
         (replace(make_model("vit"), heads=1), "does not divide the 1 heads"),
         (replace(make_model("bigbird"), attention="block_sparse"), "model.attention=block_sparse: use"),
     ):
-        assert said in ranks(2).run(refusal, model)[0]
+        (first, first_is_quiet), (second, second_is_quiet) = ranks(2).run(refusal, model)
+        assert said in first == second
+        assert (first_is_quiet, second_is_quiet) == (False, True)
+    for model, said in (
+        (MLP(**sizes | {"hidden": [16, 16]}), "does not say that blocks work token by token"),
+        (Mixing(plan=dict(list(MIXING.items())[:2])), "give their norms the style sequence_parallel"),
+        (Mixing(plan=MIXING, at="scale"), "mul uses a weight that every rank has on what layers have split"),
+        (Mixing(plan=MIXING, at="number"), "Mixing computes of shared tokens what torch cannot"),
+    ):
+        assert said in ranks(2).run(partial(refusal, **SHARED), model)[0][0]
+
+
+def test_a_search_asks_about_nothing_that_tensor_parallelism_refuses(tmp_path):
+    asked = recipe(tmp_path, memory={"tensor_parallel": 2, "micro_batch_size": "auto", "budget": "4GB", **SHARED})
+    settings = combinations(asked, 4)
+    assert len(settings) > 10
+    plans = [decide_plan(applied(asked, one), 4) for one in settings]
+    assert all(plan.memory.sequence_parallel for plan in plans)
+    (note,) = [note for note in search_for(asked, "a100-80gb", 4, 1).notes if "tensor_parallel" in note]
+    assert "not tried" in note
+    assert "cpu_offload" in note
 
 
 def test_attention_of_its_own_is_torchs():
@@ -257,10 +377,11 @@ def live_peak(asked: Recipe) -> int:
     return peaks[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_memory_of_a_rank_is_predicted(ranks, tmp_path):
     found = {}
-    for world in ("1", "tp2"):
+    for world in ("1", "tp2", "sp2"):
         size, knobs = WORLDS[world]
         model = replace(recipe(tmp_path).model, layers=4, heads=4, width=128, mlp_width=512, dropout=0.1)
         options: dict[str, Any] = {"memory": {"micro_batch_size": 8, **knobs}, "checkpoint": Checkpoint(every=None)}
@@ -270,6 +391,7 @@ def test_memory_of_a_rank_is_predicted(ranks, tmp_path):
         assert predicted == pytest.approx(measured, rel=0.05)
         found[world] = measured
     assert found["tp2"] < 0.6 * found["1"]
+    assert found["sp2"] < found["tp2"]
 
 
 def test_sums_within_a_block_are_predicted(tmp_path):

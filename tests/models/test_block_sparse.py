@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import torch
 from helpers.problems import make_model
 from torch.autograd import grad
 from torch.nn.attention.flex_attention import flex_attention
+from torch.profiler import ProfilerActivity, profile
 
 from trainer.errors import RecipeError
 from trainer.models import block_sparse
-from trainer.models.block_sparse import NAME, attend, flex_pattern, pattern
+from trainer.models.block_sparse import NAME, attend, flex_pattern, inner_bytes, pattern
 
 SMALL = {"max_position_embeddings": 128, "block_size": 4, "num_random_blocks": 3}
 op = getattr(torch.ops.trainer, NAME)
@@ -235,6 +237,32 @@ def test_the_planner_sees_the_operation_what_it_allocates_and_what_it_computes(g
         assert inside == [2 * 2 * 60 * 4] * 2  # of FlexAttention, a number in fp32 for each query and head
     else:  # has none
         assert max(inside) == 13 * 8 * 4 * 8 * 4  # keys of 8 for each of the blocks but the first and the last
+
+
+def allocated(call):
+    """Bytes that torch's allocator had handed out at most during ``call``, beside those of the result; and the result.
+
+    As its profiler has written them down, allocation by allocation.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes)) - sum(tensor.nbytes for tensor in result), result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_planner_knows_what_the_operation_allocates_for_itself(dtype, training):
+    torch.manual_seed(0)
+    query, key, value, up = (torch.randn(1, 2048, 2, 64, dtype=dtype).transpose(1, 2) for _ in range(4))
+    counts = torch.from_numpy(pattern(1, 2, 32, 3, 64, 4096, training))[0]
+    args = (query, key, value, torch.ones(1, 2048, dtype=torch.bool), counts, 5 + 3 * training)
+    backward = getattr(torch.ops.trainer, f"{NAME}_backward").default
+    measured, result = allocated(lambda: op.default(*args))
+    assert sum(inner_bytes(op.default, args, None)) == pytest.approx(measured, rel=0.05)
+    args = (up, *args, *result)
+    assert sum(inner_bytes(backward, args, None)) == pytest.approx(allocated(lambda: backward(*args))[0], rel=0.05)
 
 
 @pytest.mark.slow

@@ -17,13 +17,13 @@ from transformers import AutoModelForSequenceClassification
 from trainer import Memory, Optim, Recipe
 from trainer.engine.window import Cut, Windows, cut_batch, fullest, tokens_of
 from trainer.errors import RecipeError
-from trainer.models import BigBird, TextClassifier
+from trainer.models import BigBird, TextClassifier, unpadded
 from trainer.models.common import classification_loss
 from trainer.models.unpadded import Lengths, _DroppedAttention, attend
 from trainer.planner.predict import prepared
 from trainer.weights.blocks import find_blocks
 
-ENCODERS = ("distilbert", "bert", "roberta")
+ENCODERS = ("distilbert", "bert", "roberta", "bigbird")
 LENGTHS = [9, 5, 5, 1, 12]
 
 
@@ -49,7 +49,7 @@ def gradient(model: TextClassifier, module: torch.nn.Module, batch: Any) -> Tens
 def test_gradients_are_those_of_transformers_on_padded_texts(name: str) -> None:
     """Of a module that transformers has made, and that nothing of ours has touched."""
     known = make_model("bert" if name == "xlm-roberta" else name)
-    model = dataclasses.replace(known, name=name, num_classes=5)
+    model = dataclasses.replace(known, name={"bigbird": "big_bird"}.get(name, name), num_classes=5)
     torch.manual_seed(0)
     module = model.build().double().train()
     with torch.no_grad():
@@ -61,8 +61,16 @@ def test_gradients_are_those_of_transformers_on_padded_texts(name: str) -> None:
     packed = model.packed(batch)
     assert packed["input_ids"].shape == (1, sum(LENGTHS))
     assert packed["lengths"].tokens == LENGTHS
+    with torch.no_grad():
+        evaluated = [next(model.losses(one.eval(), part)).logits for one, part in ((module, packed), (theirs, batch))]
+        assert (evaluated[0] - evaluated[1]).norm() <= 1e-12 * evaluated[1].norm()
+    module.train(), theirs.train()
     expected = gradient(model, theirs, batch)
     assert (gradient(model, module, packed) - expected).norm() <= 1e-12 * expected.norm()
+    if name == "bigbird":  # whose attention is ours where it is padded, too
+        theirs = dataclasses.replace(model, padding_free=False).build().double().train()
+        theirs.load_state_dict(module.state_dict())
+        expected = gradient(model, theirs, batch)
     assert torch.equal(gradient(model, module, batch), expected)  # one that is padded is computed as ever
     assert [type(block).__name__ for block in find_blocks(module)] == [type(b).__name__ for b in find_blocks(theirs)]
 
@@ -102,8 +110,10 @@ def test_dropout_follows_from_the_seed_and_the_texts(name: str) -> None:
     assert not torch.equal(found[0], found[2])
 
 
-def test_attention_drops_as_many_weights_as_it_is_told() -> None:
+@pytest.mark.parametrize("rows", [64, 24])
+def test_attention_drops_as_many_weights_as_it_is_told(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the identity as values, attention's output is its weights."""
+    monkeypatch.setattr(unpadded, "ROWS", rows)
     torch.manual_seed(0)
     query, key = torch.randn(2, 1, 4, 64, 64, dtype=torch.float64)
     weights = ((query * 64**-0.5) @ key.transpose(-2, -1)).softmax(-1)
@@ -119,7 +129,10 @@ def test_attention_drops_as_many_weights_as_it_is_told() -> None:
     assert neighbours.double().mean() == pytest.approx((1 - rate) ** 2 + rate**2, abs=3e-3)
 
 
-def test_gradients_of_dropped_attention_are_right() -> None:
+@pytest.mark.parametrize("rows", [3, 2])
+def test_gradients_of_dropped_attention_are_right(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpadded, "ROWS", rows)
+
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         torch.manual_seed(5)
         return _DroppedAttention.apply(query, key, value, 0.3)
@@ -168,7 +181,9 @@ def test_what_cannot_be_packed_stays_padded_or_is_refused() -> None:
     assert plain.packed(batch) is batch
     assert not plain.packs()
     decoder = TextClassifier("bert", tokenizer=tokenizer_folder(), config={"is_decoder": True}, num_classes=2)
-    for other in (decoder, TextClassifier("gpt2", tokenizer=tokenizer_folder()), BigBird(tokenizer=tokenizer_folder())):
+    sparse = BigBird(tokenizer=tokenizer_folder(), attention="block_sparse")
+    of_transformers = (TextClassifier(name, tokenizer=tokenizer_folder()) for name in ("gpt2", "big_bird"))
+    for other in (decoder, sparse, *of_transformers):
         assert not other.packs()
         with pytest.raises(RecipeError, match=r"model\.padding_free=true is for encoders \(distilbert, bert,.*null"):
             dataclasses.replace(other, padding_free=True).packs()

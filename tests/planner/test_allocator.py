@@ -7,7 +7,7 @@ from helpers.plain_allocator import PlainAllocator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.planner.allocator import ADDRESSES, AllocatorSettings, Block, CachingAllocator, Driver, Shortage
+from trainer.planner.allocator import ADDRESSES, AllocatorSettings, Block, CachingAllocator, Shortage
 
 MiB = 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -67,7 +67,7 @@ def test_expandable_segment_grows_gives_whole_pages_back_and_fills_the_gap_first
 
 
 def test_the_cache_is_given_back_when_memory_runs_out() -> None:
-    allocator = CachingAllocator(driver=Driver(100 * MiB))
+    allocator = CachingAllocator(capacity=100 * MiB)
     allocator.malloc(20 * MiB)
     allocator.free(allocator.malloc(50 * MiB))
     assert (allocator.reserved, allocator.retries) == (70 * MiB, 0)
@@ -80,7 +80,7 @@ def test_the_cache_is_given_back_when_memory_runs_out() -> None:
 
 
 def test_an_expandable_segment_without_memory_keeps_what_could_be_mapped() -> None:
-    allocator = CachingAllocator(EXPANDABLE, Driver(59 * MiB))
+    allocator = CachingAllocator(EXPANDABLE, 59 * MiB)
     allocator.malloc(10 * MiB)
     with pytest.raises(Shortage):
         allocator.malloc(40 * MiB)  # 30 MiB more are two pages, and there is one
@@ -145,7 +145,7 @@ def check(allocator: CachingAllocator, live: list[Block]) -> None:
 def test_invariants_and_the_same_as_the_plain_allocator(
     expandable: bool, capacity: int | None, steps: list[tuple[str, int, int]]
 ) -> None:
-    allocator = CachingAllocator(AllocatorSettings(expandable), Driver(capacity))
+    allocator = CachingAllocator(AllocatorSettings(expandable), capacity)
     plain = PlainAllocator(expandable, capacity)
     live: list[Block] = []
     for kind, number, stream in steps:

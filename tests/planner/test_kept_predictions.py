@@ -175,7 +175,8 @@ def test_a_change_of_a_file_misses_whether_it_was_loaded_before_or_while_tracing
         os.utime(tmp_path / f"{name}.py", ns=(before.st_atime_ns, before.st_mtime_ns))
         assert not asked.known(root)
         asked.keep(root)
-    assert answer_of(asked.note(root, since=time.time_ns()), asked.module) is None  # changed since this process began
+    began = os.stat(tmp_path / "own_net.py").st_ctime_ns + 1
+    assert answer_of(asked.note(root, since=began), asked.module) is None  # changed just before this process began
 
 
 def test_what_cannot_be_described_is_not_kept(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.errors import RecipeError
 from trainer.planner.gpus import gpu_named
-from trainer.planner.network import Group, group_of, interconnects, sent
+from trainer.planner.network import Cluster, Group, interconnects, sent
 
 A100 = gpu_named("a100-80gb")
 (HDR,) = interconnects("ib-hdr", A100)
@@ -14,11 +14,11 @@ GB = 10**9
 
 
 def test_groups_are_found_from_their_distance() -> None:
-    assert [group_of(64, 1, 64, 8), group_of(4, 1, 4, 4)] == [Group(64, 8), Group(4, 4)]
+    assert [Cluster(64, 8).group(64, 1), Cluster(4, 4).group(4, 1)] == [Group(64, 8), Group(4, 4)]
     # The shards of a node and their replicas; two replicas of four nodes each; two shards of a node, 16 times.
-    assert [group_of(8, 1, 64, 8), group_of(8, 8, 64, 8)] == [Group(8, 1), Group(8, 8, beside=8)]
-    assert [group_of(32, 1, 64, 8), group_of(2, 32, 64, 8)] == [Group(32, 4), Group(2, 2, beside=8)]
-    assert group_of(16, 4, 64, 8) == Group(16, 8, beside=4)
+    assert [Cluster(64, 8).group(8, 1), Cluster(64, 8).group(8, 8)] == [Group(8, 1), Group(8, 8, beside=8)]
+    assert [Cluster(64, 8).group(32, 1), Cluster(64, 8).group(2, 32)] == [Group(32, 4), Group(2, 2, beside=8)]
+    assert Cluster(64, 8).group(16, 4) == Group(16, 8, beside=4)
 
 
 def milliseconds(op: str, size: int, group: Group) -> float:

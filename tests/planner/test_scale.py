@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from helpers.tiny import target_of
+from helpers.tiny import predict, target_of
 from helpers.traced import BLOCKS, CLASSES, INNER, WIDTH, own_recipe, traced
 
 from trainer.errors import RecipeError
@@ -17,7 +17,7 @@ from trainer.planner.cost import StepCost
 from trainer.planner.events import Trace
 from trainer.planner.knobs import applied
 from trainer.planner.network import Cluster, clusters, interconnects, strategies
-from trainer.planner.predict import Prediction, cost_of, predict, traffic_of
+from trainer.planner.predict import Prediction, cost_of, traffic_of
 from trainer.planner.scale import Scale, ScaleReport, ScaleRow
 from trainer.recipe import Memory, Run
 

@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from cli.supervised import fork_processes
 from torch import nn
 
 from trainer.cli import run
@@ -85,6 +86,13 @@ def test_a_plain_loop_takes_what_the_same_loop_takes_in_fake_gpu(written, capsys
     assert not Path("done").exists(), "it went on"
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's process is a fork of one that has imported everything."""
+    fork_processes(monkeypatch)
+
+
+@pytest.mark.usefixtures("warm")
 def test_a_script_that_fails_is_told_with_its_line(written, capsys):
     path = written("import torch\nx = torch.zeros(3, device='cuda')\nprint('so far')\nraise KeyError('lr')\n")
     assert run(["plan", "--script", path, "--gpu", "rtx-4090", "--out", "out"]) == 2
@@ -109,6 +117,7 @@ GUESSES = """
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_guesses_and_a_budget_above_the_card_are_said_and_secrets_are_not(written, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     found = planned(written(GUESSES), "--hub_token", "abc123secret", "--lr", "1", flags=("--memory.budget", "90GB"))
@@ -123,6 +132,7 @@ def test_guesses_and_a_budget_above_the_card_are_said_and_secrets_are_not(writte
     assert "train.py:10" in said
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_must_be_named(written, capsys):
     assert run(["plan", "--script", written(LOOP), "--out", "out"]) == 2
@@ -147,6 +157,7 @@ def test_no_launcher_starts_it(capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("text", "told"),
     [

@@ -10,6 +10,7 @@ from math import ceil, inf
 from typing import Any
 
 import pytest
+from helpers.tiny import predict
 from helpers.traced import CLASSES, WIDTH, Own, own_recipe
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.planner import search as searching
 from trainer.planner.cost import StepCost
 from trainer.planner.gpus import gpu_named
-from trainer.planner.predict import Prediction, predict
+from trainer.planner.predict import Prediction
 from trainer.planner.report import table
 from trainer.planner.search import MARGIN, Search, plan
 from trainer.planner.target import Target
@@ -146,8 +147,9 @@ def recipe_for(model: Analytic) -> Recipe:
     return load_recipe("vit_digits")[0].replace(batch_size=model.batch, memory=Memory())
 
 
-def everything(model: Analytic) -> Iterator[tuple[float, float, Memory]]:
-    """Bytes and milliseconds of all that can be: every combination of the knobs, and every micro-batch."""
+def everything(model: Analytic, sizes: tuple[int, ...] = ()) -> Iterator[tuple[float, float, Memory]]:
+    """Bytes and milliseconds of all that can be: every combination of the knobs, and every micro-batch of ``sizes``,
+    by default all."""
     recipe, several = recipe_for(model), model.ranks > 1
     checkpointing = ("none", 0.25, 0.5, 0.75, "selective", "full")
     choices: dict[str, tuple[Any, ...]] = {
@@ -159,7 +161,7 @@ def everything(model: Analytic) -> Iterator[tuple[float, float, Memory]]:
         "replicas": (1, model.nodes) if model.nodes > 1 else (1,),
         "reshard_after_forward": (True, False) if several else (True,),
         "sync_every_micro_step": (None, True) if several else (None,),
-        "micro_batch_size": tuple(range(1, model.batch // model.ranks + 1)),
+        "micro_batch_size": sizes or tuple(range(1, model.batch // model.ranks + 1)),
     }
     target = Target(gpu_named("a100-80gb"))
     for values in product(*choices.values()):
@@ -218,7 +220,8 @@ def test_knobs_and_cuts_that_lose_nothing_are_found(search):
     machine."""
     chosen = []
     for model in (MODELS[0], MODELS[2], MODELS[6], MODELS[-1]):
-        for budget in budgets(list(everything(model)), 9):
+        ends = (1, model.batch // model.ranks)  # of the least memory, and of the least time
+        for budget in budgets(list(everything(model, ends)), 9):
             report, _ = search(model, budget)
             halved = [-(-model.batch // model.ranks // 2**times) for times in range(8)]
             chosen.append(dict(report.chosen.flags, halved=halved) if report.chosen else {})

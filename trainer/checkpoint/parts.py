@@ -207,9 +207,8 @@ class PartsReader:
             count *= max(0, end - start)
         if count:
             stored = self._stored(name, part)
-            found = (
-                stored[tuple(there)] if there else self._open(part["file"]).get_tensor(part.get("key", name))
-            )  # a number is whole
+            # A number is whole.
+            found = stored[tuple(there)] if there else self._open(part["file"]).get_tensor(part.get("key", name))
             target.tensor[tuple(here)].copy_(found)
         return count
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands import TRUST, OwnFlags
@@ -108,7 +110,6 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
 
         from trainer.planner.from_config import trained_by
         from trainer.planner.kept import Keeper
-        from trainer.planner.page import write_page
         from trainer.planner.report import NOTHING, pasteable, settings, table, why
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
@@ -230,3 +231,24 @@ def _scaled(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     if any(row["fits"] for row in content["rows"]):
         return content, ""
     return content, "nothing fits on any of these numbers of devices: shard over more, or plan one of them"
+
+
+PAGE = Path(__file__).with_name("page.html")
+
+
+def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, Any] | None) -> None:
+    """Write ``plan.html``: ``content``, what ``plan.json`` holds, as a table with two sliders, without a network.
+
+    Its memory curve is drawn of the ``timeline``, as ``plot_plan`` draws it; without one there is none.
+    """
+    from trainer.report.plots import CATEGORIES
+
+    curve = None if timeline is None else {**timeline, "categories": CATEGORIES}
+    parts = {"title": html.escape(str(content["recipe"])), "plan": _embedded(content), "curve": _embedded(curve)}
+    write_atomic(path, Template(PAGE.read_text(encoding="utf-8")).substitute(parts))
+
+
+def _embedded(value: Any) -> str:
+    """JSON that HTML cannot take for the end of a script, whatever somebody has called something."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

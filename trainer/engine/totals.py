@@ -50,13 +50,11 @@ class LossTotals:
 
     def _over_ranks(self, norm: Tensor, numbers: Tensor) -> tuple[float, list[float]]:
         """``norm``, and ``numbers`` in float64 summed over the ranks, each share of the batch once."""
-        numbers = torch.cat([numbers, numbers.new_ones(1)])
-        if self.world_size * self.copies > 1:
+        numbers, everybody = torch.cat([numbers, numbers.new_ones(1)]), self.world_size * self.copies
+        if everybody > 1:
             torch.distributed.all_reduce(numbers)
         first, *values, ranks = torch.cat([norm.detach().to(numbers).reshape(1), numbers]).tolist()
-        if (
-            ranks != self.world_size * self.copies
-        ):  # NCCL says nothing of a collective that was aborted while a rank waited
+        if ranks != everybody:  # NCCL says nothing of a collective that was aborted while a rank waited
             raise RuntimeError("the ranks did not all come to the end of the step: its collectives were aborted")
         return first, [value / self.copies for value in values]
 

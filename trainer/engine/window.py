@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import chain, tee
 from math import fsum
 from typing import Any
@@ -18,6 +19,9 @@ from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
 from trainer.values import BadSample, Groups, Incomplete, Request
+
+MOST_DEALT = 2**18
+"""Samples of a run of which the fullest micro-batch is looked for; of more, the longest samples bound it."""
 
 MOST_HALVINGS = 64  # of a micro-batch: none has 2 ** 64 samples
 
@@ -106,14 +110,18 @@ def cut_batch(
 
     Micro-batches are as equal in size as can be: the same peak on every rank, and empty ones only when there are fewer
     samples than micro-batches. With ``lengths``, samples of like length share a micro-batch, the longest first, so that
-    the peak comes first and the ranks pad alike; with ``packs``, tokens are counted without padding.
+    the peak comes first and the ranks pad alike; with ``packs`` there is no padding, and lengths are mixed so that all
+    micro-batches have about as many tokens: a lower peak, and no rank waits for another.
     """
     if cut.any_ranks:
         pieces = cut_batch(indices, replace(cut, any_ranks=False), 1, lengths, packs)
         return pieces + [[] for _ in range(-len(pieces) % world_size)]
     order = list(indices) if lengths is None else sorted(indices, key=lambda index: -lengths[index])
     if lengths is None or cut.micro_batch_tokens is None:
-        return [order[start:end] for start, end in _equal_bounds(len(order), cut.micro_batch_size, world_size)]
+        bounds = _equal_bounds(len(order), cut.micro_batch_size, world_size)
+        if lengths is not None and packs:
+            return _dealt(order, len(bounds), lengths)
+        return [order[start:end] for start, end in bounds]
     return _pieces_by_tokens(order, cut, world_size, lengths, packs)
 
 
@@ -123,6 +131,20 @@ def _equal_bounds(size: int, micro_batch_size: int, world_size: int) -> list[tup
     least, longer = divmod(size, count)
     bounds = [piece * least + min(piece, longer) for piece in range(count + 1)]
     return list(zip(bounds, bounds[1:], strict=False))
+
+
+def _dealt(by_length: list[int], count: int, lengths: Sequence[int]) -> list[list[int]]:
+    """``count`` micro-batches, those with the most tokens first: every sample, the longest first, goes to the one with
+    the fewest that has room (Graham's rule, 1969)."""
+    pieces: list[list[int]] = [[] for _ in range(count)]
+    most = -(-len(by_length) // count)
+    waiting = [(0, number) for number in range(count)]
+    for index in by_length:
+        tokens, number = heappop(waiting)
+        pieces[number].append(index)
+        if len(pieces[number]) < most:
+            heappush(waiting, (tokens + lengths[index], number))
+    return sorted(pieces, key=lambda piece: -tokens_of(piece, lengths, packs=True))
 
 
 def _pieces_by_tokens(
@@ -249,14 +271,17 @@ class Windows:
     def longest(self, epochs: int) -> Window:
         """A window of the largest micro-batch that can occur: twice, if gradients of an earlier one are kept then."""
         self.current_epoch = max(self.spans(epochs), key=lambda span: self.cut(span.start).micro_batch_size).start
-        cut = self.cut(self.current_epoch)
-        lengths = self.lengths
-        order: Sequence[int] = [*self.probably_longest, *range(min(self.size, cut.micro_batch_size))]
-        if lengths is not None:
-            order = sorted(range(self.size), key=lambda i: -lengths[i])
-        if cut.micro_batch_tokens is None:  # else a micro-batch of shorter samples may have more tokens
-            order = order[: cut.micro_batch_size]
-        indices = fullest(cut_batch(order, cut, 1, lengths, self.packs), lengths, self.packs)
+        cut, lengths = self.cut(self.current_epoch), self.lengths
+        if self.packs and lengths is not None and epochs * self.size <= MOST_DEALT:
+            every = ((epoch, step) for epoch in range(epochs) for step in range(self.steps(epoch)))
+            indices = fullest([piece for at in every for piece in self.pieces(*at)], lengths, self.packs)
+        else:
+            order: Sequence[int] = [*self.probably_longest, *range(min(self.size, cut.micro_batch_size))]
+            if lengths is not None:
+                order = sorted(range(self.size), key=lambda i: -lengths[i])
+            if cut.micro_batch_tokens is None:  # else a micro-batch of shorter samples may have more tokens
+                order = order[: cut.micro_batch_size]
+            indices = fullest(cut_batch(order, cut, 1, lengths, self.packs), lengths, self.packs)
         seeds = [0] * len(indices) if self.augmented else None
         count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
         fetched = enumerate(self.fetch(iter([Request(indices, seeds)] * count)), start=1)

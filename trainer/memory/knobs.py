@@ -95,6 +95,7 @@ KNOBS = (  # in the order to try them
     Knob("activation_offload", (False, True), "activations offloaded", ACTIVATIONS, planned=True, to_host=True),
     Knob("strategy", ("ddp", "fsdp"), turns=(Turn("fsdp", ALL),), planned=True, graded=False, needs_ranks=True),
     Knob("tensor_parallel", (1,), "tensor parallel over {} ranks", graded=False, needs_ranks=True),
+    Knob("sequence_parallel", (False, True), "sequence parallel", graded=False, needs_ranks=True),
     Knob("replicas", (1, 2), "{} replicas", planned=True, graded=False, needs_ranks=True),
     # false is the faster one, and needs more memory
     Knob("reshard_after_forward", (True, False), "whole weights kept until backward", planned=True, graded=False),
@@ -131,6 +132,12 @@ KNOBS = (  # in the order to try them
 
 SEARCHED = tuple(sorted((k for k in KNOBS if k.planned and k.values), key=lambda knob: -knob.reach))
 """The knobs that a search turns and that lose nothing; those that lower the most come first."""
+
+UNPROVEN = (
+    *("cpu_offload", "activation_offload", "optimizer_in_backward", "optimizer_state_bits", "stochastic_rounding"),
+    *("compile", "replicas"),
+)
+"""Knobs that nobody has shown to be right on weights that are split by ``tensor_parallel``."""
 
 LOSSY = tuple(sorted((k for k in KNOBS if k.lossy), key=lambda knob: -knob.reach))
 

@@ -11,7 +11,10 @@ from trainer.memory.knobs import HALF, described, left_open
 from trainer.memory.refusals import require_compatible
 from trainer.recipe import Memory, Recipe, Strategy
 
-EVALUATED = ("strategy", "precision", "matmul_precision", "tensor_parallel", "replicas", "micro_batch_tokens")
+EVALUATED = (
+    *("strategy", "precision", "matmul_precision", "tensor_parallel", "sequence_parallel", "replicas"),
+    "micro_batch_tokens",
+)
 """The knobs that an evaluation turns as training does."""
 
 CUT_MATTERS = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.engine.window import Cut
 from trainer.errors import RecipeError, require
-from trainer.memory.knobs import ADAM
+from trainer.memory.knobs import ADAM, UNPROVEN
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.text import as_text
 from trainer.weights.files import PICKLED
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 DIVIDE_BY_SQUARES = (*ADAM, "adagrad", "rmsprop")
 """Optimizers that divide by the root of squared gradients, plus an epsilon of at most 1e-8."""
 
-
-UNPROVEN = (
-    *("cpu_offload", "activation_offload", "optimizer_in_backward", "optimizer_state_bits", "stochastic_rounding"),
-    *("compile", "replicas"),
-)
-"""Knobs that nobody has shown to be right on split weights."""
 
 CONDITIONAL = "which is conditional (some micro-batches leave parameters without a gradient)"
 
@@ -74,6 +68,9 @@ def _strategy(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str
         yield "memory.compile=model cannot see through the hooks of FSDP: use memory.compile blocks"
     if offload == "parameters" and memory.strategy == "ddp":
         yield "memory.cpu_offload=parameters streams weights through FSDP, not DDP: use memory.strategy fsdp or auto"
+    if memory.sequence_parallel and memory.tensor_parallel == 1:
+        key = "memory.sequence_parallel=true"
+        yield f"{key} is for ranks that share blocks, and memory.tensor_parallel is 1: use false, or 2 ranks and more"
     if sharded and offload != "none" and memory.sync_every_micro_step is False:
         yield f"memory.sync_every_micro_step=false keeps what memory.cpu_offload={offload} moves: leave it at null"
 

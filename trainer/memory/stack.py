@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from trainer.contract import Model
 from trainer.engine.deterministic import tree_sync
 from trainer.engine.sync import GradientSync, gradient_sync
+from trainer.errors import RecipeError
 from trainer.memory.activation_checkpointing import checkpoint_blocks
 from trainer.memory.activation_offload import offload_activations
 from trainer.memory.initialize import HOST, materialise
@@ -77,12 +78,16 @@ def apply_stack(
         RecipeError: when a technique needs blocks and none are found, or a parameter cannot be held.
     """
     memory = plan.memory
-    require_able(module, plan)
     splits, sharded = memory.tensor_parallel > 1, plan.strategy == "fsdp"
     mesh = mesh_of(plan, fabric.device) if splits or sharded else None
-    if splits and mesh is not None:
-        split_over_ranks(module, model, mesh[TENSOR])
-    blocks = _blocks(model, module, plan)
+    try:
+        require_able(module, plan)
+        if splits and mesh is not None:
+            split_over_ranks(module, model, mesh[TENSOR], memory.sequence_parallel)
+        blocks = _blocks(model, module, plan)
+    except RecipeError as error:
+        vars(error)["trainer_reported"] = fabric.global_rank > 0  # all ranks refuse it alike: the first one says so
+        raise
     found = describe_blocks(blocks)  # FSDP gives them other classes
     checkpoint_blocks(module, blocks, memory.activation_checkpointing)
     if memory.compile != "none":

@@ -7,12 +7,18 @@ dimension ``tensor``, activations plain tensors. All else is on every rank, whic
 
 Between the two layers activations are split as well, along heads or features. All ranks of a group draw from the same
 seeds, so dropout draws the mask of the whole there and takes its part: the run is that of one rank, mask by mask.
+
+With ``memory.sequence_parallel`` all else within blocks (norms, residuals, dropout) is shared as well, token by token,
+as by Korthikanti et al. (2022): of each sum a rank gets the tokens that are its own (a reduce-scatter), and the tokens
+of all come together before the next split layer (an all-gather). Between blocks, and from there to the layers,
+activations are DTensors: other code that reads them sees the whole, or is refused by torch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import wraps
 from itertools import product
 from re import fullmatch
@@ -22,10 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from trainer.contract import Model
 from trainer.engine.sync import (
@@ -40,7 +47,7 @@ from trainer.errors import RecipeError, require
 from trainer.memory.sharding import DATA, TENSOR, local
 from trainer.weights.blocks import find_blocks
 
-STYLES = ("colwise", "rowwise", "attention", "replicated_with_grad_allreduce")
+STYLES = ("colwise", "rowwise", "attention", "replicated_with_grad_allreduce", "sequence_parallel")
 """Of a plan; the names are transformers' own, but for ``attention``: an ``nn.MultiheadAttention``."""
 
 HEADS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads")
@@ -49,14 +56,14 @@ HEADS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads")
 OTHER_DROPOUTS = ("alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
 
 
-def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh) -> None:
+def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh, by_tokens: bool = False) -> None:
     """Split the linear layers of ``module`` over ``mesh``, one-dimensional, in place, as the plan of ``model`` says.
 
-    Weights are whole, on any device or on meta, and the same on every rank; names of weights stay, but for those of an
-    ``nn.MultiheadAttention``: see :class:`SplitAttention`.
+    ``by_tokens`` shares what its blocks compute between them, too. Weights are whole, on any device or on meta, and the
+    same on every rank; names of weights stay, but for those of an ``nn.MultiheadAttention``: :class:`SplitAttention`.
 
     Raises:
-        RecipeError: when there is no plan, or the ranks do not divide what is to be split.
+        RecipeError: when there is no plan, or the ranks do not divide what is to be split, or no tokens to be shared.
     """
     plan, region, key = model.tensor_parallel_plan(module), _Region(mesh), f"memory.tensor_parallel={mesh.size()}"
     kind = type(model).__name__
@@ -72,9 +79,24 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh) -> None:
         setattr(module.get_submodule(above), leaf, SplitAttention(module.get_submodule(name), name, key))
         del styles[name]
         styles |= {f"{name}.{part}": "colwise" for part in "qkv"} | {f"{name}.out_proj": "rowwise"}
-    for name, style in styles.items():
-        _split(module.get_submodule(name), style, name, region, key)
+    # Where there are blocks, a region is a block: one may call the layers of its attention (models/unpadded.py).
+    found = find_blocks(module, model.blocks)
+    blocks = [name for name, part in module.named_modules() if any(part is block for block in found)]
     split = [name for name, style in styles.items() if style == "colwise"]
+    holders = list(dict.fromkeys(_holder(module, name, blocks) for name in split))
+    named = {_holder(module, name, blocks) for name, style in styles.items() if style == "sequence_parallel"}
+    require(
+        not by_tokens or named.issuperset(holders),
+        f"memory.sequence_parallel: {kind}.tensor_parallel_plan does not say that blocks work token by token outside "
+        "split layers: give their norms the style sequence_parallel (docs/your-own-model.md), or use false",
+    )
+    # The last block of packed texts computes the first token of each only.
+    firsts = {name for name in holders if getattr(module.get_submodule(name), "reads_first", False)}
+    shared = [name for name in holders if by_tokens and name not in firsts]
+    for name, style in styles.items():
+        first = isinstance(module.get_submodule(_parent(module, name)), SplitAttention)
+        tokens = (0 if first else -2) if _holder(module, name, blocks) in shared else None
+        _split(module.get_submodule(name), style, name, region, key, tokens)
     for parent in map(module.get_submodule, dict.fromkeys(_parent(module, name) for name in split)):
         for owner, attribute in product((getattr(parent, "config", None), parent), HEADS):
             heads = getattr(owner, attribute, None)
@@ -82,12 +104,30 @@ def split_over_ranks(module: nn.Module, model: Model, mesh: DeviceMesh) -> None:
                 require(heads % mesh.size() == 0, f"{key} does not divide the {heads} heads of {kind}: use a divisor")
                 if owner is parent:
                     setattr(parent, attribute, heads // mesh.size())
-    # Where there are blocks, a region is a block: one may call the layers of its attention (models/unpadded.py).
-    found = find_blocks(module, model.blocks)
-    blocks = [name for name, part in module.named_modules() if any(part is block for block in found)]
-    for name in dict.fromkeys(_holder(module, name, blocks) for name in split):
+    for name, following in zip(holders, [*holders[1:], ""], strict=True):
         holder = module.get_submodule(name)
-        holder.forward = region.around(holder)
+        goes_on = following in shared and _parent(module, following) == _parent(module, name)
+        holder.forward = region.around(holder, name in shared, goes_on)
+    for name in dict.fromkeys(_parent(module, name) for name in split if _holder(module, name, blocks) in shared):
+        if name not in holders:
+            module.get_submodule(name).register_forward_pre_hook(region.assemble, with_kwargs=True)
+    if shared:
+        module.forward = _told(module.forward, kind)
+
+
+def _told(forward: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """``forward``, which refuses in words of ours what torch does not compute of tokens that are shared."""
+
+    @wraps(forward)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            why = f"memory.sequence_parallel: {kind} computes of shared tokens what torch cannot ({error}): use false"
+            require("DTensor" not in str(error), why)
+            raise
+
+    return within
 
 
 def _matched(module: nn.Module, plan: Mapping[str, str], where: str) -> dict[str, str]:
@@ -115,10 +155,12 @@ def _holder(module: nn.Module, name: str, blocks: Sequence[str]) -> str:
     return max(around, key=len) if around else _parent(module, name)
 
 
-def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str) -> None:
-    if style == "replicated_with_grad_allreduce":
-        layer._sees_part = True  # type: ignore[assignment]
-        region.partly.append(layer)
+def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str, tokens: int | None) -> None:
+    """Split a layer; ``tokens`` is the dimension of what it sums along which each rank gets its share, if it does."""
+    if style in ("replicated_with_grad_allreduce", "sequence_parallel"):
+        if style != "sequence_parallel" or tokens is not None:
+            layer._sees_part = True  # type: ignore[assignment]
+            region.partly.append(layer)
         return
     if not isinstance(layer, nn.Linear):
         raise RecipeError(f"{key}: {name} is a {type(layer).__name__}: only nn.Linear can be split {style}")
@@ -126,7 +168,8 @@ def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str) -
     require(width % region.ranks == 0, f"{key} does not divide the {width} features of {name}: use a divisor of them")
     begins = style == "colwise"
     # Each rank takes its part of what it has: nothing is sent.
-    parallelize_module(layer, region.mesh, ColwiseParallel() if begins else RowwiseParallel(), src_data_rank=None)
+    sums = RowwiseParallel(output_layouts=Replicate() if tokens is None else Shard(tokens))
+    parallelize_module(layer, region.mesh, ColwiseParallel() if begins else sums, src_data_rank=None)
     layer.register_forward_pre_hook(region.enter if begins else region.leave, prepend=True)
     if begins:
         layer.register_forward_hook(region.begin)
@@ -171,7 +214,7 @@ class SplitAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of this rank's heads and the sum over ranks; (n, tokens, width), laid out in memory as torch's."""
         query, key, value = (
-            layer(inputs.transpose(0, 1)).unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)
+            layer(inputs).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for layer, inputs in ((self.q, query), (self.k, key), (self.v, value))
         )
         dropout = self.dropout if self.training else 0.0
@@ -187,32 +230,68 @@ class _Region(TorchFunctionMode):
         self.mesh, self.rank, self.ranks = mesh, mesh.get_local_rank(), mesh.size()
         self.is_split = self.is_open = False
         self.entered: tuple[Tensor, DTensor] | None = None
+        self.tokens = 0  # of the block that is computed, where each rank has its share of them between split layers
         self.partly: list[nn.Module] = []  # whose weights are on every rank, and see the heads of this one
 
-    def around(self, parent: nn.Module) -> Callable[..., Any]:
-        """The forward of ``parent``, which holds layers that are split by columns."""
-        forward = parent.forward
+    def around(self, parent: nn.Module, is_shared: bool, goes_on: bool) -> Callable[..., Any]:
+        """The forward of ``parent``, which holds layers that are split by columns. One that ``is_shared`` is a block
+        from (n, tokens, width) to the like, and gets this rank's tokens; the next block ``goes_on`` with them."""
+        forward, kind = parent.forward, type(parent).__name__
 
         @wraps(forward)
         def within(*args: Any, **kwargs: Any) -> Any:
             self.is_split, self.is_open, self.entered = False, True, None
             try:
-                if not parent.training:
-                    return forward(*args, **kwargs)
-                with self:
-                    return forward(*args, **kwargs)
+                if is_shared:
+                    is_known = bool(args) and isinstance(args[0], Tensor) and args[0].ndim == 3
+                    require(is_known, f"memory.sequence_parallel: {kind} gets no (n, tokens, width) first: use false")
+                    whole = args[0] if isinstance(args[0], DTensor) else self.alike(args[0])
+                    self.tokens = whole.shape[1]
+                    args = whole.redistribute(placements=[Shard(1)]).to_local(), *args[1:]
+                with self if parent.training else nullcontext():
+                    found = forward(*args, **kwargs)
+                if not is_shared:
+                    return found
+                # A copy, once a forward: what the model does to a view in place, FSDP's hooks and autograd refuse.
+                return self.dealt(found) if goes_on else self.gathered(found).to_local().clone()
             finally:  # a recomputation leaves by an exception
-                self.is_split, self.is_open, self.entered = False, False, None
+                self.is_split, self.is_open, self.entered, self.tokens = False, False, None, 0
 
         return within
+
+    def alike(self, tensor: Tensor) -> DTensor:
+        """What is the same on all ranks."""
+        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+
+    def dealt(self, mine: Any) -> DTensor:
+        """The tokens of all ranks, each where it is, from this rank's: (n, tokens, width) or (tokens, width)."""
+        shape = list(getattr(mine, "shape", ()))
+        along, (share, _) = len(shape) - 2, Shard.local_shard_size_and_offset(self.tokens, self.ranks, self.rank)
+        fits = along in (0, 1) and shape[along] == share
+        require(fits, f"memory.sequence_parallel: {shape or 'a tuple'} has no share of {self.tokens} tokens: use false")
+        shape[along] = self.tokens
+        size: Any = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
+        return DTensor.from_local(mine, self.mesh, [Shard(along)], run_check=False, **size)
+
+    def gathered(self, mine: Tensor) -> DTensor:
+        """The tokens of all ranks, on every rank."""
+        return self.dealt(mine).redistribute(placements=[Replicate()])
+
+    def assemble(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before a module that holds layers that are split by columns: to its first tensor all ranks' tokens."""
+        mine = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        every = self.gathered(mine)
+        return tree_map(lambda one: every if one is mine else one, (args, kwargs))
 
     def enter(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before a layer that is split by columns. Queries, keys and values of one input sum its gradient once."""
         require(
             self.is_open, "memory.tensor_parallel: call modules that hold split layers, not these layers themselves"
         )
+        if isinstance(args[0], DTensor):
+            return args
         if self.entered is None or self.entered[0] is not args[0]:
-            self.entered = args[0], DTensor.from_local(args[0], self.mesh, [Replicate()], run_check=False)
+            self.entered = args[0], self.gathered(args[0]) if self.tokens else self.alike(args[0])
         return self.entered[1], *args[1:]
 
     def begin(self, *_: Any) -> None:
@@ -225,38 +304,44 @@ class _Region(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_split:
+        if self.is_split or self.tokens:
             if func in (functional.dropout, torch.dropout):
                 return self.dropout(*args, **kwargs)
-            if func is functional.scaled_dot_product_attention:
-                return self.attention(*args, **kwargs)
             name = getattr(func, "__name__", "")
-            if name == "draw_kept":  # of models/unpadded.py, which costs an import
+            if self.is_split and func is functional.scaled_dot_product_attention:
+                return self.attention(*args, **kwargs)
+            if self.is_split and name == "draw_kept":  # of models/unpadded.py, which costs an import
                 weights, (texts, heads, *rest), dropped = args
                 whole = func(weights, torch.Size([texts, heads * self.ranks, *rest]), dropped)
                 return whole.narrow(1, self.rank * heads, heads)
             require(name not in OTHER_DROPOUTS, f"memory.tensor_parallel cannot split {name}: use dropout")
-            weights = [one for one in args if isinstance(one, nn.Parameter) and not isinstance(one, DTensor)]
+            given = (*args, *kwargs.values())
+            weights = [one for one in given if isinstance(one, nn.Parameter) and not isinstance(one, DTensor)]
             known = [one for part in self.partly if weights for one in part._parameters.values()]
             require(
                 all(any(one is other for other in known) for one in weights),
                 f"memory.tensor_parallel: {name} uses a weight that every rank has on what layers have split: give its "
-                "module the style replicated_with_grad_allreduce in tensor_parallel_plan",
+                f"module the style {STYLES[3 if self.is_split else 4]} in tensor_parallel_plan",
             )
         return func(*args, **kwargs)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         """Dropout by this rank's part of the mask of the whole: of attention weights (n, heads, queries, keys) along
-        heads, of all else along the last dimension. The whole mask is drawn in the order of the whole's memory."""
+        heads, of tokens that are shared along these, of all else along the last dimension. The whole mask is drawn in
+        the order of the whole's memory."""
         if not training or not p:
             return input
-        along = 1 if input.ndim == 4 else input.ndim - 1
-        size, shape = input.shape[along], list(input.shape)
-        shape[along] *= self.ranks
-        strides = input.stride()
+        shape, strides = list(input.shape), input.stride()
+        if self.is_split:
+            along = 1 if input.ndim == 4 else input.ndim - 1
+            first, size, shape[along] = self.rank * shape[along], shape[along], shape[along] * self.ranks
+        else:
+            along, shape = input.ndim - 2, list(self.dealt(input).shape)
+            size, first = Shard.local_shard_size_and_offset(self.tokens, self.ranks, self.rank)
         order = sorted(range(input.ndim), key=lambda dim: -strides[dim])
         ones = input.new_ones([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(input.ndim)])
-        return input * functional.dropout(ones, p).narrow(along, self.rank * size, size)
+        kept = functional.dropout(ones, p).narrow(along, first, size) != 0  # a view would hold the whole mask
+        return input * kept * (1 / (1 - p) if p < 1 else 1)
 
     def attention(
         self,

@@ -25,7 +25,8 @@ class BigBird(TextClassifier):
             batch is cut. block_sparse is the model's own pattern, exactly as transformers defines it, with the blocks
             that it draws in training and the first block in their place in evaluation; a micro-batch of texts too
             short for it (up to 704 tokens with the model's blocks of 64) attends fully. The pattern follows the
-            length that a micro-batch is padded to, and with it the result. Neither stores a (tokens × tokens) tensor.
+            length that a micro-batch is padded to, and with it the result, so it stays padded. Neither stores a
+            (tokens × tokens) tensor, but for full with dropout on a CPU: a byte for each pair of tokens.
         name: where the configuration comes from: a hub id, a local folder, or big_bird.
         config: entries of the configuration to override, such as {num_hidden_layers: 2}.
     """
@@ -47,6 +48,10 @@ class BigBird(TextClassifier):
         module.bert.pooler.requires_grad_(False)  # type: ignore[union-attr]
         module.config.attention_type = ATTENTION_TYPES[self.attention]  # type: ignore[union-attr]
         return module
+
+    def _has_known_blocks(self, config: Any) -> bool:
+        """Those with full attention: the pattern of block_sparse follows the length that texts are padded to."""
+        return self.attention == "full" and config.model_type == "big_bird"
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
         """As BERT's, for full attention: block_sparse draws its random blocks head by head."""

@@ -106,6 +106,7 @@ def block_sparse_attention(
             total = scores.sub_(most).exp_().sum(-1, keepdim=True)
             outs[rows] = scores.div_(total).to(value.dtype) @ _gathered(values, index)
             logs[rows] = total.log_().add_(most).squeeze(-1)
+            del scores  # before the next are there
     return out, sums
 
 
@@ -138,6 +139,7 @@ def block_sparse_attention_backward(
             of_queries[rows] = change @ near
             for total, part in ((key_sum, change.mT @ queries[rows]), (value_sum, weights.mT @ up)):
                 total.index_add_(0, index.flatten(), part.to(total.dtype).view(-1, *total.shape[1:]))
+            del near, weights, change, total, part
         of_keys.copy_(key_sum)
         of_values.copy_(value_sum)
     return grads
@@ -246,12 +248,16 @@ def inner_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | No
     if _has_flex(query, capability):
         return (batch * heads * tokens * exact,) if backward else ()
     blocks, block = counts.shape[-1], tokens // counts.shape[-1]
+    rows, each = max(2, min(ROWS, blocks - 2)), query.element_size()
     near = max(2 * blocks, min(ROWS, blocks - 2) * width) * block  # keys of a part: of all its blocks of queries
-    gathered, scores = near * size * query.element_size(), near * block * exact
-    in_half = 0 if exact == query.element_size() else near * block * query.element_size()
+    gathered, scores, is_half = near * size * each, near * block * exact, exact > each
+    in_half = near * block * each * is_half
+    of_head = 2 * tokens * size * each * (heads > 1)  # its keys and values beside each other
     if not backward:
-        return gathered, gathered, scores, in_half
-    return gathered, gathered, gathered, scores, scores, in_half, in_half, 2 * tokens * size * exact
+        return of_head, gathered, scores, in_half, rows * block * size * each
+    rounding = scores, scores, in_half, in_half
+    adding = in_half or scores, in_half or scores, gathered, gathered, near * size * exact * is_half
+    return of_head, 2 * tokens * size * exact, gathered, *max(rounding, adding, key=sum)
 
 
 # FlexAttention, on GPUs.
@@ -332,6 +338,9 @@ class Encoder(BigBirdModel):
     """
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> Any:
+        packed: dict[str, Any] = {name: inputs[name] for name in ("cu_seq_lens", "lengths") if name in inputs}
+        if packed and inputs.get("token_type_ids") is None:  # the embeddings have those of one text only
+            inputs["token_type_ids"] = torch.zeros_like(input_ids)
         names = ("token_type_ids", "position_ids", "inputs_embeds")
         states = self.embeddings(input_ids=input_ids, **{name: inputs.get(name) for name in names})
         batch, tokens, _ = states.shape
@@ -339,9 +348,10 @@ class Encoder(BigBirdModel):
         drawn, size = config.num_random_blocks, config.block_size
         if attention_mask is not None:
             attention_mask = attention_mask.bool()
-        if config.attention_type == "original_full" or tokens <= (5 + 2 * drawn) * size:
+        how: dict[str, Any] = packed
+        if not packed and (config.attention_type == "original_full" or tokens <= (5 + 2 * drawn) * size):
             how = {"attention_mask": None if attention_mask is None else attention_mask[:, None, None]}
-        else:
+        elif not packed:
             mask = states.new_ones(batch, tokens, dtype=torch.bool) if attention_mask is None else attention_mask
             states, mask = pad(states, (0, 0, 0, -tokens % size)), pad(mask, (0, -tokens % size))
             sizes = (config.num_hidden_layers, config.num_attention_heads, states.shape[1] // size, drawn, size)

@@ -22,14 +22,19 @@ if TYPE_CHECKING:
 _BERT = {f"encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")}
 _BERT |= {"encoder.layer.*.attention.output.dense": "rowwise", "encoder.layer.*.intermediate.dense": "colwise"}
 _BERT |= {"encoder.layer.*.output.dense": "rowwise"}
+_BERT |= {f"encoder.layer.*.{part}output.LayerNorm": "sequence_parallel" for part in ("attention.", "")}
 _DISTILBERT = {f"transformer.layer.*.attention.{name}": "colwise" for name in ("q_lin", "k_lin", "v_lin")}
 _DISTILBERT |= {"transformer.layer.*.attention.out_lin": "rowwise", "transformer.layer.*.ffn.lin1": "colwise"}
 _DISTILBERT |= {"transformer.layer.*.ffn.lin2": "rowwise"}
+_DISTILBERT |= {f"transformer.layer.*.{part}_layer_norm": "sequence_parallel" for part in ("sa", "output")}
 ENCODERS = {
     "distilbert": _DISTILBERT,
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "big_bird"), _BERT),
 }
 """How ranks share the blocks of model types for which transformers does not say it."""
+DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+_NORMS = {f"layers.*.{part}_layernorm": "sequence_parallel" for part in ("input", "post_attention")}
+"""Types whose plan of transformers splits layers, and whose blocks compute all else token by token."""
 
 NO_TOKENIZER = "none"
 # The names under which configurations keep their dropout rates.
@@ -38,7 +43,7 @@ DROPOUT_FIELDS = (
     *("classifier_dropout", "hidden_dropout", "classifier_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
 )
 PACKED = ("distilbert", "bert", "roberta", "xlm-roberta")
-"""Types of models that compute without padding."""
+"""Types of models that compute without padding, as transformers makes them."""
 
 
 @dataclass
@@ -58,8 +63,8 @@ class TextClassifier(Adaptable):
         class_names: null takes the dataset's; saved with the model.
         dropout: sets all dropout rates of the configuration; null leaves them.
         padding_free: compute on the tokens that are there only, which changes no result but the masks of dropout; null
-            does so for DistilBERT, BERT, RoBERTa and XLM-RoBERTa, but in no subclass with a module or losses of its
-            own: one that reads no token but the first, and no attention_mask, may say true.
+            does so for DistilBERT, BERT, RoBERTa, XLM-RoBERTa and BigBird with full attention, but in no subclass with
+            a module or losses of its own: one that reads no token but the first, and no attention_mask, may say true.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
         lora: train adapters in the blocks, and the head, instead of all weights.
     """
@@ -130,15 +135,19 @@ class TextClassifier(Adaptable):
             config = self._configuration()
             whole = not getattr(config, "is_decoder", False) and not getattr(config, "chunk_size_feed_forward", 0)
             left = getattr(self.tokenizer_or_none(), "padding_side", "right") == "left"
-            known = config.model_type in PACKED and config._attn_implementation in (None, "sdpa")
+            known = self._has_known_blocks(config) and config._attn_implementation in (None, "sdpa")
             self._can_pack = known and whole and not left and (self.padding_free or self._is_plain())
             self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
             require(
                 self._can_pack or self.padding_free is None,
-                f"model.padding_free=true is for encoders ({', '.join(PACKED)}) with sdpa attention and padding on the "
-                f"right, and model.name={self.name!r} is none: leave it at null",
+                f"model.padding_free=true is for encoders ({', '.join(PACKED)}; BigBird with model.attention full) "
+                f"with sdpa attention and padding on the right, and model.name={self.name!r} is none: leave it at null",
             )
         return self._can_pack
+
+    def _has_known_blocks(self, config: Any) -> bool:
+        """Whether models/unpadded.py says how blocks of that configuration compute, as they are here."""
+        return config.model_type in PACKED
 
     def _is_plain(self) -> bool:
         """Whether module and losses are those of this class, which look at the first token of a text and no mask."""
@@ -236,6 +245,7 @@ class TextClassifier(Adaptable):
         """Attention by heads, the MLP by hidden features: transformers' own plan, or for those without one ours."""
         config, prefix = cast(Any, module).config, cast(Any, module).base_model_prefix
         layers = ENCODERS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
+        layers = _NORMS | layers if config.model_type in DECODERS else layers
         return {f"{prefix}.{name}": style for name, style in layers.items()}
 
     def _finished(self, module: nn.Module) -> nn.Module:

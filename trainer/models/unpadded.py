@@ -20,12 +20,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.big_bird.modeling_big_bird import BigBirdLayer
 from transformers.models.distilbert.modeling_distilbert import TransformerBlock
 from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaLayer
 
 BITS = 16
 """Random bits that decide whether a weight of attention is dropped, on a CPU: the rate is rounded to 2^-16."""
+
+ROWS = 256
+"""Queries that are at once at attention with dropout, on a CPU: the weights of all of a long text fit into no cache."""
 
 
 class Lengths:
@@ -112,6 +116,7 @@ def _of_bert(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: T
 COMPUTE: dict[type[nn.Module], Callable[..., Tensor]] = {
     TransformerBlock: _of_distilbert,
     BertLayer: _of_bert,
+    BigBirdLayer: _of_bert,
     RobertaLayer: _of_bert,
     XLMRobertaLayer: _of_bert,
 }
@@ -176,7 +181,7 @@ class _DroppedAttention(torch.autograd.Function):
     """Attention with dropout on a CPU, for which torch has no fused kernel.
 
     Torch draws a random number for each weight and keeps several tensors of weights; this takes an eighth of the random
-    numbers and keeps a byte for each weight: the rest is computed again.
+    numbers and keeps a byte for each weight: the rest is computed again, of ``ROWS`` queries at a time.
     """
 
     @staticmethod
@@ -184,22 +189,29 @@ class _DroppedAttention(torch.autograd.Function):
         """Of ``(texts, heads, tokens, size)``; see ``scaled_dot_product_attention``."""
         dropped = min(round(dropout * 2**BITS), 2**BITS - 1)
         ctx.scales = query.shape[-1] ** -0.5, 1 / (1 - dropped / 2**BITS)
-        weights = _weights(query, key, ctx.scales[0])
-        kept = draw_kept(weights, weights.shape, dropped)
-        ctx.save_for_backward(query, key, value, kept)
-        # No product is changed in place: selective checkpointing keeps the products as they are.
-        return _drop(weights, kept) @ (value * ctx.scales[1])
+        scaled, found, kept = value * ctx.scales[1], [], []
+        for rows in query.split(ROWS, 2):
+            weights = _weights(rows, key, ctx.scales[0])
+            kept.append(draw_kept(weights, weights.shape, dropped))
+            # No product is changed in place: selective checkpointing keeps the products as they are.
+            found.append(_drop(weights, kept[-1]) @ scaled)
+        ctx.save_for_backward(query, key, value, *kept)
+        return torch.cat(found, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, kept = ctx.saved_tensors
+        query, key, value, *kept = ctx.saved_tensors
         scale, of_kept = ctx.scales
-        weights, gradient = _weights(query, key, scale), gradient * of_kept
-        of_weights = _drop(gradient @ value.transpose(-2, -1), kept)
-        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)
-        of_value = _drop(weights, kept).transpose(-2, -1) @ gradient
-        return of_scores @ key, of_scores.transpose(-2, -1) @ query, of_value, None
+        of_query, of_key, of_value = [], torch.zeros_like(key), torch.zeros_like(value)
+        for rows, up, here in zip(query.split(ROWS, 2), (gradient * of_kept).split(ROWS, 2), kept, strict=True):
+            weights = _weights(rows, key, scale)
+            of_weights = _drop(up @ value.transpose(-2, -1), here)
+            of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)
+            of_query.append(of_scores @ key)
+            of_key += of_scores.transpose(-2, -1) @ rows
+            of_value += _drop(weights, here).transpose(-2, -1) @ up
+        return torch.cat(of_query, 2), of_key, of_value, None
 
 
 def draw_kept(weights: Tensor, shape: torch.Size, dropped: int) -> Tensor:

@@ -122,9 +122,10 @@ class VisionTransformer(Adaptable):
         return module
 
     def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
-        """Attention by heads, the MLP by hidden features."""
+        """Attention by heads, the MLP by hidden features, norms by tokens."""
         block = "encoder.layers.*"
-        return {f"{block}.self_attention": "attention", f"{block}.mlp.0": "colwise", f"{block}.mlp.3": "rowwise"}
+        plan = {f"{block}.self_attention": "attention", f"{block}.mlp.0": "colwise", f"{block}.mlp.3": "rowwise"}
+        return plan | dict.fromkeys((f"{block}.ln_1", f"{block}.ln_2"), "sequence_parallel")
 
     def merged(self) -> VisionTransformer:
         """This model without adapters, as it is saved."""

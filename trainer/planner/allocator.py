@@ -134,38 +134,11 @@ class Shortage(Exception):
     """The driver has no memory for a block, even after the cache was given back."""
 
 
-class Driver:
-    """What the CUDA driver does for the allocator: memory up to a ``capacity`` in bytes, and addresses in rising order.
-
-    Without a ``capacity`` memory is without end. ``torch.cuda.set_per_process_memory_fraction`` sets one, too.
-    """
-
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
-        self.reserved = self.peak_reserved = 0
-        self._next_address = 2**40
-
-    def reserve(self, size: int) -> bool:
-        """Take ``size`` bytes, if there are so many."""
-        if self.capacity is not None and self.reserved + size > self.capacity:
-            return False
-        self.reserved += size
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return True
-
-    def release(self, size: int) -> None:
-        self.reserved -= size
-
-    def address(self, size: int) -> int:
-        """Where a segment of ``size`` bytes begins."""
-        address = self._next_address
-        self._next_address += size
-        return address
-
-
 class CachingAllocator:
     """One device's allocator: best fit among the free blocks of a stream, else memory from the driver.
 
+    The driver has memory up to a ``capacity`` in bytes, without end by default; a process that calls
+    ``torch.cuda.set_per_process_memory_fraction`` has one, too.
     A free block is split when enough is left over, and merged with its free neighbours when it is freed. Segments go
     back to the driver only when it has no memory left, or by :meth:`release_cached`. In an expandable segment memory
     is mapped a page at a time, at the lowest address where the request fits; gaps that released pages have left are
@@ -175,23 +148,16 @@ class CachingAllocator:
         allocated: bytes of the blocks in use, as ``torch.cuda.memory_allocated`` counts: with what rounding adds and
             with what was left over but not split off.
         requested: bytes that were asked for.
+        reserved: bytes that the driver has given, in use or free.
         retries: how often the driver had no memory until the cache was given back (num_alloc_retries).
     """
 
-    def __init__(self, settings: AllocatorSettings | None = None, driver: Driver | None = None) -> None:
-        self.settings, self.driver = settings or AllocatorSettings(), driver or Driver()
+    def __init__(self, settings: AllocatorSettings | None = None, capacity: int | None = None) -> None:
+        self.settings, self.capacity = settings or AllocatorSettings(), capacity
         self.pools: dict[tuple[int, bool], Pool] = {}
         self.allocated = self.peak_allocated = self.requested = self.peak_requested = self.retries = 0
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the driver has given, in use or free."""
-        return self.driver.reserved
-
-    @property
-    def peak_reserved(self) -> int:
-        """The most bytes that the driver had given at once."""
-        return self.driver.peak_reserved
+        self.reserved = self.peak_reserved = 0
+        self._next_address = 2**40
 
     def malloc(self, requested: int, stream: int = 0) -> Block:
         """A block for ``requested`` bytes on ``stream``.
@@ -239,7 +205,7 @@ class CachingAllocator:
                     self._unmap(block, block.segment)
                 elif block.previous is None and block.next is None:
                     pool.remove(block)
-                    self.driver.release(block.size)
+                    self.reserved -= block.size
 
     def _cached(self, pool: Pool, size: int) -> Block | None:
         """The free block that fits best, taken off its list (get_free_block)."""
@@ -268,7 +234,7 @@ class CachingAllocator:
         """
         if not self.settings.expandable_segments:
             segment = self.settings.segment_bytes(size)
-            return Block(self.driver.address(segment), segment, pool) if self.driver.reserve(segment) else None
+            return Block(self.new_address(segment), segment, pool) if self._reserve(segment) else None
         block = self._lowest(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -281,6 +247,19 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
+    def _reserve(self, size: int) -> bool:
+        """Take ``size`` bytes of the driver's memory, if there are so many."""
+        if self.capacity is not None and self.reserved + size > self.capacity:
+            return False
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
+
+    def new_address(self, size: int) -> int:
+        """Where the driver lets a segment of ``size`` bytes begin: addresses rise."""
+        self._next_address += size
+        return self._next_address - size
+
     # Source: find_expandable_block, map_block, try_allocate_expandable_block and unmap_block.
 
     def _lowest(self, pool: Pool, size: int) -> Block:
@@ -291,7 +270,7 @@ class CachingAllocator:
             if first.has_room(size):
                 return first
         addresses = round_up(max(ADDRESSES, size), pool.page)
-        address = self.driver.address(addresses)
+        address = self.new_address(addresses)
         block = Block(address, addresses, pool, segment=address)
         block.mapped = False
         pool.insert(block)
@@ -300,7 +279,7 @@ class CachingAllocator:
     def _map(self, block: Block, size: int) -> bool:
         """Put memory behind the pages of the first ``size`` bytes of ``block``, and merge it with free neighbours."""
         pool, mapped = block.pool, round_up(size, block.pool.page)
-        if not self.driver.reserve(mapped):
+        if not self._reserve(mapped):
             return False
         pool.remove(block)
         if mapped < block.size:
@@ -327,6 +306,6 @@ class CachingAllocator:
             pool.insert(middle.split(end - begin))
         middle.mapped = False
         middle.merge()
-        self.driver.release(end - begin)
+        self.reserved -= end - begin
         if middle.previous is not None or middle.next is not None:  # else nothing of the segment is left
             pool.insert(middle)

@@ -65,10 +65,8 @@ class LoopTracer(Tracer):
 
     def __enter__(self) -> Tracer:
         call, backward, apply = nn.Module.__call__, torch.autograd.backward, nn.Module._apply
-        compiled, less = (
-            torch.compile,
-            "torch.compile is left out: what it fuses needs less memory, mostly, and less time",
-        )
+        compiled = torch.compile
+        less = "torch.compile is left out: what it fuses needs less memory, mostly, and less time"
 
         def called(module: nn.Module, *args: Any, **options: Any) -> Any:
             if not self._calls and not self._backwards:  # in a backward it is computed again
@@ -239,7 +237,7 @@ class LoopTracer(Tracer):
 
     def _reset_peaks(self, device: Any = None) -> None:
         self._stats()
-        self._meter.peak_allocated, self._meter.driver.peak_reserved = self._meter.allocated, self._meter.reserved
+        self._meter.peak_allocated, self._meter.peak_reserved = self._meter.allocated, self._meter.reserved
 
     def _free(self, device: Any = None) -> tuple[int, int]:
         gpu = self.target.gpu

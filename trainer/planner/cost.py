@@ -89,27 +89,27 @@ class StepCost:
 
 def step_cost(trace: Trace, gpu: GPU, seconds: Seconds) -> StepCost:
     """The time of the last step of ``trace``; micro-steps that were not traced are like the one in the middle."""
-    figures = _figures(trace.work, gpu, seconds)
-    if more := trace.skipped_micro_steps:
-        figures = [a + more * (b - a) for a, b in zip(figures, _figures(one_more(trace), gpu, seconds), strict=True)]
-    return StepCost(*(1e3 * figure for figure in figures))
+    return StepCost(*(1e3 * figure for figure in of_whole_step(trace, lambda work: _figures(work, gpu, seconds))))
 
 
 def peak_seconds(trace: Trace, gpu: GPU) -> float:
     """Of the model's own arithmetic in the last step of ``trace``, at the data sheet's peak: without recomputation."""
 
-    def seconds(work: Sequence[Work]) -> float:
+    def seconds(work: Sequence[Work]) -> list[float]:
         own = [item for item in work if item.phase in ("forward", "backward") and not item.again]
-        return sum(item.flops / gpu.flops.get(item.dtype, gpu.flops["float32"]) for item in own if item.flops)
+        return [sum(item.flops / gpu.flops.get(item.dtype, gpu.flops["float32"]) for item in own if item.flops)]
 
-    once, more = seconds(trace.work), trace.skipped_micro_steps
-    return once + more * (seconds(one_more(trace)) - once) if more else once
+    return of_whole_step(trace, seconds)[0]
 
 
-def one_more(trace: Trace) -> list[Work]:
-    """The work of a step with the micro-step in its middle done twice."""
+def of_whole_step(trace: Trace, measure: Callable[[Sequence[Work]], list[float]]) -> list[float]:
+    """What ``measure`` says of the last step: micro-steps that were not traced add what the one in its middle does."""
+    work, more, once = trace.work, trace.skipped_micro_steps, measure(trace.work)
+    if not more:
+        return once
     begin, end = trace.micro_steps[-3:-1]
-    return trace.work[:end] + trace.work[begin:end] + trace.work[end:]
+    twice = measure(work[:end] + work[begin:end] + work[end:])
+    return [a + more * (b - a) for a, b in zip(once, twice, strict=True)]
 
 
 def _figures(work: Sequence[Work], gpu: GPU, seconds: Seconds) -> list[float]:

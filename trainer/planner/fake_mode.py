@@ -233,9 +233,8 @@ class FakeGPUMode(FakeTensorMode):
                     func, args, kwargs, lambda t: torch.arange(t.numel()).view(t.shape).to(t.dtype)
                 )
             results = results or self._computed(func, args, kwargs, lambda t: torch.ones(t.shape, dtype=t.dtype))
-        if not results or not all(
-            isinstance(one, Tensor) and one.layout is torch.strided and not one.is_nested for one in results
-        ):
+        usual = (isinstance(one, Tensor) and one.layout is torch.strided and not one.is_nested for one in results or ())
+        if not results or not all(usual):
             advice = "give it one with torch.library.register_fake, or plan without it"
             raise NotImplementedError(f"{func} has no kernel for tensors without data and cannot be traced: {advice}")
         decisive = [tensor for tensor in tensors if not tensor.is_floating_point()] or tensors

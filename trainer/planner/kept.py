@@ -145,15 +145,8 @@ class _Describer(_Pickler):
             raise Unknown(f"a {type(value).__name__}")
         shared = self.storages.setdefault(value.untyped_storage()._cdata, len(self.storages))
         real = None if value.is_meta else value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        layout = (
-            str(value.dtype),
-            str(value.device),
-            tuple(value.shape),
-            value.stride(),
-            value.storage_offset(),
-            shared,
-        )
-        return type(value), (layout, value.requires_grad, vars(value), real)
+        layout = (*value.shape, *value.stride(), value.storage_offset(), shared)
+        return type(value), (str(value.dtype), str(value.device), layout, value.requires_grad, vars(value), real)
 
 
 def _digest(facts: Any) -> str:

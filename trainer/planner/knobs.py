@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from trainer.memory.knobs import LOSSY, SEARCHED, left_open
+from trainer.memory.knobs import LOSSY, SEARCHED, UNPROVEN, left_open
 from trainer.recipe import Memory, Recipe
 
 Settings = dict[str, Any]
@@ -42,6 +42,8 @@ def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True, nodes: int = 1
     values = {knob.name: tuple(value for value in values[knob.name] if value not in knob.off) for knob in knobs}
     own = {"activation_checkpointing": ORDER[CHECKPOINTING], "replicas": (1, nodes) if 1 < nodes < ranks else (1,)}
     values |= {name: choice for name, choice in own.items() if name in values}
+    if recipe.memory.tensor_parallel > 1:
+        values |= {name: values[name][:1] for name in UNPROVEN if name in values}
     every = [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
     sensible = [one for one in every if is_sensible(dataclasses.replace(recipe.memory, **one), ranks)]
     if not sensible:  # for what the recipe itself sets is not: then all that go with it are asked about

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from trainer.errors import RecipeError, require
-from trainer.planner.events import Work
 from trainer.planner.gpus import ACHIEVED, GPU, PCIE_4, PCIE_5
 from trainer.planner.knobs import Settings
 from trainer.recipe import Memory, Recipe
@@ -121,13 +120,6 @@ def sent(op: str, size: int, group: Group) -> float:
     return (2 if op == "all_reduce" else 1) * (group.ranks - 1) / group.ranks * size
 
 
-def group_of(ranks: int, stride: int, devices: int, nodes: int) -> Group:
-    """The group of ``ranks`` ranks that are ``stride`` apart, of ``devices`` on ``nodes``, numbered node by node."""
-    here = devices // nodes
-    on_nodes = max(1, min(ranks, ranks * stride // here))
-    return Group(ranks, on_nodes, beside=max(1, here * on_nodes // ranks))
-
-
 def interconnects(text: str, gpu: GPU) -> list[Interconnect]:
     """What ``--interconnect`` names, separated by commas: each ``BETWEEN`` or ``WITHIN+BETWEEN``.
 
@@ -171,14 +163,16 @@ def own_link(gpu: GPU) -> Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, and the nodes that they are on."""
+    """Devices, and the nodes that they are on, numbered node by node."""
 
     devices: int
     nodes: int
 
-    def group(self, item: Work) -> Group:
-        """Who takes part in a collective, and where they are."""
-        return group_of(item.ranks or self.devices, item.stride if item.ranks else 1, self.devices, self.nodes)
+    def group(self, ranks: int = 0, stride: int = 1) -> Group:
+        """Those of a collective of ``ranks``, 0 for all, that are ``stride`` apart."""
+        ranks, here = ranks or self.devices, self.devices // self.nodes
+        on_nodes = max(1, min(ranks, ranks * stride // here))
+        return Group(ranks, on_nodes, beside=max(1, here * on_nodes // ranks))
 
 
 def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int | None) -> list[Cluster]:
@@ -218,7 +212,8 @@ def strategies(memory: Memory, cluster: Cluster) -> dict[str, Settings]:
     """The strategies that the recipe leaves open, by name, with the settings that make each."""
     if cluster.devices == 1:
         alone: Settings = {"memory.strategy": "auto", "memory.replicas": 1, "memory.reshard_after_forward": True}
-        alone |= {"memory.tensor_parallel": 1} if memory.tensor_parallel > 1 else {}
+        together = {"memory.tensor_parallel": 1, "memory.sequence_parallel": False}
+        alone |= together if memory.tensor_parallel > 1 else {}
         return {"single": alone | {"memory.sync_every_micro_step": None}}
     sharded: Settings = {"memory.strategy": "fsdp"}
     if memory.replicas > 1:

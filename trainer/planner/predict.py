@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -15,7 +14,7 @@ from trainer.contract import Data
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, require
 from trainer.memory.plan import Plan
-from trainer.planner.cost import HOST_NETWORK, StepCost, one_more, peak_seconds, step_cost
+from trainer.planner.cost import HOST_NETWORK, StepCost, of_whole_step, peak_seconds, step_cost
 from trainer.planner.events import Category, Trace, Work
 from trainer.planner.kept import Keeper, Known, Note
 from trainer.planner.made_up import MadeUp
@@ -24,7 +23,6 @@ from trainer.planner.replay import AllocatorSettings, Replay, in_gb, peaks_to_js
 from trainer.planner.target import Target
 from trainer.planner.trace import draw_samples, trace_run
 from trainer.recipe import Recipe
-from trainer.system.children import in_child
 
 LARGEST = 12  # of the largest blocks at the peak, so many are named
 CPU_BUFFERS = 40_000_000
@@ -140,16 +138,6 @@ def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
     return recipe.replace(model=fill_from_data(model, data), data=data)
 
 
-def predict(recipe: Recipe, plan: Plan, target: Target, nodes: int = 1, timeline: bool = False) -> Prediction:
-    """Predict what ``plan`` of a :func:`prepared` recipe needs on ``target``, for ranks that are spread over ``nodes``.
-
-    Raises:
-        RecipeError: when the recipe cannot work.
-        Failed: when the model does something that cannot be traced; the message says what.
-    """
-    return Prediction.answered(in_child(partial(predict_here, recipe, plan, target, nodes, timeline)))
-
-
 def predict_here(
     recipe: Recipe,
     plan: Plan,
@@ -162,9 +150,9 @@ def predict_here(
 ) -> dict[str, Any]:
     """The fields of a :class:`Prediction`, as JSON holds them. It changes torch for its whole process: for a child.
 
-    The first rank of a process group of that size is traced; the others are not there. ``over`` are networks that may
-    join the GPUs, by default that of ``target``; ``capacity``, in bytes, what ``retries`` are about. What
-    ``keeper`` has is not traced again.
+    The first rank of a process group of that size is traced; the others are not there. ``recipe`` is a :func:`prepared`
+    one; ``over`` are networks that may join the GPUs, by default that of ``target``; ``capacity``, in bytes, what
+    ``retries`` are about. What ``keeper`` has is not traced again.
     """
     began = time.perf_counter()
     # No trace depends on the budget, so that what is kept serves all of them.
@@ -221,7 +209,7 @@ def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnec
     """The time of a step over ``network``."""
 
     def seconds(item: Work) -> tuple[str, float]:
-        group = cluster.group(item)
+        group = cluster.group(item.ranks, item.stride)
         link = "between" if group.nodes > 1 else "within"
         if item.stream < 0:  # gloo, in host memory
             rate = min(HOST_NETWORK, network.between.bandwidth) if group.nodes > 1 else HOST_NETWORK
@@ -233,22 +221,17 @@ def cost_of(trace: Trace, target: Target, cluster: Cluster, network: Interconnec
 
 def traffic_of(trace: Trace, cluster: Cluster) -> tuple[dict[str, float], float]:
     """What a rank sends in a step, by collective, and what its node sends to others."""
-    once, leaving = _traffic(trace.work, cluster)
-    times = trace.skipped_micro_steps
-    if not times:
-        return once, leaving
-    more, leaving_more = _traffic(one_more(trace), cluster)
-    whole = {op: once.get(op, 0.0) + times * (size - once.get(op, 0.0)) for op, size in more.items()}
-    return whole, leaving + times * (leaving_more - leaving)
+    ops = list(dict.fromkeys(item.op for item in trace.work if item.kind == "collective"))
 
+    def measure(work: Sequence[Work]) -> list[float]:
+        by_op, leaving = dict.fromkeys(ops, 0.0), 0.0
+        for item in work:
+            if item.kind == "collective":
+                group = cluster.group(item.ranks, item.stride)
+                size = sent(item.op, item.bytes, group)
+                by_op[item.op] += size
+                leaving += size * group.beside if group.nodes > 1 else 0.0
+        return [*by_op.values(), leaving]
 
-def _traffic(work: Sequence[Work], cluster: Cluster) -> tuple[dict[str, float], float]:
-    by_op: dict[str, float] = defaultdict(float)
-    leaving = 0.0
-    for item in work:
-        if item.kind == "collective":
-            group = cluster.group(item)
-            size = sent(item.op, item.bytes, group)
-            by_op[item.op] += size
-            leaving += size * group.beside if group.nodes > 1 else 0.0
-    return dict(by_op), leaving
+    *sizes, leaving = of_whole_step(trace, measure)
+    return dict(zip(ops, sizes, strict=True)), leaving

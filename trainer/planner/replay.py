@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, get_args
 
-from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator, Driver, Shortage
+from trainer.planner.allocator import AllocatorSettings, Block, CachingAllocator, Shortage
 from trainer.planner.events import EMPTY_CACHE, Category, Event, Trace
 from trainer.system.text import GB
 
@@ -116,7 +116,7 @@ def retries_within(
     """How often torch must give its cache back for a run to go through with ``capacity`` bytes; ``None``: it cannot."""
     if memory and not memory.peak_allocated <= capacity < memory.peak_reserved:  # its replay without a limit knows
         return 0 if memory.peak_reserved <= capacity else None
-    allocator = CachingAllocator(settings, Driver(capacity))
+    allocator = CachingAllocator(settings, capacity)
     try:
         _history(allocator, run.events)
     except Shortage:

@@ -56,6 +56,15 @@ class Candidate:
         """The knobs that it turns, but for the micro-batch."""
         return without_size(turned(self.flags))
 
+    @property
+    def retries(self) -> int:
+        """How often torch must give its cache back to stay within the budget."""
+        return (self.prediction.retries or 0) if self.prediction is not None else 0
+
+    def slower_than(self, fastest: Candidate) -> str:
+        """Such as ``5 % slower``."""
+        return f"{max(0.0, 100 * ((self.step_ms or 0.0) / (fastest.step_ms or 1.0) - 1)):.0f} % slower"
+
     def to_json(self) -> dict[str, Any]:
         """In plain types, memory in GB (1e9 bytes)."""
         return {
@@ -233,18 +242,15 @@ def _lossy(one: Candidate) -> str:
 def _reason(one: Candidate, report: PlanReport) -> str:
     if one is report.chosen:
         return "chosen" + _retried(one)
-    if one.fits:
-        fastest = report.chosen.step_ms if report.chosen is not None else None
-        slower = max(0.0, 100 * ((one.step_ms or 0) / fastest - 1)) if fastest else 0.0
-        return f"{slower:.0f} % slower{_retried(one)}"
+    if one.fits and report.chosen is not None:
+        return one.slower_than(report.chosen) + _retried(one)
     over = one.reserved - report.budget  # type: ignore[operator]
     return f"{gigabytes(over)} too much" if over > 0 else "in the margin"
 
 
 def _retried(one: Candidate) -> str:
     """How often torch must give its cache back, for the figure of what it reserves without to fit."""
-    retries = one.prediction.retries if one.prediction is not None else 0
-    return f", {retries} retr{'ies' if retries > 1 else 'y'}" if retries else ""
+    return f", {one.retries} retr{'ies' if one.retries > 1 else 'y'}" if one.retries else ""
 
 
 def explain(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:

@@ -11,13 +11,11 @@ import json
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -27,7 +25,7 @@ from typing import Any
 
 from trainer.errors import RecipeError, require, text_of
 from trainer.system.children import users_line
-from trainer.system.processes import end_with_parent, own_code
+from trainer.system.processes import Watched, own_code
 
 START = "from trainer.planner.script import child; child()"
 LOG = "script.log"
@@ -70,15 +68,9 @@ def plan_script(script: Script) -> dict[str, Any]:
     environment = {name: text for name, text in os.environ.items() if not LAUNCHED.fullmatch(name)}
     with script.log.open("wb") as log, TemporaryFile() as stopped:
         files = theirs.fileno(), stopped.fileno()
-        process = subprocess.Popen(
-            [*own_code(START), json.dumps(asdict(script)), *map(str, files), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=files,
-            start_new_session=True,  # so that what it has started ends with it
-            env=environment | {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg"},
-        )
+        words = [*own_code(START), json.dumps(asdict(script)), *map(str, files)]
+        environment |= {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
+        process = Watched(words, environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=files)
         theirs.close()
         answer, code = _answer(process, ours, script.seconds + GRACE)
         stopped.seek(0)  # it holds a traceback if the time was over, and nothing otherwise
@@ -90,19 +82,17 @@ def plan_script(script: Script) -> dict[str, Any]:
     raise RecipeError(f"{mistake}; what it printed is in {script.log}")
 
 
-def _answer(process: subprocess.Popen[bytes], ours: Connection, seconds: float) -> tuple[dict[str, Any], int | None]:
+def _answer(watched: Watched, ours: Connection, seconds: float) -> tuple[dict[str, Any], int | None]:
     """What it answers, and its code if it has ended by then; it has ended afterwards."""
     answer: dict[str, Any] = {}
     try:
         if ours.poll(seconds):
             answer = json.loads(ours.recv_bytes())
     except (EOFError, OSError):  # it has ended without an answer
-        process.wait()
+        watched.process.wait()
     finally:
-        code = process.poll()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        code = watched.process.poll()
+        watched.kill()
     return answer, code
 
 
@@ -117,8 +107,7 @@ def _how_it_ended(script: Script, code: int | None, dump: str) -> str:
 
 def child() -> None:
     """In the new process: run the script, answer and end."""
-    words, number, stopped, parent = sys.argv[1:]
-    end_with_parent(int(parent))
+    words, number, stopped = sys.argv[1:]
     script, connection = Script(**json.loads(words)), Connection(int(number), readable=False)
     faulthandler.enable()
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from trainer.engine.order import batch_indices
 from trainer.engine.window import cut_at, cut_batch, share_of, tokens_of
 from trainer.errors import RecipeError, require
-from trainer.memory.knobs import FOLLOWERS
+from trainer.memory.knobs import FOLLOWERS, UNPROVEN
 from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
 from trainer.planner import knobs
 from trainer.planner.cost import ESTIMATES
@@ -170,6 +170,8 @@ class Search:
         self.padding: dict[int, float] = {}
         model = recipe.model
         self.notes = dict.fromkeys(notes_of(recipe.data))
+        if recipe.memory.tensor_parallel > 1:
+            self.notes[f"not tried, as not known to be right with memory.tensor_parallel: {', '.join(UNPROVEN)}"] = None
         self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
 
     def heading(self, count: int, trained: int) -> str:
@@ -227,10 +229,8 @@ class Search:
         else:
             lossy_ones = [] if lossy else self._smaller_at_a_loss(candidates)
             explanations = not_fitting(candidates, counts, self.budget, lossy_ones, self.refused)
-        shown = [
-            dataclasses.replace(one, flags=knobs.changed(self.recipe, one.flags))
-            for one in [*candidates, *self.refused]
-        ]
+        every = (*candidates, *self.refused)
+        shown = [dataclasses.replace(one, flags=knobs.changed(self.recipe, one.flags)) for one in every]
         return PlanReport(
             recipe=self.recipe,
             device=self.target.gpu.title,
@@ -265,8 +265,10 @@ class Search:
     def _relate(self) -> None:
         """Tell the arms of each other."""
         by_settings: dict[str, list[Arm]] = {}
+        by_kept: dict[str, list[Arm]] = {}
         for arm in self.arms:
             by_settings.setdefault(repr(arm.settings), []).append(arm)
+            by_kept.setdefault(repr(knobs.keeps(arm.settings)), []).append(arm)
         for arm in self.arms:
             wanted, wish = arm.settings, arm.settings.get(knobs.CHECKPOINTING)
             arm.no_more = [one for one in self.arms if knobs.does_at_least(wanted, one.settings, arm.sharded)]
@@ -275,7 +277,7 @@ class Search:
             streamed = wanted.get(knobs.OFFLOAD) == "parameters"
             alike = (one for one in alike if streamed or one.settings.get(knobs.OFFLOAD) != "parameters")
             arm.further = [one for one in alike if knobs.is_turned_as_far(one.settings, wanted)]
-            arm.kept = [one for one in self.arms if knobs.keeps(one.settings) == knobs.keeps(wanted)]
+            arm.kept = by_kept[repr(knobs.keeps(wanted))]
             arm.alike = [*by_settings[repr(wanted)]]
             if wanted.get(knobs.SYNC):  # in one micro-step there is no difference
                 arm.alike += by_settings.get(repr(wanted | {knobs.SYNC: None}), [])[:1]
@@ -322,10 +324,8 @@ class Search:
         live = []
         for arm in arms:
             if left := self._left(arm, fastest):
-                likely = (
-                    size for size in left if (found := self._estimate(arm, size)) and found.reserved <= self.limit
-                )
-                guess = next(likely, left[-1])
+                about = ((size, self._estimate(arm, size)) for size in left)
+                guess = next((size for size, found in about if found and found.reserved <= self.limit), left[-1])
                 live.append((self._at_least_ms(arm, guess), knobs.intrusion(arm.settings), arm, guess))
 
         def waits(arm: Arm, guess: int | None) -> bool:
@@ -347,9 +347,8 @@ class Search:
         ]
         if unknown:
             return [(unknown[0], unknown[0].sizes[0])]
-        return self._promising(
-            [arm for arm in fractions if all(any(one.known for one in end) for end in arm.ends)], fastest
-        )
+        between = [arm for arm in fractions if all(any(one.known for one in end) for end in arm.ends)]
+        return self._promising(between, fastest)
 
     def _left(self, arm: Arm, fastest: float) -> list[int | None]:
         """The micro-batches of ``arm`` that may fit, and take less than ``fastest`` milliseconds; the most first."""
@@ -417,9 +416,8 @@ class Search:
             return None
         part = arm.settings[knobs.CHECKPOINTING]
         allocated = max(full.allocated, none.allocated - part * none.growing)
-        reserved, step_ms = (
-            a + part * (b - a) for a, b in ((none.reserved, full.reserved), (none.step_ms, full.step_ms))
-        )
+        reserved = none.reserved + part * (full.reserved - none.reserved)
+        step_ms = none.step_ms + part * (full.step_ms - none.step_ms)
         # What a part of the blocks saves follows from that of all only where they are equal: no bound, but an order.
         return Estimate(full.allocated, (allocated + reserved) / 2, step_ms)
 
@@ -539,9 +537,8 @@ class Search:
             found = self._estimate(arm, size) if (size or 0) not in arm.known else None
             if found is not None:
                 settings = with_size(arm.settings, size)
-                host = min(
-                    (abs(known - (size or 0)), one.host or 0) for each in arm.alike for known, one in each.known.items()
-                )[1]
+                traced = [item for other in arm.alike for item in other.known.items()]
+                host = min((abs(known - (size or 0)), one.host or 0) for known, one in traced)[1]
                 figures = (round(found.allocated), round(found.reserved), host, found.step_ms)
                 fits = found.reserved <= self.limit
                 yield Candidate(settings, self._plan(settings).describe(), *figures, fits, traced=False)
@@ -552,19 +549,14 @@ class Search:
         if not one.fits:
             near = f"within the budget, but not with the margin of {100 * MARGIN:g} %"
             return f"{gigabytes(over)} more than the budget" if over > 0 else near
-        retries = one.prediction.retries if one.prediction is not None else 0
         held = f"{gigabytes(-over)} of the budget stay free"
-        if retries:
-            times = f"{retries} times" if retries > 1 else "once"
+        if one.retries:
+            times = f"{one.retries} times" if one.retries > 1 else "once"
             held = f"torch must give its cache back {times} in the steps that were traced to stay in the budget, which "
             held += "takes time, and in later ones perhaps again"
         if one is first:
             return f"the fastest of those that fit; {held}"
-        if not first.step_ms or one.step_ms is None:
-            return ""
-        return f"fits, {max(0.0, 100 * (one.step_ms / first.step_ms - 1)):.0f} % slower" + (
-            f"; {held}" if retries else ""
-        )
+        return f"fits, {one.slower_than(first)}{f'; {held}' if one.retries else ''}"
 
     def _smaller_at_a_loss(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """What would save more, at a loss that the recipe has not allowed: each with the smallest plan it goes with."""

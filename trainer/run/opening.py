@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from trainer.memory.monitor import require_recordable
 from trainer.memory.plan import Plan, decide_plan
 from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
-from trainer.report.progress import Progress
+from trainer.report.progress import Progress, warn
 from trainer.run.directory import with_run_dir
-from trainer.run.forecast import Forecast, forecast, forget_plan, planned
+from trainer.run.forecast import Forecast, first_here, forecast, forget_plan, planned
 from trainer.run.session import Session
 from trainer.system.reports import placed
 from trainer.system.text import parse_budget
@@ -59,6 +60,10 @@ def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
     recipe, world = find_world(recipe)
     if recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(folder))
+    if world.size % (copies := recipe.memory.tensor_parallel):  # any number of ranks can evaluate
+        recipe = recipe.replace(memory=replace(recipe.memory, tensor_parallel=1, sequence_parallel=False))
+        if first_here():
+            warn(f"memory.tensor_parallel={copies} does not divide {world.size} rank(s): evaluated with 1")
     plan = decide_plan(recipe, world.size)
     with _launched(recipe, plan, world) as (fabric, world):
         on_first_rank_first(fabric, partial(_prepare, recipe, model=False, data=True))

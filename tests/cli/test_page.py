@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from helpers.page import BROWSER, Nesting, answered, embedded
 
-from trainer.planner.page import write_page
+from trainer.commands.plan import write_page
 from trainer.planner.report import Candidate
 from trainer.planner.search import MARGIN, _rank
 
