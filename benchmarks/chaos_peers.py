@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-import trainer.fit  # noqa: F401  imported once, for all that are forked
+import trainer.api  # noqa: F401  imported once, for all that are forked
 from trainer.checkpoint.writer import Writer
 from trainer.data import Digits
 from trainer.models import MLP

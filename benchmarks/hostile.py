@@ -35,7 +35,7 @@ from common import Record, table, workplace
 from hostile_cases import ANY, GOOD, OWN, RAN, REFUSED, SPOKEN, Case, cases, own, wrote
 
 PRELOADED = [
-    "trainer.fit",
+    "trainer.api",
     "trainer.commands.flags",
     "trainer.commands.doctor",
     "trainer.commands.plan",

@@ -33,10 +33,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainer.api import fit
 from trainer.commands.recipes import load_recipe
 from trainer.engine.feed import fill_from_data
 from trainer.errors import RecipeError, RunError
-from trainer.fit import fit
 from trainer.recipe import Recipe
 from trainer.settings import change
 from trainer.system.reports import report

@@ -36,10 +36,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, Trainin
 from transformers import Trainer as TransformersTrainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from trainer.api import fit
 from trainer.data import IMDb
 from trainer.engine.order import permutation
 from trainer.engine.window import padding_share
-from trainer.fit import fit
 from trainer.models import TextClassifier
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 

@@ -44,7 +44,7 @@ from torchvision.transforms import v2
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-import trainer.fit  # before processes are forked: it is in the baseline of all
+import trainer.api  # before processes are forked: it is in the baseline of all
 from trainer.data import CIFAR10, IMDb
 from trainer.data.images import IMAGENET
 from trainer.engine.order import permutation
@@ -335,7 +335,7 @@ def train(name: str, work: Work, drawn: Draw, place: Path, out: Path, ranks: int
     """One epoch over what was drawn."""
     precision: Any = "bf16-mixed" if on_gpu else "32-true"
     if name == OURS:
-        trainer.fit.fit(recipe(work, drawn, place, out, ranks, precision))
+        trainer.api.fit(recipe(work, drawn, place, out, ranks, precision))
         return
     dataset: Any = Texts(place / f"{work.kind}.npz") if work.is_text else Images()
     CONTENDERS[name][1](

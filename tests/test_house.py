@@ -23,7 +23,7 @@ BUDGETS = {
     "commands": 1680,
     "supervise": 550,
     "doctor": 630,
-    "fit.py": 150,
+    "api.py": 150,
     "run": 2410,
     "planner": 6360,
     "faults": 980,

@@ -18,6 +18,7 @@ from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.values import Loss, Outline, Pretrained, Stored
 
 if TYPE_CHECKING:
+    from trainer.api import evaluate, fit, predict
     from trainer.cli import main
     from trainer.commands.recipes import load_recipe
     from trainer.engine.accumulate import AccumulatingOptimizer
@@ -32,13 +33,15 @@ __version__ = "0.1.0"
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # What needs torch, or the command line's parser, is imported on first use: `import trainer` stays instant.
-# To train from Python: `from trainer.fit import fit, evaluate, predict` (`trainer.fit` itself is that module).
 _LAZY = {
     "AccumulatingOptimizer": "trainer.engine.accumulate",
+    "evaluate": "trainer.api",
+    "fit": "trainer.api",
     "load_recipe": "trainer.commands.recipes",
     "PlanReport": "trainer.planner.report",
     "main": "trainer.cli",
     "plan": "trainer.planner.search",
+    "predict": "trainer.api",
     "stored_in": "trainer.weights.streaming",
 }
 
@@ -57,9 +60,12 @@ __all__ = [
     "RecipeError",
     "Run",
     "Stored",
+    "evaluate",
+    "fit",
     "load_recipe",
     "main",
     "plan",
+    "predict",
     "stored_in",
 ]
 

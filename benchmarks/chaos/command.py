@@ -30,7 +30,7 @@ from .run import ForkedRun, Shape
 from .trial import Outcome, Trial
 
 PRELOADED = (
-    "trainer.fit",
+    "trainer.api",
     "trainer.commands.flags",
     "matplotlib.pyplot",
     "sklearn.datasets",

@@ -65,7 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     made: list[tuple] = []
     monkeypatch.setitem(
         sys.modules,
-        "trainer.fit",
+        "trainer.api",
         SimpleNamespace(
             fit=lambda recipe, source: made.append(("fit", recipe, source)),
             evaluate=lambda recipe, run_dir: made.append(("evaluate", recipe, run_dir)),

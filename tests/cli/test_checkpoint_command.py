@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
+from trainer.api import fit
 from trainer.checkpoint.manifest import Manifest, read_manifest, verify_files
 from trainer.cli import run
 from trainer.commands.checkpoint import find, list_checkpoints, verify_checkpoints
 from trainer.commands.recipes import load_recipe
 from trainer.data import Digits
-from trainer.fit import fit
 from trainer.weights.files import read_weights
 
 

@@ -125,7 +125,7 @@ def test_errors_of_training_keep_their_exit_codes(recipe_file, calls, monkeypatc
         def fit(recipe, source):
             raise error
 
-        monkeypatch.setattr(sys.modules["trainer.fit"], "fit", fit)
+        monkeypatch.setattr(sys.modules["trainer.api"], "fit", fit)
 
     fail_with(RecipeError("data.root='x' holds\n  no images"))
     assert error_of(capsys, "fit", recipe_file) == "data.root='x' holds no images"

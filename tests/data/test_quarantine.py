@@ -8,6 +8,7 @@ from helpers.problems import Problem as Samples
 from helpers.problems import collate, flat, host_sum, make_fabric, make_model, make_samples
 
 from trainer import Memory, Recipe, Run
+from trainer.api import fit
 from trainer.cli import run
 from trainer.contract import Data
 from trainer.data import ImageFolder
@@ -18,7 +19,6 @@ from trainer.engine.order import batch_indices
 from trainer.engine.quarantine import Quarantine, gather_texts
 from trainer.engine.step import Stepper
 from trainer.errors import RecipeError
-from trainer.fit import fit
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.models import MLP

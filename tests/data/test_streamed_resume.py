@@ -128,7 +128,7 @@ def main():
     recipe.write_text(RECIPE.format(tokenizer=tokenizer, shards=str(shards), cache=str(folder / "cache")))
     import transformers.models.distilbert.modeling_distilbert  # noqa: F401 - before the first fork: it takes seconds
 
-    import trainer.fit  # noqa: F401
+    import trainer.api  # noqa: F401
 
     calm = train(folder / "calm", ranks[:1], workers, recipe, ())
     killed = train(folder / "killed", ranks, workers, recipe, KILLED_BEFORE)

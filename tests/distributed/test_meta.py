@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer import Data, Memory, Model, Optim, Pretrained, Recipe, Run
+from trainer.api import fit
 from trainer.data import Digits
-from trainer.fit import fit
 from trainer.memory.initialize import build_module, build_on_meta, materialise
 from trainer.memory.plan import decide_plan
 from trainer.memory.precision import weights_dtype

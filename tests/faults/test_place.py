@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from trainer import Memory, Recipe, Run
+from trainer.api import fit
 from trainer.data import Digits
 from trainer.errors import RecipeError, RunError
 from trainer.faults.place import BlackBox, Place, open_box, read_box
-from trainer.fit import fit
 from trainer.memory.monitor import Monitor
 from trainer.models import VisionTransformer
 from trainer.system.reports import cause, note_place, place_of, report

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from helpers.resumed import losses, recipe, saved
 
+from trainer.api import fit
 from trainer.data import Digits
 from trainer.engine.check import COMPARED
 from trainer.errors import Stopped
-from trainer.fit import fit
 from trainer.models import MLP
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from trainer import Memory, Run
+from trainer.api import fit
 from trainer.commands.recipes import load_recipe
-from trainer.fit import fit
 from trainer.memory.plan import decide_plan
 from trainer.memory.update_ahead import UpdateAhead
 from trainer.models import VisionTransformer

@@ -13,11 +13,11 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from trainer import Memory, Recipe, Run
+from trainer.api import fit
 from trainer.contract import Model
 from trainer.data import Digits
 from trainer.engine.step import Stepper
 from trainer.engine.window import MicroBatch, Window
-from trainer.fit import fit
 from trainer.memory.monitor import Monitor
 from trainer.memory.oom import OutOfMemory
 from trainer.models import MLP

@@ -74,7 +74,7 @@ def _serve(connection: Any, environment: dict[str, str]) -> None:
     import torch
 
     # As in a run: what torch imports when there is a group may refer to it for ever (see trainer.faults.regroup).
-    import trainer.fit  # noqa: F401
+    import trainer.api  # noqa: F401
 
     for name in PICTURES:
         module, function = name.rsplit(".", 1)

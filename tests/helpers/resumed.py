@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
+from trainer.api import fit
 from trainer.data import Digits
-from trainer.fit import fit
 from trainer.models import VisionTransformer
 
 TINY = {"patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32, "dropout": 0.2}

@@ -25,7 +25,7 @@ from typing import Any
 from helpers import LONG
 
 forks: Any = multiprocessing.get_context("forkserver")
-PRELOADED = ["trainer.fit", "trainer.commands.flags", "trainer.planner.search", "accelerate", "sklearn.metrics"]
+PRELOADED = ["trainer.api", "trainer.commands.flags", "trainer.planner.search", "accelerate", "sklearn.metrics"]
 PRELOADED += ["matplotlib.backends.backend_agg", "transformers.models.distilbert.modeling_distilbert"]
 forks.set_forkserver_preload(PRELOADED)
 

@@ -13,8 +13,8 @@ from helpers import traced
 from torch import nn
 
 from trainer import Memory, Recipe, RecipeError, Run
+from trainer.api import evaluate, fit
 from trainer.data import Digits
-from trainer.fit import evaluate, fit
 from trainer.memory.plan import decide_plan, plan_warnings
 from trainer.memory.precision import matmul_precision
 from trainer.models import MLP

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn import functional
 
 from trainer import Checkpoint, Data, Recipe, RecipeError
+from trainer.api import evaluate, fit
 from trainer.contract import Model
-from trainer.fit import evaluate, fit
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import decide_plan
 from trainer.memory.stack import apply_stack, whole_state

@@ -22,9 +22,9 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer import Checkpoint, Data, Loss, Memory, Model, Optim, Recipe, Run
+from trainer.api import fit
 from trainer.cli import _guarded
 from trainer.engine.order import batch_indices
-from trainer.fit import fit
 
 WORDS, CLASSES, SIZE, BATCH, STEPS = 67, 5, 23, 8, 4
 BASE = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64}

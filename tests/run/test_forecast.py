@@ -11,9 +11,9 @@ import torch
 from helpers.warm import python
 
 from trainer import Memory, Recipe, RecipeError, Run
+from trainer.api import fit
 from trainer.commands.recipes import load_recipe
 from trainer.errors import RunError
-from trainer.fit import fit
 from trainer.launching.world import World
 from trainer.memory.plan import decide_plan
 from trainer.planner.gpus import host_as_device

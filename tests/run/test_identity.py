@@ -12,10 +12,10 @@ from helpers.resumed import TINY, recipe
 from torch import nn
 
 from trainer import Checkpoint, RecipeError
+from trainer.api import fit
 from trainer.checkpoint.manifest import Manifest
 from trainer.commands.recipes import load_recipe
 from trainer.data import Digits
-from trainer.fit import fit
 from trainer.models import MLP, VisionTransformer
 from trainer.recipe import Recipe
 from trainer.run.identity import IGNORED, default_settings, flat_settings, require_same_run

@@ -13,10 +13,10 @@ from helpers.resumed import recipe
 from helpers.warm import python
 
 from trainer import RecipeError
+from trainer.api import fit
 from trainer.engine.events import Counters
 from trainer.engine.step import StepResult
 from trainer.engine.window import Cut, Windows
-from trainer.fit import fit
 from trainer.run.listeners import Stopwatch
 from trainer.run.profile import union
 

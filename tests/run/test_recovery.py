@@ -15,8 +15,8 @@ from helpers.resumed import losses
 from safetensors.torch import load_file
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
+from trainer.api import fit
 from trainer.data import Digits
-from trainer.fit import fit
 from trainer.memory.oom import OutOfMemory
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

@@ -21,10 +21,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from trainer import Checkpoint, Optim, RecipeError
+from trainer.api import fit
 from trainer.checkpoint.writer import Writer
 from trainer.data import Digits
 from trainer.errors import RunError
-from trainer.fit import fit
 from trainer.models import MLP
 from trainer.values import Loss
 

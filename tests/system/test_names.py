@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from trainer.api import predict
 from trainer.checkpoint.manifest import Manifest
 from trainer.cli import _guarded, run
 from trainer.commands import doctor as command
@@ -19,7 +20,6 @@ from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.errors import Stopped
 from trainer.faults.peers import Told
 from trainer.faults.watchdog import PeerError
-from trainer.fit import predict
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
 from trainer.run.directory import report_text
@@ -173,7 +173,7 @@ PLACES = (
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_a_name_from_outside_is_one_line_that_steers_nothing(place, tmp_path, capsysbinary, monkeypatch):
-    monkeypatch.setattr("trainer.fit.load_model", lambda model, folder: model.build())
+    monkeypatch.setattr("trainer.api.load_model", lambda model, folder: model.build())
     place(tmp_path)
     out, err = capsysbinary.readouterr()
     printed = (out + err).decode()

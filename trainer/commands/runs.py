@@ -26,7 +26,7 @@ def fit(argv: list[str]) -> None:
 
     leave_before_training()
     if asked := asked_for("fit", "RECIPE", argv):
-        from trainer.fit import fit
+        from trainer.api import fit
 
         fit(asked.recipe, source=asked.source)
 
@@ -46,7 +46,7 @@ def fit_script(recipe: Recipe) -> None:
         raise RecipeError(f"unexpected {positionals[0]!r}: python {sys.argv[0]} takes flags only")
     source = source_of(script)
     if resolved := resolve(recipe, source, flags, usage=f"python {sys.argv[0]} [flags]"):
-        from trainer.fit import fit
+        from trainer.api import fit
 
         fit(resolved, source=source)
 
@@ -54,7 +54,7 @@ def fit_script(recipe: Recipe) -> None:
 def evaluate(argv: list[str]) -> None:
     """Evaluate the trained model of a run directory."""
     if asked := asked_for("evaluate", "RUN_DIR", argv, named=_recipe_of):
-        from trainer.fit import evaluate
+        from trainer.api import evaluate
 
         evaluate(asked.recipe, Path(asked.reference))
 
@@ -63,7 +63,7 @@ def predict(argv: list[str]) -> None:
     """Classify texts or images with the trained model of a run directory."""
     if asked := asked_for("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_recipe_of):
         texts, images = inputs(asked.flags)
-        from trainer.fit import predict
+        from trainer.api import predict
 
         predict(asked.recipe, Path(asked.reference), texts=texts, images=images)
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from trainer import Memory, Optim, Recipe, RecipeError, Run
+from trainer.api import evaluate, fit, predict
 from trainer.commands.recipes import load_recipe
 from trainer.data import Digits, TextFiles
 from trainer.engine.loop import NonFiniteError
 from trainer.engine.window import Cut, Windows
-from trainer.fit import evaluate, fit, predict
 from trainer.models import MLP, VisionTransformer
 from trainer.run.directory import padding_shares, with_absolute_paths
 
