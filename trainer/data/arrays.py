@@ -60,7 +60,12 @@ class Pixels:
     ) -> None:
         self.size, self.border = [image_size, image_size], max(1, image_size // 8)
         self.augment, self.mirror, self.transform = augment, mirror, transform
-        more = {"mirror": not mirror, "crop": random_resized_crop, "jitter": color_jitter, "erasing": erasing}
+        more: dict[str, Any] = {
+            "mirror": not mirror,
+            "crop": random_resized_crop,
+            "jitter": color_jitter,
+            "erasing": erasing,
+        }
         more["transform"] = transform and _name_of(transform)
         more = {name: value for name, value in more.items() if value}
         self.settings = (self.size, list(mean), list(std), augment, *([more] if more else []))
@@ -102,8 +107,8 @@ class Pixels:
         what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         require(
             is_image and len(found) == len(image),
-            f"data.transform: {_name_of(transform)} made {what} of an image of torch.uint8 {tuple(image.shape)}: return "
-            "torch.uint8 (channels, height, width) of as many channels; scaling comes later",
+            f"data.transform: {_name_of(transform)} made {what} of an image of torch.uint8 {tuple(image.shape)}: "
+            "return torch.uint8 (channels, height, width) of as many channels; scaling comes later",
         )
         return found
 

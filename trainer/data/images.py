@@ -45,7 +45,7 @@ class Augmentation:
             autoaugment (Cubuk et al. 2019, the policy of ImageNet) or trivialaugment (Müller and Hutter 2021).
         mirror: whether augment mirrors; false for digits, letters and all that has a left and a right.
         random_resized_crop: instead of the centre square a random part of the image, of at least this share of its
-            area and of 3:4 to 4:3, resized (Szegedy et al. 2015); 0.08 is usual when training from nothing. null is off.
+            area and of 3:4 to 4:3, resized (Szegedy et al. 2015); 0.08 is usual from random weights, null is off.
         color_jitter: change brightness, contrast and saturation by factors of up to 1 plus or minus this.
         erasing: probability that a rectangle of 2 to 33 % of the image is filled with grey (Zhong et al. 2017).
         transform: a function of a Python recipe's own, from the uint8 image as read (channels, height, width) to the
@@ -68,7 +68,7 @@ class Augmentation:
         if self.random_resized_crop is not None:
             require_share("data.random_resized_crop", self.random_resized_crop, "null")
             require(self.random_resized_crop > 0, "data.random_resized_crop=0 leaves nothing of an image: null is off")
-        why = f"data.transform={self.transform!r} is no function: give one in a Python recipe, as in transform=my_function"
+        why = f"data.transform={self.transform!r} is no function: give one in a Python recipe, transform=my_function"
         require(self.transform is None or callable(self.transform), why)
 
 
