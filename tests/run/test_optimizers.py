@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.problems import make_model
 from helpers.resumed import TINY, assert_same_weights, losses, recipe, resume, saved
 from safetensors.torch import load_file
 from torch import nn
@@ -24,7 +25,9 @@ from trainer.data import Digits
 from trainer.engine.feed import fill_from_data
 from trainer.engine.order import batch_indices
 from trainer.engine.schedule import decay
+from trainer.memory.parameter_groups import choose_trained, layers_of
 from trainer.models import VisionTransformer
+from trainer.weights.blocks import find_blocks
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -49,8 +52,13 @@ def settings_of(optim: Optim) -> dict[str, Any]:
     return chosen | {"eval_every": 2, "run": {"evaluate": True}}
 
 
-def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "model" / "model.safetensors")
+def distance(run_dir: Path, expected: dict[str, torch.Tensor]) -> float:
+    """Of the weights that a run has written, relative to theirs."""
+    found = load_file(run_dir / "model" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    ours, plain = (torch.cat([state[name].flatten() for name in sorted(state)]) for state in (found, expected))
+    assert ours.dtype == torch.float64
+    return float((ours - plain).norm() / plain.norm())
 
 
 def plain_run(optim: Optim, of: Callable[[nn.Module], Textbook]) -> dict[str, torch.Tensor]:
@@ -112,6 +120,33 @@ def with_plateau(module: nn.Module) -> Textbook:
     return Textbook(optimizer, lambda: None, schedule.step)
 
 
+def with_groups(module: nn.Module) -> Textbook:
+    """Written out: layers by their names, the head ten times as fast and without decay, positions frozen."""
+    groups = []
+    for name, parameter in module.named_parameters():
+        block = re.search(r"encoder_layer_(\d)", name)
+        layer = int(block[1]) + 1 if block else 3 if name.startswith(("heads", "encoder.ln")) else 0
+        rate, weight_decay = 1e-2 * 0.5 ** (3 - layer), 0.1 if parameter.ndim >= 2 else 0.0
+        if name.startswith("heads"):
+            rate, weight_decay = 10 * rate, 0.0
+        if name.endswith("ln_1.bias"):
+            weight_decay = 0.3
+        if name == "encoder.pos_embedding":
+            parameter.requires_grad_(False)
+        else:
+            groups.append({"params": [parameter], "lr": rate, "weight_decay": weight_decay})
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    schedule = CosineAnnealingLR(optimizer, STEPS)
+    return Textbook(optimizer, schedule.step)
+
+
+GROUPS = {
+    "heads*": {"lr_scale": 10, "weight_decay": 0.2},
+    "*pos_embedding": {"frozen": True},
+    "*ln_1.bias": {"weight_decay": 0.3},
+    "heads.head.*": {"weight_decay": 0},
+}
+GROUPED = Optim("adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", clip_norm=1.0, layer_decay=0.5, groups=GROUPS)
 PLATEAU = Optim("sgd", lr=0.1, schedule="plateau", plateau_factor=0.5, plateau_patience=0, min_lr=0.02)
 CASES: dict[str, tuple[Optim, Callable[[nn.Module], Textbook]]] = {
     "betas, eps and a warm cosine": (
@@ -123,8 +158,10 @@ CASES: dict[str, tuple[Optim, Callable[[nn.Module], Textbook]]] = {
         with_one_cycle,
     ),
     "plateau": (PLATEAU, with_plateau),
+    "layers and groups": (GROUPED, with_groups),
 }
 WORLDS = {"ddp": {"strategy": "ddp"}, "fsdp": {"strategy": "fsdp"}}
+SPLIT = {"tensor_parallel": 2}
 
 
 def train(run_dir: Path, **changes: Any) -> None:
@@ -138,12 +175,83 @@ def test_a_run_equals_the_plain_loop(case, ranks, tmp_path):
     train(tmp_path / "single", **settings)
     for name, memory in WORLDS.items():
         ranks(2).run(partial(train, tmp_path / name, **settings | {"memory": settings["memory"] | memory}))
-    for name in ("single", *WORLDS):
-        for key, value in weights_of(tmp_path / name).items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-12, atol=1e-12, msg=f"{name}: {key}")
+    train(tmp_path / "host", **settings | {"memory": settings["memory"] | {"cpu_offload": "optimizer"}})
+    found = {name: distance(tmp_path / name, expected) for name in ("single", "host", *WORLDS)}
+    assert {name: value for name, value in found.items() if not value < 1e-12} == {}
 
 
-USUAL = ("plateau",)
+@pytest.mark.slow
+def test_groups_of_split_layers_equal_the_plain_loop(ranks, tmp_path):
+    expected, settings = plain_run(GROUPED, with_groups), settings_of(GROUPED)
+    ranks(2).run(partial(train, tmp_path, **settings | {"memory": settings["memory"] | SPLIT}))
+    assert distance(tmp_path, expected) < 1e-12
+
+
+def test_layers_are_counted_from_the_embeddings_to_the_head():
+    for name, first, last in (
+        ("vit", ("class_token", "conv_proj.weight", "encoder.pos_embedding"), ("encoder.ln.weight", "heads.head.bias")),
+        ("distilbert", ("distilbert.embeddings.word_embeddings.weight",), ("pre_classifier.bias", "classifier.weight")),
+    ):
+        module = make_model(name).build()
+        layers, depth = layers_of(module), len(find_blocks(module))
+        assert layers.keys() == dict(module.named_parameters()).keys()
+        assert {layers[key] for key in first} == {0}
+        assert {layers[key] for key in last} == {depth + 1}
+        for key, layer in layers.items():
+            number = re.search(r"layers?\.(?:encoder_layer_)?(\d)", key)
+            assert number is None or layer == int(number[1]) + 1
+
+
+UNMATCHED = [
+    ("head", r"optim.groups: no parameter is called 'head': patterns are of whole names, write '*head*'"),
+    (
+        "encoder.layer.0.*",
+        r"optim.groups: no parameter is called 'encoder.layer.0.*'; the nearest names are encoder.l",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pattern", "message"), UNMATCHED)
+def test_a_pattern_of_nothing_is_refused_with_the_nearest_names(pattern, message, tmp_path):
+    settings = settings_of(Optim(groups={pattern: {"lr_scale": 2}}))
+    with pytest.raises(RecipeError, match=f"^{re.escape(message)}"):
+        train(tmp_path, **settings)
+
+
+def test_groups_of_what_is_frozen_and_layers_of_what_has_none_are_refused(tmp_path):
+    model = VisionTransformer("custom", **TINY, train_last_blocks=1)
+    pattern = {"conv_proj.*": {"lr_scale": 2}}
+    with pytest.raises(RecipeError, match=r"^optim.groups: 'conv_proj\.\*' is of parameters that are frozen all"):
+        train(tmp_path / "one", model=model, optim=Optim(groups=pattern))
+    train(tmp_path / "two", model=model, optim=Optim(groups={"conv_proj.*": {"lr_scale": 2, "frozen": False}}))
+    with pytest.raises(RecipeError, match=r"^optim\.layer_decay=0\.5 works on repeated modules, and Flat has none"):
+        choose_trained(Flat(), make_model("mlp"), Optim(layer_decay=0.5))
+    with pytest.raises(RecipeError, match=r"^every parameter is frozen: .*optim\.groups"):
+        train(tmp_path / "three", model=model, optim=Optim(groups={"*": {"frozen": True}}))
+
+
+class Flat(nn.Module):
+    """Without blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def test_another_layer_decay_is_refused_on_resume_until_it_is_allowed(tmp_path):
+    settings = settings_of(GROUPED)
+    train(tmp_path / "whole", **settings)
+    settings["optim"] = dataclasses.replace(GROUPED, layer_decay=0.9)
+    with pytest.raises(RecipeError, match=r"optim\.layer_decay: 0\.5 in the checkpoint, 0\.9 now"):
+        resume(tmp_path / "whole", tmp_path / "refused", 4, **settings)
+    settings["run"] |= {"allow_change": ["optim"]}
+    resume(tmp_path / "whole", tmp_path / "rest", 4, **settings)
+    rates = saved(tmp_path / "rest", 4 + 2)["state"]["scheduler"]["rates"]
+    assert len(set(rates)) == 5  # four layers, and the head ten times as fast
+    assert min(rates) / sorted(rates)[1] == pytest.approx(1.0)
+
+
+USUAL = ("plateau", "layers and groups")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +320,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"min_lr": 1e-5}, "optim.min_lr=1e-05 has no meaning for optim.schedule=constant"),
     ({"warmup_ratio": 1.0}, "optim.warmup_ratio=1.0 must be a fraction of all steps"),
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, "optim.warmup_steps=5 and optim.warmup_ratio=0.1 say the same thing"),
+    ({"layer_decay": 0.0}, "optim.layer_decay=0.0 must be greater than 0 and at most 1"),
+    ({"groups": {"*": {"lr": 2}}}, "optim.groups['*'] has no lr; did you mean lr_scale?"),
+    ({"groups": {"*": {"lr_scale": 0}}}, "optim.groups['*'].lr_scale=0 must be a factor greater than 0; frozen: true"),
+    ({"groups": {"*": {"frozen": 1}}}, "optim.groups['*'].frozen=1 must be true or false"),
+    ({"groups": {"*": 3}}, "optim.groups['*']=3 must be a mapping with any of lr_scale, weight_decay, frozen"),
     ({"plateau_patience": -1}, "optim.plateau_patience=-1 must not be negative"),
     ({"plateau_factor": 1.0}, "optim.plateau_factor=1.0 must be between 0 and 1"),
 ]

@@ -181,7 +181,8 @@ class Stepper(Forward):
         """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch."""
         grad_norm, losses = totals.read(norm)
         skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not any(window.weights.values())
-        lr = float(self.optimizer.param_groups[0]["lr"])  # torchao's is a tensor on the CPU
+        first = self.optimizer.param_groups[0]
+        lr = float(first["lr"]) / first.get("lr_scale", 1.0)  # torchao's is a tensor on the CPU
         if skipped and self.sync.applied:
             raise RunError(
                 f"{why_skipped(grad_norm, losses)} in a step whose weights were updated during the backward, so it "

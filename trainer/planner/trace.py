@@ -33,6 +33,7 @@ from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory.initialize import HOST, home_of_weights
 from trainer.memory.optimizer_offload import CHUNK, HostGradients
+from trainer.memory.parameter_groups import choose_trained
 from trainer.memory.plan import Plan
 from trainer.memory.precision import matmul_precision, weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
@@ -135,7 +136,9 @@ def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
     model = recipe.model.unloaded()
     build = model.skeleton if type(model).build is Model.build else model.build  # the default reads the weights
     with default_dtype(weights_dtype(plan.memory) or torch.float32):
-        return on_meta(build).train()
+        module = on_meta(build).train()
+    choose_trained(module, recipe.model, recipe.optim)
+    return module
 
 
 class _Run(Phases):

@@ -17,7 +17,8 @@ from trainer.engine.sync import GradientSync
 from trainer.engine.window import share_of
 from trainer.errors import EvaluationStopped, Stopped, require
 from trainer.memory.initialize import build_module
-from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
+from trainer.memory.parameter_groups import choose_trained, describe_groups
+from trainer.memory.stack import Stack, apply_stack, build_updates, refused_alike, whole_state
 from trainer.report.loggers import close_loggers
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
@@ -70,7 +71,8 @@ class Training:
         self.loggers = open_loggers(session, resumption.step)
         if session.is_first:
             write_recipe(session, source)
-            for line in describe_run(session, self.stack, self.windows):
+            lines = [*describe_run(session, self.stack, self.windows), *describe_groups(self.stepper.optimizer)]
+            for line in lines:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
         self.split = "val" if recipe.data.val is not None else "test"
         self.logging = LoggingListener(self.loggers, self.stopwatch, self.split)
@@ -216,6 +218,8 @@ def build(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
     """The model with every memory technique of the plan, and what updates it."""
     recipe, fabric, plan = session.recipe, session.fabric, session.plan
     module = build_module(fabric, recipe.model, recipe.seed, plan)
+    with refused_alike(fabric):
+        choose_trained(module, recipe.model, recipe.optim)
     stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
     return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)
 
