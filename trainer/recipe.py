@@ -69,6 +69,9 @@ class Optim:
             for every block down to the embeddings, which have the least; null is the same rate for all.
         groups: parameters by patterns of their names, with what differs for them, such as {"*head*": {lr_scale: 10,
             weight_decay: 0}, "*embed*": {frozen: true}}; of several patterns that fit, the last one wins.
+        ema: decay of an exponential moving average of the weights, such as 0.999, which is then what evaluations have
+            and what is saved as the model; 4 bytes a weight. null is none.
+        ema_warmup: let its decay rise from 0 in the first steps, as 1 - (1 + step)^(-2/3), for short runs.
         clip_norm: largest global gradient norm; null for no clipping.
         scale_lr: scale lr with batch_size / reference_batch_size: none, linear or sqrt.
         reference_batch_size: the batch size that lr was chosen for; needed by scale_lr.
@@ -90,6 +93,8 @@ class Optim:
     plateau_factor: float = 0.1
     layer_decay: float | None = None
     groups: dict[str, Any] = field(default_factory=dict)
+    ema: float | None = None
+    ema_warmup: bool = False
     clip_norm: float | None = None
     scale_lr: ScaleLR = "none"
     reference_batch_size: int | None = None
@@ -113,6 +118,7 @@ class Optim:
             why = f"optim.eps={self.eps} has no meaning for {self.name}: leave it at null"
             require(self.name in ("adamw", "adam", "adagrad", "rmsprop"), why)
             require(0 < self.eps < math.inf, f"optim.eps={self.eps} must be greater than 0, and finite")
+        require(self.ema is None or 0 <= self.ema < 1, f"optim.ema={self.ema} must be in [0, 1); null is no average")
         self._check_schedule()
         self._check_groups()
         why = f"optim.clip_norm={self.clip_norm} must be greater than 0; null turns clipping off"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,25 @@ from typing import Any
 import pytest
 import torch
 from helpers.problems import make_model
-from helpers.resumed import TINY, assert_same_weights, losses, recipe, resume, saved
+from helpers.resumed import TINY, losses, recipe, resume, saved
+from helpers.tiny import prediction_of, recipe_of
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from trainer import Optim, RecipeError
+from trainer import Memory, Optim, RecipeError
 from trainer.api import fit
+from trainer.checkpoint.manifest import read_manifest
 from trainer.data import Digits
 from trainer.engine.feed import fill_from_data
 from trainer.engine.order import batch_indices
 from trainer.engine.schedule import decay
 from trainer.memory.parameter_groups import choose_trained, layers_of
+from trainer.memory.weight_averages import WeightAverages
 from trainer.models import VisionTransformer
+from trainer.run.resume import Found, load_whole_model
 from trainer.weights.blocks import find_blocks
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -140,6 +145,34 @@ def with_groups(module: nn.Module) -> Textbook:
     return Textbook(optimizer, schedule.step)
 
 
+def with_average(module: nn.Module, decay: Any = 0.8) -> Textbook:
+    optimizer = torch.optim.AdamW(decayed(module, 0.1), lr=1e-2)
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    average.update_parameters(module)  # the first one copies
+
+    def evaluated(loss: float) -> None:
+        with torch.no_grad():  # the averages take the weights' place after the last step
+            for parameter, value in zip(module.parameters(), average.module.parameters(), strict=True):
+                parameter.copy_(value)
+
+    steps = iter(range(1, STEPS + 1))
+    return Textbook(optimizer, lambda: (average.update_parameters(module), next(steps) == STEPS and evaluated(0.0)))
+
+
+def with_warm_average(module: nn.Module) -> Textbook:
+    timm = pytest.importorskip("timm.utils")
+    average = timm.ModelEmaV3(module, decay=0.8, use_warmup=True)
+    book, steps = with_average(module), iter(range(1, STEPS + 1))
+
+    def stepped() -> None:
+        step = next(steps)
+        average.update(module, step=step)
+        if step == STEPS:
+            module.load_state_dict(average.module.state_dict())
+
+    return Textbook(book.optimizer, stepped)
+
+
 GROUPS = {
     "heads*": {"lr_scale": 10, "weight_decay": 0.2},
     "*pos_embedding": {"frozen": True},
@@ -147,6 +180,7 @@ GROUPS = {
     "heads.head.*": {"weight_decay": 0},
 }
 GROUPED = Optim("adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", clip_norm=1.0, layer_decay=0.5, groups=GROUPS)
+AVERAGED = Optim("adamw", lr=1e-2, weight_decay=0.1, ema=0.8)
 PLATEAU = Optim("sgd", lr=0.1, schedule="plateau", plateau_factor=0.5, plateau_patience=0, min_lr=0.02)
 CASES: dict[str, tuple[Optim, Callable[[nn.Module], Textbook]]] = {
     "betas, eps and a warm cosine": (
@@ -159,6 +193,8 @@ CASES: dict[str, tuple[Optim, Callable[[nn.Module], Textbook]]] = {
     ),
     "plateau": (PLATEAU, with_plateau),
     "layers and groups": (GROUPED, with_groups),
+    "averaged": (AVERAGED, with_average),
+    "averaged, warm": (dataclasses.replace(AVERAGED, ema_warmup=True), with_warm_average),
 }
 WORLDS = {"ddp": {"strategy": "ddp"}, "fsdp": {"strategy": "fsdp"}}
 SPLIT = {"tensor_parallel": 2}
@@ -200,6 +236,51 @@ def test_layers_are_counted_from_the_embeddings_to_the_head():
         for key, layer in layers.items():
             number = re.search(r"layers?\.(?:encoder_layer_)?(\d)", key)
             assert number is None or layer == int(number[1]) + 1
+
+
+def test_averages_may_be_begun_and_left_on_resume_and_are_what_export_gives(tmp_path):
+    settings, plain = settings_of(AVERAGED), settings_of(dataclasses.replace(AVERAGED, ema=None))
+    allowed = {"run": {"evaluate": True, "allow_change": ["optim.ema"]}}
+    train(tmp_path / "plain", **plain)
+    train(tmp_path / "averaged", **settings)
+    with pytest.raises(RecipeError, match=r"optim\.ema: null in the checkpoint, 0\.8 now"):
+        resume(tmp_path / "plain", tmp_path / "refused", 4, **settings)
+    resume(tmp_path / "plain", tmp_path / "begun", 4, **settings | allowed)
+    resume(tmp_path / "averaged", tmp_path / "left", 4, **plain | allowed)
+    assert distance(tmp_path / "left", load_file(tmp_path / "plain" / "model" / "model.safetensors")) == 0
+    assert distance(tmp_path / "begun", load_file(tmp_path / "plain" / "model" / "model.safetensors")) > 1e-3
+    found = Found(path := tmp_path / "averaged" / "checkpoints" / f"step-{STEPS:08d}", read_manifest(path))
+    run = recipe(tmp_path, **settings)
+    run.data.prepare()
+    module = load_whole_model(found, fill_from_data(run.model, run.data))
+    assert distance(tmp_path / "averaged", module.state_dict()) == 0
+
+
+def test_averages_of_half_precision_are_exchanged_and_put_back_bit_for_bit():
+    weights = torch.full((4, 4), 1.0, dtype=torch.bfloat16)
+    averages = WeightAverages([weights], Optim(ema=0.9), lambda: None)
+    weights.fill_(3.0)
+    for updates in range(3):
+        averages.update(updates)
+    before = averages.values[weights].clone()
+    assert before.dtype == torch.float32
+    torch.testing.assert_close(before, torch.full((4, 4), 3 - 2 * 0.9**3))
+    with pytest.raises(ZeroDivisionError), averages.applied():
+        torch.testing.assert_close(weights, before.bfloat16(), rtol=0, atol=0)
+        raise ZeroDivisionError
+    assert torch.equal(weights, torch.full_like(weights, 3.0))
+    assert torch.equal(averages.values[weights], before)
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_the_planner_counts_the_averages_where_they_are(offload):
+    optim, memory = Optim("sgd", lr=0.1), Memory(cpu_offload=offload)
+    plain, averaged = (prediction_of(recipe_of("tower", memory, replace(optim, ema=ema))) for ema in (None, 0.9))
+    size = 4 * sum(p.numel() for p in recipe_of("tower").model.build().parameters())
+    more = averaged.categories.get("optimizer", 0) - plain.categories.get("optimizer", 0)
+    assert more == pytest.approx(size if offload == "none" else 0, rel=0.1)  # rounded up to what the allocator gives
+    assert averaged.host - plain.host == (0 if offload == "none" else size)
+    assert any(note.startswith("optim.ema: ") for note in averaged.notes)
 
 
 UNMATCHED = [
@@ -251,7 +332,7 @@ def test_another_layer_decay_is_refused_on_resume_until_it_is_allowed(tmp_path):
     assert min(rates) / sorted(rates)[1] == pytest.approx(1.0)
 
 
-USUAL = ("plateau", "layers and groups")
+USUAL = ("plateau", "layers and groups", "averaged")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +349,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, ranks, tmp_path)
         partial(resume, tmp_path / "whole", tmp_path / "sharded", 4, **settings | {"memory": memory, "run": run})
     )
     assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "whole"), rel=1e-12)
-    assert_same_weights(tmp_path / "sharded", tmp_path / "whole", rtol=1e-12)
+    assert distance(tmp_path / "sharded", load_file(tmp_path / "whole" / "model" / "model.safetensors")) < 1e-12
 
 
 def test_a_plateau_of_two_ranks_resumes_bit_for_bit(ranks, tmp_path):
@@ -320,6 +401,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"min_lr": 1e-5}, "optim.min_lr=1e-05 has no meaning for optim.schedule=constant"),
     ({"warmup_ratio": 1.0}, "optim.warmup_ratio=1.0 must be a fraction of all steps"),
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, "optim.warmup_steps=5 and optim.warmup_ratio=0.1 say the same thing"),
+    ({"ema": 1.0}, "optim.ema=1.0 must be in [0, 1); null is no average"),
     ({"layer_decay": 0.0}, "optim.layer_decay=0.0 must be greater than 0 and at most 1"),
     ({"groups": {"*": {"lr": 2}}}, "optim.groups['*'] has no lr; did you mean lr_scale?"),
     ({"groups": {"*": {"lr_scale": 0}}}, "optim.groups['*'].lr_scale=0 must be a factor greater than 0; frozen: true"),

@@ -69,7 +69,8 @@ class Subject:
         for parameter in self.module.parameters():
             width = parameter.element_size() if dtype is None else dtype.itemsize
             state = tensors * width * memory.optimizer_state_bits / 32 if parameter.requires_grad else 0
-            total += int(parameter.numel() * (width + state))
+            average = max(4, width) if parameter.requires_grad and optim.ema is not None else 0
+            total += int(parameter.numel() * (width + state + average))
         return total
 
 

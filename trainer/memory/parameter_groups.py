@@ -107,5 +107,5 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
     bare = pattern.strip("*.")
     if any(bare in name for name in names):
         return f": patterns are of whole names, write '*{bare}*'"
-    close = get_close_matches(bare, names, 3, 0.3) or names[:1] + names[-1:]
+    close = get_close_matches(bare, names, 3, 0.3) or [names[0], names[-1]]
     return f"; the nearest names are {', '.join(close)} (* stands for any part of a name)"

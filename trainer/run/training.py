@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,6 +62,7 @@ class Training:
             correct_batchnorm=recipe.memory.correct_batchnorm,
             phases=heard,
             copies=recipe.memory.tensor_parallel,
+            average=self.average if recipe.optim.ema is not None else None,
         )
         del optimizer, sync
         session.monitor.enter(None)
@@ -84,7 +87,7 @@ class Training:
         self.engine = Engine(
             self.stepper,
             self.windows,
-            evaluation(session, self.stepper, self.split) if recipe.run.evaluate else None,
+            self.evaluation(self.split) if recipe.run.evaluate else None,
             [*heard_first, shown, self.logging, state.generators, *filter(None, [self.profile])],
             self.recovery,
             self.checkpointer,
@@ -98,6 +101,22 @@ class Training:
         self.stack.become(stack)
         self.stepper.attach(stack.wrapped, optimizer, sync)
         self.schedule()
+
+    def average(self, updates: int) -> None:
+        """Update the averages of the weights, whichever they are by then."""
+        assert self.stack.averages is not None
+        self.stack.averages.update(updates)
+
+    def evaluation(self, split: str) -> Callable[[], EvaluationResult] | None:
+        """A function that evaluates on ``split``, if there is one: the averages of the weights with ``optim.ema``."""
+        run = evaluation(self.session, self.stepper, split)
+
+        def averaged() -> EvaluationResult:
+            assert run is not None
+            with self.stack.averages.applied() if self.stack.averages is not None else nullcontext():
+                return run()
+
+        return averaged if run is not None else None
 
     def schedule(self) -> None:
         """Give the stepper its learning-rate schedule, over all steps of the run."""
@@ -195,7 +214,7 @@ class Training:
         session, engine = self.session, self.engine
         if not session.recipe.run.evaluate:
             return None
-        on_test = evaluation(session, self.stepper, "test")
+        on_test = self.evaluation("test")
         if on_test is not None and (self.split == "val" or engine.last_result is None):
             result = on_test()
             if self.split == "val":
