@@ -59,8 +59,9 @@ class Texts(BuiltIn):
         check_tokenizer(tokenizer, self.max_length)
         require(len(texts) > 0, "no texts were given")
         for position, text in enumerate(texts, start=1):
-            require(bool(text.strip()), f"text {position} (the first is 1) is empty")
-            require_text(text, partial("text {} (the first is 1)".format, position), self.max_length, "--text")
+            place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
+            require(bool(text.strip()), f"{place} is empty")
+            require_text(text, partial(str, place), self.max_length, "--text")
         return Padder(tokenizer, self.max_length)(encode(texts, tokenizer, self.max_length))
 
 
