@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from trainer.report.mistakes import Mistake
 from trainer.values import IGNORED_LABEL, Loss
 
 
@@ -25,6 +26,7 @@ class EvaluationResult:
     accuracy: float | None  # share of right predictions, 0 to 1; None when nothing was classified
     samples: int | None  # how many items were classified; None without num_classes
     confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; None as well
+    mistakes: Sequence[Mistake] = ()  # the surest ones
 
     def figures(self) -> dict[str, float]:
         """``loss`` and, if there is one, ``accuracy``: what goes to the loggers, the progress and the summary."""

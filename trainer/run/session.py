@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -30,8 +30,10 @@ from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, samp
 from trainer.memory.plan import Plan
 from trainer.recipe import Memory, Recipe
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
+from trainer.report.mistakes import Mistakes
 from trainer.run.forecast import Forecast
 from trainer.run.listeners import report_bad_samples
+from trainer.values import Loss
 
 T = TypeVar("T")
 
@@ -144,6 +146,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
         return None
     loader = _loader(session, dataset)
     metrics = ClassificationMetrics(getattr(model, "num_classes", None), fabric.device, model.loss_names)
+    mistakes = Mistakes().to(fabric.device)
     memory, rank = session.recipe.memory, fabric.global_rank
     share, shares = share_of(memory, rank, fabric.world_size)
     once = counted_once(memory, rank, _sum_over(fabric, fabric.device))
@@ -158,14 +161,33 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
             # An evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
                 raise EvaluationStopped(f"the evaluation of {split} was left: a rank was asked to stop")
-            monitor.batch = micro.batch
+            monitor.batch, mistakes.samples = micro.batch, micro.indices
             yield micro
 
     def run() -> EvaluationResult:
         with monitor.evaluating():
-            return evaluate(forward, micro_batches(), metrics)
+            return evaluate(forward, micro_batches(), Evaluated(metrics, mistakes))
 
     return run
+
+
+class Evaluated(NamedTuple):
+    """All that an evaluation looks for, as one."""
+
+    metrics: ClassificationMetrics
+    mistakes: Mistakes
+
+    def reset(self) -> None:
+        for part in self:
+            part.reset()
+
+    def update(self, loss: Loss) -> None:
+        for part in self:
+            part.update(loss)
+
+    def compute(self) -> EvaluationResult:
+        """A collective."""
+        return replace(self.metrics.compute(), mistakes=self.mistakes.worst())
 
 
 # What the ranks decide together, most of it without a collective of its own.
