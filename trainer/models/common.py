@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import RecipeError, require_positive
 from trainer.values import IGNORED_LABEL, Loss
@@ -32,6 +33,20 @@ def classification_loss(logits: Tensor, labels: Tensor) -> Loss:
         logits = logits.float()
     total = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return Loss(total, logits=logits.detach(), targets=labels)
+
+
+def mixed_loss(batch: Mapping[str, Any], loss_of: Callable[[Tensor], Loss]) -> Loss:
+    """``loss_of(labels)`` of a micro-batch; of mixed samples (mixup, CutMix) that of both labels, each by its share.
+
+    Whatever the loss is: smoothed, weighted by class, of several labels. ``lam`` is the same for all samples.
+    """
+    own = loss_of(batch["labels"])
+    if "mixed_labels" not in batch:
+        return own
+    other = loss_of(batch["mixed_labels"])
+    share = batch["lam"][0].to(own.total.dtype)
+    weight = other.counted() + share.double() * (own.counted() - other.counted())  # exact where they are equal
+    return replace(own, total=share * own.total + (1 - share) * other.total, weight=weight)
 
 
 def train_last_blocks(module: nn.Module, count: int, classes: Sequence[type] = ()) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer.contract import Model
 from trainer.errors import require
-from trainer.models.common import classification_loss, require_filled
+from trainer.models.common import classification_loss, mixed_loss, require_filled
 from trainer.values import Loss
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class MLP(Model):
     num_classes: int | None = None
     class_names: list[str] | None = None
     dropout: float = 0.0
+
+    mixes = True
 
     def __post_init__(self) -> None:
         require(all(width > 0 for width in self.hidden), f"model.hidden={self.hidden} must be positive widths")
@@ -61,4 +64,4 @@ class MLP(Model):
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy; the batch has ``pixel_values`` (n, channels, height, width) and ``labels`` (n,)."""
-        yield classification_loss(module(batch["pixel_values"]), batch["labels"])
+        yield mixed_loss(batch, partial(classification_loss, module(batch["pixel_values"])))

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.errors import RecipeError, require, require_choice, require_positive
-from trainer.models.common import MOST_FEATURES, MOST_LAYERS, classification_loss, require_filled, train_last_blocks
+from trainer.models.common import (
+    MOST_FEATURES,
+    MOST_LAYERS,
+    classification_loss,
+    mixed_loss,
+    require_filled,
+    train_last_blocks,
+)
 from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.values import Loss, Pretrained
 
@@ -63,6 +70,8 @@ class VisionTransformer(Adaptable):
     attention_dropout: float = 0.0
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
+
+    mixes = True
 
     def __post_init__(self) -> None:
         self.lora.require_alone(self.train_last_blocks)
@@ -153,7 +162,7 @@ class VisionTransformer(Adaptable):
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels`` (n,)."""
         pixels = batch["pixel_values"].expand(-1, 3, -1, -1)  # grey becomes three equal channels
-        yield classification_loss(module(pixels), batch["labels"])
+        yield mixed_loss(batch, partial(classification_loss, module(pixels)))
 
     def _read_weights(self) -> dict[str, Tensor]:
         from trainer.weights.files import read_weights
