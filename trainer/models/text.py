@@ -1,4 +1,4 @@
-"""Any sequence classifier of transformers."""
+"""Any sequence or token classifier of transformers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.errors import RecipeError, require
-from trainer.models.common import MOST_LAYERS, classification_loss, require_filled, train_last_blocks
+from trainer.errors import RecipeError, require, require_choice
+from trainer.models.common import MOST_LAYERS, Objective, Supervised, require_filled, train_last_blocks
 from trainer.models.hub import from_hub, is_local, local_folder, positions, refuse_code
 from trainer.models.lora import Adaptable, LoRA, add_adapters
-from trainer.values import Loss, Outline, Pretrained
+from trainer.values import Loss, Outline, Pretrained, Task
 from trainer.weights.blocks import find_blocks, switch_cache_off
 
 if TYPE_CHECKING:
@@ -44,11 +44,15 @@ DROPOUT_FIELDS = (
 )
 PACKED = ("distilbert", "bert", "roberta", "xlm-roberta")
 """Types of models that compute without padding, as transformers makes them."""
+PROBLEM_TYPES: dict[str, str] = {name: f"{name}_classification" for name in ("single_label", "multi_label")}
+PROBLEM_TYPES["regression"] = "regression"
+"""How transformers calls the tasks of its sequence classifiers."""
 
 
 @dataclass
-class TextClassifier(Adaptable):
-    """Any ``AutoModelForSequenceClassification``: DistilBERT, BERT, RoBERTa, ...
+class TextClassifier(Supervised, Adaptable):
+    """Any ``AutoModelForSequenceClassification``: DistilBERT, BERT, RoBERTa, ... With the task token any
+    ``AutoModelForTokenClassification``.
 
     The loss is computed here from the logits, never by the model itself: the losses of transformers' sequence
     classifiers are means that ignore how many micro-batches a step has.
@@ -63,8 +67,9 @@ class TextClassifier(Adaptable):
         class_names: null takes the dataset's; saved with the model.
         dropout: sets all dropout rates of the configuration; null leaves them.
         padding_free: compute on the tokens that are there only, which changes no result but the masks of dropout; null
-            does so for DistilBERT, BERT, RoBERTa, XLM-RoBERTa and BigBird with full attention, but in no subclass with
-            a module or losses of its own: one that reads no token but the first, and no attention_mask, may say true.
+            does so for DistilBERT, BERT, RoBERTa, XLM-RoBERTa and BigBird with full attention, but not for the task
+            token, and in no subclass with a module or losses of its own: one that reads no token but the first, and no
+            attention_mask, may say true.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
         lora: train adapters in the blocks, and the head, instead of all weights.
     """
@@ -80,10 +85,16 @@ class TextClassifier(Adaptable):
     padding_free: bool | None = None
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
+    task: Task = "single_label"
+    loss: Objective = field(default_factory=Objective)
 
     own_format = True
 
     def __post_init__(self) -> None:
+        require_choice("model.task", self.task, Task)
+        self.loss.require_fit(self.task)
+        all_tokens = "model.padding_free=true computes the last block for the first token only, and model.task=token"
+        require(not (self.padding_free and self.task == "token"), f"{all_tokens} reads all: leave it at null")
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
         self.lora.require_alone(self.train_last_blocks)
         self._cached_tokenizer: Any = None
@@ -129,7 +140,7 @@ class TextClassifier(Adaptable):
 
     def packs(self) -> bool:
         """Whether micro-batches are packed, as ``padding_free`` says."""
-        if self.padding_free is False:
+        if self.padding_free is False or self.task == "token":
             return False
         if self._can_pack is None:
             config = self._configuration()
@@ -163,14 +174,15 @@ class TextClassifier(Adaptable):
         return pack(batch, self._padding_idx) or batch
 
     def build(self) -> nn.Module:
-        """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes)."""
+        """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes), of the task token
+        (n, tokens, classes)."""
         module = self.skeleton() if self.weights is None else self._from_pretrained(self.weights)
         add_adapters(module, self.lora, self.blocks)
         return module
 
     def _from_pretrained(self, weights: str) -> nn.Module:
         import torch
-        from transformers import AutoModelForSequenceClassification
+        import transformers
 
         from trainer.weights.streaming import draw_new, skeleton_on_meta
 
@@ -182,7 +194,7 @@ class TextClassifier(Adaptable):
         module, found = self._load(
             "weights",
             weights,
-            AutoModelForSequenceClassification.from_pretrained,
+            getattr(transformers, self._auto).from_pretrained,
             config=self._configuration(),
             dtype=torch.get_default_dtype(),  # it does not look at it itself
             trust_remote_code=False,
@@ -203,7 +215,12 @@ class TextClassifier(Adaptable):
     def skeleton(self) -> nn.Module:
         """The module with random weights, without adapters."""
         require_filled(type(self).__name__, num_classes=self.num_classes)
-        return self._finished(self._from_configuration("AutoModelForSequenceClassification"))
+        return self._finished(self._from_configuration(self._auto))
+
+    @property
+    def _auto(self) -> str:
+        """The class of transformers that makes the module."""
+        return f"AutoModelFor{'Token' if self.task == 'token' else 'Sequence'}Classification"
 
     def _from_configuration(self, auto: str) -> nn.Module:
         """What the class of transformers with that name makes of the configuration, with random weights."""
@@ -272,12 +289,12 @@ class TextClassifier(Adaptable):
         require(not lost, f"{foreign}: {shortened(lost)} are missing or of another shape")
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """Cross entropy from the logits; the batch is a tokenizer's output plus ``labels`` (n,)."""
+        """That of the task, from the logits; the batch is a tokenizer's output plus ``labels``."""
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        yield classification_loss(module(**inputs).logits, batch["labels"])
+        yield self.loss_of(module(**inputs).logits, batch["labels"])
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``AutoModelForSequenceClassification.from_pretrained`` and ``AutoTokenizer`` load."""
+        """Write a folder that ``from_pretrained`` of the task's class of transformers, and ``AutoTokenizer``, load."""
         module.save_pretrained(folder, state_dict=self.merged_state(module, state))  # type: ignore[operator]
         if (tokenizer := self.tokenizer_or_none()) is not None:
             tokenizer.save_pretrained(folder)
@@ -314,6 +331,7 @@ class TextClassifier(Adaptable):
             names = self.class_names or [f"LABEL_{number}" for number in range(self.num_classes)]
             config.id2label = dict(enumerate(names))
             config.label2id = {name: number for number, name in enumerate(names)}
+        config.problem_type = cast(Any, PROBLEM_TYPES.get(self.task))
         refuse_code(self.name, config)
         layers = getattr(config, "num_hidden_layers", None) or 0
         require(layers <= MOST_LAYERS, f"model.name={self.name!r} is configured with {layers:,} layers: take another")
