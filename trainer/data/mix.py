@@ -20,10 +20,9 @@ def mixed(batch: Any, own: Sequence[int], partners: Sequence[int], mix: Mix) -> 
     computed by itself, so its bits do not depend on the others.
     """
     pixels = batch.get("pixel_values") if isinstance(batch, Mapping) else None
-    is_image = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.is_floating_point()
-    whole = is_image and all(isinstance(value, Tensor) and len(value) == len(pixels) for value in batch.values())
+    whole = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.is_floating_point() and "labels" in batch
     require(
-        whole and "labels" in batch,
+        whole and all(isinstance(value, Tensor) and len(value) == len(batch["labels"]) for value in batch.values()),
         "data.mixup and data.cutmix mix batches of tensors with a row for each sample, pixel_values (n, channels, "
         "height, width) and labels: set them to 0 for other data",
     )
