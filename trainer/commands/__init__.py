@@ -15,6 +15,12 @@ class OwnFlags(NamedTuple):
     valued: Mapping[str, str] = MappingProxyType({})
     switches: Mapping[str, str] = MappingProxyType({})
     several: bool = False
+    about: str = ""  # what the command does, for a help page of its own
 
 
 NONE = OwnFlags()
+EVERY = OwnFlags(
+    {"config": "read settings from a YAML file; flags override it"},
+    {"print_config": "print the recipe as YAML", TRUST: "execute the .py file that a recipe.yaml names"},
+)
+"""What every command takes that takes a recipe."""

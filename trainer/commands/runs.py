@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 # What trains imports torch: it is imported where it is used, so that --help answers at once.
 
-PREDICT_FLAGS = OwnFlags({"text": "texts to classify", "image": "image files to classify"}, several=True)
+EVALUATE_FLAGS = OwnFlags(about="Evaluate the trained model of a run directory on its test set, or its validation set.")
+PREDICT_FLAGS = OwnFlags(
+    {"text": "texts to classify", "image": "image files to classify"},
+    several=True,
+    about="Classify texts or images with the trained model of a run directory.",
+)
 
 
 def fit(argv: list[str]) -> None:
@@ -53,7 +58,7 @@ def fit_script(recipe: Recipe) -> None:
 
 def evaluate(argv: list[str]) -> None:
     """Evaluate the trained model of a run directory."""
-    if asked := asked_for("evaluate", "RUN_DIR", argv, named=_recipe_of):
+    if asked := asked_for("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_recipe_of):
         from trainer.api import evaluate
 
         evaluate(asked.recipe, Path(asked.reference))
