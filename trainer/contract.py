@@ -164,6 +164,9 @@ class Data:
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 
+    def require_files(self) -> None:
+        """Refuse files that must be here and are not: called before anything is fetched, and before ``prepare``."""
+
     def prepare(self, tokenizer: Any = None) -> None:
         """Find, download, check and tokenise; called on every rank, the first rank of a node first."""
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer)")

@@ -178,7 +178,7 @@ def test_a_precision_is_what_it_is_called_everywhere_else(tmp_path: Path, capsys
     [
         ("plan", ["usage: trainer plan RECIPE [flags]", "--gpu GPU", "--interconnect", "--json", "--config"]),
         ("ladder", ["usage: trainer ladder RECIPE", "--rungs RUNGS", "--steps STEPS", "--trust-recipe"]),
-        ("predict", ["usage: trainer predict RUN_DIR", "--text TEXT ...", "--image IMAGE ..."]),
+        ("predict", ["usage: trainer predict RUN_DIR", "--text TEXT ...", "--image IMAGE ...", "[PATH ...] [flags]"]),
         (
             "evaluate",
             ["usage: trainer evaluate RUN_DIR", "--trust-recipe", "trainer evaluate RUN_DIR --help lists"],

@@ -192,7 +192,8 @@ def asked_for(
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if what == "RECIPE" else ""
         raise NothingNamed(f"{command} needs a {what}{known}: see trainer --help")
     reference, *others = positionals
-    if others:
+    flags += [(own.words, word) for word in others if own.words]
+    if others and not own.words:
         name, equals, value = others[0].partition("=")
         meant = f"; did you mean --{name} {value}?" if equals and name.replace(".", "").isidentifier() else ""
         raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags{meant}")
@@ -206,15 +207,15 @@ def asked_for(
 
 def _own_page(command: str, what: str, own: OwnFlags) -> str:
     """The flags of a command besides those that are settings of a recipe."""
-    several = " ..." if own.several else ""
-    rows = {f"--{name} {name.upper()}{several}": text for name, text in own.valued.items()}
+    several = dict.fromkeys(own.several, " ...")
+    rows = {f"--{name} {name.upper()}{several.get(name, '')}": text for name, text in own.valued.items()}
     rows |= {f"--{name}": text for name, text in own.switches.items()}
     rows |= {f"--{name} {name.upper()}": text for name, text in EVERY.valued.items()}
     rows |= {f"--{name}": text for name, text in EVERY.switches.items()}
     width = max(map(len, rows))
     return "\n".join(
         [
-            f"usage: trainer {command} {what} [flags]\n",
+            f"usage: trainer {command} {what}{f' [{own.words.upper()} ...]' if own.words else ''} [flags]\n",
             wrapped(own.about, "") + "\n",
             *(wrapped(f"  {flag:<{width}}  {text}", " " * (width + 4)) for flag, text in rows.items()),
             f"\nEvery setting of the recipe is a flag, too: trainer {command} {what} --help lists them.",
