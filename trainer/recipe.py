@@ -331,6 +331,12 @@ class Recipe:
         why = f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
         require(isinstance(self.data, Data), why)
         _check("", self, positive=("batch_size", "max_steps", "eval_every", "epochs"))
+        task, known = getattr(self.model, "task", None), self.data.tasks
+        if task is not None:
+            has = f"{type(self.data).__name__} has labels for {' and '.join(known)}"
+            why = f"model.task={task} does not fit the data, {has}: use one of these, or other data (docs/tasks.md)"
+            require(not known or task in known, why)
+            self.data.prepared_for = task
         workers = getattr(self.data, "workers", 0)
         fits = workers is None or (isinstance(workers, int) and workers <= MOST_WORKERS)
         require(fits, f"data.workers={workers}: each is a process; say an integer of {MOST_WORKERS} at most")
