@@ -40,20 +40,30 @@ class Mistakes(Metric):
     """The mistakes that the model was surest of, over all ranks, without ever waiting for the device.
 
     Only of losses whose logits have shape ``(samples, classes)`` and targets ``(samples,)``, in the samples' order.
+
+    Args:
+        wanted: whether samples have one class each; else nothing is kept.
     """
 
     full_state_update = False
     rows: Tensor  # (MOST, 5), the fields of a Mistake, with the probability first; -1 where there is none
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: bool = True) -> None:
         super().__init__(compute_with_cache=False)
+        self.wanted = wanted
         self.samples: Sequence[int] = ()
         self.add_state("rows", torch.full((MOST, 5), -1.0, dtype=torch.float64), dist_reduce_fx="cat")
 
     def update(self, loss: Loss) -> None:
         """Look at a loss of the micro-batch whose ``samples`` were set before."""
         logits, targets, count = loss.logits, loss.targets, len(self.samples)
-        if logits is None or targets is None or logits.ndim != 2 or not len(logits) == len(targets) == count:
+        if (
+            not self.wanted
+            or logits is None
+            or targets is None
+            or logits.ndim != 2
+            or not len(logits) == len(targets) == count
+        ):
             return
         if targets.shape != (count,) or targets.is_floating_point():
             return
@@ -69,8 +79,10 @@ class Mistakes(Metric):
     def compute(self) -> Tensor:
         return self.rows.reshape(-1, 5)
 
-    def worst(self) -> list[Mistake]:
-        """The mistakes, the surest first, alike on every rank; a collective."""
+    def worst(self) -> list[Mistake] | None:
+        """The mistakes, the surest first, alike on every rank; a collective where they are wanted, or else ``None``."""
+        if not self.wanted:
+            return None
         with warnings.catch_warnings():  # of a rank without samples, as in ClassificationMetrics
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
             found = self.compute().tolist()
@@ -81,7 +93,7 @@ class Mistakes(Metric):
 def write_mistakes(
     folder: Path,
     confusion: np.ndarray,
-    mistakes: Sequence[Mistake],
+    mistakes: Sequence[Mistake] | None,
     names: Sequence[str],
     split: str,
     describe: Callable[[int], str],
@@ -104,9 +116,10 @@ def write_mistakes(
     columns = ["split", "position", "sample", "true", "predicted", "probability", "probability_of_true"]
     told = [
         [split, at, escaped(describe(at)), names[target], names[said], f"{p:.6f}", f"{q:.6f}"]
-        for at, target, said, p, q in mistakes
+        for at, target, said, p, q in mistakes or ()
     ]
-    write_atomic(folder / "errors.csv", _table(columns, told))
+    if mistakes is not None:
+        write_atomic(folder / "errors.csv", _table(columns, told))
     drawn = _most_confused(confusion, MOST_DRAWN)
     some = "" if len(drawn) == len(names) else f", {len(drawn)} of {len(names):,} classes: those with the most mistakes"
     title = f"{split}: what each class is taken for{some}"
