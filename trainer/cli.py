@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
@@ -13,6 +14,7 @@ from typing import NoReturn
 import trainer
 from trainer.errors import EXIT_REQUEUE, NothingNamed, RecipeError, RunError, Stopped
 from trainer.recipe import Recipe
+from trainer.system import waiting
 from trainer.system.environment import number, require_numbers
 from trainer.system.streams import keep_streams, lost_output
 from trainer.system.text import escaped
@@ -69,7 +71,9 @@ def entry() -> None:
     """The ``trainer`` command."""
     keep_streams()
     argv = sys.argv[1:]
-    _end(run(argv) or _output_lost(argv), soon=argv[:1] == ["plan"])
+    if argv[:1] and argv[0] in COMMANDS:
+        waiting.begin(" · ".join([f"trainer {trainer.__version__}", *argv[1:2]]))
+    _end(run(argv) or _output_lost(argv), soon=True)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -107,13 +111,16 @@ def _carry_out(command: str, argv: list[str]) -> int:
 
 
 def _end(code: int, soon: bool = False) -> NoReturn:
-    """Exit: ``soon`` without Python's own end, which takes a second once torch is there; so a rank that failed among
-    several, in which gloo would abort, with another code."""
+    """Exit: ``soon`` once threads are done and what is registered for the end, without Python's own, which takes
+    modules apart for a second once torch is there; so a rank that failed among several, in which gloo would abort, with
+    another code."""
+    waiting.end()
     launched = sys.modules.get("trainer.faults.signals")  # else nothing was begun that could abort
     failed = launched is not None and code != 0 and number("WORLD_SIZE", 1) > 1
     if launched is not None and failed:
         launched.wait_for_children()
     elif soon:
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     if failed or soon:
         sys.stdout.flush()

@@ -21,6 +21,7 @@ from trainer.memory.knobs import KNOBS, Knob, Turn
 from trainer.recipe import Memory, Recipe
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean, settings_of
+from trainer.system import waiting
 from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 from trainer.system.redact import redact_words
@@ -67,6 +68,7 @@ def ladder(argv: list[str]) -> None:
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     require(not launched, "trainer ladder starts its own processes: start it without a launcher")
     steps, minutes = count("steps", own.get("steps", "5")), count("minutes", own.get("minutes", "30"))
+    waiting.doing("looking for GPUs")
     machine = CPU if recipe.run.accelerator == "cpu" else probe_machine()
     base = baseline(recipe)
     rungs = choose(rungs_of(recipe, base, machine), own.get("rungs"))
@@ -166,6 +168,7 @@ class Report:
 
     def announce(self, number: int, rung: Rung) -> None:
         """Say which rung is being measured; on a terminal its row then takes the line's place."""
+        waiting.end()
         line = f"rung {number}/{len(self.rungs)}: {rung.name}".ljust(self._width)
         print(line, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 

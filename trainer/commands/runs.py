@@ -63,7 +63,7 @@ def predict(argv: list[str]) -> None:
     """Classify texts or images with the trained model of a run directory."""
     if asked := asked_for("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_recipe_of):
         texts, images = inputs(asked.flags)
-        from trainer.api import predict
+        from trainer.run.prediction import predict
 
         predict(asked.recipe, Path(asked.reference), texts=texts, images=images)
 

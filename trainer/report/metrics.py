@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric
 
 from trainer.values import IGNORED_LABEL, Loss
 
@@ -54,7 +53,9 @@ class ClassificationMetrics:
         self, num_classes: int | None, device: torch.device | str, loss_names: Sequence[str] = ("loss",)
     ) -> None:
         self.loss_names, self.num_classes = tuple(loss_names), num_classes
-        self._sums = _Sums(len(self.loss_names), num_classes or 0).to(device)
+        # Totals and weights, in float64, as millions of float32 terms would lose digits; and row = target.
+        self._sums = torch.zeros(len(self.loss_names), 2, dtype=torch.float64, device=device)
+        self._confusion = torch.zeros(num_classes or 0, num_classes or 0, dtype=torch.long, device=device)
 
     def update(self, loss: Loss) -> None:
         """Add one loss of one micro-batch; a zero-weight one adds nothing but its zero.
@@ -64,14 +65,24 @@ class ClassificationMetrics:
         """
         if loss.name not in self.loss_names:
             raise ValueError(f"loss {loss.name!r} is not one of the model's loss_names {self.loss_names}")
-        self._sums.update(self.loss_names.index(loss.name), loss)
+        index = self.loss_names.index(loss.name)
+        self._sums[index, 0] += loss.total.detach()
+        self._sums[index, 1] += loss.counted()
+        if self.num_classes and loss.logits is not None and loss.targets is not None:
+            self._count(loss.logits, loss.targets, self.num_classes)
+
+    def _count(self, logits: Tensor, targets: Tensor, classes: int) -> None:
+        # Not torchmetrics' confusion matrix: its boolean indexing and bincount make the host wait for the device.
+        if logits.shape[-1] != classes:
+            raise ValueError(f"logits of {logits.shape[-1]} classes do not fit num_classes={classes}")
+        predictions, targets = logits.reshape(-1, classes).argmax(-1), targets.reshape(-1)
+        counted = targets != IGNORED_LABEL
+        cells = torch.where(counted, targets * classes + predictions, 0)
+        self._confusion.view(-1).index_add_(0, cells, counted.long())
 
     def compute(self) -> EvaluationResult:
         """The result over all ranks, on every rank. Every rank must call it, whether or not it saw a sample."""
-        with warnings.catch_warnings():
-            # torchmetrics warns of a compute() before any update(): here that is a rank without samples, which is fine.
-            warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
-            sums, confusion = self._sums.compute()
+        sums, confusion = _over_ranks(self._sums), _over_ranks(self._confusion)
         totals, weights = sums[:, 0].tolist(), sums[:, 1].tolist()
         means = [total / weight if weight else math.nan for total, weight in zip(totals, weights, strict=True)]
         counts = confusion.cpu().numpy() if self.num_classes else None
@@ -86,40 +97,16 @@ class ClassificationMetrics:
         )
 
     def reset(self) -> None:
-        self._sums.reset()
+        self._sums.zero_()
+        self._confusion.zero_()
 
 
-class _Sums(Metric):
-    """The tensors behind :class:`ClassificationMetrics`; torchmetrics adds them up over the ranks in ``compute``."""
-
-    full_state_update = False
-    sums: Tensor  # (losses, 2): total and weight, in float64, as millions of float32 terms would lose digits
-    confusion: Tensor  # (classes, classes)
-
-    def __init__(self, losses: int, classes: int) -> None:
-        # A rank without new updates would answer from the cache while the others wait for it in the sum over ranks.
-        super().__init__(compute_with_cache=False)
-        self.classes = classes
-        self.add_state("sums", torch.zeros(losses, 2, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("confusion", torch.zeros(classes, classes, dtype=torch.long), dist_reduce_fx="sum")
-
-    def update(self, index: int, loss: Loss) -> None:
-        self.sums[index, 0] += loss.total.detach()
-        self.sums[index, 1] += loss.counted()
-        if self.classes and loss.logits is not None and loss.targets is not None:
-            self._count(loss.logits, loss.targets)
-
-    def _count(self, logits: Tensor, targets: Tensor) -> None:
-        # Not torchmetrics' own confusion matrix: its boolean indexing and bincount make the host wait for the device.
-        if logits.shape[-1] != self.classes:
-            raise ValueError(f"logits of {logits.shape[-1]} classes do not fit num_classes={self.classes}")
-        predictions, targets = logits.reshape(-1, self.classes).argmax(-1), targets.reshape(-1)
-        counted = targets != IGNORED_LABEL
-        cells = torch.where(counted, targets * self.classes + predictions, 0)
-        self.confusion.view(-1).index_add_(0, cells, counted.long())
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        return self.sums, self.confusion
+def _over_ranks(tensor: Tensor) -> Tensor:
+    """The sum over the ranks; the tensor stays what this rank has counted."""
+    total = tensor.clone()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total)
+    return total
 
 
 def classification_report(confusion: np.ndarray, class_names: Sequence[str] | None = None) -> str:
