@@ -54,6 +54,12 @@ class BuiltIn(Data):
         self.class_names, self.num_classes = list(names), len(names)
 
 
+def require_share(key: str, value: Any, off: str = "0") -> None:
+    """Refuse a ``value`` that is no number from 0 to 1."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(is_number and 0 <= value <= 1, f"{key}={value!r} must be a number from 0 to 1; {off} is off")
+
+
 def local_path(text: str) -> Path:
     """The path that ``text`` names: a path, one that starts with ``~``, or a ``file://`` URL."""
     return Path(url2pathname(urlparse(text).path)) if text.startswith("file://") else Path(text).expanduser()
