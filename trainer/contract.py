@@ -168,6 +168,9 @@ class Data:
         """Find, download, check and tokenise; called on every rank, the first rank of a node first."""
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer)")
 
+    def require_files(self) -> None:
+        """Refuse, by the setting's name, local files that are not there: asked first of all, without torch."""
+
     def outline(self) -> Outline | None:
         """What the dataset holds, where its files are not here: ``trainer plan`` then makes samples up. ``None`` where
         they are here, or nobody knows: they are prepared, as for a run."""

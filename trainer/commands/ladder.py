@@ -40,6 +40,8 @@ make any technique look lossless."""
 ON_HOST = "nothing to gain: the host is the device"
 """What to say of techniques that move memory from the device to the host, where there is no GPU."""
 OWN = {"run.dir": "--out", "max_steps": "--steps"}
+ANY = {"accelerator": "cuda", "devices": 2}
+"""A machine on which every rung makes sense, of those that make sense on some."""
 TURNS = [(knob, turn) for knob in KNOBS for turn in knob.turns if turn.rung]
 
 
@@ -68,9 +70,10 @@ def ladder(argv: list[str]) -> None:
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     require(not launched, "trainer ladder starts its own processes: start it without a launcher")
     steps, minutes = count("steps", own.get("steps", "5")), count("minutes", own.get("minutes", "30"))
+    base = baseline(recipe)
+    choose(rungs_of(recipe, base, ANY), own.get("rungs"))
     waiting.doing("looking for GPUs")
     machine = CPU if recipe.run.accelerator == "cpu" else probe_machine()
-    base = baseline(recipe)
     rungs = choose(rungs_of(recipe, base, machine), own.get("rungs"))
     out = new_folder("ladder", own.get("out"), reference)
     report = Report(out, reference, machine, {"steps": steps, "flags": redact_words(passed)}, rungs)

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands import TRUST, OwnFlags
 from trainer.commands.recipes import Asked, asked_for, count, new_folder
 from trainer.errors import RecipeError, RunError, require
-from trainer.planner.gpus import gpu_named, host_as_device
+from trainer.planner.gpus import NO_GPU, gpu_named, host_as_device
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.imports import quick_imports
+from trainer.system.machine import may_have_gpu
 from trainer.system.redact import redact, redact_value
 from trainer.system.text import as_text, escaped, wrapped
 
@@ -155,7 +156,9 @@ def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluste
 
     if own.get("gpu") not in (None, "cpu"):
         gpu_named(own["gpu"])
+    require("gpu" in own or may_have_gpu(), NO_GPU)
     interconnects(own.get("interconnect", USUAL), host_as_device())  # the names are the same for every device
+    recipe.data.require_files()
     devices, nodes = (
         [count(name, part.strip()) for part in own[name].split(",")] if name in own else None
         for name in ("devices", "nodes")

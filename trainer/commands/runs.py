@@ -26,6 +26,7 @@ def fit(argv: list[str]) -> None:
 
     leave_before_training()
     if asked := asked_for("fit", "RECIPE", argv):
+        asked.recipe.data.require_files()
         from trainer.api import fit
 
         fit(asked.recipe, source=asked.source)
@@ -46,6 +47,7 @@ def fit_script(recipe: Recipe) -> None:
         raise RecipeError(f"unexpected {positionals[0]!r}: python {sys.argv[0]} takes flags only")
     source = source_of(script)
     if resolved := resolve(recipe, source, flags, usage=f"python {sys.argv[0]} [flags]"):
+        resolved.data.require_files()
         from trainer.api import fit
 
         fit(resolved, source=source)
@@ -54,6 +56,7 @@ def fit_script(recipe: Recipe) -> None:
 def evaluate(argv: list[str]) -> None:
     """Evaluate the trained model of a run directory."""
     if asked := asked_for("evaluate", "RUN_DIR", argv, named=_recipe_of):
+        asked.recipe.data.require_files()
         from trainer.api import evaluate
 
         evaluate(asked.recipe, Path(asked.reference))
@@ -63,7 +66,7 @@ def predict(argv: list[str]) -> None:
     """Classify texts or images with the trained model of a run directory."""
     if asked := asked_for("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_recipe_of):
         texts, images = inputs(asked.flags)
-        from trainer.run.prediction import predict
+        from trainer import predict
 
         predict(asked.recipe, Path(asked.reference), texts=texts, images=images)
 

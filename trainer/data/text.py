@@ -126,6 +126,12 @@ class IMDb(_Tokenised):
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 
+    def require_files(self) -> None:
+        """The folder, where ``root`` is no name of the hub."""
+        root = local_path(self.root)
+        looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
+        require(root.is_dir() or not looks_local, f"data.root={self.root!r}: there is no folder {root}")
+
     def outline(self) -> Outline | None:
         """The reviews that would be downloaded, each as long as ``max_length`` allows."""
         from trainer.data.rows import is_cached
@@ -140,8 +146,7 @@ class IMDb(_Tokenised):
 
         key, root, parts = f"data.root={self.root!r}", local_path(self.root), ("train", "test")
         if not root.is_dir():
-            looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
-            require(not looks_local, f"{key}: there is no folder {root}")
+            self.require_files()
             return find_hub(self.root, self.cache_dir)
         if (root / "train.csv").is_file():
             return {part: find_file(root / f"{part}.csv", cache) for part in parts}
@@ -189,14 +194,21 @@ class TextFiles(_Tokenised):
             f"data.val_file={self.val_file!r} and data.val_fraction={self.val_fraction} exclude each other: give one",
         )
 
-    def _find(self, cache: Path) -> dict[str, Rows]:
-        from trainer.data.rows import find_file
+    def require_files(self) -> None:
+        """The files of every split."""
+        self._paths()
 
+    def _paths(self) -> dict[str, Path]:
         files = {"train": self.train_file, "val": self.val_file, "test": self.test_file}
         paths = {part: local_path(file) for part, file in files.items() if file is not None}
         for part, path in paths.items():
             require(path.is_file(), f"data.{part}_file={files[part]!r}: there is no file {path}")
-        return {part: find_file(path, cache) for part, path in paths.items()}
+        return paths
+
+    def _find(self, cache: Path) -> dict[str, Rows]:
+        from trainer.data.rows import find_file
+
+        return {part: find_file(path, cache) for part, path in self._paths().items()}
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
         self._set_classes(sort_classes(labels))
@@ -237,6 +249,12 @@ class StreamedText(Texts):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
+
+    def require_files(self) -> None:
+        """The files of every split."""
+        for key in ("train_files", "val_files", "test_files"):
+            if pattern := getattr(self, key):
+                _files(f"data.{key}={pattern!r}", pattern)
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Look into the files; texts are read and tokenised later."""

@@ -103,6 +103,8 @@ def _launched(
 def _prepare(recipe: Recipe, model: bool, data: bool) -> None:
     doing("preparing model and data")
     with placed("preparing model and data"):
+        if data:
+            recipe.data.require_files()  # before anything is fetched
         if model:
             recipe.model.prepare()
         if data:
