@@ -72,7 +72,7 @@ def entry() -> None:
     keep_streams()
     argv = sys.argv[1:]
     if argv[:1] and argv[0] in COMMANDS:
-        waiting.begin(" · ".join([f"trainer {trainer.__version__}", *argv[1:2]]))
+        _begin(next((word for word in argv[1:2] if word[:1] != "-"), argv[0]))
     _end(run(argv) or _output_lost(argv), soon=True)
 
 
@@ -89,6 +89,7 @@ def run(argv: Sequence[str]) -> int:
 def main(recipe: Recipe) -> None:
     """Train ``recipe``, with the flags of ``trainer fit``: for ``python my_recipe.py --epochs 3``."""
     keep_streams()
+    _begin(sys.argv[0])
 
     def script() -> None:
         require_numbers()
@@ -96,7 +97,9 @@ def main(recipe: Recipe) -> None:
 
         fit_script(recipe)
 
-    if code := _guarded(script) or _output_lost(["fit", *sys.argv[1:]]):
+    code = _guarded(script)
+    waiting.end()
+    if code := code or _output_lost(["fit", *sys.argv[1:]]):
         _end(code)
 
 
@@ -108,6 +111,10 @@ def fit_command(argv: Sequence[str]) -> None:
 def _carry_out(command: str, argv: list[str]) -> int:
     module, _, function = COMMANDS[command].partition(":")
     return getattr(import_module(f"trainer.{module}"), function)(argv) or 0
+
+
+def _begin(subject: str) -> None:
+    waiting.begin(f"trainer {trainer.__version__} · {subject}")
 
 
 def _end(code: int, soon: bool = False) -> NoReturn:

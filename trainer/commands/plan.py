@@ -156,9 +156,7 @@ def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluste
 
     if own.get("gpu") not in (None, "cpu"):
         gpu_named(own["gpu"])
-    require("gpu" in own or may_have_gpu(), NO_GPU)
     interconnects(own.get("interconnect", USUAL), host_as_device())  # the names are the same for every device
-    recipe.data.require_files()
     devices, nodes = (
         [count(name, part.strip()) for part in own[name].split(",")] if name in own else None
         for name in ("devices", "nodes")
@@ -166,7 +164,10 @@ def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluste
     per_node = count("per-node", own["per-node"]) if "per-node" in own else None
     if nodes is None and per_node is None and not several:
         nodes = [1]
-    return clusters(devices or [devices_of(recipe)], nodes, per_node)
+    found = clusters(devices or [devices_of(recipe)], nodes, per_node)
+    require("gpu" in own or may_have_gpu(), NO_GPU)
+    recipe.data.require_files()
+    return found
 
 
 def _write(path: Path, reference: str, found: dict[str, Any]) -> dict[str, Any]:

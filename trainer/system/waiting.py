@@ -88,6 +88,7 @@ class Waiting(MetaPathFinder):
 def begin(subject: str, environment: Mapping[str, str] = os.environ) -> None:
     """Have a :class:`Waiting` for this command line, ``subject``, on the first of its ranks alone."""
     global _begun
+    end()
     if isinstance(sys.stderr, Stream) and all(environment.get(name, "0") == "0" for name in RANKS):
         _begun = Waiting(subject)
         os.register_at_fork(after_in_child=_forget)
