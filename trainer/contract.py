@@ -164,12 +164,12 @@ class Data:
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 
+    def require_files(self) -> None:
+        """Refuse files that must be here and are not: called before torch is imported, or anything is fetched."""
+
     def prepare(self, tokenizer: Any = None) -> None:
         """Find, download, check and tokenise; called on every rank, the first rank of a node first."""
         raise NotImplementedError(f"{type(self).__name__} must define prepare(tokenizer)")
-
-    def require_files(self) -> None:
-        """Refuse, by the setting's name, local files that are not there: asked first of all, without torch."""
 
     def outline(self) -> Outline | None:
         """What the dataset holds, where its files are not here: ``trainer plan`` then makes samples up. ``None`` where

@@ -71,7 +71,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
             evaluate=lambda recipe, run_dir: made.append(("evaluate", recipe, run_dir)),
         ),
     )
-    predict = lambda recipe, run_dir, texts, images: made.append(("predict", recipe, run_dir, texts, images))  # noqa: E731
+
+    def predict(recipe, run_dir, *inputs, **how):
+        made.append(("predict", recipe, run_dir, *inputs, how))
+
     monkeypatch.setitem(sys.modules, "trainer.run.prediction", SimpleNamespace(predict=predict))
     return made
 

@@ -52,7 +52,7 @@ def scan(argv: Sequence[str], own: OwnFlags = NONE) -> tuple[list[str], Flags]:
             flags.append((name[2:], text))
         else:
             count = next((at for at, word in enumerate(rest) if word.startswith("--")), len(rest))
-            values = rest[: count if own.several and name[2:] in own.valued else min(count, 1)]
+            values = rest[: count if name[2:] in own.several else min(count, 1)]
             if not values:
                 raise RecipeError(f"flag {name} needs a value")
             flags += [(name[2:], value) for value in values]
@@ -77,7 +77,8 @@ class RecipeParser:
             allow_abbrev=False,
         )
         for name, text in self.valued.items():
-            self.parser.add_argument(f"--{name}", action="append", default=SUPPRESS, metavar=name.upper(), help=text)
+            shown: dict[str, Any] = {"metavar": name.upper(), "help": text, "dest": name}  # --batch-size, --batch_size
+            self.parser.add_argument(f"--{name}", action="append", default=SUPPRESS, **shown)
         for name, text in self.switches.items():
             self.parser.add_argument(f"--{name}", action="store_true", default=SUPPRESS, help=text)
         groups: dict[str, Any] = {}

@@ -164,7 +164,8 @@ def asked_for(
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if what == "RECIPE" else ""
         raise NothingNamed(f"{command} needs a {what}{known}: see trainer --help")
     reference, *others = positionals
-    if others:
+    flags += [(own.words, word) for word in others if own.words]
+    if others and not own.words:
         raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags")
     if (recipe := made(reference, flags)) is not None:
         source = reference

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
 from trainer.data.common import BuiltIn, hold_out, local_path, reason, require_share
-from trainer.errors import RecipeError, require, require_choice, require_positive
+from trainer.errors import RecipeError, listed, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
 from trainer.values import Outline
 
@@ -285,11 +285,13 @@ class CIFAR10(_Downloaded):
 class ImageFolder(_Images):
     """Images of one's own: ROOT/train/CLASS/*.png, and so for test and val; the folder names are the classes.
 
+    ROOT/CLASS/*.png will do, with a val_fraction. Hidden files and folders are left out.
+
     Images are resized by their shorter side, cut to the centre square and normalised by ImageNet's mean and standard
     deviation, which pretrained models expect. Every file is opened and checked before training begins.
 
     Args:
-        root: folder that holds train, and also val or test, or both.
+        root: folder that holds train, and also val or test, or both; or the folders of the classes themselves.
         image_size: height and width of the images after resizing, in pixels.
         val_fraction: share of the training images held out for validation when there is no val folder.
         cache_dir: folder that remembers which files were found sound; by default that of the datasets library.
@@ -302,6 +304,16 @@ class ImageFolder(_Images):
     workers: int | None = None
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
+
+    def require_files(self) -> None:
+        """Refuse a root without folders of classes."""
+        key, root = f"data.root={self.root!r}", local_path(self.root)
+        wanted = "give one with train/CLASS/*.jpg and test/CLASS/*.jpg by --data.root FOLDER, or one with CLASS/*.jpg"
+        require(root.is_dir(), f"{key}: there is no folder {root}: {wanted} and --data.val_fraction 0.1")
+        split = (root / "val").is_dir() or (root / "test").is_dir()
+        require(not split or (root / "train").is_dir(), f"{key}: there is no folder {root / 'train'}: {wanted}")
+        train = root / "train" if (root / "train").is_dir() else root
+        require(len(_folders_in(train)) > 0, f"{key}: {train} holds no folders of classes: {wanted}")
 
     def prepare(self, tokenizer: Any = None) -> None:
         """List and check the files."""
@@ -321,28 +333,37 @@ class ImageFolder(_Images):
 
     def _list(self) -> dict[str, list[tuple[str, int]]]:
         """The files of every part and their classes; sets ``class_names`` and ``num_classes``."""
-        from torchvision.datasets import ImageFolder as Source
+        from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
+        self.require_files()
         key, root = f"data.root={self.root!r}", local_path(self.root)
-        found: dict[str, Any] = {}
-        for part in ("train", "val", "test"):
-            if (root / part).is_dir():
-                try:
-                    found[part] = Source(str(root / part))
-                except FileNotFoundError as error:  # no class folder, or one without images
-                    raise RecipeError(f"{key}: {root / part}: {error}") from error
-        require("train" in found, f"{key}: there is no folder {root / 'train'}; images go to train/CLASS")
+        folders = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()} or {"train": root}
+        found = {part: _folders_in(folder) for part, folder in folders.items()}
         advice = "add one, or hold out part of the training images with --data.val_fraction 0.1"
         measured = len(found) > 1 or self.val_fraction > 0
         require(measured, f"{key} holds neither a test nor a val folder: {advice}")
         both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'} exclude each other: set it to 0"
         require("val" not in found or self.val_fraction == 0, both)
-        self._set_classes(found["train"].classes)
-        for part, source in found.items():
-            differing = ", ".join(sorted(set(source.classes) ^ set(self.class_names)))
+        self._set_classes(found["train"])
+        only = f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}"
+        require(self.num_classes > 1, f"{only}, and a classifier needs two or more: add a folder for each class")
+        index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
+        for part, folder in folders.items():
+            differing = ", ".join(sorted(set(found[part]) ^ set(self.class_names)))
             said = f"{key}: the classes of train and {part} differ in {differing}"
             require(not differing, f"{said}: every class needs a folder, with images, in both")
-        return {part: source.samples for part, source in found.items()}
+            files = make_dataset(str(folder), index, IMG_EXTENSIONS, allow_empty=True)
+            files = [file for file in files if "/." not in file[0].removeprefix(str(folder))]
+            empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
+            kinds = f"images ({' '.join(IMG_EXTENSIONS)})"
+            require(not empty, f"{key}: {folder / listed(empty)} holds no {kinds}: remove the folder, or add some")
+            samples[part] = files
+        return samples
+
+
+def _folders_in(folder: Path) -> list[str]:
+    """The names of the folders in ``folder``, sorted; hidden ones, such as Jupyter's, are none of anybody's classes."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:

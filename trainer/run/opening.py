@@ -39,6 +39,7 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
     """Decide what the recipe leaves open, launch the processes, prepare model and data, and make the run directory;
     ``source`` is the packaged name or the path of its file, if it has one."""
     require_loggers(recipe.run.logger)
+    recipe.data.require_files()
     doing("looking for devices")
     recipe, world = find_world(recipe)
     require_recordable(recipe, world.accelerator)
@@ -60,6 +61,7 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
 def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
     """The same for the trained model in ``folder``: nothing is left to decide, and nothing will be written."""
     require_loggers(recipe.run.logger)
+    recipe.data.require_files()
     recipe, world = find_world(recipe)
     if recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(folder))
@@ -103,8 +105,6 @@ def _launched(
 def _prepare(recipe: Recipe, model: bool, data: bool) -> None:
     doing("preparing model and data")
     with placed("preparing model and data"):
-        if data:
-            recipe.data.require_files()  # before anything is fetched
         if model:
             recipe.model.prepare()
         if data:
