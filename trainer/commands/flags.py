@@ -18,6 +18,7 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
 from trainer.commands import NONE, TRUST, OwnFlags
+from trainer.commands.classes import PARTS, known_classes
 from trainer.errors import RecipeError, require
 from trainer.recipe import NOT_OFFERED, Recipe
 from trainer.settings import did_you_mean, settings_of
@@ -87,7 +88,8 @@ class RecipeParser:
             section, _, name = key.rpartition(".")
             if section not in groups:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
-                groups[section] = self.parser.add_argument_group(title)
+                more = {"description": _others(section)} if section in PARTS else {}
+                groups[section] = self.parser.add_argument_group(title, **more)
             shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name) or None}
             kind = _checked_as(setting.hint)
             groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
@@ -166,6 +168,10 @@ class RecipeParser:
             why = f"{key}={given[key]!r}: {duplicate[0]}" if duplicate else ""
             raise RecipeError(why or _explain(key, self.settings[key].hint, given[key])) from error
         return {key: value for key, value in found.items() if key in self.settings}
+
+
+def _others(part: str) -> str:
+    return f"--{part} CLASS takes another: {', '.join(known_classes(part))}; or one of your own, as module.Class"
 
 
 def load_yaml_file(path: Path) -> dict[Any, Any]:
