@@ -29,6 +29,7 @@ class BuiltIn(Data):
         max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
+    tasks = ("single_label",)
     num_classes: int
     class_names: list[str]
     val_fraction: float = 0.0

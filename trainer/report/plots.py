@@ -28,16 +28,19 @@ def plot_curves(metrics_csv: Path, target: Path) -> None:
     curves = _read(metrics_csv)
     figure = _new_figure(metrics_csv.absolute().parent.name, height=8, margins=(0.08, 0.91, 0.36))
     grid = figure.add_gridspec(2, 2, height_ratios=[3, 1])
-    loss = figure.add_subplot(grid[0, 0])
+    name = next((name for name in _evaluated(curves) if name != "loss"), None)
+    loss = figure.add_subplot(grid[0, 0] if name else grid[0, :])
     steps, values = curves["loss"]
     if len(steps):
         loss.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1, label="training, each step")
         loss.plot(steps, _smooth(values), color=BLUE, linewidth=2, label="training, smoothed")
     _draw_evaluations(loss, curves, "loss", "{:.4f}")
     _finish(loss, "Loss", "mean loss per weighted item")
-    accuracy = figure.add_subplot(grid[0, 1], sharex=loss)
-    _draw_evaluations(accuracy, curves, "accuracy", "{:.2f} %", factor=100)
-    _finish(accuracy, "Accuracy", "accuracy (%)")
+    if name is not None:
+        share = name.endswith("accuracy")
+        said, beside = name.replace("_", " "), figure.add_subplot(grid[0, 1], sharex=loss)
+        _draw_evaluations(beside, curves, name, "{:.2f} %" if share else "{:.4f}", factor=100 if share else 1)
+        _finish(beside, said[0].upper() + said[1:], f"{said} (%)" if share else said)
     rate = figure.add_subplot(grid[1, :], sharex=loss)
     if len(curves["lr"][0]):
         rate.plot(*curves["lr"], color=GREY, linewidth=2, label="learning rate")
@@ -106,6 +109,12 @@ def _read(metrics_csv: Path) -> defaultdict[str, Curve]:
         kept = np.isfinite(steps) & np.isfinite(values)
         curves[name] = (steps[kept], values[kept])
     return curves
+
+
+def _evaluated(curves: Mapping[str, Curve]) -> list[str]:
+    """The figures of the evaluations, the most telling first."""
+    columns = [name.partition("_") for name, (steps, _) in curves.items() if len(steps)]
+    return [figure for split, _, figure in columns if split in ("val", "test")]
 
 
 def _number(cell: str | None) -> float:

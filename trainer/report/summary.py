@@ -141,7 +141,7 @@ def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _metric(name: str, value: float | None) -> str:
-    if name == "accuracy" and value is not None:
+    if name.endswith("accuracy") and value is not None:
         return f"{_number(100 * value, '.2f')} %"
     return _number(value, ".4f")
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from lightning.fabric import Fabric
@@ -32,6 +32,7 @@ from trainer.recipe import Memory, Recipe
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.run.forecast import Forecast
 from trainer.run.listeners import report_bad_samples
+from trainer.values import Task
 
 T = TypeVar("T")
 
@@ -143,7 +144,8 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     if dataset is None:
         return None
     loader = _loader(session, dataset)
-    metrics = ClassificationMetrics(getattr(model, "num_classes", None), fabric.device, model.loss_names)
+    classes, task = getattr(model, "num_classes", None), cast(Task, getattr(model, "task", "single_label"))
+    metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task)
     memory, rank = session.recipe.memory, fabric.global_rank
     share, shares = share_of(memory, rank, fabric.world_size)
     once = counted_once(memory, rank, _sum_over(fabric, fabric.device))

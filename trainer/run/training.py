@@ -168,6 +168,8 @@ class Training:
         if session.forecast is not None:
             memory |= session.forecast.beside(memory)
         final_split = "val" if recipe.data.test is None else "test"
+        figures = result.figures() if result else {}
+        figures |= {"loss": figures.pop("loss")} if figures else {}  # what is told first is what people ask for
         return Summary(
             status=status,
             steps=counters.step,
@@ -180,7 +182,7 @@ class Training:
             batch_size=cut.batch_size,
             micro_batch_size=cut.micro_batch_size,
             accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else cut.accumulate,
-            metrics={final_split: {"accuracy": result.accuracy, "loss": result.loss}} if result else {},
+            metrics={final_split: figures} if result else {},
             memory=memory,
             **stopwatch.speed._asdict(),
             seconds=stopwatch.seconds,
