@@ -89,7 +89,7 @@ BEFORE_TRAINING = {
     # of another model or dataset
     "csv of IMDb": (
         "fit distilbert_imdb --data.train_file a.csv",
-        "unknown flag --data.train_file (value 'a.csv'); IMDb has no train_file, TextFiles has it: take --data TextFiles",
+        "unknown flag --data.train_file (value 'a.csv'); IMDb has no train_file, TextFiles has it: take --",
     ),
     "width of DistilBERT": (
         "fit distilbert_imdb --model.width 64",
