@@ -33,6 +33,9 @@ NOT_OFFERED = {
 }
 """What others offer under a key, and why it is refused here: see docs/techniques.md."""
 
+ALSO_CALLED = {("memory.precision", "bf16"): "bf16-mixed", ("memory.precision", "fp16"): "16-mixed"}
+"""What everybody else calls a value of a key; as flags, in YAML and in Python it is the same."""
+
 MOST_SECONDS = 10**9
 """That anything may be waited for: threads can count a little further."""
 
@@ -132,7 +135,7 @@ class Memory:
         micro_batch_size: samples that go through forward and backward at once; auto is the largest that the batch,
             the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
         micro_batch_tokens: most tokens of a micro-batch of text, with any padding; micro_batch_size still bounds it.
-        precision: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true or 16-true.
+        precision: 32-true, 64-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true or 16-true.
         matmul_precision: what products and convolutions of fp32 are computed in on a GPU: highest (fp32), high (inputs
             rounded to the 10 bits of TF32) or medium (products, to the 7 of bfloat16); high and medium are lossy.
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
@@ -190,6 +193,9 @@ class Memory:
     correct_batchnorm: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.precision, str):
+            precision = ALSO_CALLED.get(("memory.precision", self.precision), self.precision)
+            object.__setattr__(self, "precision", precision)
         _check("memory.", self, positive=("tensor_parallel", "replicas", "micro_batch_size", "micro_batch_tokens"))
         if self.budget is not None:
             parse_budget(self.budget, 0)
@@ -278,7 +284,11 @@ class Run:
             require_choice("run.logger", name, LoggerName)
         if self.devices != "auto":
             require_positive("run.devices", self.devices, MOST_WORKERS)
-        require(bool(self.resume), "run.resume is empty: give auto, none or the path of a checkpoint")
+        known = "auto, none or the path of a checkpoint or run directory"
+        require(bool(self.resume), f"run.resume is empty: give {known}")
+        for word, meant in (("yes", "auto"), ("true", "auto"), ("no", "none"), ("false", "none"), ("null", "none")):
+            why = f"run.resume={self.resume!r} must be {known}; did you mean {meant}?"
+            require(str(self.resume).lower() != word, why)
         why = f"run.hang_after={self.hang_after} must be greater than 0 seconds, and at most {MOST_SECONDS:,}"
         require(0 < self.hang_after <= MOST_SECONDS, why)
 

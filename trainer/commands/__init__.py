@@ -16,6 +16,12 @@ class OwnFlags(NamedTuple):
     switches: Mapping[str, str] = MappingProxyType({})
     several: Sequence[str] = ()
     words: str | None = None
+    about: str = ""  # what the command does, for a help page of its own
 
 
 NONE = OwnFlags()
+EVERY = OwnFlags(
+    {"config": "read settings from a YAML file; flags override it"},
+    {"print_config": "print the recipe as YAML", TRUST: "execute the .py file that a recipe.yaml names"},
+)
+"""What every command takes that takes a recipe."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # What trains imports torch: it is imported where it is used, so that --help answers at once.
 
+EVALUATE_FLAGS = OwnFlags(about="Evaluate the trained model of a run directory on its test set, or its validation set.")
 PREDICT_FLAGS = OwnFlags(
     {
         "path": "files, folders, patterns and tables (.csv, .jsonl, .parquet) to classify; needs no --path",
@@ -32,6 +33,7 @@ PREDICT_FLAGS = OwnFlags(
     {"probabilities": "tell the probability of every class"},
     several=("path", "text", "image"),
     words="path",
+    about="Classify files, folders, tables, texts or images with the trained model of a run directory.",
 )
 HOW = ("output", "top-k", "column", "batch-size", "device", "precision", "probabilities")
 
@@ -69,7 +71,7 @@ def fit_script(recipe: Recipe) -> None:
 
 def evaluate(argv: list[str]) -> None:
     """Evaluate the trained model of a run directory."""
-    if asked := asked_for("evaluate", "RUN_DIR", argv, named=_recipe_of):
+    if asked := asked_for("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_recipe_of):
         from trainer.api import evaluate
 
         evaluate(asked.recipe, Path(asked.reference))
