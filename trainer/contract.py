@@ -188,7 +188,7 @@ class Data:
     max_bad_samples: int = 0
 
     def require_files(self) -> None:
-        """Refuse files that must be here and are not: called before anything is fetched, and before ``prepare``."""
+        """Refuse files that must be here and are not: called before torch is imported, or anything is fetched."""
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Find, download, check and tokenise; called on every rank, the first rank of a node first."""
