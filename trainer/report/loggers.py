@@ -66,7 +66,7 @@ class CSVMetrics(Logger):
         self, path: Path, extra_columns: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.path = path
-        self.columns = (*TRAINING_COLUMNS, *EVALUATION_COLUMNS, *extra_columns)
+        self.columns = tuple(dict.fromkeys((*TRAINING_COLUMNS, *EVALUATION_COLUMNS, *extra_columns)))
         self._clock, self._last_write = clock, clock()
         self._rows: list[dict[str, Any]] = []
 

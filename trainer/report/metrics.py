@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,20 +25,11 @@ class EvaluationResult:
     accuracy: float | None  # share of right predictions, 0 to 1; None when nothing was classified
     samples: int | None  # how many items were classified; None without num_classes
     confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; None as well
+    asked: Mapping[str, float] = field(default_factory=dict)  # by run.metrics
 
     def figures(self) -> dict[str, float]:
-        """``loss`` and, if there is one, ``accuracy``: what goes to the loggers, the progress and the summary."""
-        return {"loss": self.loss} | ({} if self.accuracy is None else {"accuracy": self.accuracy})
-
-
-def score(figures: Mapping[str, float]) -> float:
-    """By which evaluations are compared, higher is better: the accuracy, or else the negative loss.
-
-    Where any figure is not finite it is minus infinity: logits that are NaN have an accuracy, too, that of class 0.
-    """
-    if not all(map(math.isfinite, figures.values())):
-        return -math.inf
-    return figures["accuracy"] if "accuracy" in figures else -figures["loss"]
+        """``loss``, ``accuracy`` if there is one, and what was asked for: for loggers, progress and summary."""
+        return {"loss": self.loss} | ({} if self.accuracy is None else {"accuracy": self.accuracy}) | dict(self.asked)
 
 
 class ClassificationMetrics:

@@ -33,7 +33,7 @@ from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
 from trainer.report.summary import Summary
-from trainer.run.session import Session, from_all, from_first, on_first
+from trainer.run.session import Session, asked_figures, from_all, from_first, on_first
 from trainer.settings import dump_recipe
 from trainer.system.files import default_folder, make_folder, read_object, staged_folder, write_atomic
 from trainer.system.redact import redact
@@ -142,6 +142,8 @@ def open_loggers(session: Session, resumed_at: int) -> list[Any]:
         return []
     recipe, names = session.recipe, session.recipe.model.loss_names
     extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
+    asked = [figure if isinstance(figure, str) else figure.name for figure in asked_figures(recipe)]
+    extra += [f"{split}_{name}" for split in ("val", "test") for name in dict.fromkeys(asked)]
     parts = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     # Sections as text, without their secrets.
     config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
@@ -161,7 +163,8 @@ def write_results(
         write_atomic(run_dir / "classification_report.txt", report_text(result, session.recipe.data) + "\n")
     try:
         if (run_dir / "metrics.csv").exists():
-            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png")
+            best = summary.best["step"] if summary.best else None
+            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", best)
         plot_memory(summary.memory, session.monitor.history, run_dir / "memory.png")
     except OSError:
         raise
