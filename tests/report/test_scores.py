@@ -129,7 +129,7 @@ def test_what_cannot_be_computed_is_named_on_all_ranks(ranks):
     assert all("metric broken cannot be computed (IndexError" in said for said in ranks(2).run(broken_on, [[0], []]))
     scores = Scores(["mcc"], "single_label", 2)
     scores.update(Loss(torch.zeros(()), 1))
-    with pytest.raises(RecipeError, match="run.metrics=mcc needs predictions: give the model's Loss its logits"):
+    with pytest.raises(RecipeError, match=r"run.metrics=mcc needs predictions: give the model's Loss its logits"):
         scores.compute(0.5)
 
 

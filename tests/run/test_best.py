@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from helpers import LONG
-from helpers.resumed import losses, recipe, saved
+from helpers.resumed import TINY, losses, recipe, saved
 from helpers.warm import forks
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,7 +24,7 @@ from trainer.api import evaluate, fit
 from trainer.cli import run as command
 from trainer.data import Digits
 from trainer.errors import RunError
-from trainer.models import MLP
+from trainer.models import MLP, VisionTransformer
 from trainer.run.best import Best
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -158,15 +158,22 @@ def test_a_best_checkpoint_that_is_damaged_is_said_and_the_last_weights_are_kept
     require_kept(copy, END)
 
 
-@pytest.mark.parametrize("memory", [{"strategy": "ddp"}, {"strategy": "fsdp", "cpu_offload": "optimizer"}])
-def test_ranks_choose_alike_and_gather_the_same_weights(memory, ranks, tmp_path):
+SHARDED = {"strategy": "fsdp", "cpu_offload": "optimizer"}
+WORLDS: list[dict[str, Any]] = [
+    {"memory": {"strategy": "ddp"}},
+    {"memory": SHARDED, "model": VisionTransformer("custom", **TINY), "optim": Optim("sgd", lr=3.0), "max_steps": 6},
+]
+
+
+@pytest.mark.parametrize("changes", WORLDS)
+def test_ranks_choose_alike_and_gather_the_same_weights(changes, ranks, tmp_path):
     own = {"metrics": ["f1_macro"], "best": "val_f1_macro"}
-    ranks(2).run(partial(train, tmp_path / "r", own, memory=memory))
+    ranks(2).run(partial(train, tmp_path / "r", own, **changes))
     best = json.loads((tmp_path / "r/summary.json").read_text())["best"]
     figures = column(tmp_path / "r", "val_f1_macro")
     assert best["best"] == max(figures.values()) == figures[best["step"]]
     assert best["step"] < max(figures)
-    given = wild(tmp_path / "r", {"metrics": ["f1_macro"]})
+    given = wild(tmp_path / "r", {"metrics": ["f1_macro"]}, **changes | {"memory": {}})
     summary = json.loads((tmp_path / "r/summary.json").read_text())
     assert evaluate(given, tmp_path / "r").figures() == pytest.approx(summary["metrics"]["test"], rel=1e-5)
 
@@ -204,7 +211,7 @@ def test_a_lower_figure_of_ones_own_is_better_and_the_first_of_equals_is_kept(tm
 def test_a_test_set_does_not_choose_and_what_the_model_has_not_is_refused(run, message, tmp_path):
     with pytest.raises(RecipeError, match=message):
         fit(wild(tmp_path / "r", run, data=Digits(test_fraction=0.97)))
-    with pytest.raises(RecipeError, match="run.best=test_loss: there is a validation set: choose by run.best loss"):
+    with pytest.raises(RecipeError, match=r"run.best=test_loss: there is a validation set: choose by run.best loss"):
         fit(wild(tmp_path / "other", {"best": "test_loss"}))
 
 
@@ -250,7 +257,7 @@ def test_own_listeners_hear_everything_and_their_errors_name_them(tmp_path):
     heard = [("start", 0, 2), (1, first), ("evaluated", 1, evaluated), (2, second), ("evaluated", 2, evaluated)]
     assert listener.heard == [*heard, ("end", 2)]
     assert "listeners" not in (tmp_path / "r/recipe.yaml").read_text()
-    with pytest.raises(RunError, match="listener Heard.on_step after step 2: ZeroDivisionError: of mine"):
+    with pytest.raises(RunError, match=r"listener Heard.on_step after step 2: ZeroDivisionError: of mine"):
         fit(wild(tmp_path / "failed", listeners=[Heard(fails=True)]))
     with pytest.raises(RecipeError, match=r"listeners\[1\]=7 is no trainer.Listener: give an object of a subclass"):
         fit(wild(tmp_path / "none", listeners=[listener, 7]))
