@@ -42,7 +42,7 @@ BUDGETS = {
     "system": 1500,
     "errors.py": 130,
 }
-TOTAL = 28480
+TOTAL = 28500
 """Of all floors."""
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from trainer.checkpoint.export import load_model
 from trainer.checkpoint.seal import require_sealed, require_sealed_text
 from trainer.checkpoint.writer import require_failpoint
-from trainer.contract import Model
 from trainer.engine.deterministic import deterministic_algorithms
 from trainer.engine.forward import Forward
 from trainer.errors import require
@@ -28,14 +25,12 @@ from trainer.report.summary import Summary
 from trainer.run.directory import report_text, status_kept, written_to
 from trainer.run.forecast import first_here
 from trainer.run.opening import evaluation_session, training_session
+from trainer.run.prediction import PredictOptions, Reader, classify
 from trainer.run.resume import Resumption
 from trainer.run.session import Session, evaluation, on_first
 from trainer.run.training import Training
 from trainer.system.lock import RunLock
 from trainer.system.text import escaped
-
-PREDICTION_BATCH = 32
-"""Samples that are classified at once: few enough for any machine that can hold the model."""
 
 
 def fit(recipe: Recipe, source: str | None = None) -> Summary:
@@ -89,31 +84,28 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
 
 
 def predict(
-    recipe: Recipe, run_dir: str | Path, texts: list[str] | None = None, images: list[str] | None = None
+    recipe: Recipe,
+    run_dir: str | Path,
+    texts: Sequence[str] = (),
+    images: Sequence[str] = (),
+    paths: Sequence[str] = (),
+    **how: Any,
 ) -> list[tuple[str, float]]:
-    """The most probable class of each text or image, and its probability, by the model of ``run_dir``; also printed."""
+    """Classify by the model of ``run_dir``: ``texts``, ``images``, or what ``paths`` name (files, folders, patterns and
+    tables); ``how`` as in :class:`trainer.run.prediction.PredictOptions`. Answers are printed, or written to a file.
+
+    Returns:
+        The most probable class and its probability of each input; empty where a file was written.
+
+    Raises:
+        RecipeError: when some inputs cannot be read, naming them: the others are answered all the same.
+    """
+    asked = PredictOptions(**how)
+    asked.check()
     folder = _checked(run_dir)
     model: Any = recipe.model.saved_in(folder) if recipe.model.own_format else recipe.model
-    data: Any = recipe.data
-    tokenizer = model.tokenizer_or_none()
-    name = type(model).__name__
-    require(not texts or tokenizer is not None, f"--text needs a text model; {name} reads images")
-    require(not images or hasattr(data, "load_image"), f"--image needs an image model; {name} reads texts")
-    module = load_model(model, folder).eval()
-    samples = texts or images or []
-    names = model.class_names or []
-    found = []
-    for start in range(0, len(samples), PREDICTION_BATCH):
-        chunk = samples[start : start + PREDICTION_BATCH]
-        if texts:
-            batch = dict(data.encode(chunk, tokenizer))
-        else:
-            batch = {"pixel_values": torch.stack([data.load_image(image) for image in chunk])}
-        probabilities, classes = _probabilities(model, module, batch, len(chunk)).max(-1)
-        for sample, probability, number in zip(chunk, probabilities.tolist(), classes.tolist(), strict=True):
-            found.append((names[number] if names else str(number), probability))
-            print(f"{escaped(found[-1][0])}\t{probability:.4f}\t{escaped(sample)}")
-    return found
+    reader = Reader(model, recipe.data, texts or (), images or ())
+    return classify(model, load_model(model, folder), reader, asked, paths, texts or images or ())
 
 
 def _checked(run_dir: str | Path) -> Path:
@@ -128,16 +120,6 @@ def _checked(run_dir: str | Path) -> Path:
         for problem in filter(None, found):
             warn(problem)
     return model
-
-
-@torch.no_grad()
-def _probabilities(model: Model, module: nn.Module, batch: dict[str, Any], count: int) -> torch.Tensor:
-    """Of every class, shape ``(count, classes)``."""
-    batch["labels"] = torch.zeros(count, dtype=torch.long)  # no loss is read, but losses() wants some
-    logits = next(model.losses(module, model.packed(batch))).logits
-    require(logits is not None, f"{type(model).__name__}.losses gives no logits to predict with")
-    assert logits is not None
-    return logits.softmax(-1)
 
 
 def _restore(session: Session, folder: Path) -> Forward:

@@ -37,8 +37,8 @@ commands:
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
   checkpoint list|verify|export DIR
                             look at the checkpoints of a run, check them, or make a model of one
-  predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...]
-                            classify texts or images with the trained model of a run directory
+  predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...] | PATH ...
+                            classify files, folders, tables, texts or images with the trained model of a run directory
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
 names is executed only with --trust-recipe.

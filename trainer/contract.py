@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import RecipeError
-from trainer.values import IGNORED_LABEL, Loss, Outline, Pretrained
+from trainer.values import IGNORED_LABEL, Loss, Outline, Pretrained, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +75,10 @@ class Model:
         if getattr(self, "weights", None) is None:
             return self
         return dataclasses.replace(self, weights=None)  # type: ignore[type-var]
+
+    def suited_to(self, data: Data) -> Model:
+        """This model with what it takes from ``data``, prepared, besides the fields that both have."""
+        return self
 
     def outlined(self, outline: Outline) -> Model:
         """This model as it is planned with data of which no more than ``outline`` is here: by default as it is."""
@@ -166,14 +170,20 @@ class Data:
     (``True`` when ``[i]`` draws random numbers; torch, NumPy and ``random`` are then seeded per sample),
     ``__getitems__(indices)`` that returns a collated batch at once, ``groups`` (:class:`Groups`, where reading all over
     it would be slow), ``longest`` (samples that are likely to be the longest, where ``lengths`` are not known),
-    ``describe(i)``, the file or row of a sample for error messages, and ``fingerprint()``, a text that differs wherever
-    the content of the split does: a run is resumed on the same data only. Without it, the fingerprint is made of the
-    size, the lengths and up to 64 samples.
+    ``labels`` (that of every sample, in their order), ``describe(i)``, the file or row of a sample for error messages,
+    and ``fingerprint()``, a text that differs wherever the content of the split does: a run is resumed on the same data
+    only. Without it, the fingerprint is made of the size, the lengths and up to 64 samples.
 
     ``workers`` processes load ahead (``None``: up to 4 a rank on a GPU); a micro-batch that takes one of them more than
     ``worker_timeout`` seconds ends the run. Up to ``max_bad_samples`` samples, over all splits and ranks, may turn out
     not to be loadable: they are left out, as if they had no weight. Any of the three may be a field, and so a flag.
     """
+
+    tasks: ClassVar[Sequence[Task]] = ()
+    """The tasks of models that it has labels for; empty where only its author knows."""
+
+    prepared_for: Task = "single_label"
+    """The task of the model, as its recipe says before ``prepare`` is called."""
 
     train: Any = None
     val: Any = None
@@ -181,6 +191,9 @@ class Data:
     workers: int | None = 0
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
+
+    def require_files(self) -> None:
+        """Refuse files that must be here and are not: called before anything is fetched, and before ``prepare``."""
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Find, download, check and tokenise; called on every rank, the first rank of a node first."""

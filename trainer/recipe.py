@@ -16,14 +16,14 @@ from trainer.system.text import parse_budget, parse_duration
 
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
-Schedule = Literal["constant", "cosine", "linear"]
+Schedule = Literal["constant", "cosine", "linear", "one_cycle", "plateau"]
 Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 _BY_CLASS = tuple(f"{figure}{mean}" for figure in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
 _OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
-HIGHER = ("accuracy", "balanced_accuracy", "top5_accuracy", *_BY_CLASS, "f1_weighted", *_OTHERS)
+HIGHER = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy", *_BY_CLASS, "f1_weighted", *_OTHERS)
 LOWER = ("loss", "perplexity", "mae", "mse", "rmse")
 """The figures of an evaluation by name: those that are better the higher, and those that are better the lower."""
 
@@ -39,21 +39,33 @@ NOT_OFFERED = {
 }
 """What others offer under a key, and why it is refused here: see docs/techniques.md."""
 
+ALSO_CALLED = {("memory.precision", "bf16"): "bf16-mixed", ("memory.precision", "fp16"): "16-mixed"}
+"""What everybody else calls a value of a key; as flags, in YAML and in Python it is the same."""
+
 MOST_SECONDS = 10**9
 """That anything may be waited for: threads can count a little further."""
 
 
 @dataclass(frozen=True)
 class Optim:
-    """How the weights are updated.
+    """How the weights are updated. See docs/optimizers.md.
 
     Args:
         name: the optimizer: adamw, adam, sgd, adafactor, adagrad or rmsprop (torch.optim's), or lion (timm's).
         lr: learning rate at the reference batch size.
         weight_decay: decay of matrices; biases and norm weights (tensors of fewer than 2 dimensions) never decay.
         momentum: momentum of sgd and rmsprop.
-        schedule: constant, cosine or linear decay over all steps, to 0 once the last step is taken.
-        warmup_steps: steps over which the learning rate rises linearly from 0.
+        nesterov: Nesterov's momentum, for sgd.
+        betas: the two decay rates of the moments of adamw, adam and lion; null is the optimizer's own default.
+        eps: what adamw, adam, adagrad and rmsprop add to the root that they divide by; null is their own default.
+        schedule: constant; cosine or linear, over all steps, to min_lr once the last step is taken; one_cycle, up to lr
+            and down again (torch's OneCycleLR, its momentum left alone); or plateau, reduced when evaluations stop
+            improving.
+        min_lr: learning rate that the schedule ends at, or goes no lower than; 0 is one_cycle's own, lr / 250,000.
+        warmup_steps: steps over which the learning rate rises, linearly from 0 (one_cycle: by a cosine from lr / 25).
+        warmup_ratio: the same as a fraction of all steps, from 0 to 1; null is no fraction (one_cycle: 0.3).
+        plateau_patience: evaluations in a row without a lower validation loss that schedule plateau lets pass.
+        plateau_factor: what it multiplies the learning rate by at the next one, between 0 and 1.
         clip_norm: largest global gradient norm; null for no clipping.
         scale_lr: scale lr with batch_size / reference_batch_size: none, linear or sqrt.
         reference_batch_size: the batch size that lr was chosen for; needed by scale_lr.
@@ -64,8 +76,15 @@ class Optim:
     lr: float = 1e-3
     weight_decay: float = 0.0
     momentum: float = 0.0
+    nesterov: bool = False
+    betas: list[float] | None = None
+    eps: float | None = None
     schedule: Schedule = "constant"
+    min_lr: float = 0.0
     warmup_steps: int = 0
+    warmup_ratio: float | None = None
+    plateau_patience: int = 10
+    plateau_factor: float = 0.1
     clip_norm: float | None = None
     scale_lr: ScaleLR = "none"
     reference_batch_size: int | None = None
@@ -78,12 +97,37 @@ class Optim:
         require(0 <= self.momentum < 1, f"optim.momentum={self.momentum} must be in [0, 1)")
         why = f"optim.momentum={self.momentum} has no meaning for {self.name}: use optim.name sgd or rmsprop"
         require(not self.momentum or self.name in ("sgd", "rmsprop"), why)
-        require(self.warmup_steps >= 0, f"optim.warmup_steps={self.warmup_steps} must not be negative")
+        why = "optim.nesterov=true is for optim.name sgd with optim.momentum: give both, or use false"
+        require(not self.nesterov or (self.name == "sgd" and self.momentum > 0), why)
+        if self.betas is not None:
+            why = f"optim.betas={self.betas} has no meaning for {self.name}: use null, or adamw, adam or lion"
+            require(self.name in ("adamw", "adam", "lion"), why)
+            fits = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+            require(fits, f"optim.betas={self.betas} must be two numbers in [0, 1), as in [0.9, 0.999]")
+        if self.eps is not None:
+            why = f"optim.eps={self.eps} has no meaning for {self.name}: leave it at null"
+            require(self.name in ("adamw", "adam", "adagrad", "rmsprop"), why)
+            require(0 < self.eps < math.inf, f"optim.eps={self.eps} must be greater than 0, and finite")
+        self._check_schedule()
         why = f"optim.clip_norm={self.clip_norm} must be greater than 0; null turns clipping off"
         require(self.clip_norm is None or self.clip_norm > 0, why)
         is_known = self.scale_lr == "none" or self.reference_batch_size is not None
         why = f"optim.scale_lr={self.scale_lr} needs optim.reference_batch_size"
         require(is_known, f"{why}, the batch size that optim.lr was chosen for")
+
+    def _check_schedule(self) -> None:
+        least, steps, ratio = self.min_lr, self.warmup_steps, self.warmup_ratio
+        require(0 <= least <= self.lr, f"optim.min_lr={least} must be between 0 and optim.lr={self.lr}")
+        why = f"optim.min_lr={least} has no meaning for optim.schedule=constant: use 0, or another schedule"
+        require(not least or self.schedule != "constant", why)
+        require(steps >= 0, f"optim.warmup_steps={steps} must not be negative")
+        why = f"optim.warmup_ratio={ratio} must be a fraction of all steps, from 0 to less than 1"
+        require(ratio is None or 0 <= ratio < 1, why)
+        why = f"optim.warmup_steps={steps} and optim.warmup_ratio={ratio} say the same thing twice: leave out one"
+        require(not steps or ratio is None, why)
+        patience, factor = self.plateau_patience, self.plateau_factor
+        require(patience >= 0, f"optim.plateau_patience={patience} must not be negative")
+        require(0 < factor < 1, f"optim.plateau_factor={factor} must be between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -97,7 +141,7 @@ class Memory:
         micro_batch_size: samples that go through forward and backward at once; auto is the largest that the batch,
             the ranks and accumulate ask for and that fits, found by trying the longest samples before training.
         micro_batch_tokens: most tokens of a micro-batch of text, with any padding; micro_batch_size still bounds it.
-        precision: 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true or 16-true.
+        precision: 32-true, 64-true, bf16-mixed (or bf16), 16-mixed (or fp16), bf16-true or 16-true.
         matmul_precision: what products and convolutions of fp32 are computed in on a GPU: highest (fp32), high (inputs
             rounded to the 10 bits of TF32) or medium (products, to the 7 of bfloat16); high and medium are lossy.
         strategy: auto, single, ddp or fsdp; auto is single on one rank and ddp on several.
@@ -155,6 +199,9 @@ class Memory:
     correct_batchnorm: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.precision, str):
+            precision = ALSO_CALLED.get(("memory.precision", self.precision), self.precision)
+            object.__setattr__(self, "precision", precision)
         _check("memory.", self, positive=("tensor_parallel", "replicas", "micro_batch_size", "micro_batch_tokens"))
         if self.budget is not None:
             parse_budget(self.budget, 0)
@@ -252,19 +299,23 @@ class Run:
             require_choice("run.logger", name, LoggerName)
         if self.devices != "auto":
             require_positive("run.devices", self.devices, MOST_WORKERS)
-        require(bool(self.resume), "run.resume is empty: give auto, none or the path of a checkpoint")
-        known, own = [*HIGHER, *LOWER], [metric for metric in self.metrics if isinstance(metric, Metric)]
+        known = "auto, none or the path of a checkpoint or run directory"
+        require(bool(self.resume), f"run.resume is empty: give {known}")
+        for word, meant in (("yes", "auto"), ("true", "auto"), ("no", "none"), ("false", "none"), ("null", "none")):
+            why = f"run.resume={self.resume!r} must be {known}; did you mean {meant}?"
+            require(str(self.resume).lower() != word, why)
+        figures, own = [*HIGHER, *LOWER], [metric for metric in self.metrics if isinstance(metric, Metric)]
         for metric in own:
             word = getattr(metric, "name", None)
-            fits = isinstance(word, str) and word.isidentifier() and word not in (*known, "last")
+            fits = isinstance(word, str) and word.isidentifier() and word not in (*figures, "last")
             require(fits, f"run.metrics: {type(metric).__name__}.name={word!r} must be a word of its own, such as top3")
-            known.append(str(word))
+            figures.append(str(word))
         for figure in self.metrics:
             if isinstance(figure, str):
-                _require_figure(f"run.metrics={figure!r}", figure, known)
+                _require_figure(f"run.metrics={figure!r}", figure, figures)
         chosen = self.chosen()
         if chosen not in (None, "last"):
-            _require_figure(f"run.best={self.best!r}", str(chosen), known)
+            _require_figure(f"run.best={self.best!r}", str(chosen), figures)
         if not self.evaluate or chosen == "last":
             why = f"run.patience={self.patience} needs evaluations to compare: leave out run."
             require(self.patience is None, why + ("best=last" if chosen == "last" else "evaluate=false"))
@@ -318,6 +369,12 @@ class Recipe:
         why = f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
         require(isinstance(self.data, Data), why)
         _check("", self, positive=("batch_size", "max_steps", "eval_every", "epochs"))
+        task, known = getattr(self.model, "task", None), self.data.tasks
+        if task is not None:
+            has = f"{type(self.data).__name__} has labels for {' and '.join(known)}"
+            why = f"model.task={task} does not fit the data, {has}: use one of these, or other data (docs/tasks.md)"
+            require(not known or task in known, why)
+            self.data.prepared_for = task
         workers = getattr(self.data, "workers", 0)
         fits = workers is None or (isinstance(workers, int) and workers <= MOST_WORKERS)
         require(fits, f"data.workers={workers}: each is a process; say an integer of {MOST_WORKERS} at most")
@@ -335,6 +392,8 @@ class Recipe:
         cut = self.accumulate is not None and self.memory.micro_batch_size != "auto"
         why = "batch_size is missing: give it, or give accumulate and memory.micro_batch_size (batch_size ="
         require(self.batch_size is not None or cut, f"{why} micro_batch_size × accumulate × ranks)")
+        why = "optim.schedule=plateau waits for evaluations, and run.evaluate is false: use true, or another schedule"
+        require(self.run.evaluate or self.optim.schedule != "plateau", why)
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with ``changes`` applied and checked."""

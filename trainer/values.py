@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainer.errors import RecipeError
 
@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 
 IGNORED_LABEL = -100
 """The label that carries no weight: the convention of torch's cross entropy and of transformers."""
+
+Task = Literal["single_label", "multi_label", "regression", "token"]
+"""What a model says of a sample: one class of several, any number of labels, numbers, or a class of every token."""
+
+FIGURES: Mapping[str | None, tuple[str, ...]] = {
+    "single_label": ("accuracy",),
+    "multi_label": ("f1_micro", "f1_macro", "subset_accuracy"),
+    "regression": ("mae", "rmse", "r2"),
+    "token": ("accuracy", "f1_macro"),
+    None: (),
+}
+"""What an evaluation finds for each task besides the loss, the most telling first; of accuracies 1 is 100 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +39,8 @@ class Loss:
             ``None`` means the number of ``targets`` that are not ``-100``, counted only when somebody asks.
         name: which of the model's ``loss_names`` this is.
         logits: detached predictions, shape ``(items, classes)``, for metrics during evaluation (optional).
-        targets: the class of each item, shape ``(items,)``; ``-100`` is ignored (optional).
+        targets: the class of each item, shape ``(items,)``; ``-100`` is ignored (optional). Of the tasks multi_label
+            and regression they have the shape of the logits.
     """
 
     total: Tensor

@@ -69,7 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         SimpleNamespace(
             fit=lambda recipe, source: made.append(("fit", recipe, source)),
             evaluate=lambda recipe, run_dir: made.append(("evaluate", recipe, run_dir)),
-            predict=lambda recipe, run_dir, texts, images: made.append(("predict", recipe, run_dir, texts, images)),
+            predict=lambda recipe, run_dir, *inputs, **how: made.append(("predict", recipe, run_dir, *inputs, how)),
         ),
     )
     return made

@@ -174,6 +174,26 @@ def test_parts_and_classes_that_do_not_fit_are_named(folder):
     assert not data.val.augmented
 
 
+def test_folders_that_people_have_are_read_or_said_how_they_must_be(folder):
+    for part in ("train", "test"):  # Jupyter makes the first, and an eager click the second
+        (folder / part / ".ipynb_checkpoints").mkdir()
+        (folder / part / "cat" / ".ipynb_checkpoints").mkdir()
+        shutil.copy(next((folder / part / "cat").glob("*.*")), folder / part / "cat" / ".ipynb_checkpoints")
+    data = prepared(ImageFolder(str(folder)))
+    assert (len(data.train), len(data.test), data.class_names) == (10, 6, ["cat", "ship"])
+    flat = ImageFolder(str(folder / "train"))
+    refused(r"neither a test nor a val folder.*--data\.val_fraction 0\.1", flat)
+    data = prepared(ImageFolder(str(folder / "train"), val_fraction=0.4))
+    assert (len(data.train), len(data.val), data.class_names) == (6, 4, ["cat", "ship"])
+    for part in ("train", "test"):
+        (folder / part / "empty").mkdir()
+    refused(rf"{folder}/train/empty holds no images \(\.jpg .*remove the folder, or add some", ImageFolder(str(folder)))
+    refused(r"train/cat holds no folders of classes: give one with train/CLASS", ImageFolder(str(folder / "train/cat")))
+    for name in ("empty", "ship"):
+        shutil.rmtree(folder / "train" / name)
+    refused("has only the class folder 'cat', and a classifier needs two or more", ImageFolder(str(folder)))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_read_whatever_the_file_is_called(tmp_path, name):
     Image.new("RGB", (8, 8), (255, 0, 0)).save(tmp_path / "x.png", format=name)
@@ -212,7 +232,7 @@ def test_missing_files_say_where_they_were_looked_for_and_could_not_be_fetched_f
     refused(said, FashionMNIST(str(tmp_path), download=False))
     refused(rf"{tmp_path}/cifar-10-batches-py: set --data\.download true", CIFAR10(str(tmp_path), download=False))
     refused(f"no file {tmp_path}/none.npz", CIFAR10(str(tmp_path / "none.npz")))
-    refused(f"no folder {tmp_path}/none/train", ImageFolder(str(tmp_path / "none")))
+    refused(f"no folder {tmp_path}/none: give one with train/CLASS", ImageFolder(str(tmp_path / "none")))
     nowhere = "http://127.0.0.1:9/"  # the discard port: nothing listens
     monkeypatch.setattr(torchvision.datasets.FashionMNIST, "mirrors", [nowhere])
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", nowhere)

@@ -128,9 +128,10 @@ def test_it_trains_three_steps(values, ranks):
     check_trains(values, ranks)
 
 
+@pytest.mark.slow  # compilers take a minute of it; test_compiled.py has each mode
 @pytest.mark.parametrize("values", covering(ON_ONE_RANK, 1, SEEN_BY_THE_COMPILER), ids=name_of)
 def test_it_trains_three_steps_compiled(values, ranks):
-    """Any value that any plan on one rank has, of the knobs that change what is compiled; ``-m slow`` has all pairs."""
+    """Any value that any plan on one rank has, of the knobs that change what is compiled."""
     check_trains(values, ranks)
 
 

@@ -158,6 +158,7 @@ def assert_same_run(run_dir: Path, other: Path) -> None:
     assert reports[0] == reports[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_a_checkpoint_of_ranks_that_share_blocks_is_that_of_one_rank(ranks, tmp_path, capsys):
     one, two = trained("1", ranks, tmp_path / "one"), trained("tp2", ranks, tmp_path / "two")

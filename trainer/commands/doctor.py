@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 # What follows the flags imports torch: it is imported where it is used, so that --help answers at once.
 
-FLAGS = OwnFlags(switches={"json": "print the findings as JSON, and nothing else, on stdout"})
+ABOUT = "Check this machine, the data and the model before a run: each finding with its fix."
+FLAGS = OwnFlags(switches={"json": "print the findings as JSON, and nothing else, on stdout"}, about=ABOUT)
 
 
 def doctor(argv: list[str]) -> None:

@@ -32,6 +32,7 @@ FLAGS = {
     "out": "folder for ladder.json, ladder.png and the runs (default: runs/RECIPE/ladder-DATE-TIME-PID)",
     "minutes": "minutes after which a rung is ended as too slow (default: 30)",
 }
+ABOUT = "Measure the memory techniques on a recipe, one by one and stacked: memory, speed, and the loss they change."
 VARIED = {f"memory.{name}": value for name, value in vars(Memory()).items() if name in {knob.name for knob in KNOBS}}
 STEADY = {"model.dropout": 0.0, "model.attention_dropout": 0.0, "optim.schedule": "constant", "optim.warmup_steps": 0}
 """Set unless asked for otherwise: another cut draws another dropout, and a first step of hardly any learning rate would
@@ -59,7 +60,7 @@ class Rung:
 
 def ladder(argv: list[str]) -> None:
     """Climb the ladder of a recipe: measure, print and write a row a rung, whatever becomes of the runs."""
-    asked = asked_for("ladder", "RECIPE", argv, OwnFlags(FLAGS))
+    asked = asked_for("ladder", "RECIPE", argv, OwnFlags(FLAGS, about=ABOUT))
     if asked is None:
         return
     recipe, _, reference, flags = asked

@@ -54,7 +54,12 @@ SWITCHES = {
     "all": "also predict the plans that cannot be chosen, because they are slower than one that fits, or need too much",
     "json": "print what plan.json holds, and nothing else, on stdout",
 }
-FLAGS = OwnFlags(VALUED, SWITCHES)
+ABOUT = (
+    "Find the fastest plan that fits a memory budget, for GPUs that need not be there; RECIPE may be hf:MODEL, or "
+    "hf:FOLDER with a config.json. Several --devices make a table. For a script that is not ours: "
+    "trainer plan --script FILE --help."
+)
+FLAGS = OwnFlags(VALUED, SWITCHES, about=ABOUT)
 
 
 def plan(argv: list[str]) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.commands import NONE, TRUST, OwnFlags
+from trainer.commands import EVERY, NONE, TRUST, OwnFlags
 from trainer.errors import NothingNamed, RecipeError, require, text_of
-from trainer.recipe import Recipe
+from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.settings import change, did_you_mean, dump_recipe, settings_of
 from trainer.system.files import default_folder, make_folder
 from trainer.system.redact import refuse_redacted
+from trainer.system.text import wrapped
 
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags, RecipeParser
@@ -75,7 +79,11 @@ def source_of(reference: str, folder: Path | None = None) -> str:
     path = Path(os.path.abspath((folder or Path()) / reference))
     if path.suffix != ".py":
         known = f"packaged recipes: {', '.join(names)}; or give the path of a .py or .yaml file"
-        raise RecipeError(f"unknown recipe {reference!r}{did_you_mean(reference, names)} ({known})")
+        resolved = Path(reference, "recipe.yaml")  # of a run
+        meant = (
+            f"; did you mean {resolved}?" if os.path.isfile(path / "recipe.yaml") else did_you_mean(reference, names)
+        )
+        raise RecipeError(f"unknown recipe {reference!r}{meant} ({known})")
     if not os.path.isfile(path):  # also for a name that no file can have
         raise RecipeError(f"recipe {reference!r}: no such file")
     packaged = path.stem in names and path.samefile(recipes_folder() / path.name)
@@ -98,7 +106,10 @@ def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any]) -> d
     try:
         return parser.read_yaml({key: value for key, value in tree.items() if key != "recipe"})
     except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from error
+        from trainer.commands.flags import line_of
+
+        line = line_of(path, key) if (key := getattr(error, "key", "")) else None
+        raise RecipeError(f"{path}{f' line {line}' if line else ''}: {error}") from error
 
 
 def import_recipe(path: Path) -> Recipe:
@@ -119,6 +130,7 @@ def import_recipe(path: Path) -> Recipe:
         if isinstance(error, KeyboardInterrupt):
             raise
         what = text_of(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {text_of(error)}"
+        what += _keyword_meant(error, module) if isinstance(error, TypeError) else ""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines = [error.lineno]
@@ -128,6 +140,19 @@ def import_recipe(path: Path) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
     return recipe
+
+
+def _keyword_meant(error: TypeError, module: ModuleType) -> str:
+    """For an argument that a class of the recipe file does not have: which one was probably meant, or who has it."""
+    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    kind = getattr(module, found[1], None) if found else None
+    if found is None or not isinstance(kind, type) or not is_dataclass(kind):
+        return ""
+    names = [field.name for field in fields(kind)]
+    having = [other.__name__ for other in (Optim, Memory, Checkpoint, Run) if found[2] in other.__dataclass_fields__]
+    if having and kind is Recipe:
+        return f"; it is {' and '.join(having)} that has {found[2]}"
+    return did_you_mean(found[2], names) or f"; it takes {', '.join(names)}"
 
 
 def _path_of(source: str) -> Path:
@@ -160,18 +185,42 @@ def asked_for(
     from trainer.commands.flags import scan
 
     positionals, flags = scan(argv, own)
+    if not positionals and own.about and ("help", None) in flags:
+        print(_own_page(command, what, own))
+        return None
     if not positionals:
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if what == "RECIPE" else ""
         raise NothingNamed(f"{command} needs a {what}{known}: see trainer --help")
     reference, *others = positionals
-    if others:
-        raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags")
+    flags += [(own.words, word) for word in others if own.words]
+    if others and not own.words:
+        name, equals, value = others[0].partition("=")
+        meant = f"; did you mean --{name} {value}?" if equals and name.replace(".", "").isidentifier() else ""
+        raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags{meant}")
     if (recipe := made(reference, flags)) is not None:
         source = reference
     else:
         recipe, source = load_recipe(named(reference), trusted=(TRUST, None) in flags)
     resolved = resolve(recipe, source, flags, f"trainer {command} {reference} [flags]", own)
     return None if resolved is None else Asked(resolved, source, reference, flags)
+
+
+def _own_page(command: str, what: str, own: OwnFlags) -> str:
+    """The flags of a command besides those that are settings of a recipe."""
+    several = dict.fromkeys(own.several, " ...")
+    rows = {f"--{name} {name.upper()}{several.get(name, '')}": text for name, text in own.valued.items()}
+    rows |= {f"--{name}": text for name, text in own.switches.items()}
+    rows |= {f"--{name} {name.upper()}": text for name, text in EVERY.valued.items()}
+    rows |= {f"--{name}": text for name, text in EVERY.switches.items()}
+    width = max(map(len, rows))
+    return "\n".join(
+        [
+            f"usage: trainer {command} {what}{f' [{own.words.upper()} ...]' if own.words else ''} [flags]\n",
+            wrapped(own.about, "") + "\n",
+            *(wrapped(f"  {flag:<{width}}  {text}", " " * (width + 4)) for flag, text in rows.items()),
+            f"\nEvery setting of the recipe is a flag, too: trainer {command} {what} --help lists them.",
+        ]
+    )
 
 
 def resolve(recipe: Recipe, source: str, flags: Flags, usage: str, own: OwnFlags = NONE) -> Recipe | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
@@ -35,18 +35,54 @@ MOST_BYTES, MOST_PIXELS, MOST_SIDE, MOST_RATIO = 2**29, 89_000_000, 65_535, 200
 shorter side ``image_size`` pixels, and the longer side as many times more as it is longer."""
 
 
+POLICIES = {"randaugment": v2.RandAugment, "autoaugment": v2.AutoAugment, "trivialaugment": v2.TrivialAugmentWide}
+
+
 class Pixels:
     """Turn raw images into a model's input.
 
     Resizes the shorter side to ``image_size`` pixels (bilinear, antialiased), cuts the centre square, draws the
     augmentation, scales to [0, 1] and normalises by a ``mean`` and ``std`` of each channel of the raw image, or of all.
-    Grey stays one channel, unless it is normalised like three.
+    Grey stays one channel, unless it is normalised like three. The rest is what ``Augmentation`` says.
     """
 
-    def __init__(self, image_size: int, mean: Sequence[float], std: Sequence[float], augment: str = "none") -> None:
-        self.size, self.augment, self.border = [image_size, image_size], augment, max(1, image_size // 8)
-        self.settings = (self.size, list(mean), list(std), augment)
+    def __init__(
+        self,
+        image_size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augment: str = "none",
+        mirror: bool = True,
+        random_resized_crop: float | None = None,
+        color_jitter: float = 0.0,
+        erasing: float = 0.0,
+        transform: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.size, self.border = [image_size, image_size], max(1, image_size // 8)
+        self.augment, self.mirror, self.transform = augment, mirror, transform
+        more: dict[str, Any] = {
+            "mirror": not mirror,
+            "crop": random_resized_crop,
+            "jitter": color_jitter,
+            "erasing": erasing,
+        }
+        more["transform"] = transform and _name_of(transform)
+        more = {name: value for name, value in more.items() if value}
+        self.settings = (self.size, list(mean), list(std), augment, *([more] if more else []))
+        self.augmented = augment != "none" or bool(more.keys() - {"mirror"})
         self.mean, self.std = (torch.tensor(figures)[:, None, None] for figures in (mean, std))
+        self.crop = None
+        if random_resized_crop is not None:
+            self.crop = v2.RandomResizedCrop(self.size, (random_resized_crop, 1.0), antialias=True)
+        self.changes: list[Callable[[Tensor], Tensor]] = []
+        if augment in POLICIES:
+            self.changes += [*([v2.RandomHorizontalFlip()] if mirror else []), POLICIES[augment]()]
+        elif augment != "none":
+            self.changes.append(self._moved)
+        if color_jitter:
+            self.changes.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
+        if erasing:
+            self.changes.append(v2.RandomErasing(erasing, value=255 * sum(mean) / len(mean)))
 
     def __call__(self, images: Tensor) -> Tensor:
         """``(..., 1 or 3, H, W)`` uint8 to ``(..., channels, image_size, image_size)`` float32."""
@@ -54,12 +90,29 @@ class Pixels:
 
     def cut(self, images: Tensor) -> Tensor:
         """All that is done to the bytes: ``(..., 1 or 3, image_size, image_size)``, with one draw for all of them."""
-        if list(images.shape[-2:]) != self.size:
+        if self.transform is not None:
+            images = self._transformed(self.transform, images)
+        if self.crop is not None:
+            images = self.crop(images)
+        elif list(images.shape[-2:]) != self.size:
             images = F.resize(images, self.size[:1], interpolation=v2.InterpolationMode.BILINEAR, antialias=True)
             images = F.center_crop(images, self.size)
-        return images if self.augment == "none" else self._drawn(images)
+        for change in self.changes:
+            images = change(images)
+        return images
 
-    def _drawn(self, images: Tensor) -> Tensor:
+    def _transformed(self, transform: Callable[[Tensor], Tensor], image: Tensor) -> Tensor:
+        found = transform(image)
+        is_image = isinstance(found, Tensor) and found.dtype == torch.uint8 and found.ndim == 3 and 0 not in found.shape
+        what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        require(
+            is_image and len(found) == len(image),
+            f"data.transform: {_name_of(transform)} made {what} of an image of torch.uint8 {tuple(image.shape)}: "
+            "return torch.uint8 (channels, height, width) of as many channels; scaling comes later",
+        )
+        return found
+
+    def _moved(self, images: Tensor) -> Tensor:
         """What v2.RandomCrop with a reflected border and v2.RandomHorizontalFlip make of them, with the same draws: as
         both only move pixels, where each comes from is all that is computed."""
         if self.augment == "flip":
@@ -67,7 +120,7 @@ class Pixels:
         places, last = np.arange(self.size[0]), self.size[0] - 1
         shifts = [int(torch.randint(0, 2 * self.border + 1, (1,))) - self.border for _ in range(2)]
         rows, columns = (last - abs(last - abs(places + shift)) for shift in shifts)
-        columns = columns[::-1] if torch.rand(1) < 0.5 else columns
+        columns = columns[::-1] if self.mirror and torch.rand(1) < 0.5 else columns
         return torch.from_numpy(images.numpy().take(rows, -2).take(columns, -1))
 
     def scaled(self, images: Tensor) -> Tensor:
@@ -77,11 +130,17 @@ class Pixels:
         return scaled.copy_(images).mul_(1 / 255).sub_(self.mean).div_(self.std)
 
 
+def _name_of(transform: Callable[..., Any]) -> str:
+    """The same in every process: a function's name; of an object, such as one of torchvision's, its settings, too."""
+    name = getattr(transform, "__qualname__", None) or type(transform).__qualname__
+    return repr(transform) if isinstance(transform, torch.nn.Module) else name
+
+
 class ImageSplit:
     """What samples of images share. A loader may :meth:`draw` each by itself, and scale all :meth:`together`."""
 
     def __init__(self, pixels: Pixels) -> None:
-        self.pixels, self.augmented = pixels, pixels.augment != "none"
+        self.pixels, self.augmented = pixels, pixels.augmented
 
     def draw(self, index: int) -> tuple[Tensor, int]:
         """The bytes of a sample, cut and augmented, ``(1 or 3, image_size, image_size)``, and its label."""

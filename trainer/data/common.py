@@ -29,6 +29,7 @@ class BuiltIn(Data):
         max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
+    tasks = ("single_label",)
     num_classes: int
     class_names: list[str]
     val_fraction: float = 0.0
@@ -52,6 +53,12 @@ class BuiltIn(Data):
 
     def _set_classes(self, names: Sequence[str]) -> None:
         self.class_names, self.num_classes = list(names), len(names)
+
+
+def require_share(key: str, value: Any, off: str = "0") -> None:
+    """Refuse a ``value`` that is no number from 0 to 1."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(is_number and 0 <= value <= 1, f"{key}={value!r} must be a number from 0 to 1; {off} is off")
 
 
 def local_path(text: str) -> Path:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
-from trainer.data.common import BuiltIn, hold_out, local_path, reason
-from trainer.errors import RecipeError, require, require_choice, require_positive
+from trainer.data.common import BuiltIn, hold_out, local_path, reason, require_share
+from trainer.errors import RecipeError, listed, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
 from trainer.values import Outline
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainer.data.arrays import Pixels
 
 MOST_PIXELS = 20_000  # along an edge: one such image is 5 GB
-Augment = Literal["none", "flip", "crop_flip"]
+Augment = Literal["none", "flip", "crop_flip", "randaugment", "autoaugment", "trivialaugment"]
 Normalize = Literal["dataset", "imagenet"]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 IMAGENET: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -33,21 +33,60 @@ class _Part(NamedTuple):
     rows: Sequence[int]
 
 
-class _Images(BuiltIn):
+@dataclass(kw_only=True)
+class Augmentation:
+    """How training images are changed at random, each by draws of its own: of (seed, epoch, sample) alone.
+
+    In this order: transform, random_resized_crop, augment, color_jitter, erasing.
+
+    Args:
+        augment: none, flip (mirrored half of the time), crop_flip (also shifted by up to 1/8 of the size, the border
+            reflected); or mirrored half of the time and then changed by torchvision's randaugment (Cubuk et al. 2020),
+            autoaugment (Cubuk et al. 2019, the policy of ImageNet) or trivialaugment (Müller and Hutter 2021).
+        mirror: whether augment mirrors; false for digits, letters and all that has a left and a right.
+        random_resized_crop: instead of the centre square a random part of the image, of at least this share of its
+            area and of 3:4 to 4:3, resized (Szegedy et al. 2015); 0.08 is usual from random weights, null is off.
+        color_jitter: change brightness, contrast and saturation by factors of up to 1 plus or minus this.
+        erasing: probability that a rectangle of 2 to 33 % of the image is filled with grey (Zhong et al. 2017).
+        transform: a function of a Python recipe's own, from the uint8 image as read (channels, height, width) to the
+            one that is taken in its place; it may draw from the global generators of torch, NumPy and random.
+    """
+
+    augment: Augment = "none"
+    mirror: bool = True
+    random_resized_crop: float | None = None
+    color_jitter: float = 0.0
+    erasing: float = 0.0
+    transform: Callable[[Tensor], Tensor] | None = None
+
+    def _require_augmentation(self) -> None:
+        require_choice("data.augment", self.augment, Augment)
+        why = "data.mirror=false leaves nothing of data.augment=flip: use data.augment none"
+        require(self.mirror or self.augment != "flip", why)
+        require_share("data.color_jitter", self.color_jitter)
+        require_share("data.erasing", self.erasing)
+        if self.random_resized_crop is not None:
+            require_share("data.random_resized_crop", self.random_resized_crop, "null")
+            require(self.random_resized_crop > 0, "data.random_resized_crop=0 leaves nothing of an image: null is off")
+        why = f"data.transform={self.transform!r} is no function: give one in a Python recipe, transform=my_function"
+        require(self.transform is None or callable(self.transform), why)
+
+
+AUGMENTATION = tuple(field.name for field in fields(Augmentation))
+
+
+class _Images(Augmentation, BuiltIn):
     """What the image datasets share.
 
     Args:
         image_size: height and width that images are resized to, in pixels.
         val_fraction: share of the training images held out for validation; always the same images.
-        augment: random changes of training images: none, flip (mirrored half of the time) or crop_flip (also shifted
-            by up to 1/8 of the size, the border reflected).
         normalize: subtract and divide by the mean and standard deviation of this dataset, or of imagenet, which
             pretrained models expect.
         workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
     """
 
     image_size: int
-    augment: Augment = "none"
     normalize: Normalize = "imagenet"
 
     _statistics: ClassVar[Statistics] = IMAGENET
@@ -56,7 +95,7 @@ class _Images(BuiltIn):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("data.image_size", self.image_size, MOST_PIXELS)
-        require_choice("data.augment", self.augment, Augment)
+        self._require_augmentation()
         require_choice("data.normalize", self.normalize, Normalize)
 
     def load_image(self, path: str | Path) -> Tensor:
@@ -74,10 +113,11 @@ class _Images(BuiltIn):
     def _mean_and_std(self) -> Statistics:
         return IMAGENET if self.normalize == "imagenet" else self._statistics
 
-    def _pixels(self, augment: str = "none") -> Pixels:
+    def _pixels(self, augmented: bool = False) -> Pixels:
         from trainer.data.arrays import Pixels
 
-        return Pixels(self.image_size, *self._mean_and_std, augment)
+        changes = {name: getattr(self, name) for name in AUGMENTATION} if augmented else {}
+        return Pixels(self.image_size, *self._mean_and_std, **changes)
 
     def _set_splits(self, train: _Part, test: _Part) -> None:
         """Take ``val`` out of the training images and wrap the three."""
@@ -86,7 +126,7 @@ class _Images(BuiltIn):
         labels = train.labels.tolist()
         kept, held = hold_out([labels[row] for row in train.rows], self.val_fraction, "data.val_fraction")
         chosen, others = ([train.rows[i] for i in part] for part in (kept, held))
-        self.train = ImageArrays(*train._replace(rows=chosen), self._pixels(self.augment))
+        self.train = ImageArrays(*train._replace(rows=chosen), self._pixels(augmented=True))
         self.val = ImageArrays(*train._replace(rows=others), self._pixels()) if held else None
         self.test = ImageArrays(*test, self._pixels())
 
@@ -138,7 +178,6 @@ class _Downloaded(_Images):
     download: bool = True
     image_size: int = 32
     val_fraction: float = 0.0
-    augment: Augment = "none"
     normalize: Normalize = "imagenet"
     workers: int | None = None
     worker_timeout: float = 300.0
@@ -246,11 +285,13 @@ class CIFAR10(_Downloaded):
 class ImageFolder(_Images):
     """Images of one's own: ROOT/train/CLASS/*.png, and so for test and val; the folder names are the classes.
 
+    ROOT/CLASS/*.png will do, with a val_fraction. Hidden files and folders are left out.
+
     Images are resized by their shorter side, cut to the centre square and normalised by ImageNet's mean and standard
     deviation, which pretrained models expect. Every file is opened and checked before training begins.
 
     Args:
-        root: folder that holds train, and also val or test, or both.
+        root: folder that holds train, and also val or test, or both; or the folders of the classes themselves.
         image_size: height and width of the images after resizing, in pixels.
         val_fraction: share of the training images held out for validation when there is no val folder.
         cache_dir: folder that remembers which files were found sound; by default that of the datasets library.
@@ -259,11 +300,20 @@ class ImageFolder(_Images):
     root: str
     image_size: int = 224
     val_fraction: float = 0.0
-    augment: Augment = "none"
     cache_dir: str | None = None
     workers: int | None = None
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
+
+    def require_files(self) -> None:
+        """Refuse a root without folders of classes."""
+        key, root = f"data.root={self.root!r}", local_path(self.root)
+        wanted = "give one with train/CLASS/*.jpg and test/CLASS/*.jpg by --data.root FOLDER, or one with CLASS/*.jpg"
+        require(root.is_dir(), f"{key}: there is no folder {root}: {wanted} and --data.val_fraction 0.1")
+        split = (root / "val").is_dir() or (root / "test").is_dir()
+        require(not split or (root / "train").is_dir(), f"{key}: there is no folder {root / 'train'}: {wanted}")
+        train = root / "train" if (root / "train").is_dir() else root
+        require(len(_folders_in(train)) > 0, f"{key}: {train} holds no folders of classes: {wanted}")
 
     def prepare(self, tokenizer: Any = None) -> None:
         """List and check the files."""
@@ -276,35 +326,44 @@ class ImageFolder(_Images):
         kept, held = hold_out([label for _, label in files["train"]], self.val_fraction, "data.val_fraction")
         if held:
             files["val"] = [files["train"][i] for i in held]
-        self.train = ImageFiles([files["train"][i] for i in kept], self._pixels(self.augment), checked)
+        self.train = ImageFiles([files["train"][i] for i in kept], self._pixels(augmented=True), checked)
         self.val, self.test = (
             ImageFiles(files[part], self._pixels(), checked) if part in files else None for part in ("val", "test")
         )
 
     def _list(self) -> dict[str, list[tuple[str, int]]]:
         """The files of every part and their classes; sets ``class_names`` and ``num_classes``."""
-        from torchvision.datasets import ImageFolder as Source
+        from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
+        self.require_files()
         key, root = f"data.root={self.root!r}", local_path(self.root)
-        found: dict[str, Any] = {}
-        for part in ("train", "val", "test"):
-            if (root / part).is_dir():
-                try:
-                    found[part] = Source(str(root / part))
-                except FileNotFoundError as error:  # no class folder, or one without images
-                    raise RecipeError(f"{key}: {root / part}: {error}") from error
-        require("train" in found, f"{key}: there is no folder {root / 'train'}; images go to train/CLASS")
+        folders = {part: root / part for part in ("train", "val", "test") if (root / part).is_dir()} or {"train": root}
+        found = {part: _folders_in(folder) for part, folder in folders.items()}
         advice = "add one, or hold out part of the training images with --data.val_fraction 0.1"
         measured = len(found) > 1 or self.val_fraction > 0
         require(measured, f"{key} holds neither a test nor a val folder: {advice}")
         both = f"data.val_fraction={self.val_fraction} and the folder {root / 'val'} exclude each other: set it to 0"
         require("val" not in found or self.val_fraction == 0, both)
-        self._set_classes(found["train"].classes)
-        for part, source in found.items():
-            differing = ", ".join(sorted(set(source.classes) ^ set(self.class_names)))
+        self._set_classes(found["train"])
+        only = f"{key}: {folders['train']} has only the class folder {self.class_names[0]!r}"
+        require(self.num_classes > 1, f"{only}, and a classifier needs two or more: add a folder for each class")
+        index, samples = {name: number for number, name in enumerate(self.class_names)}, {}
+        for part, folder in folders.items():
+            differing = ", ".join(sorted(set(found[part]) ^ set(self.class_names)))
             said = f"{key}: the classes of train and {part} differ in {differing}"
             require(not differing, f"{said}: every class needs a folder, with images, in both")
-        return {part: source.samples for part, source in found.items()}
+            files = make_dataset(str(folder), index, IMG_EXTENSIONS, allow_empty=True)
+            files = [file for file in files if "/." not in file[0].removeprefix(str(folder))]
+            empty = sorted(index.keys() - {self.class_names[label] for _, label in files})
+            kinds = f"images ({' '.join(IMG_EXTENSIONS)})"
+            require(not empty, f"{key}: {folder / listed(empty)} holds no {kinds}: remove the folder, or add some")
+            samples[part] = files
+        return samples
+
+
+def _folders_in(folder: Path) -> list[str]:
+    """The names of the folders in ``folder``, sorted; hidden ones, such as Jupyter's, are none of anybody's classes."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _read_npz(path: Path) -> tuple[list[str], tuple[Any, Any], tuple[Any, Any]]:

@@ -188,12 +188,13 @@ def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = F
     """What loads ``split`` of a recipe's prepared data."""
     data = recipe.data
     classes = getattr(recipe.model, "num_classes", None)
+    classes = getattr(data, "num_classes", None) if classes is None else classes
     return Loader(
         split,
         data.collate,
         workers=workers,
         pin_memory=pin_memory,
-        num_classes=getattr(data, "num_classes", None) if classes is None else classes,
+        num_classes=None if getattr(recipe.model, "task", None) == "regression" else classes,
         max_bad_samples=data.max_bad_samples,
         worker_timeout=data.worker_timeout,
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
 import difflib
+import io
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pandas
@@ -24,10 +28,14 @@ from trainer.system.files import open_regular, read_regular
 
 _KINDS = {
     ".csv": ("csv", 2, "the header is row 1, blank lines are not counted"),
+    ".tsv": ("csv", 2, "the header is row 1, blank lines are not counted"),
     ".parquet": ("parquet", 1, "the first is row 1"),
     ".jsonl": ("json", 1, "the first is row 1, blank lines are not counted"),
 }
 """What reads it, the number of its first row, and how rows are numbered."""
+
+SEPARATORS = (",", ";", "\t", "|")
+NO_ROWS = "add some, or name another file"
 
 MOST_LINE, MOST_DECODED = 32_000_000, 4_000_000_000
 """Bytes of a line, a cell or a file of one text; and of the texts in a row group, which are in memory together."""
@@ -63,16 +71,28 @@ def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
         require(name in found, f"data.{field}={name!r}: {source} has no such column; it has {has}{hint}")
 
 
-def find_file(path: Path, cache: Path) -> Rows:
-    """The rows of a .csv, .parquet or .jsonl file; that it is empty or malformed is said when they are read."""
+class CsvFormat(NamedTuple):
+    """How the cells of a .csv file are written; what is ``None`` is found out."""
+
+    encoding: str | None = None
+    separator: str | None = None
+
+
+FOUND = CsvFormat()
+
+
+def find_file(path: Path, cache: Path, written: CsvFormat = FOUND) -> Rows:
+    """The rows of a .csv, .tsv, .parquet or .jsonl file; that it is empty or malformed is said when they are read."""
     kind = path.suffix.lower()
     require(path.is_file(), f"there is no file {path}: check the path")
     require(kind in _KINDS, f"{path} is none of {', '.join(_KINDS)}: convert it to one of them")
     (content,) = content_of(cache, [path], checksums)
-    return Rows(f"{kind} {content}", partial(_read_file, path, kind), str(path), *_KINDS[kind][1:])
+    told = f" {written}" if any(written) else ""
+    return Rows(f"{kind} {content}{told}", partial(_read_file, path, kind, written), str(path), *_KINDS[kind][1:])
 
 
-def _read_file(path: Path, kind: str, cache_dir: str) -> datasets.Dataset:
+def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> datasets.Dataset:
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what they say of errors, ours say, too
     try:
         if Extractor.infer_extractor_format(path) is not None:  # datasets would unpack one, whatever its name says
             said = "it is compressed or an archive: unpack it first, where you can see what is in it"
@@ -81,16 +101,20 @@ def _read_file(path: Path, kind: str, cache_dir: str) -> datasets.Dataset:
             _parse_lines(path)
         if kind == ".parquet":
             _refuse_bombs(path)
-        options = {"cache_dir": cache_dir} | (_csv_options(path) if kind == ".csv" else {})
+        options = {"cache_dir": cache_dir} | (_csv_options(path, written) if _KINDS[kind][0] == "csv" else {})
         table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
+    except RecipeError:
+        raise
     except Exception as error:  # each format's reader has its own exceptions
+        require("corresponds to no data" not in str(error), f"{path} has no rows: {NO_ROWS}")
         raise RecipeError(f"{path} cannot be read as {kind[1:]} ({reason(error)}): mend the file") from error
-    require(len(table) > 0, f"{path} has no rows")
+    require(len(table) > 0, f"{path} has no rows: {NO_ROWS}")
     return table
 
 
 def _parse_lines(path: Path) -> None:
     """Parse every line here first: one that is nested some thousand times would end the process within datasets."""
+    empty = True
     with open_regular(path) as file:
         for number, line in enumerate(iter(partial(file.readline, MOST_LINE + 1), b""), start=1):
             _require_short(f"line {number}", line)
@@ -100,6 +124,8 @@ def _parse_lines(path: Path) -> None:
                 raise ValueError(f"line {number}: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} holds no JSON object")  # noqa: TRY004
+            empty = empty and not line.strip()
+    require(not empty, f"{path} has no rows: {NO_ROWS}")
 
 
 def _require_short(what: str, line: bytes) -> None:
@@ -148,18 +174,53 @@ def _require_cells(name: str, group: int, chunk: Any) -> None:
         raise ValueError(f"row group {group}: {name} would be decoded to {decoded:,} bytes: write smaller row groups")
 
 
-def _csv_options(path: Path) -> dict[str, Any]:
+def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
     """Read every cell as it stands: no review that says "null" turns into a missing one, no label into 1.0."""
+    encoding = _encoding_of(path, written.encoding)
     with open_regular(path) as file:
-        _require_short("the header", file.readline(MOST_LINE + 1))
-    given = pandas.read_csv(path, nrows=1, header=None, dtype=str, keep_default_na=False).iloc[0].tolist()
+        header = io.TextIOWrapper(file, encoding).readline(MOST_LINE + 1)
+    _require_short("the header", header.encode())
+    common = {"sep": written.separator or _separator_of(header), "encoding": encoding}
+    asked: Any = {**common, "dtype": str, "keep_default_na": False}
+    given = pandas.read_csv(path, nrows=1, header=None, **asked).iloc[0].tolist()
     named = [name for name in given[:MOST_COLUMNS] if isinstance(name, str) and name]
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice:
         raise ValueError(f"the column {twice[0]!r} is given twice in the header")
-    columns = pandas.read_csv(path, nrows=0).columns
+    columns = pandas.read_csv(path, nrows=0, **common).columns
     features = datasets.Features({name: datasets.Value("string") for name in columns})
-    return {"features": features, "keep_default_na": False}
+    return {**common, "features": features, "keep_default_na": False}
+
+
+def _encoding_of(path: Path, told: str | None) -> str:
+    """The encoding of a file: the one that is ``told``, or UTF-8, or what its first bytes say; all of it must fit.
+
+    Another that fits is proposed, but not taken: every byte is some letter in latin-1, be it the right one or not.
+    """
+    with open_regular(path) as file:
+        start = file.read(4)
+        marks = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+        found = next((name for mark, name in marks.items() if start.startswith(mark)), "utf-8")
+        encoding, fits, lines = told or found, codecs.getincrementaldecoder(told or found)(), 1
+        file.seek(0)
+        for part in iter(partial(file.read, 2**20), b""):
+            try:
+                fits.decode(part)
+            except UnicodeDecodeError as error:
+                line = lines + part.count(b"\n", 0, error.start)
+                beside = error.object[max(0, error.start - 12) : error.start + 12]
+                raise RecipeError(
+                    f"{path} line {line} is not {encoding} (byte 0x{error.object[error.start]:02x} in "
+                    f"{beside.decode('cp1252', 'replace')!r}, as cp1252 reads it): if that looks right, say "
+                    "--data.encoding cp1252 (Excel's), else the encoding that it has; or save it as UTF-8"
+                ) from None
+            lines += part.count(b"\n")
+    return encoding
+
+
+def _separator_of(header: str) -> str:
+    """Of those that are common, the one that cuts the ``header`` in most columns; a comma where none does."""
+    return max(SEPARATORS, key=lambda sign: len(next(csv.reader([header], delimiter=sign), [])))
 
 
 def find_folders(root: Path, part: str, classes: Sequence[tuple[str, int]], cache: Path) -> Rows:

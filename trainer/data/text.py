@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.common import BuiltIn, hold_out, local_path
-from trainer.errors import require, require_positive
+from trainer.errors import RecipeError, require, require_positive
 from trainer.values import Outline
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 
 PUBLIC_IMDB = "stanfordnlp/imdb"
+MOST_FLOATS = 20
+"""Different numbers that are still classes when they are not whole, such as half stars."""
 
 
 class Texts(BuiltIn):
@@ -59,8 +62,9 @@ class Texts(BuiltIn):
         check_tokenizer(tokenizer, self.max_length)
         require(len(texts) > 0, "no texts were given")
         for position, text in enumerate(texts, start=1):
-            require(bool(text.strip()), f"text {position} (the first is 1) is empty")
-            require_text(text, partial("text {} (the first is 1)".format, position), self.max_length, "--text")
+            place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
+            require(bool(text.strip()), f"{place} is empty")
+            require_text(text, partial(str, place), self.max_length, "--text")
         return Padder(tokenizer, self.max_length)(encode(texts, tokenizer, self.max_length))
 
 
@@ -95,8 +99,27 @@ class _Tokenised(Texts):
         raise NotImplementedError
 
     def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
-        """The class of every label text of the training data; sets ``class_names`` and ``num_classes``."""
-        raise NotImplementedError
+        """The class of every label text of the training data; sets ``class_names`` and ``num_classes``.
+
+        By default classes are the distinct labels in sorted order, numbers by value.
+        """
+        column = f"{source}: data.label_column={self.label_column!r}"
+        why = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
+        fix = "say --model.task regression, or name the column of the classes"
+        require(not _is_continuous(labels), f"{why}: {fix}")
+        self._set_classes(sort_classes(labels))
+        one = f"{column} is {self.class_names[0]!r} in every row, and a classifier needs two classes or more"
+        require(self.num_classes > 1, f"{one}: add rows of another class, or name the column of the classes")
+        return {name: index for index, name in enumerate(self.class_names)}
+
+
+def _is_continuous(labels: Sequence[str]) -> bool:
+    """Whether labels are numbers, more of them than classes are, and not all of them whole."""
+    try:
+        numbers = list(map(float, labels))
+    except ValueError:  # a word
+        return False
+    return len(numbers) > MOST_FLOATS and not all(map(float.is_integer, numbers))
 
 
 def sort_classes(labels: Iterable[str]) -> list[str]:
@@ -159,7 +182,7 @@ class IMDb(_Tokenised):
 
 @dataclass
 class TextFiles(_Tokenised):
-    """Texts of one's own with one label each, in .csv, .parquet or .jsonl files.
+    """Texts of one's own with one label each, in .csv, .tsv, .parquet or .jsonl files.
 
     Classes are the distinct labels of the training file in sorted order, numbers by value.
 
@@ -168,6 +191,9 @@ class TextFiles(_Tokenised):
         val_file: texts for validation (optional).
         test_file: texts for testing (optional).
         val_fraction: share of the training texts held out for validation when there is no val_file.
+        encoding: of csv files, such as cp1252 (Excel's) or latin-1; null is UTF-8, or UTF-16 where the file says so.
+        separator: between the cells of csv files, a character or tab; null is the one of , ; tab and | that the header
+            has most of.
     """
 
     train_file: str
@@ -177,6 +203,8 @@ class TextFiles(_Tokenised):
     label_column: str = "label"
     max_length: int = 512
     val_fraction: float = 0.0
+    encoding: str | None = None
+    separator: str | None = None
     cache_dir: str | None = None
     workers: int = 0
     worker_timeout: float = 300.0
@@ -188,20 +216,32 @@ class TextFiles(_Tokenised):
             self.val_file is None or self.val_fraction == 0,
             f"data.val_file={self.val_file!r} and data.val_fraction={self.val_fraction} exclude each other: give one",
         )
+        with suppress(LookupError):
+            "".encode(self.encoding or "utf-8")
+            self._separator = {"tab": "\t", "\\t": "\t"}.get(self.separator or "", self.separator)
+            one = self._separator is None or len(self._separator) == 1
+            require(one, f"data.separator={self.separator!r} must be one character, such as ; or |, or tab")
+            return
+        known = "such as utf-8, utf-16, cp1252 (Excel's), latin-1 or shift_jis"
+        raise RecipeError(f"data.encoding={self.encoding!r} is no encoding that Python knows: give one {known}")
+
+    def require_files(self) -> None:
+        """Refuse files that are not there."""
+        for part, path in self._paths().items():
+            key = f"data.{part}_file={getattr(self, f'{part}_file')!r}"
+            require(not path.is_dir(), f"{key}: {path} is a folder: give the file in it, by --data.{part}_file FILE")
+            require(path.is_file(), f"{key}: there is no file {path}: give one by --data.{part}_file FILE")
+
+    def _paths(self) -> dict[str, Path]:
+        files = {"train": self.train_file, "val": self.val_file, "test": self.test_file}
+        return {part: local_path(file) for part, file in files.items() if file is not None}
 
     def _find(self, cache: Path) -> dict[str, Rows]:
-        from trainer.data.rows import find_file
+        from trainer.data.rows import CsvFormat, find_file
 
-        files = {"train": self.train_file, "val": self.val_file, "test": self.test_file}
-        paths = {part: local_path(file) for part, file in files.items() if file is not None}
-        for part, path in paths.items():
-            require(path.is_file(), f"data.{part}_file={files[part]!r}: there is no file {path}")
-        return {part: find_file(path, cache) for part, path in paths.items()}
-
-    def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
-        self._set_classes(sort_classes(labels))
-        require(self.num_classes > 1, f"{source}: every {self.label_column} is {self.class_names[0]!r}")
-        return {name: index for index, name in enumerate(self.class_names)}
+        self.require_files()
+        written = CsvFormat(self.encoding, self._separator)
+        return {part: find_file(path, cache, written) for part, path in self._paths().items()}
 
 
 @dataclass
@@ -237,6 +277,12 @@ class StreamedText(Texts):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
+
+    def require_files(self) -> None:
+        """Refuse folders and patterns of nothing."""
+        for key in ("train_files", "val_files", "test_files"):
+            if (pattern := getattr(self, key)) is not None:
+                _files(f"data.{key}={pattern!r}", pattern)
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Look into the files; texts are read and tokenised later."""
@@ -291,7 +337,7 @@ def _files(key: str, pattern: str) -> Sequence[Path]:
         require(len(found) > 0, f"{key}: the folder {path} holds no .parquet files")
         return found
     found = sorted(Path(name) for name in glob(str(path), recursive=True))
-    require(len(found) > 0, f"{key}: there is no such folder or file")
+    require(len(found) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")
     for name in found:
         require(
             name.suffix == ".parquet",

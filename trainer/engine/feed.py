@@ -37,7 +37,8 @@ def fill_from_data(model: Model, data: Data) -> Model:
         elif name != "class_names":
             fix = f"model.{name}={own} does not fit the data, which has {known}: leave model.{name} at null"
             require(own == known, fix)
-    return dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
+    model = dataclasses.replace(model, **changes) if changes else model  # type: ignore[type-var]
+    return model.suited_to(data)
 
 
 def windows_of(

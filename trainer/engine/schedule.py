@@ -3,26 +3,80 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch.optim.lr_scheduler import LambdaLR
+import torch
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from trainer.recipe import Optim, Schedule
+from trainer.engine.events import Counters, Listener
+from trainer.engine.step import Stepper
+from trainer.recipe import Optim
+
+ONE_CYCLE = {"start": 1 / 25, "rising": 0.3, "end": 1 / 25e4}
+"""Where torch's OneCycleLR begins and ends, relative to its highest rate, and the share of steps up to that."""
 
 
-def decay(schedule: Schedule, step: int, total_steps: int, warmup_steps: int) -> float:
-    """The factor on the learning rate of the ``step``-th optimizer step (from 0); 0 once all steps are taken."""
+def decay(optim: Optim, step: int, total_steps: int) -> float:
+    """The factor on the learning rate of the ``step``-th optimizer step (from 0); its least once all are taken.
+
+    A plateau's is left to :class:`Plateau`.
+    """
+    floor, ratio = optim.min_lr / optim.lr, optim.warmup_ratio
+    if optim.schedule == "one_cycle":  # Smith and Topin 2017, as torch's OneCycleLR counts
+        share = ONE_CYCLE["rising"] if ratio is None else ratio
+        peak, end = (optim.warmup_steps or share * total_steps) - 1, floor or ONE_CYCLE["end"]
+        if step <= peak:
+            return _cosine(ONE_CYCLE["start"], 1.0, step / peak if peak else 1.0)
+        falling = total_steps - 1 - peak
+        return _cosine(1.0, end, min(1.0, (step - peak) / falling) if falling > 0 else 1.0)
+    warmup_steps = optim.warmup_steps if ratio is None else math.ceil(ratio * total_steps)
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    return 1 - progress if schedule == "linear" else 1.0
+    if optim.schedule == "cosine":
+        return _cosine(1.0, floor, progress)
+    return floor + (1 - floor) * (1 - progress) if optim.schedule == "linear" else 1.0
+
+
+def _cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Plateau:
+    """What torch's ReduceLROnPlateau multiplies the learning rate by, as it hears of validation losses."""
+
+    def __init__(self, optim: Optim) -> None:
+        alone = SGD([torch.zeros(())], lr=1.0)
+        least, patience = optim.min_lr / optim.lr, optim.plateau_patience
+        self.rule = ReduceLROnPlateau(alone, "min", optim.plateau_factor, patience, min_lr=least, eps=0.0)
+
+    @property
+    def factor(self) -> float:
+        """From 1 down to the least learning rate, relative to the highest."""
+        return float(self.rule.optimizer.param_groups[0]["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON, which has no infinity."""
+        best = self.rule.best if math.isfinite(self.rule.best) else None
+        return {"factor": self.factor, "best": best, "bad": self.rule.num_bad_epochs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        best, bad, factor = state["best"], state["bad"], state["factor"]
+        if type(bad) is not int or not 0 < factor <= 1:
+            raise ValueError(f"{state} is no state of a plateau")
+        self.rule.best = math.inf if best is None else float(best)
+        self.rule.num_bad_epochs, self.rule.optimizer.param_groups[0]["lr"] = bad, float(factor)
+        self.rule.last_epoch = 1  # it has heard of some
 
 
 def lr_factor(
-    optim: Optim, total_steps: int, batch_size_at: Callable[[int], int], skipped_steps: Callable[[], int] = lambda: 0
+    optim: Optim,
+    total_steps: int,
+    batch_size_at: Callable[[int], int],
+    skipped_steps: Callable[[], int] = lambda: 0,
+    plateau: Plateau | None = None,
 ) -> Callable[[int], float]:
     """For ``LambdaLR``: decay, warm-up and scaling with the batch size, over the ``total_steps`` of a run.
 
@@ -32,40 +86,74 @@ def lr_factor(
         batch_size_at: from a step (from 0, skipped ones counted) to its batch size.
         skipped_steps: how many steps were skipped so far. A schedule does not move with them, so what is left of it is
             spread over the steps that are left: it reaches its end with the last step all the same.
+        plateau: of schedule plateau.
     """
 
     def factor(step: int) -> float:
-        skipped, scale = skipped_steps(), 1.0
+        skipped, scale = skipped_steps(), 1.0 if plateau is None else plateau.factor
         if optim.scale_lr != "none" and optim.reference_batch_size is not None:
             ratio = batch_size_at(step + skipped) / optim.reference_batch_size
-            scale = ratio if optim.scale_lr == "linear" else math.sqrt(ratio)
-        return scale * decay(optim.schedule, step, total_steps - skipped, optim.warmup_steps)
+            scale *= ratio if optim.scale_lr == "linear" else math.sqrt(ratio)
+        return scale * decay(optim, step, total_steps - skipped)
 
     return factor
 
 
 class LearningRate(LambdaLR):
-    """``LambdaLR`` whose state, as JSON, is where it is and the rates that it has given: its function stays its own."""
+    """``LambdaLR`` whose state, as JSON, is where it is and the rates that it has given: its function stays its own.
+
+    ``plateau`` is what that function asks for its factor, where it does.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float], plateau: Plateau | None = None) -> None:
+        self.plateau = plateau
+        super().__init__(optimizer, factor)
+
+    def evaluated(self, loss: float) -> None:
+        """The model has this validation loss, the same on all ranks."""
+        if self.plateau is not None:
+            before = self.plateau.factor
+            self.plateau.rule.step(loss)
+            if self.plateau.factor != before:
+                self._set(self._computed(self.last_epoch))
 
     def state_dict(self) -> dict[str, Any]:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return {"steps": self.last_epoch, "computed": self._computed(self.last_epoch), "rates": rates}
+        state = {"steps": self.last_epoch, "computed": self._computed(self.last_epoch), "rates": rates}
+        has_heard = self.plateau is not None and self.plateau.rule.last_epoch > 0
+        return state | ({"plateau": self.plateau.state_dict()} if self.plateau is not None and has_heard else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the rates that were saved, unless the recipe now asks for others.
 
         Those may be older than the last skipped step, which the function takes into account at its next.
         """
+        if self.plateau is not None and "plateau" in state_dict:
+            self.plateau.load_state_dict(state_dict["plateau"])
         steps, computed = state_dict["steps"], self._computed(state_dict["steps"])
         rates = state_dict["rates"] if state_dict["computed"] == computed else computed
+        self._set(rates)
+        at = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": [float(rate) for rate in rates]}
+        super().load_state_dict(at | {"lr_lambdas": [None] * len(self.lr_lambdas)})
+
+    def _set(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if hasattr(group["lr"], "fill_"):  # torchao's
                 group["lr"].fill_(float(rate))
             else:
                 group["lr"] = float(rate)
-        at = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": [float(rate) for rate in rates]}
-        super().load_state_dict(at | {"lr_lambdas": [None] * len(self.lr_lambdas)})
 
     def _computed(self, step: int) -> list[float]:
         """The rates that the function has for ``step``, with all that was skipped so far."""
         return [float(base) * factor(step) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+
+
+class PlateauListener(Listener):
+    """Tells the schedule of ``stepper``, whichever that is by then, of every evaluation."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+
+    def on_evaluation(self, counters: Counters, result: Any) -> None:
+        assert isinstance(self.stepper.scheduler, LearningRate)
+        self.stepper.scheduler.evaluated(result.loss)

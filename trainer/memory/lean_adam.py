@@ -23,7 +23,7 @@ KINDS = {  # torchao has no Adam of 32 bits: its AdamW is turned into one
 }
 
 
-def lean_adam(groups: Any, optim: Optim, memory: Memory, device: torch.device) -> Optimizer:
+def lean_adam(groups: Any, optim: Optim, memory: Memory, device: torch.device, **arguments: Any) -> Optimizer:
     """torchao's ``optim.name`` with ``memory.optimizer_state_bits`` and ``memory.stochastic_rounding``.
 
     State of 32 bits is in fact in the type of the weights, as torch's own is. Tensors of fewer than 4096 values, or
@@ -31,7 +31,7 @@ def lean_adam(groups: Any, optim: Optim, memory: Memory, device: torch.device) -
     a group is a tensor on the CPU, which schedulers change in place.
     """
     kind = _class(KINDS[optim.name][memory.optimizer_state_bits], can_compile(device))
-    optimizer = kind(groups, lr=optim.lr, bf16_stochastic_round=memory.stochastic_rounding)
+    optimizer = kind(groups, lr=optim.lr, **arguments, bf16_stochastic_round=memory.stochastic_rounding)
     optimizer.is_adamw = optim.name == "adamw"
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     optimizer.numbers = {parameter: number for number, parameter in enumerate(parameters)}

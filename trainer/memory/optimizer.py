@@ -60,17 +60,26 @@ def _optimizer_of(groups: Any, optim: Optim, memory: Memory, device: torch.devic
         require_package(f"memory.{key}={getattr(memory, key)}", "torchao", "lean")
         from trainer.memory.lean_adam import lean_adam
 
-        return lean_adam(groups, optim, memory, device)
+        return lean_adam(groups, optim, memory, device, **given(optim))
     if optim.name == "lion":
         require_package("optim.name=lion", "timm", "lean")
         from timm.optim.lion import Lion
 
-        return Lion(groups, lr=optim.lr)
-    options: dict[str, Any] = {"momentum": optim.momentum} if optim.momentum else {}
+        return Lion(groups, lr=optim.lr, **given(optim))
+    options: dict[str, Any] = {"momentum": optim.momentum, "nesterov": optim.nesterov} if optim.momentum else {}
+    if optim.name == "rmsprop":
+        options.pop("nesterov", None)
+    options |= given(optim)
     # Fused kernels want to unscale fp16 gradients themselves, which clipping comes too late for.
     if fused and memory.precision != "16-mixed":
         options["fused"] = True
     return OPTIMIZERS[optim.name](groups, lr=optim.lr, **options)  # type: ignore[call-arg]
+
+
+def given(optim: Optim) -> dict[str, Any]:
+    """The betas and the epsilon, where they are not left to the optimizer."""
+    betas = {} if optim.betas is None else {"betas": tuple(optim.betas)}
+    return betas | ({} if optim.eps is None else {"eps": optim.eps})
 
 
 def _has_fused_kernel(name: str, device: torch.device, parameters: Sequence[Tensor]) -> bool:

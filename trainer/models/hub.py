@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trainer.errors import RecipeError, require
+from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
+from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.system.files import require_regular
+from trainer.values import Pretrained
+from trainer.weights.blocks import find_blocks, switch_cache_off
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from typing_extensions import Self
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 FROM_PADDING = ("roberta", "camembert", "longformer", "mpnet", "luke", "ibert", "xmod")  # in names of model types
+
+DROPOUT_FIELDS = (
+    *("dropout", "attention_dropout", "seq_classif_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+    *("classifier_dropout", "hidden_dropout", "classifier_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+)
+"""The names under which configurations keep their dropout rates."""
+
+PROBLEM_TYPES = {name: f"{name}_classification" for name in ("single_label", "multi_label")}
+PROBLEM_TYPES["regression"] = "regression"
+"""How transformers calls the tasks of its classifiers of whole samples."""
 
 MOST_TEXT = 500_000_000
 """Bytes of a file of settings or words; the largest vocabularies take some ten millions."""
@@ -91,3 +111,219 @@ def refuse_code(name: str, config: Any) -> None:
         f"{asks} quantised weights, which cannot be trained and may need code from the hub: give a model without "
         "quantization_config in its config.json",
     )
+
+
+class HubModel(Supervised, Adaptable):
+    """What the models share that a class of transformers makes, of a configuration or of weights.
+
+    Args:
+        name: where the configuration comes from: a hub id, a local folder, or a model type such as distilbert.
+        weights: a hub id or a local folder, as save_pretrained writes it; null for random weights.
+        config: entries of the configuration to override, such as {num_hidden_layers: 2}.
+        revision: of everything that comes from the hub: a branch, tag or commit.
+        num_classes: null takes the dataset's.
+        class_names: null takes the dataset's; saved with the model.
+        dropout: sets all dropout rates of the configuration; null leaves them.
+        train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
+        lora: train adapters in the blocks, and the head, instead of all weights.
+    """
+
+    name: str
+    weights: str | None
+    config: dict[str, Any]
+    revision: str | None
+    num_classes: int | None
+    class_names: list[str] | None
+    dropout: float | None
+    train_last_blocks: int | None
+
+    own_format = True
+    auto: ClassVar[str]
+    """The class of transformers, an ``AutoModelFor…``, that makes the module."""
+
+    def __post_init__(self) -> None:
+        self.loss.require_fit(self.task)
+        require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
+        self.lora.require_alone(self.train_last_blocks)
+
+    def prepare(self) -> None:
+        """Fetch configuration and weights into the hub's cache."""
+        self._configuration()
+        if self.weights is not None:
+            self._folder(self.weights)
+
+    def build(self) -> nn.Module:
+        """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes); of the task
+        token (n, tokens, classes)."""
+        module = self.skeleton() if self.weights is None else self._from_pretrained(self.weights)
+        add_adapters(module, self.lora, self.blocks)
+        return module
+
+    def _from_pretrained(self, weights: str) -> nn.Module:
+        import torch
+        import transformers
+
+        from trainer.weights.streaming import draw_new, skeleton_on_meta
+
+        require_filled(type(self).__name__, num_classes=self.num_classes)
+        require(
+            not Path(local_folder(weights), "adapter_config.json").exists(),  # transformers would load what it names
+            f"model.weights={weights} is or holds a PEFT adapter: merge it into its model and save that",
+        )
+        module, found = self._load(
+            "weights",
+            weights,
+            getattr(transformers, self.auto).from_pretrained,
+            config=self._configuration(),
+            dtype=torch.get_default_dtype(),  # it does not look at it itself
+            trust_remote_code=False,
+            use_safetensors=True,  # never a pickle
+            ignore_mismatched_sizes=True,  # a head for another number of classes is replaced
+            output_loading_info=True,
+        )
+        wrong = [*found["missing_keys"], *found["mismatched_keys"]]
+        new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
+        self._require_body(module, new)
+        module = module.to(torch.get_default_device())
+        if new:  # drawn again, as when the weights are streamed: the way of loading then changes no result
+            with torch.no_grad():
+                for name, value in draw_new(skeleton_on_meta(self), new, _initialise, torch.initial_seed()).items():
+                    module.get_parameter(name).copy_(value)
+        return self._finished(module)
+
+    def skeleton(self) -> nn.Module:
+        """The module with random weights, without adapters."""
+        require_filled(type(self).__name__, num_classes=self.num_classes)
+        return self._finished(self._from_configuration(self.auto))
+
+    def _from_configuration(self, auto: str) -> nn.Module:
+        """What the class of transformers with that name makes of the configuration, with random weights."""
+        import torch
+        import transformers
+
+        load, dtype = getattr(transformers, auto), torch.get_default_dtype()  # it does not look at that itself
+        config = self._configuration()
+        return from_hub("name", self.name, load.from_config, config, dtype=dtype, trust_remote_code=False)
+
+    def _load(self, key: str, source: str, load: Any, **options: Any) -> Any:
+        """What a loader of transformers makes of ``source``, of the revision that is asked for."""
+        return from_hub(key, source, load, local_folder(source), revision=self.revision, **options)
+
+    def pretrained(self) -> Pretrained:
+        """The tensors of ``weights`` under the names that transformers loads them to; the head may be new."""
+        from trainer.weights.streaming import skeleton_on_meta, stored_in, tied_names
+
+        require(self.weights is not None, "there is nothing to stream: model.weights is null")
+        skeleton = skeleton_on_meta(self)
+        own = skeleton.state_dict()
+        name_of = _renaming(skeleton, own)
+        found = [(name_of(key), *value) for key, value in stored_in(self._folder(self.weights or "")).items()]
+        stored = {name: place for name, place, shape in found if name in own and tuple(own[name].shape) == shape}
+        new = {names[0] for names in tied_names(skeleton) if not stored.keys() & set(names)}
+        self._require_body(skeleton, new)
+        return Pretrained(stored, new, _initialise)
+
+    def _folder(self, weights: str) -> Path:
+        """Where the files of ``weights`` are: a local folder, or one in the hub's cache, which is filled."""
+        if is_local(weights):
+            return Path(local_folder(weights))
+        from huggingface_hub import snapshot_download
+
+        options = {"revision": self.revision, "allow_patterns": ["*.json", "*.safetensors", "*.txt", "*.model"]}
+        return Path(from_hub("weights", weights, snapshot_download, weights, **options))
+
+    def _finished(self, module: nn.Module) -> nn.Module:
+        """The module without a cache, and with the parameters frozen that do not train."""
+        switch_cache_off(module)
+        if self.train_last_blocks is not None:
+            train_last_blocks(module, self.train_last_blocks, self.blocks)
+        return module
+
+    def _require_body(self, module: nn.Module, new: Collection[str]) -> None:
+        """Only the head may be new; transformers would fill anything else with random numbers as well."""
+        from trainer.weights.files import shortened
+
+        blocks = find_blocks(module, self.blocks)
+        last = list(blocks[-1].parameters())[-1] if blocks else None
+        names, parameters = zip(*module.named_parameters(), strict=True)
+        end = next((at for at, parameter in enumerate(parameters, 1) if parameter is last), len(names))
+        lost = sorted(set(new) & set(names[:end]))
+        foreign = f"model.weights={self.weights!r} are not those of this {cast(Any, module).config.model_type}"
+        require(not lost, f"{foreign}: {shortened(lost)} are missing or of another shape")
+
+    def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write a folder that ``from_pretrained`` of the class ``auto`` loads."""
+        module.save_pretrained(folder, state_dict=self.merged_state(module, state))  # type: ignore[operator]
+
+    def saved_in(self, folder: Path) -> Self:
+        """The model whose configuration and weights ``save`` wrote to ``folder``."""
+        source: Any = {"name": str(folder), "weights": str(folder), "config": {}, "revision": None, "lora": LoRA()}
+        return replace(self, **source)  # type: ignore[type-var]
+
+    def _of_data(self) -> dict[str, Any]:
+        """The settings of a configuration that is made of a model type alone which follow from the data."""
+        return {}
+
+    def _configuration(self) -> Any:
+        from transformers import AutoConfig
+
+        is_type = not is_local(self.name) and is_model_type(self.name)
+        if is_type:
+            config = AutoConfig.for_model(self.name, **self._of_data())
+        else:
+            config = self._load("name", self.name, AutoConfig.from_pretrained, trust_remote_code=False)
+        unknown = [key for key in self.config if not hasattr(config, key)]
+        if unknown:
+            near = get_close_matches(unknown[0], list(config.to_dict()), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise RecipeError(f"model.config: {config.model_type} has no setting {unknown[0]!r}{hint}")
+        changes = dict(self.config)
+        if self.dropout is not None:
+            changes = {key: self.dropout for key in DROPOUT_FIELDS if getattr(config, key, None) is not None} | changes
+        if is_type:  # settings that others are derived from must be there from the beginning
+            config = AutoConfig.for_model(self.name, **{**self._of_data(), **changes})
+        for key, value in changes.items():
+            setattr(config, key, value)
+        if self.num_classes is not None:
+            names = self.class_names or [f"LABEL_{number}" for number in range(self.num_classes)]
+            config.id2label = dict(enumerate(names))
+            config.label2id = {name: number for number, name in enumerate(names)}
+        config.problem_type = cast(Any, PROBLEM_TYPES.get(self.task))
+        refuse_code(self.name, config)
+        layers = getattr(config, "num_hidden_layers", None) or 0
+        require(layers <= MOST_LAYERS, f"model.name={self.name!r} is configured with {layers:,} layers: take another")
+        return config
+
+
+def _initialise(skeleton: Any) -> None:
+    """Initialise as transformers does; parameters on meta stay there."""
+    for module in skeleton.modules():
+        module._is_hf_initialized = False  # set when the skeleton was made
+    skeleton.initialize_weights()
+
+
+def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
+    """From a key of a file to the name in the module ``own``, as transformers has it: with or without the prefix of
+    the base model, and with the names of old files made new."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    mapping, prefix = get_model_conversion_mapping(skeleton), skeleton.base_model_prefix
+    converters: Any = [one for one in mapping if isinstance(one, WeightConverter)]
+    renamings: Any = [one for one in mapping if not isinstance(one, WeightConverter)]
+
+    def name_of(key: str) -> str:
+        name, converter = rename_source_key(key, renamings, converters, prefix, own)  # type: ignore[arg-type]
+        if name not in own and key in own:
+            return key
+        several = f"memory.init=meta cannot stream {key}: transformers computes {name} from several tensors of the file"
+        require(converter is None or name not in own, f"{several}; use memory.init device")
+        return name
+
+    return name_of
+
+
+def is_model_type(name: str) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return name in CONFIG_MAPPING

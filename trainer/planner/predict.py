@@ -114,6 +114,7 @@ def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
         RecipeError: when the configuration, the tokenizer or the data cannot be had.
     """
     outline = recipe.data.outline() if outlines else None
+    recipe.data.require_files()
     try:
         model = recipe.model if outline is None else recipe.model.outlined(outline)
         bare = model.unloaded()

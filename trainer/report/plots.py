@@ -32,14 +32,12 @@ def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> Non
         best: the step whose weights are the run's model, to be marked.
     """
     curves = _read(metrics_csv)
-    splits = [name.partition("_")[::2] for name, (steps, _) in curves.items() if len(steps)]
-    others = dict.fromkeys(name for split, name in splits if split in ("val", "test") and name not in ("", "loss"))
-    names = list(others) or ["accuracy"]
+    names = [name for name in dict.fromkeys(_evaluated(curves)) if name != "loss"]
     rows = len(names) // 2 + 1
     height = 5 + 3 * rows
     figure = _new_figure(metrics_csv.absolute().parent.name, height, (0.64 / height, 1 - 0.72 / height, 0.36))
     grid = figure.add_gridspec(rows + 1, 2, height_ratios=[3] * rows + [1])
-    loss = figure.add_subplot(grid[0, 0])
+    loss = figure.add_subplot(grid[0, 0] if names else grid[0, :])
     steps, values = curves["loss"]
     if len(steps):
         loss.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1, label="training, each step")
@@ -48,11 +46,11 @@ def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> Non
     _mark(loss, best)
     _finish(loss, "Loss", "mean loss per weighted item")
     for place, name in enumerate(names, start=1):
-        axes = figure.add_subplot(grid[place // 2, place % 2], sharex=loss)
-        share = name == "accuracy"
-        _draw_evaluations(axes, curves, name, "{:.2f} %" if share else "{:.4f}", factor=100 if share else 1)
-        _mark(axes, best)
-        _finish(axes, "Accuracy" if share else name, f"{name} (%)" if share else name)
+        share = name.endswith("accuracy")
+        said, beside = name.replace("_", " "), figure.add_subplot(grid[place // 2, place % 2], sharex=loss)
+        _draw_evaluations(beside, curves, name, "{:.2f} %" if share else "{:.4f}", factor=100 if share else 1)
+        _mark(beside, best)
+        _finish(beside, said[0].upper() + said[1:], f"{said} (%)" if share else said)
     rate = figure.add_subplot(grid[-1, :], sharex=loss)
     if len(curves["lr"][0]):
         rate.plot(*curves["lr"], color=GREY, linewidth=2, label="learning rate")
@@ -122,6 +120,12 @@ def _read(metrics_csv: Path) -> defaultdict[str, Curve]:
         kept = np.isfinite(steps) & np.isfinite(values)
         curves[name] = (steps[kept], values[kept])
     return curves
+
+
+def _evaluated(curves: Mapping[str, Curve]) -> list[str]:
+    """The figures of the evaluations, the most telling first."""
+    columns = [name.partition("_") for name, (steps, _) in curves.items() if len(steps)]
+    return [figure for split, _, figure in columns if split in ("val", "test")]
 
 
 def _number(cell: str | None) -> float:

@@ -14,9 +14,9 @@ from trainer.contract import Metric
 from trainer.errors import RecipeError, require
 from trainer.recipe import HIGHER, LOWER
 from trainer.system.reports import cause
-from trainer.values import IGNORED_LABEL, Loss
+from trainer.values import FIGURES, IGNORED_LABEL, Loss
 
-FROM_SUMS = ("loss", "accuracy", "perplexity")
+FROM_SUMS = ("loss", "accuracy", "subset_accuracy", "perplexity")
 REGRESSION = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
 OF_SCORES = ("auroc", "average_precision", "top5_accuracy")
 """Of the scores of all classes; the others of a classifier are of the class with the largest."""
@@ -25,7 +25,7 @@ MULTI = tuple(name for name in HIGHER if name.startswith(("f1_", "precision_", "
 TASKS = {
     "single_label": (*SINGLE, *MULTI, "perplexity"),
     "token": (*SINGLE, *MULTI, "perplexity"),
-    "multi_label": MULTI,
+    "multi_label": (*MULTI, "subset_accuracy"),
     "regression": REGRESSION,
 }
 """What each task has, besides the loss."""
@@ -65,8 +65,9 @@ class Scores:
             for_two = name not in ("f1", "precision", "recall") or num_classes in (None, 2)
             fix = f"say {name}_macro, the mean over the classes, or {name}_micro"
             require(for_two, f"run.metrics={name} is of class 1 of two, and there are {num_classes}: {fix}")
-        self.sums = [name for name in dict.fromkeys(names) if name in FROM_SUMS]
-        self.names = [name for name in dict.fromkeys(names) if name not in FROM_SUMS]
+        summed = (*FROM_SUMS, *(FIGURES[self.task] if num_classes else ()))
+        self.sums = [name for name in dict.fromkeys(names) if name in summed]
+        self.names = [name for name in dict.fromkeys(names) if name not in summed]
         self.own = [metric for metric in wanted if isinstance(metric, Metric)]
         self.num_classes, self.gather, self.decide = num_classes, gather, decide
         self.keeps_scores = bool(self.own) or not self.classifies or any(name in OF_SCORES for name in self.names)

@@ -39,6 +39,7 @@ from trainer.system.files import default_folder, make_folder, read_object, stage
 from trainer.system.redact import redact
 from trainer.system.reports import cause
 from trainer.system.text import escaped
+from trainer.values import FIGURES
 
 
 def with_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
@@ -142,12 +143,13 @@ def open_loggers(session: Session, resumed_at: int) -> list[Any]:
         return []
     recipe, names = session.recipe, session.recipe.model.loss_names
     extra = [f"loss_{name}" for name in names] if len(names) > 1 else []
-    asked = [figure if isinstance(figure, str) else figure.name for figure in asked_figures(recipe)]
-    extra += [f"{split}_{name}" for split in ("val", "test") for name in dict.fromkeys(asked)]
     parts = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     # Sections as text, without their secrets.
     config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
-    return make_loggers(recipe.run.logger, session.run_dir, config, extra, resumed_at)
+    task = None if getattr(recipe.model, "num_classes", None) is None else getattr(recipe.model, "task", "single_label")
+    asked = [figure if isinstance(figure, str) else figure.name for figure in asked_figures(recipe)]
+    figures = [name for name in dict.fromkeys((*FIGURES[task], *asked)) if name != "loss"]
+    return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at)
 
 
 def write_results(
@@ -173,9 +175,10 @@ def write_results(
 
 
 def report_text(result: EvaluationResult, data: Any) -> str:
-    """The classification report, or the losses of a model that does not classify."""
+    """The classification report, or the losses and figures of a model that says no class."""
     if result.confusion is None:
-        return "\n".join(f"{escaped(name)} {value:.6f}" for name, value in result.losses.items())
+        figures = {**result.losses, **result.others}
+        return "\n".join(f"{escaped(name)} {value:.6f}" for name, value in figures.items())
     names = getattr(data, "class_names", None)
     return classification_report(result.confusion, None if names is None else [escaped(name) for name in names])
 

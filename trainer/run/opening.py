@@ -37,6 +37,7 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
     """Decide what the recipe leaves open, launch the processes, prepare model and data, and make the run directory;
     ``source`` is the packaged name or the path of its file, if it has one."""
     require_loggers(recipe.run.logger)
+    recipe.data.require_files()
     recipe, world = find_world(recipe)
     require_recordable(recipe, world.accelerator)
     unprepared = recipe.data.train
@@ -57,6 +58,7 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
 def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
     """The same for the trained model in ``folder``: nothing is left to decide, and nothing will be written."""
     require_loggers(recipe.run.logger)
+    recipe.data.require_files()
     recipe, world = find_world(recipe)
     if recipe.model.own_format:
         recipe = recipe.replace(model=recipe.model.saved_in(folder))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from lightning.fabric import Fabric
@@ -35,7 +35,7 @@ from trainer.report.metrics import ClassificationMetrics, EvaluationResult
 from trainer.report.scores import Scores
 from trainer.run.forecast import Forecast
 from trainer.run.listeners import report_bad_samples
-from trainer.values import Loss
+from trainer.values import Loss, Task
 
 T = TypeVar("T")
 
@@ -147,8 +147,8 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     if dataset is None:
         return None
     loader = _loader(session, dataset)
-    classes = getattr(model, "num_classes", None)
-    metrics = ClassificationMetrics(classes, fabric.device, model.loss_names)
+    classes, task = getattr(model, "num_classes", None), cast(Task, getattr(model, "task", "single_label"))
+    metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task)
     gather, decide = partial(rows_of_all, fabric), partial(on_first, fabric)
     scores = Scores(asked_figures(session.recipe), getattr(model, "task", None), classes, gather, decide)
     memory, rank = session.recipe.memory, fabric.global_rank
@@ -202,7 +202,7 @@ class Both(NamedTuple):
     def compute(self) -> EvaluationResult:
         """A collective."""
         result = self.metrics.compute()
-        return replace(result, asked=self.scores.compute(result.loss))
+        return replace(result, others={**result.others, **self.scores.compute(result.loss)})
 
 
 # What the ranks decide together, most of it without a collective of its own.

@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.checkpoint.writer import HISTORY
 from trainer.engine.loop import Engine, NonFiniteError, count_steps, epoch_at
-from trainer.engine.schedule import LearningRate, lr_factor
+from trainer.engine.schedule import LearningRate, Plateau, PlateauListener, lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.sync import GradientSync
 from trainer.engine.window import share_of
-from trainer.errors import EvaluationStopped, Stopped
+from trainer.errors import EvaluationStopped, Stopped, require
 from trainer.memory.initialize import build_module
 from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
 from trainer.report.loggers import close_loggers
@@ -38,6 +38,8 @@ class Training:
 
     def __init__(self, session: Session, source: str | None, progress: Progress, resumption: Resumption) -> None:
         self.session, self.progress, recipe = session, progress, session.recipe
+        why = "optim.schedule=plateau needs a validation set: give the data one (data.val_fraction, say)"
+        require(recipe.data.val is not None or recipe.optim.schedule != "plateau", why)
         self.windows = training_windows(session)
         require_profilable(recipe.run.profile, count_steps(self.windows, recipe.epochs, recipe.max_steps))
         self.stopwatch = Stopwatch(session.forecast.peak_seconds if session.forecast else lambda: None)
@@ -79,11 +81,12 @@ class Training:
         self.recovery = Recovery(session, tensors, self.windows, self.build_again, progress.notice)
         state = State(tensors, self.stopwatch, RandomState(session.fabric.device), self.best)
         self.checkpointer = Checkpointer(session, resumption, state, self._history)
+        heard_first = (self.stopwatch, PlateauListener(self.stepper))
         self.engine = Engine(
             self.stepper,
             self.windows,
             evaluation(session, self.stepper, self.split) if recipe.run.evaluate else None,
-            [self.stopwatch, self.best, shown, self.logging, *own, state.generators, *filter(None, [self.profile])],
+            [*heard_first, self.best, shown, self.logging, *own, state.generators, *filter(None, [self.profile])],
             self.recovery,
             self.checkpointer,
             self.best.is_over,
@@ -103,13 +106,15 @@ class Training:
         recipe, windows, stepper = self.session.recipe, self.windows, self.stepper
         total = count_steps(windows, recipe.epochs, recipe.max_steps)
         epoch_of = epoch_at(windows, recipe.epochs)
+        plateau = Plateau(recipe.optim) if recipe.optim.schedule == "plateau" else None
         factor = lr_factor(
             recipe.optim,
             total,
             batch_size_at=lambda step: windows.cut_at(epoch_of(step)).batch_size,
             skipped_steps=lambda: stepper.skipped_steps,
+            plateau=plateau,
         )
-        stepper.scheduler = LearningRate(stepper.optimizer, factor)
+        stepper.scheduler = LearningRate(stepper.optimizer, factor, plateau)
 
     kept: dict[str, Any] | None = None
     """What ``summary.json`` says of the step whose weights are in ``model/``; ``None`` for the last."""
@@ -171,6 +176,8 @@ class Training:
         if session.forecast is not None:
             memory |= session.forecast.beside(memory)
         final_split = "val" if recipe.data.test is None else "test"
+        figures = result.figures() if result else {}
+        figures |= {"loss": figures.pop("loss")} if figures else {}  # what is told first is what people ask for
         return Summary(
             status=status,
             steps=counters.step,
@@ -183,7 +190,7 @@ class Training:
             batch_size=cut.batch_size,
             micro_batch_size=cut.micro_batch_size,
             accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else cut.accumulate,
-            metrics={final_split: {"accuracy": result.accuracy} | result.figures()} if result else {},
+            metrics={final_split: figures} if result else {},
             best=self.kept,
             memory=memory,
             **stopwatch.speed._asdict(),

@@ -1,0 +1,17 @@
+"""ViT-B/16 on images of your own, a folder for each class: --data.root photos, with train and test in it."""
+
+from trainer import Memory, Optim, Recipe, main
+from trainer.data import ImageFolder
+from trainer.models import VisionTransformer
+
+recipe = Recipe(
+    model=VisionTransformer("vit_b_16", weights="DEFAULT"),
+    data=ImageFolder(root="photos"),
+    optim=Optim("adamw", lr=5e-5, weight_decay=0.05, schedule="cosine", clip_norm=1.0),
+    batch_size=32,
+    epochs=5,
+    memory=Memory(micro_batch_size=8),
+)
+
+if __name__ == "__main__":
+    main(recipe)
