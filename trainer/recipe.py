@@ -295,8 +295,8 @@ class Run:
 
     def __post_init__(self) -> None:
         _check("run.", self, positive=("max_skipped_steps", "profile", "patience"))
-        for name in self.logger:
-            require_choice("run.logger", name, LoggerName)
+        for logger in self.logger:
+            require_choice("run.logger", logger, LoggerName)
         if self.devices != "auto":
             require_positive("run.devices", self.devices, MOST_WORKERS)
         known = "auto, none or the path of a checkpoint or run directory"
@@ -306,10 +306,10 @@ class Run:
             require(str(self.resume).lower() != word, why)
         figures, own = [*HIGHER, *LOWER], [metric for metric in self.metrics if isinstance(metric, Metric)]
         for metric in own:
-            word = getattr(metric, "name", None)
-            fits = isinstance(word, str) and word.isidentifier() and word not in (*figures, "last")
-            require(fits, f"run.metrics: {type(metric).__name__}.name={word!r} must be a word of its own, such as top3")
-            figures.append(str(word))
+            name = str(getattr(metric, "name", ""))
+            why = f"run.metrics: {type(metric).__name__}.name={name!r} must be a word of its own, such as top3"
+            require(name.isidentifier() and name not in (*figures, "last"), why)
+            figures.append(name)
         for figure in self.metrics:
             if isinstance(figure, str):
                 _require_figure(f"run.metrics={figure!r}", figure, figures)

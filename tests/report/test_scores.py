@@ -46,7 +46,8 @@ class Worst(Metric):
 
 def figures_of(pieces: list[int], names: list[Any], task: str, classes: int, **ranks: Any) -> dict[str, float]:
     """The evaluation of those of the micro-batches of ten items."""
-    scores, (logits, targets) = Scores(names, task, classes, **ranks), drawn(task, classes)
+    known = classes if task == "single_label" else None  # else some figures of the task are summed up already
+    scores, (logits, targets) = Scores(names, task, known, **ranks), drawn(task, classes)
     for number in pieces:
         at = slice(10 * number, 10 * number + 10)
         scores.update(Loss(torch.zeros(()), 10, logits=logits[at], targets=targets[at]))
@@ -150,7 +151,7 @@ def test_a_set_of_one_class_has_no_curve_and_perplexity_is_of_the_loss():
         (lambda: Run(best="val_acuracy"), "run.best='val_acuracy' is no figure .* did you mean accuracy"),
         (lambda: Run(patience=2, best="last"), "run.patience=2 needs evaluations to compare: leave out run.best=last"),
         (lambda: Run(best="loss", evaluate=False), "run.best='loss' needs evaluations: leave out run.evaluate=false"),
-        (lambda: Run(metrics=[Metric()]), "run.metrics: Metric.name=None must be a word of its own"),
+        (lambda: Run(metrics=[Metric()]), "run.metrics: Metric.name='' must be a word of its own"),
         (lambda: Run(metrics=[3]), r"run.metrics=\[3\] must be a list"),
     ],
 )

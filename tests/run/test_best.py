@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from functools import partial
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import LONG
 from helpers.resumed import TINY, losses, recipe, saved
 from helpers.warm import forks
@@ -271,3 +273,17 @@ def test_evaluations_are_compared_by_accuracy_or_loss_and_one_that_is_not_finite
     assert score({"loss": 0.1}) > score({"loss": 0.2})
     for figures in ({"loss": math.nan, "accuracy": 1.0}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": math.nan}):
         assert score(figures) == -math.inf
+
+
+def test_the_figure_and_the_listener_of_the_docs_run_as_written(tmp_path, capsys):
+    names: dict[str, Any] = {}
+    blocks = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs/evaluation.md").read_text(), re.DOTALL
+    )
+    exec("\n".join(blocks), names)
+    assert names["Within"]().compute(torch.tensor([0.0, 3.0]), torch.tensor([0.5, 1.0])) == 0.5
+    fit(wild(tmp_path, max_steps=2, listeners=[names["Loud"]()]))
+    said = capsys.readouterr().out
+    assert "from step 0 to 2\n" in said
+    assert "epoch 0: {'loss': " in said
+    assert "2 steps, 0 of them skipped\n" in said
