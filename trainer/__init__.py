@@ -18,13 +18,14 @@ from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.values import Loss, Outline, Pretrained, Stored
 
 if TYPE_CHECKING:
-    from trainer.api import evaluate, fit, predict
+    from trainer.api import evaluate, fit
     from trainer.cli import main
     from trainer.commands.recipes import load_recipe
     from trainer.engine.accumulate import AccumulatingOptimizer
     from trainer.engine.events import Listener
     from trainer.planner.report import PlanReport
     from trainer.planner.search import plan
+    from trainer.run.prediction import predict
     from trainer.weights.streaming import stored_in
 
 __version__ = "0.1.0"
@@ -43,7 +44,7 @@ _LAZY = {
     "PlanReport": "trainer.planner.report",
     "main": "trainer.cli",
     "plan": "trainer.planner.search",
-    "predict": "trainer.api",
+    "predict": "trainer.run.prediction",
     "stored_in": "trainer.weights.streaming",
 }
 
@@ -77,4 +78,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    from trainer.system.imports import quick_imports
+
+    with quick_imports():
+        return getattr(import_module(_LAZY[name]), name)

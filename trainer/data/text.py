@@ -149,6 +149,12 @@ class IMDb(_Tokenised):
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 
+    def require_files(self) -> None:
+        """The folder, where ``root`` is no name of the hub."""
+        root = local_path(self.root)
+        looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
+        require(root.is_dir() or not looks_local, f"data.root={self.root!r}: there is no folder {root}")
+
     def outline(self) -> Outline | None:
         """The reviews that would be downloaded, each as long as ``max_length`` allows."""
         from trainer.data.rows import is_cached
@@ -163,8 +169,7 @@ class IMDb(_Tokenised):
 
         key, root, parts = f"data.root={self.root!r}", local_path(self.root), ("train", "test")
         if not root.is_dir():
-            looks_local = self.root.startswith((".", "/", "~", "file:")) or self.root.count("/") != 1
-            require(not looks_local, f"{key}: there is no folder {root}")
+            self.require_files()
             return find_hub(self.root, self.cache_dir)
         if (root / "train.csv").is_file():
             return {part: find_file(root / f"{part}.csv", cache) for part in parts}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -184,6 +185,33 @@ def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str
         axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
     elif legend:
         axes.legend(fontsize=11)
+
+
+# ``confusion.png``: what each class is taken for.
+
+MOST_COUNTED, LONGEST_NAME = 20, 24  # classes whose cells have their counts written in; letters of a name
+
+
+def plot_confusion(confusion: np.ndarray, names: Sequence[str], title: str, target: Path) -> None:
+    """Draw counts, a row for each true class, coloured by their share of it, as a PNG of 1200 × 1000 pixels."""
+    figure = _new_figure(title, height=10)
+    axes, classes = figure.add_subplot(), len(names)
+    shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
+    if classes <= MOST_COUNTED:
+        for row, column in zip(*np.nonzero(confusion), strict=True):
+            colour = "white" if shares[row, column] > 0.6 else "black"
+            axes.text(column, row, f"{confusion[row, column]}", ha="center", va="center", color=colour, fontsize=10)
+    shown = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
+    shown = [name.replace("$", r"\$") for name in shown]  # no formula
+    axes.set_xticks(range(classes), shown, rotation=90 if max(map(len, shown), default=0) > 3 else 0)
+    axes.set_yticks(range(classes), shown)
+    axes.set_xlabel("predicted class", fontsize=12)
+    axes.set_ylabel("true class", fontsize=12)
+    with warnings.catch_warnings():  # of letters that its font has not: the csv has them
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        _save(figure, target)
 
 
 # ``ladder.png``: the memory of each rung of a ladder, side by side.

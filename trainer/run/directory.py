@@ -30,6 +30,7 @@ from trainer.memory.stack import Stack
 from trainer.recipe import Recipe
 from trainer.report.loggers import make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
+from trainer.report.mistakes import write_mistakes
 from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
 from trainer.report.summary import Summary
@@ -162,7 +163,7 @@ def write_results(
             save_model(session.recipe.model, module, folder, state)
     write_atomic(run_dir / "summary.json", summary.to_json())  # after the model, which "finished" promises
     if result is not None:
-        write_atomic(run_dir / "classification_report.txt", report_text(result, session.recipe.data) + "\n")
+        write_evaluation(run_dir, result, session.recipe.data)
     try:
         if (run_dir / "metrics.csv").exists():
             best = summary.best["step"] if summary.best else None
@@ -172,6 +173,16 @@ def write_results(
         raise
     except Exception as error:  # figures that no axis can hold: a picture is not the end of a run
         warn(f"the figures of this run cannot be drawn ({cause(error)}): they are in metrics.csv and summary.json")
+
+
+def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
+    """Write the report of the final evaluation to ``folder`` and, of a classifier, its mistakes."""
+    write_atomic(folder / "classification_report.txt", report_text(result, data) + "\n")
+    if result.confusion is not None:
+        split = "val" if data.test is None else "test"
+        samples, names = getattr(data, split), getattr(data, "class_names", None) or range(len(result.confusion))
+        describe = getattr(samples, "describe", f"sample {{}} of {type(samples).__name__}".format)
+        write_mistakes(folder, result.confusion, result.mistakes, list(map(str, names)), split, describe)
 
 
 def report_text(result: EvaluationResult, data: Any) -> str:

@@ -1,4 +1,5 @@
-"""What a trained model says of texts, images, folders and tables: read, classified and written as they come."""
+"""What a trained model says of texts, images, folders and tables: read, classified and written as they come; without
+Fabric."""
 
 from __future__ import annotations
 
@@ -20,12 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from trainer.checkpoint.export import load_model
+from trainer.checkpoint.seal import require_sealed, require_sealed_text
 from trainer.errors import RecipeError, require, require_choice, require_positive
-from trainer.recipe import Precision
+from trainer.recipe import Precision, Recipe
 from trainer.report.progress import Progress, warn
 from trainer.settings import did_you_mean
+from trainer.system.environment import first_here
 from trainer.system.files import read_regular, staged_file
 from trainer.system.text import escaped
+from trainer.system.waiting import doing
 
 TABLES = (".csv", ".jsonl", ".parquet")
 """Suffixes of tables: of what is predicted, and of what is written."""
@@ -35,6 +40,46 @@ MOST_TEXT = 32_000_000
 
 MOST_WARNED = 5
 """Inputs that cannot be read and are warned of; an output file has all, each with its reason."""
+
+
+def predict(
+    recipe: Recipe,
+    run_dir: str | Path,
+    texts: Sequence[str] = (),
+    images: Sequence[str] = (),
+    paths: Sequence[str] = (),
+    **how: Any,
+) -> list[tuple[str, float]]:
+    """Classify by the model of ``run_dir``: ``texts``, ``images``, or what ``paths`` name (files, folders, patterns and
+    tables); ``how`` as in :class:`PredictOptions`. Answers are printed, or written to a file.
+
+    Returns:
+        The most probable class and its probability of each input; empty where a file was written.
+
+    Raises:
+        RecipeError: when some inputs cannot be read, naming them: the others are answered all the same.
+    """
+    asked = PredictOptions(**how)
+    asked.check()
+    folder = checked(run_dir)
+    model: Any = recipe.model.saved_in(folder) if recipe.model.own_format else recipe.model
+    reader = Reader(model, recipe.data, texts or (), images or ())
+    doing("loading the model")
+    return classify(model, load_model(model, folder), reader, asked, paths, texts or images or ())
+
+
+def checked(run_dir: str | Path) -> Path:
+    """The folder of the trained model of ``run_dir``, when that is what the run has written.
+
+    Raises:
+        CorruptCheckpoint: naming the file that is not.
+    """
+    recipe, model = Path(run_dir) / "recipe.yaml", Path(run_dir) / "model"
+    if first_here():  # before any process is started, or met
+        found = require_sealed_text(recipe) if recipe.exists() else None, require_sealed(model)  # else from elsewhere
+        for problem in filter(None, found):
+            warn(problem)
+    return model
 
 
 class Input(NamedTuple):

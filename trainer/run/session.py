@@ -32,6 +32,7 @@ from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, samp
 from trainer.memory.plan import Plan
 from trainer.recipe import Memory, Recipe
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
+from trainer.report.mistakes import Mistakes
 from trainer.report.scores import Scores
 from trainer.run.forecast import Forecast
 from trainer.run.listeners import report_bad_samples
@@ -149,6 +150,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     loader = _loader(session, dataset)
     classes, task = getattr(model, "num_classes", None), cast(Task, getattr(model, "task", "single_label"))
     metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task)
+    mistakes = Mistakes(task == "single_label" and classes is not None).to(fabric.device)
     gather, decide = partial(rows_of_all, fabric), partial(on_first, fabric)
     scores = Scores(asked_figures(session.recipe), getattr(model, "task", None), classes, gather, decide)
     memory, rank = session.recipe.memory, fabric.global_rank
@@ -165,12 +167,12 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
             # An evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
                 raise EvaluationStopped(f"the evaluation of {split} was left: a rank was asked to stop")
-            monitor.batch = micro.batch
+            monitor.batch, mistakes.samples = micro.batch, micro.indices
             yield micro
 
     def run() -> EvaluationResult:
         with monitor.evaluating():
-            result = evaluate(forward, micro_batches(), Both(metrics, scores))
+            result = evaluate(forward, micro_batches(), Evaluated(metrics, mistakes, scores))
         missing = [name for name in scores.sums if name not in result.figures()]
         require(not missing, f"run.metrics={missing[0] if missing else ''}: {type(model).__name__} does not classify")
         return result
@@ -185,24 +187,26 @@ def asked_figures(recipe: Recipe) -> list[str | Metric]:
     return [*recipe.run.metrics, *([] if chosen in (None, "last", *names) else [str(chosen)])]
 
 
-class Both(NamedTuple):
-    """What an evaluation sums up, and what it computes of all predictions, as one."""
+class Evaluated(NamedTuple):
+    """All that an evaluation looks for, as one."""
 
     metrics: ClassificationMetrics
+    mistakes: Mistakes
     scores: Scores
 
     def reset(self) -> None:
-        self.metrics.reset()
-        self.scores.reset()
+        for part in self:
+            part.reset()
 
     def update(self, loss: Loss) -> None:
-        self.metrics.update(loss)
-        self.scores.update(loss)
+        for part in self:
+            part.update(loss)
 
     def compute(self) -> EvaluationResult:
         """A collective."""
         result = self.metrics.compute()
-        return replace(result, others={**result.others, **self.scores.compute(result.loss)})
+        others = {**result.others, **self.scores.compute(result.loss)}
+        return replace(result, others=others, mistakes=self.mistakes.worst())
 
 
 # What the ranks decide together, most of it without a collective of its own.

@@ -31,6 +31,7 @@ from trainer.run.recovery import Recovery
 from trainer.run.resume import Resumption
 from trainer.run.session import Session, evaluation, training_windows
 from trainer.run.state import RandomState, State, Tensors, seed_random_state
+from trainer.system.waiting import doing
 
 
 class Training:
@@ -130,6 +131,7 @@ class Training:
             # What is raised is told to the other ranks before results are written.
             with session.guarded(), written_to(session.run_dir):
                 try:
+                    doing("taking the first step")
                     if recipe.memory.micro_batch_size == "auto" and not self.stepper.sync.applied:
                         engine.rehearse(recipe.epochs)
                     engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
@@ -243,6 +245,7 @@ class Training:
 def build(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
     """The model with every memory technique of the plan, and what updates it."""
     recipe, fabric, plan = session.recipe, session.fabric, session.plan
+    doing("building the model")
     module = build_module(fabric, recipe.model, recipe.seed, plan)
     stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
     return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)
