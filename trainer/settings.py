@@ -73,7 +73,7 @@ def settings_of(node: Any, prefix: str = "") -> dict[str, Setting]:
         key, value = f"{prefix}{field.name}", getattr(node, field.name)
         if _is_section(value):
             nested |= settings_of(value, f"{key}.")
-        elif field.init and _is_plain(value):
+        elif field.init and field.metadata.get("setting", True) and _is_plain(value):
             own[key] = Setting(_resolve(type(node), field.type), value, type(node))
     return own | nested
 

@@ -1,11 +1,9 @@
-import math
-
 import numpy as np
 import pytest
 import sklearn.metrics
 import torch
 
-from trainer.report.metrics import ClassificationMetrics, classification_report, score
+from trainer.report.metrics import ClassificationMetrics, classification_report
 from trainer.report.mistakes import MOST, Mistakes
 from trainer.values import Loss
 
@@ -124,13 +122,6 @@ def test_two_ranks_with_uneven_updates_equal_one_process(ranks):
         expected = single.compute()
         assert loss == pytest.approx(expected.loss, rel=1e-12)
         assert others == [expected.accuracy, expected.samples, expected.confusion.tolist()]
-
-
-def test_evaluations_are_compared_by_accuracy_or_loss_and_one_that_is_not_finite_is_never_the_best():
-    assert score({"loss": 9.0, "accuracy": 0.5}) > score({"loss": 0.1, "accuracy": 0.4})
-    assert score({"loss": 0.1}) > score({"loss": 0.2})
-    for figures in ({"loss": math.nan, "accuracy": 1.0}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": math.nan}):
-        assert score(figures) == -math.inf
 
 
 def worst(logits, targets):

@@ -24,25 +24,35 @@ SMOOTHED_SHARE = 50  # the smoothed curve averages over one fiftieth of the step
 Curve = tuple[np.ndarray, np.ndarray]
 
 
-def plot_curves(metrics_csv: Path, target: Path) -> None:
-    """Draw the curves of ``metrics_csv`` as a PNG of 1200 × 800 pixels; columns that are missing are left out."""
+def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> None:
+    """Draw the curves of ``metrics_csv`` as a PNG, 1200 pixels wide; columns that are missing are left out.
+
+    Args:
+        metrics_csv: of the run.
+        target: the picture.
+        best: the step whose weights are the run's model, to be marked.
+    """
     curves = _read(metrics_csv)
-    figure = _new_figure(metrics_csv.absolute().parent.name, height=8, margins=(0.08, 0.91, 0.36))
-    grid = figure.add_gridspec(2, 2, height_ratios=[3, 1])
-    name = next((name for name in _evaluated(curves) if name != "loss"), None)
-    loss = figure.add_subplot(grid[0, 0] if name else grid[0, :])
+    names = [name for name in dict.fromkeys(_evaluated(curves)) if name != "loss"]
+    rows = len(names) // 2 + 1
+    height = 5 + 3 * rows
+    figure = _new_figure(metrics_csv.absolute().parent.name, height, (0.64 / height, 1 - 0.72 / height, 0.36))
+    grid = figure.add_gridspec(rows + 1, 2, height_ratios=[3] * rows + [1])
+    loss = figure.add_subplot(grid[0, 0] if names else grid[0, :])
     steps, values = curves["loss"]
     if len(steps):
         loss.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1, label="training, each step")
         loss.plot(steps, _smooth(values), color=BLUE, linewidth=2, label="training, smoothed")
     _draw_evaluations(loss, curves, "loss", "{:.4f}")
+    _mark(loss, best)
     _finish(loss, "Loss", "mean loss per weighted item")
-    if name is not None:
+    for place, name in enumerate(names, start=1):
         share = name.endswith("accuracy")
-        said, beside = name.replace("_", " "), figure.add_subplot(grid[0, 1], sharex=loss)
+        said, beside = name.replace("_", " "), figure.add_subplot(grid[place // 2, place % 2], sharex=loss)
         _draw_evaluations(beside, curves, name, "{:.2f} %" if share else "{:.4f}", factor=100 if share else 1)
+        _mark(beside, best)
         _finish(beside, said[0].upper() + said[1:], f"{said} (%)" if share else said)
-    rate = figure.add_subplot(grid[1, :], sharex=loss)
+    rate = figure.add_subplot(grid[-1, :], sharex=loss)
     if len(curves["lr"][0]):
         rate.plot(*curves["lr"], color=GREY, linewidth=2, label="learning rate")
         rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
@@ -89,6 +99,7 @@ def _new_figure(title: str, height: float, margins: tuple[float, float, float] |
     figure.suptitle(title, fontsize=15)
     if margins:
         bottom, top, between = margins
+        figure.suptitle(title, fontsize=15, y=1 - 0.16 / height)
         figure.subplots_adjust(left=0.065, right=0.985, bottom=bottom, top=top, hspace=between, wspace=0.17)
     return figure
 
@@ -145,6 +156,12 @@ def _draw_evaluations(axes: Axes, curves: Mapping[str, Curve], figure: str, form
         if len(steps):
             style["label"] += f", last {form.format(factor * values[-1])}"
             axes.plot(steps, factor * values, **style)
+
+
+def _mark(axes: Axes, best: int | None) -> None:
+    """A line at the step whose weights were kept, where there is something to compare."""
+    if best is not None and axes.lines:
+        axes.axvline(best, color=BLACK, linestyle="--", linewidth=1.5, label=f"model/: step {best:,}")
 
 
 def _draw_phases(axes: Axes, memory: Mapping[str, Any], kinds: Mapping[str, str]) -> None:

@@ -34,7 +34,7 @@ from trainer.report.mistakes import write_mistakes
 from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
 from trainer.report.summary import Summary
-from trainer.run.session import Session, from_all, from_first, on_first
+from trainer.run.session import Session, asked_figures, from_all, from_first, on_first
 from trainer.settings import dump_recipe
 from trainer.system.files import default_folder, make_folder, read_object, staged_folder, write_atomic
 from trainer.system.redact import redact
@@ -148,7 +148,9 @@ def open_loggers(session: Session, resumed_at: int) -> list[Any]:
     # Sections as text, without their secrets.
     config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
     task = None if getattr(recipe.model, "num_classes", None) is None else getattr(recipe.model, "task", "single_label")
-    return make_loggers(recipe.run.logger, session.run_dir, config, extra, FIGURES[task], resumed_at)
+    asked = [figure if isinstance(figure, str) else figure.name for figure in asked_figures(recipe)]
+    figures = [name for name in dict.fromkeys((*FIGURES[task], *asked)) if name != "loss"]
+    return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at)
 
 
 def write_results(
@@ -164,7 +166,8 @@ def write_results(
         write_evaluation(run_dir, result, session.recipe.data)
     try:
         if (run_dir / "metrics.csv").exists():
-            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png")
+            best = summary.best["step"] if summary.best else None
+            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", best)
         plot_memory(summary.memory, session.monitor.history, run_dir / "memory.png")
     except OSError:
         raise
