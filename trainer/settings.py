@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
@@ -16,6 +16,45 @@ import yaml
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.system.redact import redact_value
+
+CLASS = "class"
+"""The key, in the sections model and data of YAML, of the class that they are of."""
+
+ELSEWHERE = {
+    "optim.lr": "learning_rate base_lr initial_lr",
+    "optim.name": "optimizer optimizer_type opt optimizer_name",
+    "optim.weight_decay": "wd decay l2",
+    "optim.schedule": "scheduler sched lr_scheduler lr_scheduler_type lr_schedule",
+    "optim.warmup_steps": "warmup num_warmup_steps warmup_iters lr_warmup_steps",
+    "optim.clip_norm": "max_grad_norm gradient_clip_val grad_clip clip_grad clip gradient_clipping",
+    "batch_size": "per_device_train_batch_size train_batch_size global_batch_size batchsize bs",
+    "memory.micro_batch_size": "per_device_batch_size microbatch_size local_batch_size",
+    "accumulate": "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps grad_accum",
+    "epochs": "num_train_epochs max_epochs num_epochs n_epochs epoch",
+    "max_steps": "num_steps total_steps max_iters iterations num_training_steps train_steps",
+    "eval_every": "eval_steps val_check_interval eval_interval validate_every",
+    "seed": "random_seed manual_seed",
+    "memory.precision": "dtype torch_dtype mixed_precision amp bf16 fp16 half",
+    "memory.activation_checkpointing": "gradient_checkpointing grad_checkpointing checkpoint_activations",
+    "memory.strategy": "fsdp ddp distributed_strategy",
+    "memory.compile": "torch_compile torchcompile",
+    "checkpoint.every": "save_steps save_every save_interval checkpoint_interval",
+    "checkpoint.keep_last": "save_total_limit keep_checkpoints",
+    "run.dir": "output_dir out_dir save_dir default_root_dir output outdir",
+    "run.devices": "gpus num_gpus nproc_per_node num_processes world_size ngpus",
+    "run.accelerator": "device",
+    "run.logger": "report_to log_with loggers",
+    "run.resume": "resume_from_checkpoint ckpt_path resume_from",
+    "run.progress": "disable_tqdm enable_progress_bar",
+    "data.workers": "num_workers dataloader_num_workers",
+    "data.max_length": "max_seq_length max_seq_len seq_len sequence_length max_len",
+    "data.val_fraction": "validation_split val_split val_size",
+    "model.name": "model_name_or_path model_name pretrained_model_name_or_path",
+    "model.weights": "pretrained checkpoint_path",
+    "model.num_classes": "num_labels n_classes classes",
+}
+"""What transformers' Trainer, timm, Lightning and others call a setting."""
+_OURS = {word: key for key, words in ELSEWHERE.items() for word in words.split()}
 
 
 class Setting(NamedTuple):
@@ -34,7 +73,7 @@ def settings_of(node: Any, prefix: str = "") -> dict[str, Setting]:
         key, value = f"{prefix}{field.name}", getattr(node, field.name)
         if _is_section(value):
             nested |= settings_of(value, f"{key}.")
-        elif field.init and _is_plain(value):
+        elif field.init and field.metadata.get("setting", True) and _is_plain(value):
             own[key] = Setting(_resolve(type(node), field.type), value, type(node))
     return own | nested
 
@@ -66,20 +105,29 @@ def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
 
 
 def dump_recipe(recipe: Recipe, source: str | None) -> str:
-    """``recipe`` as YAML for ``trainer fit``: the name or path of its file first, then every field, secrets redacted.
+    """``recipe`` as YAML for ``trainer fit``: the name or path of its file first, then every field, secrets redacted,
+    and the classes of model and data, but for those that are in its file.
 
-    Without a file (``None``) it is a record only: the classes of model and data are not in it.
+    Without a file (``None``) it is a record only: those classes are not in it.
     """
     # Not with jsonargparse's dump, which writes the epochs of a schedule as strings: {'0': 8, '4': 2}.
     values = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
     tree = {"recipe": source, **_nest(values)}
+    for part in ("model", "data") if source else ():
+        kind = type(getattr(recipe, part))
+        if getattr(sys.modules.get(kind.__module__), "__file__", None) != source:
+            tree[part] = {CLASS: class_of(getattr(recipe, part)), **tree.get(part, {})}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def did_you_mean(name: str, names: Iterable[str], dashes: str = "") -> str:
-    """The end of an error message: which of ``names`` was probably meant, in the same section or else in any."""
+def did_you_mean(name: str, names: Collection[str], dashes: str = "") -> str:
+    """The end of an error message: which of ``names`` was probably meant, in the same section or else in any; also by
+    what others call it."""
     section, dot, last = name.replace("-", "_").lower().rpartition(".")
     parts = [(full.rpartition(".")[2], full) for full in names]
+    wanted = _OURS.get(last, "")
+    if meant := [full for full in (wanted, wanted.rpartition(".")[2]) if full and full in names]:
+        return f"; did you mean {dashes}{meant[0]}?"
     beside = {end: full for end, full in parts if full == section + dot + end}
     everywhere = dict(reversed(parts))  # of several, the first
     exact = {last: everywhere[last]} if last in everywhere else {}
@@ -138,6 +186,12 @@ def _replace(node: Any, changes: Mapping[str, Any]) -> Any:
         raise
     except ValueError as error:  # how a model or dataset of one's own refuses a value
         raise RecipeError(f"{type(node).__name__}: {error}") from error
+
+
+def class_of(part: Any) -> str:
+    """What ``--model`` or ``--data`` calls the class of a model or dataset: its name, of one's own with the module."""
+    kind = type(part)
+    return kind.__name__ if kind.__module__.startswith("trainer.") else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_section(value: Any) -> bool:

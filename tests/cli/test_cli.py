@@ -166,8 +166,14 @@ def test_evaluate_and_predict_take_flags_and_predict_texts_or_images(run_dir, ca
     image = tmp_path / "image.png"
     image.touch()
     assert run([*trusted, "--image", str(image)]) == 0
-    assert [call[3:] for call in calls] == [(["one", "two", "--three"], []), ([], [str(image)])]
-    assert calls[0][1].seed == 3
+    files = ["a.png", "more/*.png", "--output", "out.csv", "--top-k=3", "--probabilities", "--batch-size", "7"]
+    assert run([*trusted, *files, "--batch_size", "9"]) == 0
+    how = {"output": "out.csv", "top_k": 3, "probabilities": True, "batch_size": 7}
+    asked = [(["one", "two", "--three"], [], [], {}), ([], [str(image)], [], {}), ([], [], files[:2], how)]
+    assert [call[3:] for call in calls] == asked
+    assert [(call[1].seed, call[1].batch_size) for call in calls] == [(3, 64), (7, 64), (7, 9)]
+    assert "--top-k='none' must be an integer" in error_of(capsys, *trusted, "a.png", "--top-k", "none")
+    assert "not both" in error_of(capsys, *trusted, "a.png", "--text", "a")
     assert "either --text TEXT or --image PATH" in error_of(capsys, *trusted)
     assert "not both" in error_of(capsys, *trusted, "--text", "a", "--image", image)
     assert "--text needs a value" in error_of(capsys, *trusted, "--text")

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers.problems import Problem, engine_run, errors, plain_run
+from helpers.problems import OBJECTIVES, Problem, engine_run, errors, plain_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -59,9 +59,19 @@ def test_every_cut_on_several_ranks_equals_the_plain_loop(name, batch, world_siz
             assert all(torch.equal(answer["after"], answers[0]["after"]) for answer in answers)
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_task_and_loss_equals_torchs_mean_over_the_whole_batch(name, ranks):
+    for cut in (2, 1000):
+        problem = Problem(name, *BATCHES["fewer than ranks"], micro_batch_size=cut, clip_norm=0.05)
+        check(engine_run(problem), plain_run(problem), "64-true")
+    plain = plain_run(problem := Problem(name, *BATCHES["ragged"], micro_batch_size=2))
+    for answer in ranks(2).run(engine_run, problem, 2):
+        check(answer, plain, "64-true")
+
+
 problems = st.builds(
     Problem,
-    name=st.sampled_from([*MODELS, "tagger", "two_losses", "unused", "branch"]),
+    name=st.sampled_from([*MODELS, "tagger", "two_losses", "unused", "branch", *OBJECTIVES]),
     size=st.integers(1, 30),
     batch_size=st.integers(1, 17),
     micro_batch_size=st.integers(1, 18),

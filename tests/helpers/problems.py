@@ -12,7 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, huber_loss, l1_loss, mse_loss
 from torch.utils.data import default_collate
 
 from trainer.contract import Model
@@ -20,7 +20,7 @@ from trainer.engine.order import batch_indices
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import Windows, decide_cut
 from trainer.memory.precision import precision_plugin
-from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
+from trainer.models import MLP, BigBird, Objective, TextClassifier, VisionTransformer
 from trainer.models.common import classification_loss
 from trainer.recipe import Memory
 from trainer.values import Loss
@@ -29,13 +29,28 @@ CLASSES = 5
 VOCABULARY = 120
 LR = 0.1
 CLASSIFIERS = ("distilbert", "bert", "roberta", "bigbird")  # of texts
+WEIGHTS = [0.5, 2.0, 1.1, 0.25, 3.7]
+OBJECTIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "weighted": ("vit", "single_label", {"class_weights": WEIGHTS}),
+    "smoothed": ("distilbert", "single_label", {"class_weights": WEIGHTS, "label_smoothing": 0.1}),
+    "focal": ("mlp", "single_label", {"class_weights": WEIGHTS, "focal_gamma": 0.5}),
+    "labels": ("distilbert", "multi_label", {"class_weights": WEIGHTS}),
+    "smoothed labels": ("mlp", "multi_label", {"class_weights": WEIGHTS, "label_smoothing": 0.1}),
+    "focal labels": ("vit", "multi_label", {"class_weights": WEIGHTS, "focal_gamma": 2.0}),
+    "numbers": ("distilbert", "regression", {}),
+    "mae": ("mlp", "regression", {"distance": "mae"}),
+    "huber": ("vit", "regression", {"distance": "huber", "huber_delta": 0.3}),
+    "tokens": ("distilbert", "token", {}),
+    "weighted tokens": ("distilbert", "token", {"class_weights": WEIGHTS, "label_smoothing": 0.1}),
+}
+"""Models with another task or loss: that model, the task, and the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What is trained, for three SGD steps; picklable, so that every rank can set it up."""
 
-    name: str  # of the model: vit, mlp, one of CLASSIFIERS, tagger, two_losses, unused, branch or undeclared
+    name: str  # vit, mlp, one of CLASSIFIERS or OBJECTIVES, tagger, two_losses, unused, branch or undeclared
     size: int  # training samples
     batch_size: int  # samples per step over all ranks
     micro_batch_size: int  # most samples of a micro-batch
@@ -66,6 +81,9 @@ def tokenizer_folder() -> str:
 
 def make_model(name: str) -> Model:
     """A small model without dropout."""
+    if name in OBJECTIVES:
+        base, task, loss = OBJECTIVES[name]
+        return dataclasses.replace(make_model(base), task=task, loss=Objective(**loss))  # type: ignore[type-var]
     if name == "vit":
         sizes = {"image_size": 8, "patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32}
         return VisionTransformer("custom", num_classes=CLASSES, **sizes)
@@ -184,14 +202,20 @@ class UndeclaredBranch(Model):
 def make_samples(problem: Problem) -> list[dict[str, Tensor]]:
     """Random samples: images, or texts of 3 to 40 tokens."""
     generator = torch.Generator().manual_seed(problem.seed + 1)
+    kind, task, _ = OBJECTIVES.get(problem.name, (problem.name, "", {}))
     labels = torch.randint(CLASSES, (problem.size,), generator=generator)
-    if problem.name not in (*CLASSIFIERS, "tagger"):
-        side = 8 if problem.name == "vit" else 4
+    if task == "multi_label":
+        labels = torch.randint(2, (problem.size, CLASSES), generator=generator).float()
+    elif task == "regression":
+        labels = 3 * torch.randn(problem.size, CLASSES, generator=generator) - 100  # which is ignored elsewhere
+        labels[0] = -100.0
+    if kind not in (*CLASSIFIERS, "tagger"):
+        side = 8 if kind == "vit" else 4
         images = torch.randn(problem.size, 3, side, side, generator=generator)
         return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels, strict=True)]
     lengths = torch.randint(3, 41, (problem.size,), generator=generator).tolist()
     texts = [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in lengths]
-    if problem.name == "tagger":
+    if "token" in (task, kind.replace("tagger", "token")):
         tags = [torch.where(text % 3 == 0, -100, text % CLASSES) for text in texts]
         return [{"input_ids": text, "labels": tag} for text, tag in zip(texts, tags, strict=True)]
     return [{"input_ids": text, "labels": label} for text, label in zip(texts, labels, strict=True)]
@@ -203,11 +227,13 @@ def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         return default_collate(list(samples))
     ids = [sample["input_ids"] for sample in samples]
     batch = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True)}
-    if samples[0]["labels"].ndim:
-        labels = [sample["labels"] for sample in samples]
-        return batch | {"labels": nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)}
+    labels = [sample["labels"] for sample in samples]
+    if labels[0].ndim and not labels[0].is_floating_point():
+        batch["labels"] = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    else:
+        batch["labels"] = torch.stack(labels)
     batch["attention_mask"] = nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
-    return batch | {"labels": torch.stack([sample["labels"] for sample in samples])}
+    return batch
 
 
 def plain_run(problem: Problem) -> dict[str, Any]:
@@ -238,6 +264,11 @@ def plain_indices(problem: Problem, step: int) -> list[int]:
 def textbook_loss(name: str, module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The mean loss of a whole batch."""
     labels = batch["labels"]
+    if name in OBJECTIVES:
+        base, task, loss = OBJECTIVES[name]
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = module(**inputs).logits if base in CLASSIFIERS else module(batch["pixel_values"])
+        return textbook_objective(logits, labels, task, **loss)
     if name in ("vit", "mlp"):
         return cross_entropy(module(batch["pixel_values"]), labels)
     if name == "tagger":
@@ -251,6 +282,25 @@ def textbook_loss(name: str, module: nn.Module, batch: dict[str, Tensor]) -> Ten
         return left
     squares = module(odd, "right").square()
     return left + (squares.mean() if name == "two_losses" else squares.sum() / len(labels))
+
+
+def textbook_objective(logits: Tensor, labels: Tensor, task: str, **loss: Any) -> Tensor:
+    """The mean of a task over a whole batch, as torch or the paper defines it."""
+    if task == "regression":
+        if loss.get("distance") == "huber":
+            return huber_loss(logits, labels, delta=loss["huber_delta"])
+        return (l1_loss if loss.get("distance") == "mae" else mse_loss)(logits, labels)
+    weights = torch.tensor(loss["class_weights"], dtype=logits.dtype) if "class_weights" in loss else None
+    smoothing, gamma = loss.get("label_smoothing", 0.0), loss.get("focal_gamma", 0.0)
+    if task == "multi_label":
+        labels = labels * (1 - smoothing) + smoothing / 2
+        each = binary_cross_entropy_with_logits(logits, labels, pos_weight=weights, reduction="none")
+        right = torch.where(labels > 0.5, logits.sigmoid(), 1 - logits.sigmoid())
+        return (each * (1 - right) ** gamma).mean() if gamma else each.mean()
+    if gamma:
+        right = logits.softmax(-1).gather(1, labels[:, None]).squeeze(1)
+        return -(weights[labels] * (1 - right) ** gamma * right.log()).sum() / weights[labels].sum()
+    return cross_entropy(logits.flatten(0, -2), labels.flatten(), weights, label_smoothing=smoothing)
 
 
 def initial_module(problem: Problem) -> nn.Module:

@@ -17,13 +17,14 @@ import yaml
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
-from trainer.commands import NONE, TRUST, OwnFlags
+from trainer.commands import EVERY, NONE, OwnFlags
+from trainer.commands.classes import PARTS, known_classes
 from trainer.errors import RecipeError, require
-from trainer.recipe import NOT_OFFERED, Recipe
+from trainer.recipe import ALSO_CALLED, NOT_OFFERED, Recipe
 from trainer.settings import did_you_mean, settings_of
 from trainer.system.files import read_regular
 
-SWITCHES = ("help", "print_config", TRUST)
+SWITCHES = ("help", *EVERY.switches)
 
 UNIONS = (Union, types.UnionType)
 MOST_BYTES = 1_000_000
@@ -52,7 +53,7 @@ def scan(argv: Sequence[str], own: OwnFlags = NONE) -> tuple[list[str], Flags]:
             flags.append((name[2:], text))
         else:
             count = next((at for at, word in enumerate(rest) if word.startswith("--")), len(rest))
-            values = rest[: count if own.several and name[2:] in own.valued else min(count, 1)]
+            values = rest[: count if name[2:] in own.several else min(count, 1)]
             if not values:
                 raise RecipeError(f"flag {name} needs a value")
             flags += [(name[2:], value) for value in values]
@@ -60,14 +61,20 @@ def scan(argv: Sequence[str], own: OwnFlags = NONE) -> tuple[list[str], Flags]:
     return positionals, flags
 
 
+class Refused(RecipeError):
+    """What is wrong with the name, or with the value, of the setting ``key``."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class RecipeParser:
     """The flags and YAML keys of one recipe: its settings, and their values the defaults."""
 
     def __init__(self, recipe: Recipe, usage: str | None = None, own: OwnFlags = NONE) -> None:
         self.settings = settings_of(recipe)
-        self.valued = {"config": "read settings from a YAML file; flags override it", **own.valued}
-        trust = "execute the .py file that a recipe.yaml names"
-        self.switches = {"print_config": "print the recipe as YAML", TRUST: trust, **own.switches}
+        self.valued, self.switches = {**EVERY.valued, **own.valued}, {**EVERY.switches, **own.switches}
         self.parser = ArgumentParser(
             usage=usage,
             formatter_class=_Formatter,
@@ -77,7 +84,8 @@ class RecipeParser:
             allow_abbrev=False,
         )
         for name, text in self.valued.items():
-            self.parser.add_argument(f"--{name}", action="append", default=SUPPRESS, metavar=name.upper(), help=text)
+            shown: dict[str, Any] = {"metavar": name.upper(), "help": text, "dest": name}  # --batch-size, --batch_size
+            self.parser.add_argument(f"--{name}", action="append", default=SUPPRESS, **shown)
         for name, text in self.switches.items():
             self.parser.add_argument(f"--{name}", action="store_true", default=SUPPRESS, help=text)
         groups: dict[str, Any] = {}
@@ -86,7 +94,8 @@ class RecipeParser:
             section, _, name = key.rpartition(".")
             if section not in groups:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
-                groups[section] = self.parser.add_argument_group(title)
+                more = {"description": _others(section)} if section in PARTS else {}
+                groups[section] = self.parser.add_argument_group(title, **more)
             shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name) or None}
             kind = _checked_as(setting.hint)
             groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
@@ -97,11 +106,12 @@ class RecipeParser:
         sections = {key[:at] for key in self.settings for at, letter in enumerate(key) if letter == "."}
         for key, value in _flatten(nested, sections):
             if key not in self.settings:
-                raise RecipeError(f"unknown key {key}{did_you_mean(key, self.settings)}")
+                meant = self._elsewhere(key) or did_you_mean(key, [*self.settings, *sections])
+                raise Refused(key, f"unknown key {key}{meant}")
             if key in flat:
-                raise RecipeError(f"duplicate key {key}: given both nested and with a dot")
+                raise Refused(key, f"duplicate key {key}: given both nested and with a dot")
             flat[key] = value
-        tree = {key: _as_list(self.settings[key].hint, value) for key, value in flat.items()}
+        tree = {key: self._meant(key, value) for key, value in flat.items()}
         return self._convert(partial(self.parser.parse_object, tree, defaults=False), flat)
 
     def read_flags(self, flags: Flags, below: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +131,7 @@ class RecipeParser:
                 if name.endswith("+"):  # jsonargparse's flag for appending to a list
                     start[key] = before[key]
                 elif key in self.settings:
-                    text = _as_list(self.settings[key].hint, text)
+                    text = self._meant(key, text)
                 argv.append(f"--{name}={text}")
         changes = self._convert(partial(self.parser.parse_args, argv, start, defaults=False), given)
         for key, texts in entries.items():
@@ -140,8 +150,28 @@ class RecipeParser:
         owner, _, entry = name.rpartition(".")
         if owner in self.settings and entry and _accepts(self.settings[owner].hint, dict):
             return owner, entry
-        hint = did_you_mean(name, [*self.settings, *self.valued], dashes="--") or "; --help lists all flags"
-        raise RecipeError(f"unknown flag --{name} (value {text!r}){hint}")
+        hint = self._elsewhere(name) or did_you_mean(name, [*self.settings, *self.valued], dashes="--")
+        raise RecipeError(f"unknown flag --{name} (value {text!r}){hint or '; --help lists all flags'}")
+
+    def _meant(self, key: str, value: Any) -> Any:
+        """What is meant where a value is often written in another way."""
+        return ALSO_CALLED.get((key, str(value)), _as_list(self.settings[key].hint, value))
+
+    def _elsewhere(self, key: str) -> str:
+        """Who has a setting ``key`` that the recipe's model or data has not: other classes of the package."""
+        section, _, name = key.partition(".")
+        if section not in PARTS or not name:
+            return ""
+        owners = (one.owner.__name__ for known, one in self.settings.items() if known.startswith(f"{section}."))
+        kinds: list[str] = [
+            one for one, kind in known_classes(section).items() if name in vars(kind)["__dataclass_fields__"]
+        ]
+        has = (
+            f"{' and '.join(kinds)} ha{'ve' if len(kinds) > 1 else 's'} it: take --{section} {kinds[0]}"
+            if kinds
+            else ""
+        )
+        return f"; {next(owners, 'it')} has no {name}, {has}" if kinds else ""
 
     def _convert(self, parse: Callable[[], Namespace], given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that ``parse`` finds; jsonargparse's messages of many lines become one."""
@@ -152,7 +182,7 @@ class RecipeParser:
                 raise RecipeError(f"{key} is a number of {len(str(value).lstrip('+-'))} digits: nothing counts so far")
             tree = _value_of(key, value) if _accepts(hint, dict) else None
             if isinstance(tree, Mapping) and any(isinstance(name, float) for name in tree):  # 0.5 would become 0
-                raise RecipeError(_explain(key, hint, value))
+                raise Refused(key, _explain(key, hint, value))
         try:
             found = vars(parse().as_flat())
         except RecursionError:
@@ -163,8 +193,12 @@ class RecipeParser:
                 raise RecipeError(" ".join(str(error).split())) from error
             key, duplicate = named[1], search(r"duplicate key .*", str(error))
             why = f"{key}={given[key]!r}: {duplicate[0]}" if duplicate else ""
-            raise RecipeError(why or _explain(key, self.settings[key].hint, given[key])) from error
+            raise Refused(key, why or _explain(key, self.settings[key].hint, given[key])) from error
         return {key: value for key, value in found.items() if key in self.settings}
+
+
+def _others(part: str) -> str:
+    return f"--{part} CLASS takes another: {', '.join(known_classes(part))}; or one of your own, as module.Class"
 
 
 def load_yaml_file(path: Path) -> dict[Any, Any]:
@@ -184,6 +218,18 @@ def load_yaml_file(path: Path) -> dict[Any, Any]:
     except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:  # PyYAML checks no !!int 'x'
         raise RecipeError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
     return tree
+
+
+def line_of(path: Path, key: str) -> int | None:
+    """The line of a YAML file, valid as a whole, that has ``key`` in it, nested or with dots."""
+    node, line = yaml.compose(path.read_text(), yaml.SafeLoader), None
+    while key and isinstance(node, yaml.MappingNode):
+        near = [(name, value) for name, value in node.value if f"{key}.".startswith(f"{name.value}.")]
+        if not near:
+            return None
+        name, node = near[0]
+        key, line = key[len(name.value) + 1 :], name.start_mark.line + 1
+    return line
 
 
 def load_yaml(text: str) -> Any:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands import TRUST, OwnFlags
 from trainer.commands.recipes import Asked, asked_for, count, new_folder
 from trainer.errors import RecipeError, RunError, require
-from trainer.planner.gpus import gpu_named, host_as_device
+from trainer.planner.gpus import NO_GPU, gpu_named, host_as_device
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.imports import quick_imports
+from trainer.system.machine import may_have_gpu
 from trainer.system.redact import redact, redact_value
 from trainer.system.text import as_text, escaped, wrapped
 
@@ -54,7 +55,12 @@ SWITCHES = {
     "all": "also predict the plans that cannot be chosen, because they are slower than one that fits, or need too much",
     "json": "print what plan.json holds, and nothing else, on stdout",
 }
-FLAGS = OwnFlags(VALUED, SWITCHES)
+ABOUT = (
+    "Find the fastest plan that fits a memory budget, for GPUs that need not be there; RECIPE may be hf:MODEL, or "
+    "hf:FOLDER with a config.json. Several --devices make a table. For a script that is not ours: "
+    "trainer plan --script FILE --help."
+)
+FLAGS = OwnFlags(VALUED, SWITCHES, about=ABOUT)
 
 
 def plan(argv: list[str]) -> None:
@@ -166,7 +172,10 @@ def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluste
     per_node = count("per-node", own["per-node"]) if "per-node" in own else None
     if nodes is None and per_node is None and not several:
         nodes = [1]
-    return clusters(devices or [devices_of(recipe)], nodes, per_node)
+    found = clusters(devices or [devices_of(recipe)], nodes, per_node)
+    require("gpu" in own or may_have_gpu(), NO_GPU)
+    recipe.data.require_files()
+    return found
 
 
 def _write(path: Path, reference: str, found: dict[str, Any]) -> dict[str, Any]:

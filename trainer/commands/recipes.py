@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.commands import NONE, TRUST, OwnFlags
+from trainer.commands import EVERY, NONE, TRUST, OwnFlags
+from trainer.commands.classes import PARTS, require_given, taken_from, with_classes
 from trainer.errors import NothingNamed, RecipeError, require, text_of
-from trainer.recipe import Recipe
-from trainer.settings import change, did_you_mean, dump_recipe, settings_of
+from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
+from trainer.settings import CLASS, change, did_you_mean, dump_recipe, settings_of
 from trainer.system.files import default_folder, make_folder
 from trainer.system.redact import refuse_redacted
+from trainer.system.text import wrapped
 
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags, RecipeParser
@@ -62,8 +67,11 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str]:
     if os.path.isabs(named) and not trusted:
         code = f"{path}: recipe={str(tree['recipe'])!r} is Python code, {os.path.realpath(named)!r}"
         raise RecipeError(f"{code}, and is not executed: add --{TRUST} if you trust that file")
-    recipe = import_recipe(_path_of(named))
-    return change(recipe, yaml_changes(RecipeParser(recipe), path, tree)), named
+    tree, classes = taken_from(tree)
+    recipe, needed = _with_classes_of(path, import_recipe(_path_of(named)), classes, trusted)
+    changes = yaml_changes(RecipeParser(recipe), path, tree)
+    require_given(recipe, needed, changes)
+    return change(recipe, changes), named
 
 
 def source_of(reference: str, folder: Path | None = None) -> str:
@@ -75,7 +83,11 @@ def source_of(reference: str, folder: Path | None = None) -> str:
     path = Path(os.path.abspath((folder or Path()) / reference))
     if path.suffix != ".py":
         known = f"packaged recipes: {', '.join(names)}; or give the path of a .py or .yaml file"
-        raise RecipeError(f"unknown recipe {reference!r}{did_you_mean(reference, names)} ({known})")
+        resolved = Path(reference, "recipe.yaml")  # of a run
+        meant = (
+            f"; did you mean {resolved}?" if os.path.isfile(path / "recipe.yaml") else did_you_mean(reference, names)
+        )
+        raise RecipeError(f"unknown recipe {reference!r}{meant} ({known})")
     if not os.path.isfile(path):  # also for a name that no file can have
         raise RecipeError(f"recipe {reference!r}: no such file")
     packaged = path.stem in names and path.samefile(recipes_folder() / path.name)
@@ -98,7 +110,10 @@ def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any]) -> d
     try:
         return parser.read_yaml({key: value for key, value in tree.items() if key != "recipe"})
     except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from error
+        from trainer.commands.flags import line_of
+
+        line = line_of(path, key) if (key := getattr(error, "key", "")) else None
+        raise RecipeError(f"{path}{f' line {line}' if line else ''}: {error}") from error
 
 
 def import_recipe(path: Path) -> Recipe:
@@ -119,6 +134,7 @@ def import_recipe(path: Path) -> Recipe:
         if isinstance(error, KeyboardInterrupt):
             raise
         what = text_of(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {text_of(error)}"
+        what += _keyword_meant(error, module) if isinstance(error, TypeError) else ""
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         if isinstance(error, SyntaxError) and error.filename == str(path):
             lines = [error.lineno]
@@ -128,6 +144,19 @@ def import_recipe(path: Path) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe {path}: recipe is a {type(recipe).__name__}, not a trainer.Recipe")
     return recipe
+
+
+def _keyword_meant(error: TypeError, module: ModuleType) -> str:
+    """For an argument that a class of the recipe file does not have: which one was probably meant, or who has it."""
+    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    kind = getattr(module, found[1], None) if found else None
+    if found is None or not isinstance(kind, type) or not is_dataclass(kind):
+        return ""
+    names = [field.name for field in fields(kind)]
+    having = [other.__name__ for other in (Optim, Memory, Checkpoint, Run) if found[2] in other.__dataclass_fields__]
+    if having and kind is Recipe:
+        return f"; it is {' and '.join(having)} that has {found[2]}"
+    return did_you_mean(found[2], names) or f"; it takes {', '.join(names)}"
 
 
 def _path_of(source: str) -> Path:
@@ -160,12 +189,18 @@ def asked_for(
     from trainer.commands.flags import scan
 
     positionals, flags = scan(argv, own)
+    if not positionals and own.about and ("help", None) in flags:
+        print(_own_page(command, what, own))
+        return None
     if not positionals:
         known = f" (packaged recipes: {', '.join(packaged_recipes())})" if what == "RECIPE" else ""
         raise NothingNamed(f"{command} needs a {what}{known}: see trainer --help")
     reference, *others = positionals
-    if others:
-        raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags")
+    flags += [(own.words, word) for word in others if own.words]
+    if others and not own.words:
+        name, equals, value = others[0].partition("=")
+        meant = f"; did you mean --{name} {value}?" if equals and name.replace(".", "").isidentifier() else ""
+        raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags{meant}")
     if (recipe := made(reference, flags)) is not None:
         source = reference
     else:
@@ -174,26 +209,69 @@ def asked_for(
     return None if resolved is None else Asked(resolved, source, reference, flags)
 
 
+def _own_page(command: str, what: str, own: OwnFlags) -> str:
+    """The flags of a command besides those that are settings of a recipe."""
+    several = dict.fromkeys(own.several, " ...")
+    rows = {f"--{name} {name.upper()}{several.get(name, '')}": text for name, text in own.valued.items()}
+    rows |= {f"--{name}": text for name, text in own.switches.items()}
+    rows |= {f"--{name} {name.upper()}": text for name, text in EVERY.valued.items()}
+    rows |= {f"--{name}": text for name, text in EVERY.switches.items()}
+    width = max(map(len, rows))
+    return "\n".join(
+        [
+            f"usage: trainer {command} {what}{f' [{own.words.upper()} ...]' if own.words else ''} [flags]\n",
+            wrapped(own.about, "") + "\n",
+            *(wrapped(f"  {flag:<{width}}  {text}", " " * (width + 4)) for flag, text in rows.items()),
+            f"\nEvery setting of the recipe is a flag, too: trainer {command} {what} --help lists them.",
+        ]
+    )
+
+
 def resolve(recipe: Recipe, source: str, flags: Flags, usage: str, own: OwnFlags = NONE) -> Recipe | None:
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
     from trainer.commands.flags import RecipeParser, load_yaml_file
 
+    named = {name.removesuffix(f".{CLASS}"): text for name, text in flags if text and _names_class(name)}
+    recipe, needed = with_classes(recipe, named, trusted=True)
+    trees: list[tuple[Path, dict[Any, Any]]] = []
+    for path in [Path(text) for name, text in flags if name == "config" and text]:  # later files over earlier ones
+        tree = load_yaml_file(path)
+        if yaml_source(path, tree) not in (None, source):
+            raise RecipeError(f"{path}: recipe={tree['recipe']!r} is not the recipe asked for, {source!r}")
+        rest, classes = taken_from(tree)
+        classes = {part: name for part, name in classes.items() if part not in named}
+        recipe, missing = _with_classes_of(path, recipe, classes, (TRUST, None) in flags)
+        needed |= missing
+        trees.append((path, rest))
     parser = RecipeParser(recipe, usage, own)
     if ("help", None) in flags:
         parser.parser.print_help()
         return None
     in_yaml: dict[str, Any] = {}
-    for path in [Path(text) for name, text in flags if name == "config" and text]:  # later files over earlier ones
-        tree = load_yaml_file(path)
-        if yaml_source(path, tree) not in (None, source):
-            raise RecipeError(f"{path}: recipe={tree['recipe']!r} is not the recipe asked for, {source!r}")
-        in_yaml |= yaml_changes(parser, path, tree)
-    resolved = change(recipe, in_yaml, parser.read_flags(flags, in_yaml))
+    for path, rest in trees:
+        in_yaml |= yaml_changes(parser, path, rest)
+    by_flags = parser.read_flags([(name, text) for name, text in flags if not _names_class(name)], in_yaml)
+    require_given(recipe, needed, in_yaml, by_flags)
+    resolved = change(recipe, in_yaml, by_flags)
     refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
     if ("print_config", None) in flags:
         print(dump_recipe(resolved, source), end="")
         return None
     return resolved
+
+
+def _names_class(flag: str) -> bool:
+    return flag.removesuffix(f".{CLASS}") in PARTS
+
+
+def _with_classes_of(
+    path: Path, recipe: Recipe, classes: Mapping[str, str], trusted: bool
+) -> tuple[Recipe, dict[str, list[str]]]:
+    """``with_classes`` of those that the file ``path`` names."""
+    try:
+        return with_classes(recipe, classes, trusted)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
 
 
 def count(name: str, text: str) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.commands import OwnFlags
-from trainer.commands.recipes import asked_for, resolve, source_of
+from trainer.commands.recipes import asked_for, count, resolve, source_of
 from trainer.errors import RecipeError, require
 from trainer.recipe import Recipe
 
@@ -17,7 +17,25 @@ if TYPE_CHECKING:
 
 # What trains imports torch: it is imported where it is used, so that --help answers at once.
 
-PREDICT_FLAGS = OwnFlags({"text": "texts to classify", "image": "image files to classify"}, several=True)
+EVALUATE_FLAGS = OwnFlags(about="Evaluate the trained model of a run directory on its test set, or its validation set.")
+PREDICT_FLAGS = OwnFlags(
+    {
+        "path": "files, folders, patterns and tables (.csv, .jsonl, .parquet) to classify; needs no --path",
+        "text": "texts to classify",
+        "image": "image files to classify",
+        "output": "write the predictions to a .csv, .jsonl or .parquet file, instead of printing them",
+        "top-k": "tell so many of the most probable classes (default: 1)",
+        "column": "of a table: the texts, or the paths of the images (default: data.text_column)",
+        "batch-size": "inputs that go through the model at once (default: 32)",
+        "device": "auto, cpu, cuda or cuda:1 (default: auto, a GPU where there is one)",
+        "precision": "what is computed in, as memory.precision (default: 32-true)",
+    },
+    {"probabilities": "tell the probability of every class"},
+    several=("path", "text", "image"),
+    words="path",
+    about="Classify files, folders, tables, texts or images with the trained model of a run directory.",
+)
+HOW = ("output", "top-k", "column", "batch-size", "device", "precision", "probabilities")
 
 
 def fit(argv: list[str]) -> None:
@@ -26,6 +44,7 @@ def fit(argv: list[str]) -> None:
 
     leave_before_training()
     if asked := asked_for("fit", "RECIPE", argv):
+        asked.recipe.data.require_files()
         from trainer.api import fit
 
         fit(asked.recipe, source=asked.source)
@@ -46,6 +65,7 @@ def fit_script(recipe: Recipe) -> None:
         raise RecipeError(f"unexpected {positionals[0]!r}: python {sys.argv[0]} takes flags only")
     source = source_of(script)
     if resolved := resolve(recipe, source, flags, usage=f"python {sys.argv[0]} [flags]"):
+        resolved.data.require_files()
         from trainer.api import fit
 
         fit(resolved, source=source)
@@ -53,34 +73,39 @@ def fit_script(recipe: Recipe) -> None:
 
 def evaluate(argv: list[str]) -> None:
     """Evaluate the trained model of a run directory."""
-    if asked := asked_for("evaluate", "RUN_DIR", argv, named=_recipe_of):
+    if asked := asked_for("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_recipe_of):
+        asked.recipe.data.require_files()
         from trainer.api import evaluate
 
         evaluate(asked.recipe, Path(asked.reference))
 
 
 def predict(argv: list[str]) -> None:
-    """Classify texts or images with the trained model of a run directory."""
+    """Classify texts, images, folders or tables with the trained model of a run directory."""
     if asked := asked_for("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_recipe_of):
-        texts, images = inputs(asked.flags)
-        from trainer.api import predict
+        texts, images, paths = inputs(asked.flags)
+        chosen = [(name.replace("-", "_"), text) for name, text in asked.flags if name in HOW]
+        given: dict[str, Any] = {name: True if text is None else text for name, text in chosen}
+        given |= {key: count(key.replace("_", "-"), given[key]) for key in ("top_k", "batch_size") if key in given}
+        from trainer import predict
 
-        predict(asked.recipe, Path(asked.reference), texts=texts, images=images)
+        predict(asked.recipe, Path(asked.reference), texts, images, paths, **given)
 
 
-def inputs(flags: Flags) -> tuple[list[str], list[str]]:
-    """The texts, or the images, that are to be classified: one of the two, each of which is one."""
-    texts, images = (
-        [text for name, text in flags if name == wanted and text is not None] for wanted in PREDICT_FLAGS.valued
-    )
+def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
+    """The texts, the images, or the paths of files and folders that are to be classified: one of the three."""
+    texts, images, paths = found = [
+        [text for name, text in flags if name == wanted and text is not None] for wanted in ("text", "image", "path")
+    ]
     for text in texts:
         require(text != "", "--text is empty: give the text to classify")
         require(text.encode(errors="replace").decode() == text, f"--text {text[:40]!a} is not UTF-8 text")
-    both = ", not both" if texts else ""
-    require(bool(texts) != bool(images), f"predict needs either --text TEXT or --image PATH{both}")
+    several = ", not both" if sum(map(bool, found)) > 1 else ""
+    ways = "either --text TEXT or --image PATH, or files and folders after RUN_DIR"
+    require(sum(map(bool, found)) == 1, f"predict needs {ways}{several}")
     for image in images:  # os.path also takes a name that no file can have
         require(os.path.isfile(image), f"image {image!r}: no such file")
-    return texts, images
+    return texts, images, paths
 
 
 def _recipe_of(reference: str) -> str:

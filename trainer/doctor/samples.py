@@ -39,6 +39,7 @@ def samples(subject: Subject) -> Iterator[Finding]:
     data = subject.recipe.data
     classes = getattr(subject.recipe.model, "num_classes", None)
     classes = getattr(data, "num_classes", None) if classes is None else classes
+    classes = None if getattr(subject.recipe.model, "task", None) == "regression" else classes
     for name in SPLITS:
         if (split := getattr(data, name)) is None:
             continue

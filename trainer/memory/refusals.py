@@ -51,6 +51,9 @@ def _strategy(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Iterator[str
     replicas, kind = memory.replicas, type(recipe.model).__name__
     if memory.strategy == "single" and world_size > 1:
         yield f"memory.strategy=single cannot use {world_size} ranks: use ddp, fsdp or auto, or run.devices 1"
+    if getattr(recipe.model, "task", None) == "regression" and memory.precision in ("bf16-true", "16-true"):
+        mixed = memory.precision.replace("true", "mixed")
+        yield f"memory.precision={memory.precision} would round the labels of model.task=regression: use {mixed}"
     if replicas > 1 and not sharded:
         yield f"memory.replicas={replicas} are copies of a sharded model: use memory.strategy fsdp, or replicas 1"
     if world_size % replicas:

@@ -1,9 +1,10 @@
 """Models: build, losses and blocks. Importing this loads no torch."""
 
 from trainer.models.bigbird import BigBird
+from trainer.models.common import Objective
 from trainer.models.lora import LoRA
 from trainer.models.mlp import MLP
 from trainer.models.text import TextClassifier
 from trainer.models.vision import VisionTransformer
 
-__all__ = ["MLP", "BigBird", "LoRA", "TextClassifier", "VisionTransformer"]
+__all__ = ["MLP", "BigBird", "LoRA", "Objective", "TextClassifier", "VisionTransformer"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trainer.errors import RecipeError, require
-from trainer.models.common import MOST_LAYERS, require_filled, train_last_blocks
+from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
 from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.system.files import require_regular
 from trainer.values import Pretrained
@@ -27,6 +27,10 @@ DROPOUT_FIELDS = (
     *("classifier_dropout", "hidden_dropout", "classifier_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
 )
 """The names under which configurations keep their dropout rates."""
+
+PROBLEM_TYPES = {name: f"{name}_classification" for name in ("single_label", "multi_label")}
+PROBLEM_TYPES["regression"] = "regression"
+"""How transformers calls the tasks of its classifiers of whole samples."""
 
 MOST_TEXT = 500_000_000
 """Bytes of a file of settings or words; the largest vocabularies take some ten millions."""
@@ -109,7 +113,7 @@ def refuse_code(name: str, config: Any) -> None:
     )
 
 
-class HubModel(Adaptable):
+class HubModel(Supervised, Adaptable):
     """What the models share that a class of transformers makes, of a configuration or of weights.
 
     Args:
@@ -138,6 +142,7 @@ class HubModel(Adaptable):
     """The class of transformers, an ``AutoModelFor…``, that makes the module."""
 
     def __post_init__(self) -> None:
+        self.loss.require_fit(self.task)
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
         self.lora.require_alone(self.train_last_blocks)
 
@@ -148,7 +153,8 @@ class HubModel(Adaptable):
             self._folder(self.weights)
 
     def build(self) -> nn.Module:
-        """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes)."""
+        """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes); of the task
+        token (n, tokens, classes)."""
         module = self.skeleton() if self.weights is None else self._from_pretrained(self.weights)
         add_adapters(module, self.lora, self.blocks)
         return module
@@ -282,6 +288,7 @@ class HubModel(Adaptable):
             names = self.class_names or [f"LABEL_{number}" for number in range(self.num_classes)]
             config.id2label = dict(enumerate(names))
             config.label2id = {name: number for number, name in enumerate(names)}
+        config.problem_type = cast(Any, PROBLEM_TYPES.get(self.task))
         refuse_code(self.name, config)
         layers = getattr(config, "num_hidden_layers", None) or 0
         require(layers <= MOST_LAYERS, f"model.name={self.name!r} is configured with {layers:,} layers: take another")

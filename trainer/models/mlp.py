@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Model
-from trainer.errors import require
-from trainer.models.common import classification_loss, require_filled
+from trainer.errors import require, require_choice
+from trainer.models.common import ImageTask, Objective, Supervised, require_filled
 from trainer.values import Loss
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class MLP(Model):
+class MLP(Supervised):
     """Linear layers with ReLU on the pixels: 784-512-512-10 on Fashion-MNIST.
 
     Args:
@@ -34,8 +33,14 @@ class MLP(Model):
     num_classes: int | None = None
     class_names: list[str] | None = None
     dropout: float = 0.0
+    task: ImageTask = "single_label"
+    loss: Objective = field(default_factory=Objective)
+
+    mixes = True
 
     def __post_init__(self) -> None:
+        require_choice("model.task", self.task, ImageTask)
+        self.loss.require_fit(self.task)
         require(all(width > 0 for width in self.hidden), f"model.hidden={self.hidden} must be positive widths")
         require(0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
 
@@ -60,5 +65,5 @@ class MLP(Model):
         return {name: style for pair in pairs for name, style in zip(pair, ("colwise", "rowwise"), strict=True)}
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """Cross entropy; the batch has ``pixel_values`` (n, channels, height, width) and ``labels`` (n,)."""
-        yield classification_loss(module(batch["pixel_values"]), batch["labels"])
+        """That of the task; the batch has ``pixel_values`` (n, channels, height, width) and ``labels``."""
+        yield self.loss_of_batch(module(batch["pixel_values"]), batch)

@@ -1,17 +1,18 @@
-"""Any sequence classifier of transformers."""
+"""Any sequence or token classifier of transformers."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.errors import require
-from trainer.models.common import classification_loss
+from trainer.errors import require, require_choice
+from trainer.models.common import Objective
 from trainer.models.hub import HubModel, is_local, is_model_type, positions
 from trainer.models.lora import LoRA
-from trainer.values import Loss, Outline
+from trainer.values import Loss, Outline, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +43,8 @@ PACKED = ("distilbert", "bert", "roberta", "xlm-roberta")
 
 @dataclass
 class TextClassifier(HubModel):
-    """Any ``AutoModelForSequenceClassification``: DistilBERT, BERT, RoBERTa, ...
+    """Any ``AutoModelForSequenceClassification``: DistilBERT, BERT, RoBERTa, ... With the task token any
+    ``AutoModelForTokenClassification``.
 
     The loss is computed here from the logits, never by the model itself: the losses of transformers' sequence
     classifiers are means that ignore how many micro-batches a step has.
@@ -51,8 +53,9 @@ class TextClassifier(HubModel):
         tokenizer: a hub id or a local folder; null takes that of weights, or of name. A plan can do with none.
         config: entries of the configuration to override, such as {n_layers: 2, dim: 128}.
         padding_free: compute on the tokens that are there only, which changes no result but the masks of dropout; null
-            does so for DistilBERT, BERT, RoBERTa, XLM-RoBERTa and BigBird with full attention, but in no subclass with
-            a module or losses of its own: one that reads no token but the first, and no attention_mask, may say true.
+            does so for DistilBERT, BERT, RoBERTa, XLM-RoBERTa and BigBird with full attention, but not for the task
+            token, and in no subclass with a module or losses of its own: one that reads no token but the first, and no
+            attention_mask, may say true.
     """
 
     name: str = "distilbert"
@@ -66,13 +69,21 @@ class TextClassifier(HubModel):
     padding_free: bool | None = None
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
-
-    auto = "AutoModelForSequenceClassification"
+    task: Task = "single_label"
+    loss: Objective = field(default_factory=Objective)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_choice("model.task", self.task, Task)
+        all_tokens = "model.padding_free=true computes the last block for the first token only, and model.task=token"
+        require(not (self.padding_free and self.task == "token"), f"{all_tokens} reads all: leave it at null")
         self._cached_tokenizer: Any = None
         self._can_pack: bool | None = None  # not looked for yet
+
+    @property
+    def auto(self) -> str:  # type: ignore[override]
+        """The class of transformers for the task."""
+        return f"AutoModelFor{'Token' if self.task == 'token' else 'Sequence'}Classification"
 
     def prepare(self) -> None:
         """Fetch configuration, tokenizer and weights into the hub's cache."""
@@ -87,9 +98,11 @@ class TextClassifier(HubModel):
             source = self.tokenizer or self.weights or self.name
             has_none = f"model.tokenizer is missing: model.name={source} is a model type and has no tokenizer"
             require(is_local(source) or not is_model_type(source), has_none)
-            self._cached_tokenizer = self._load(
-                "tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False
-            )
+            load = partial(self._load, "tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False)
+            found = load()
+            if self.task == "token" and getattr(found, "add_prefix_space", None) is False:  # RoBERTa's
+                found = load(add_prefix_space=True)  # without it, it takes no words
+            self._cached_tokenizer = found
             # Of a folder that has a configuration only, transformers makes one to which every word is unknown.
             words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
             fix = "give a folder or hub id with a tokenizer"
@@ -112,7 +125,7 @@ class TextClassifier(HubModel):
 
     def packs(self) -> bool:
         """Whether micro-batches are packed, as ``padding_free`` says."""
-        if self.padding_free is False:
+        if self.padding_free is False or self.task == "token":
             return False
         if self._can_pack is None:
             config = self._configuration()
@@ -166,9 +179,9 @@ class TextClassifier(HubModel):
         return {} if tokenizer is None else {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """Cross entropy from the logits; the batch is a tokenizer's output plus ``labels`` (n,)."""
+        """That of the task, from the logits; the batch is a tokenizer's output plus ``labels``."""
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        yield classification_loss(module(**inputs).logits, batch["labels"])
+        yield self.loss_of(module(**inputs).logits, batch["labels"])
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``AutoModelForSequenceClassification.from_pretrained`` and ``AutoTokenizer`` load."""

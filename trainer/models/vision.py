@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.errors import RecipeError, require, require_choice, require_positive
-from trainer.models.common import MOST_FEATURES, MOST_LAYERS, classification_loss, require_filled, train_last_blocks
+from trainer.models.common import (
+    MOST_FEATURES,
+    MOST_LAYERS,
+    ImageTask,
+    Objective,
+    Supervised,
+    require_filled,
+    train_last_blocks,
+)
 from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.values import Loss, Pretrained
 
@@ -27,7 +35,7 @@ POSITIONS = "encoder.pos_embedding"
 
 
 @dataclass
-class VisionTransformer(Adaptable):
+class VisionTransformer(Supervised, Adaptable):
     """torchvision's ViT (Dosovitskiy et al. 2021): one of its five sizes, or a shape of your own.
 
     Args:
@@ -63,8 +71,14 @@ class VisionTransformer(Adaptable):
     attention_dropout: float = 0.0
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
+    task: ImageTask = "single_label"
+    loss: Objective = field(default_factory=Objective)
+
+    mixes = True
 
     def __post_init__(self) -> None:
+        require_choice("model.task", self.task, ImageTask)
+        self.loss.require_fit(self.task)
         self.lora.require_alone(self.train_last_blocks)
         require_choice("model.name", self.name, Name)
         for key in ("dropout", "attention_dropout"):
@@ -151,9 +165,9 @@ class VisionTransformer(Adaptable):
         return Pretrained({key: stored[key] for key in stored if key not in new}, new, _initialise_head)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """Cross entropy; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels`` (n,)."""
+        """That of the task; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
         pixels = batch["pixel_values"].expand(-1, 3, -1, -1)  # grey becomes three equal channels
-        yield classification_loss(module(pixels), batch["labels"])
+        yield self.loss_of_batch(module(pixels), batch)
 
     def _read_weights(self) -> dict[str, Tensor]:
         from trainer.weights.files import read_weights

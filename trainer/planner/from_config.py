@@ -41,16 +41,16 @@ IMAGE_SIZE = 224  # of a configuration that has none: ImageNet's classifiers wer
 
 @dataclass
 class FromConfig(TextClassifier):
-    """A model of transformers for a ``task``, with random weights."""
+    """A model of transformers with a ``head`` for one of ``TASKS``, with random weights."""
 
-    task: ClassVar[str]
+    head: ClassVar[str]
 
     def skeleton(self) -> nn.Module:
         """The module that transformers makes for the task, without adapters."""
-        return self._finished(self._from_configuration(f"AutoModelFor{TASKS[self.task]}"))
+        return self._finished(self._from_configuration(f"AutoModelFor{TASKS[self.head]}"))
 
     def _is_plain(self) -> bool:
-        return self.task == "sequence-classification"  # others read every token
+        return self.head == "sequence-classification"  # others read every token
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """Cross entropy of the labels, of the next tokens for ``causal-lm``; nothing else of the logits is kept."""
@@ -70,11 +70,11 @@ class FromConfig(TextClassifier):
         from torch.nn.functional import pad
 
         labels = batch["labels"]
-        return pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL) if self.task == "causal-lm" else labels
+        return pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL) if self.head == "causal-lm" else labels
 
     def _configuration(self) -> Any:
         config = super()._configuration()
-        if self.task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
+        if self.head == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
             end = getattr(config, "eos_token_id", None)  # decoders look for the last token that is no padding
             config.pad_token_id = end[0] if isinstance(end, list) else end
         return config
@@ -169,7 +169,7 @@ def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig]:
     require(task in able, f"{said}: transformers has no model of type {kind} for --task {task}: {instead}")
     found = classes[task][own]
     name = (found[0] if isinstance(found, tuple) else found).__name__
-    made = globals()[name] = type(name, (FromConfig,), {"task": task})  # where pickle looks for it
+    made = globals()[name] = type(name, (FromConfig,), {"head": task})  # where pickle looks for it
     return made
 
 
@@ -206,7 +206,7 @@ def trained_by(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:
     model: Any = recipe.model
     if not isinstance(model, FromConfig):
         return reference, {}
-    if model.task != "sequence-classification":
+    if model.head != "sequence-classification":
         return "", {}
     name = reference.removeprefix(PREFIX)
     folder = Path(local_folder(name)).expanduser()

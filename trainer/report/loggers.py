@@ -22,7 +22,6 @@ from trainer.system.files import naming, open_own
 from trainer.system.redact import redact_words
 
 TRAINING_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", *Speed._fields)
-EVALUATION_COLUMNS = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
 SECONDS_BETWEEN_WRITES = 3.0
 
 
@@ -31,12 +30,13 @@ def make_loggers(
     run_dir: Path,  # metrics.csv and tensorboard/ are written in it
     config: Mapping[str, Any],  # the resolved recipe, shown beside the curves
     extra_columns: Sequence[str] = (),  # of metrics.csv
+    figures: Sequence[str] = ("accuracy",),  # of an evaluation, besides the loss
     resumed_at: int = 0,  # the step that the run goes on from; TensorBoard hides what was logged after it before
 ) -> list[Logger]:
     """The loggers of a run, for ``Fabric(loggers=...)``; only the first rank writes."""
     make: dict[str, Callable[..., Logger]] = {"tensorboard": partial(_tensorboard, resumed_at), "wandb": _wandb}
     others = [make[name](run_dir, config) for name in dict.fromkeys(names) if name != "csv"]
-    return [CSVMetrics(run_dir / "metrics.csv", extra_columns), *others]
+    return [CSVMetrics(run_dir / "metrics.csv", extra_columns, figures), *others]
 
 
 def require_loggers(names: Sequence[str]) -> None:
@@ -63,10 +63,15 @@ class CSVMetrics(Logger):
     """
 
     def __init__(
-        self, path: Path, extra_columns: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        extra_columns: Sequence[str] = (),
+        figures: Sequence[str] = ("accuracy",),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
-        self.columns = (*TRAINING_COLUMNS, *EVALUATION_COLUMNS, *extra_columns)
+        self.of_evaluations = tuple(f"{split}_{name}" for split in ("val", "test") for name in ("loss", *figures))
+        self.columns = (*TRAINING_COLUMNS, *self.of_evaluations, *extra_columns)
         self._clock, self._last_write = clock, clock()
         self._rows: list[dict[str, Any]] = []
 
@@ -91,7 +96,7 @@ class CSVMetrics(Logger):
         if unknown:
             raise ValueError(f"{self.path.name} has no column {', '.join(unknown)}: name it in extra_columns")
         self._rows.append(row)
-        evaluated = any(name in EVALUATION_COLUMNS for name in row)
+        evaluated = any(name in self.of_evaluations for name in row)
         if evaluated or self._clock() - self._last_write >= SECONDS_BETWEEN_WRITES:
             self.save()
 

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from trainer.report.summary import Speed
+from trainer.system import waiting
 from trainer.system.redact import redact
 from trainer.system.text import escaped
 
@@ -76,6 +77,7 @@ class Progress:
             self._bar.refresh()
 
     def _count(self, done: int, unit: str, text: str) -> None:
+        waiting.end()
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(done - self._bar.n)

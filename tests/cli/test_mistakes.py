@@ -1,0 +1,194 @@
+"""What people who come from elsewhere type first: each mistake is a line that says what was meant, and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.cli import run
+from trainer.commands.recipes import load_recipe
+
+FILES = {
+    "section.yaml": "recipe: vit_digits\nseed: 3\noptmi: {lr: 0.1}\n",
+    "nested.yaml": "recipe: vit_digits\noptim:\n  name: adamw\n  learning_rate: 0.1\n",
+    "dotted.yaml": "recipe: vit_digits\n\nmemory.precison: bf16\n",
+    "value.yaml": "recipe: vit_digits\noptim:\n  name: adamw\n  lr: fast\n",
+    "choice.yaml": "recipe: vit_digits\nmemory:\n  strategy: deepspeed\n",
+    "flat.yaml": "recipe: vit_digits\nlr: 0.1\n",
+    "twice.yaml": "recipe: vit_digits\noptim: {lr: 0.1}\noptim.lr: 0.2\n",
+    "hf.yaml": "recipe: vit_digits\nper_device_train_batch_size: 8\n",
+    "resume.yaml": "recipe: vit_digits\nrun:\n  resume: yes\n",
+    "other.yaml": "recipe: vit_digits\ndata:\n  train_file: a.csv\n",
+    "typo.yaml": "recipe: vit_digit\n",
+    "tab.yaml": "recipe: vit_digits\noptim:\n\tlr: 0.1\n",
+    "learning_rate.py": "optim=Optim(learning_rate=0.1)",
+    "max_grad_norm.py": "optim=Optim(\n    'adamw', max_grad_norm=1.0)",
+    "lr.py": "lr=0.1",
+    "precision.py": "precision='bf16'",
+    "num_train_epochs.py": "num_train_epochs=3",
+    "grad_ckpt.py": "memory=Memory(gradient_checkpointing=True)",
+    "save_steps.py": "checkpoint=Checkpoint(save_steps=100)",
+    "output_dir.py": "run=Run(output_dir='out')",
+    "image_sise.py": "seed=len(str(ImageFolder('photos', image_sise=32)))",
+    "wrong_type.py": "epochs='3'",
+    "optim_name.py": "optim='adamw'",
+    "fp8.py": "memory=Memory(precision='fp8')",
+}
+RECIPE = """from trainer import Checkpoint, Memory, Optim, Recipe, Run
+from trainer.data import Digits, ImageFolder
+from trainer.models import MLP
+
+recipe = Recipe(model=MLP([8]), data=Digits(), batch_size=64, {})
+"""
+
+BEFORE_TRAINING = {
+    # what others call it
+    "lr": ("fit vit_digits --lr 0.1", "unknown flag --lr (value '0.1'); did you mean --optim.lr?"),
+    "learning rate": ("fit vit_digits --learning_rate 0.1", "did you mean --optim.lr?"),
+    "learning-rate": ("fit vit_digits --learning-rate=0.1", "did you mean --optim.lr?"),
+    "epochs of transformers": ("fit vit_digits --num_train_epochs 3", "did you mean --epochs?"),
+    "epochs of Lightning": ("fit vit_digits --max_epochs 3", "did you mean --epochs?"),
+    "batch of transformers": ("fit vit_digits --per_device_train_batch_size 8", "did you mean --batch_size?"),
+    "accumulation of transformers": ("fit vit_digits --gradient_accumulation_steps 8", "did you mean --accumulate?"),
+    "accumulation of Lightning": ("fit vit_digits --accumulate_grad_batches 8", "did you mean --accumulate?"),
+    "checkpointing of transformers": (
+        "fit vit_digits --gradient_checkpointing true",
+        "did you mean --memory.activation_checkpointing?",
+    ),
+    "clipping of Lightning": ("fit vit_digits --gradient_clip_val 1", "did you mean --optim.clip_norm?"),
+    "clipping of timm": ("fit vit_digits --clip-grad 1", "did you mean --optim.clip_norm?"),
+    "optimizer of timm": ("fit vit_digits --opt adamw", "did you mean --optim.name?"),
+    "schedule of timm": ("fit vit_digits --sched cosine", "did you mean --optim.schedule?"),
+    "bf16 as a switch": ("fit vit_digits --bf16 true", "did you mean --memory.precision?"),
+    "mixed_precision of accelerate": ("fit vit_digits --mixed_precision bf16", "did you mean --memory.precision?"),
+    "output_dir": ("fit vit_digits --output_dir out", "did you mean --run.dir?"),
+    "save_steps": ("fit vit_digits --save_steps 100", "did you mean --checkpoint.every?"),
+    "save_total_limit": ("fit vit_digits --save_total_limit 2", "did you mean --checkpoint.keep_last?"),
+    "eval_steps": ("fit vit_digits --eval_steps 100", "did you mean --eval_every?"),
+    "report_to": ("fit vit_digits --report_to wandb", "did you mean --run.logger?"),
+    "resume_from_checkpoint": ("fit vit_digits --resume_from_checkpoint x", "did you mean --run.resume?"),
+    "gpus": ("fit vit_digits --gpus 2", "did you mean --run.devices?"),
+    "num_workers": ("fit vit_digits --num_workers 2", "did you mean --data.workers?"),
+    "max_seq_length": ("fit distilbert_imdb --max_seq_length 128", "did you mean --data.max_length?"),
+    "num_labels": ("fit distilbert_imdb --num_labels 2", "did you mean --model.num_classes?"),
+    # a word in the wrong place
+    "hydra": ("fit vit_digits epochs=3", "'epochs=3': fit takes one RECIPE, then flags; did you mean --epochs 3?"),
+    "hydra, dotted": ("fit vit_digits optim.lr=0.1", "did you mean --optim.lr 0.1?"),
+    "one dash": ("fit vit_digits -epochs 3", "unknown flag -epochs: flags start with two dashes"),
+    "a run directory": ("fit TMP/run", "unknown recipe 'TMP/run'; did you mean TMP/run/recipe.yaml?"),
+    "a word for resume": (
+        "fit vit_digits --run.resume yes",
+        "run.resume='yes' must be auto, none or the path of a checkpoint or run directory; did you mean auto?",
+    ),
+    "no resume": ("fit vit_digits --run.resume False", "did you mean none?"),
+    "resume in YAML": ("fit TMP/resume.yaml", "TMP/resume.yaml line 3: run.resume="),
+    "fp8": ("fit vit_digits --memory.precision fp8", "memory.precision='fp8' must be 32-true|"),
+    "int for bool": ("fit vit_digits --run.evaluate 2", "run.evaluate='2' must be bool"),
+    # of another model or dataset
+    "csv of IMDb": (
+        "fit distilbert_imdb --data.train_file a.csv",
+        "unknown flag --data.train_file (value 'a.csv'); IMDb has no train_file, TextFiles has it: take --",
+    ),
+    "width of DistilBERT": (
+        "fit distilbert_imdb --model.width 64",
+        "TextClassifier has no width, VisionTransformer has it: take --model VisionTransformer",
+    ),
+    "csv in YAML": (
+        "fit TMP/other.yaml",
+        "other.yaml line 3: unknown key data.train_file; Digits has no train_file",
+    ),
+    # YAML
+    "section in YAML": ("fit TMP/section.yaml", "TMP/section.yaml line 3: unknown key optmi; did you mean optim?"),
+    "key in YAML": ("fit TMP/nested.yaml", "line 4: unknown key optim.learning_rate; did you mean optim.lr?"),
+    "dotted key in YAML": (
+        "fit TMP/dotted.yaml",
+        "line 3: unknown key memory.precison; did you mean memory.precision",
+    ),
+    "section forgotten in YAML": ("fit TMP/flat.yaml", "line 2: unknown key lr; did you mean optim.lr?"),
+    "value in YAML": ("fit TMP/value.yaml", "TMP/value.yaml line 4: optim.lr='fast' must be float"),
+    "choice in YAML": (
+        "fit TMP/choice.yaml",
+        "choice.yaml line 3: memory.strategy='deepspeed' must be auto|single",
+    ),
+    "twice in YAML": ("fit TMP/twice.yaml", "line 2: duplicate key optim.lr: given both nested and with a dot"),
+    "transformers' YAML": ("fit TMP/hf.yaml", "unknown key per_device_train_batch_size; did you mean batch_size?"),
+    "recipe in YAML": ("fit TMP/typo.yaml", "unknown recipe 'vit_digit'; did you mean vit_digits?"),
+    "tab in YAML": ("fit TMP/tab.yaml", "TMP/tab.yaml line 3: not valid YAML"),
+    # Python
+    "keyword": ("fit TMP/learning_rate.py", "keyword argument 'learning_rate'; did you mean lr?"),
+    "keyword's line": ("fit TMP/max_grad_norm.py", "TMP/max_grad_norm.py line 5: TypeError: Optim.__init__()"),
+    "keyword of transformers": ("fit TMP/max_grad_norm.py", "did you mean clip_norm?"),
+    "lr of the recipe": ("fit TMP/lr.py", "keyword argument 'lr'; it is Optim that has lr"),
+    "precision of the recipe": ("fit TMP/precision.py", "it is Memory that has precision"),
+    "epochs in Python": ("fit TMP/num_train_epochs.py", "did you mean epochs?"),
+    "checkpointing in Python": ("fit TMP/grad_ckpt.py", "did you mean activation_checkpointing?"),
+    "saving in Python": ("fit TMP/save_steps.py", "did you mean every?"),
+    "directory in Python": ("fit TMP/output_dir.py", "did you mean dir?"),
+    "typo in Python": ("fit TMP/image_sise.py", "did you mean image_size?"),
+    "text for a number": ("fit TMP/wrong_type.py", "epochs='3' must be an integer"),
+    "text for Optim": ("fit TMP/optim_name.py", "optim='adamw' must be a Optim"),
+    "precision in Python": ("fit TMP/fp8.py", "memory.precision='fp8' is not one of 32-true"),
+    # other commands
+    "ladder's steps": ("ladder vit_digits --max_steps 3", "--max_steps is the ladder's to set: use --steps"),
+    "action of checkpoint": (
+        "checkpoint lst TMP/run",
+        "checkpoint lst: no such action (there are list, verify, export",
+    ),
+    "predict without input": ("predict TMP/run", "predict needs either --text TEXT or --image PATH"),
+    "devices of plan": ("plan vit_digits --devices two", "--devices='two' must be an integer of at least 1"),
+    "no command": ("train vit_digits", "unknown command train"),
+    "a recipe for evaluate": ("evaluate vit_digits", "run directory 'vit_digits': no such directory"),
+}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A folder with all files of the table, and a run."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(RECIPE.format(text) if name.endswith(".py") else text)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "recipe.yaml").write_text("recipe: vit_digits\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", BEFORE_TRAINING)
+def test_a_mistake_is_a_line_that_says_what_was_meant(made: Path, capsys: Any, name: str) -> None:
+    command, expected = BEFORE_TRAINING[name]
+    assert run(command.replace("TMP", str(made)).split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1), err
+    assert err.startswith("trainer: error: ")
+    assert expected.replace("TMP", str(made)) in err
+
+
+@pytest.mark.parametrize(("given", "meant"), [("bf16", "bf16-mixed"), ("fp16", "16-mixed"), ("bf16-true", "bf16-true")])
+def test_a_precision_is_what_it_is_called_everywhere_else(tmp_path: Path, capsys: Any, given: str, meant: str) -> None:
+    (tmp_path / "own.py").write_text(RECIPE.format(f"memory=Memory(precision={given!r})"))
+    (tmp_path / "own.yaml").write_text(f"recipe: vit_digits\nmemory: {{precision: {given}}}\n")
+    assert load_recipe(str(tmp_path / "own.py"))[0].memory.precision == meant
+    for words in ([str(tmp_path / "own.yaml")], ["vit_digits", f"--memory.precision={given}"]):
+        assert run(["fit", *words, "--print_config"]) == 0
+        assert f"  precision: {meant}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        ("plan", ["usage: trainer plan RECIPE [flags]", "--gpu GPU", "--interconnect", "--json", "--config"]),
+        ("ladder", ["usage: trainer ladder RECIPE", "--rungs RUNGS", "--steps STEPS", "--trust-recipe"]),
+        ("predict", ["usage: trainer predict RUN_DIR", "--text TEXT ...", "--image IMAGE ...", "[PATH ...] [flags]"]),
+        (
+            "evaluate",
+            ["usage: trainer evaluate RUN_DIR", "--trust-recipe", "trainer evaluate RUN_DIR --help lists"],
+        ),
+        ("doctor", ["usage: trainer doctor RECIPE", "--json"]),
+        ("checkpoint", ["usage: trainer checkpoint list DIR", "export DIR [--out FOLDER]"]),
+    ],
+)
+def test_a_command_has_a_page_of_its_own(capsys: Any, command: str, parts: list[str]) -> None:
+    assert run([command, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert [part for part in parts if part not in page] == [], page
+    assert max(map(len, page.splitlines())) <= 120
