@@ -64,7 +64,7 @@ def usual(split: Any, augment: str) -> Callable[[Request], Any]:
     def load(request: Request) -> Any:
         samples = []
         with generators_kept():
-            for index, seed in zip(*request, strict=True):
+            for index, seed in zip(request.indices, request.seeds or (), strict=True):
                 seed_generators(seed)
                 samples.append(sample(index))
         return default_collate(samples)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import RecipeError
-from trainer.values import IGNORED_LABEL, Loss, Outline, Pretrained, Task
+from trainer.values import IGNORED_LABEL, Loss, Mixing, Outline, Pretrained, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +36,10 @@ class Model:
     samples_interact: ClassVar[bool] = False
     """Whether the loss of a sample depends on the others of its micro-batch (in-batch negatives, load balancing): the
     cut then changes the gradient, which the plan says; without it, such losses are refused."""
+
+    mixes: ClassVar[bool] = False
+    """Whether ``losses`` knows of mixed samples (mixup, CutMix): where the batch has ``mixed_labels``, the loss is
+    ``lam`` times that of ``labels`` and 1 - ``lam`` times that of ``mixed_labels``; ``lam`` is one number for all."""
 
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
@@ -96,6 +100,8 @@ class Model:
     def weigh(self, batch: Any) -> dict[str, float]:
         """The weight of every loss of a micro-batch, from its host copy, before any forward: by default the entries of
         ``batch["labels"]`` that are not ``-100``, samples for a classifier, tokens for a tagger or a language model."""
+        if self.mixes and "mixed_labels" in batch:
+            return weigh_mixed(batch, self.weigh)
         try:
             labels = batch["labels"]
             entries = labels.numel()
@@ -144,6 +150,31 @@ class Model:
         raise NotImplementedError(f"{type(self).__name__} has own_format and must define saved_in(folder)")
 
 
+class Metric:
+    """A figure of an evaluation that no name of ``run.metrics`` stands for: ``Run(metrics=["f1_macro", Top3()])``."""
+
+    name: ClassVar[str]
+    """What it is called in ``metrics.csv``, in loggers and by ``run.best``."""
+    higher_is_better: ClassVar[bool] = True
+
+    def compute(self, predictions: Tensor, targets: Tensor) -> float:
+        """The figure of a whole evaluation; called once, on the first rank.
+
+        Args:
+            predictions: what the model gives as ``Loss.logits``, of all items over all ranks, in the host's memory and
+                in no particular order; float32 or float64, shape ``(items, ...)``.
+            targets: ``Loss.targets`` of the same items, shape ``(items, ...)``; those that are -100 are left out.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define compute(predictions, targets) -> float")
+
+
+def weigh_mixed(batch: Mapping[str, Any], weigh: Callable[[Any], dict[str, float]]) -> dict[str, float]:
+    """The weights of a micro-batch of mixed samples: of its labels and its mixed labels, each by its share."""
+    plain = {key: value for key, value in batch.items() if key not in ("mixed_labels", "lam")}
+    share, own, other = float(batch["lam"][0]), weigh(plain), weigh({**plain, "labels": batch["mixed_labels"]})
+    return {name: other[name] + share * (own[name] - other[name]) for name in own}  # exact where they are equal
+
+
 class Data:
     """Where samples come from. A dataset of one's own is a dataclass that subclasses this.
 
@@ -175,7 +206,7 @@ class Data:
     max_bad_samples: int = 0
 
     def require_files(self) -> None:
-        """Refuse files that must be here and are not: called before anything is fetched, and before ``prepare``."""
+        """Refuse files that must be here and are not: called before torch is imported, or anything is fetched."""
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Find, download, check and tokenise; called on every rank, the first rank of a node first."""
@@ -184,6 +215,11 @@ class Data:
     def outline(self) -> Outline | None:
         """What the dataset holds, where its files are not here: ``trainer plan`` then makes samples up. ``None`` where
         they are here, or nobody knows: they are prepared, as for a run."""
+        return None
+
+    def mixing(self) -> Mixing | None:
+        """How the training samples of a batch are mixed with each other, ``pixel_values`` (n, channels, H, W) and
+        ``labels``; ``None`` if they are not."""
         return None
 
     def collate(self, samples: Sequence[Any]) -> Any:

@@ -58,11 +58,43 @@ class Loss:
         return (self.targets != IGNORED_LABEL).count_nonzero()
 
 
+class Mixing(NamedTuple):
+    """How training samples are mixed with each other.
+
+    Args:
+        mixup: both parameters of the beta distribution of a sample's share, of mixup (Zhang et al. 2018); 0 is off.
+        cutmix: the same of CutMix (Yun et al. 2019). With both, a batch draws one of them.
+        probability: that a batch is mixed at all.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    probability: float = 1.0
+
+
+class Mix(NamedTuple):
+    """How the samples of a micro-batch are mixed with their partners, which are of the same batch.
+
+    Args:
+        partners: the partner of each sample, by its place in the dataset.
+        seeds: of each partner's augmentation.
+        share: of a sample's own pixels and label, in 256ths: every floating-point type has these, and 1 - share.
+        centre: of the rectangle that CutMix takes of the partner, as shares of the image; ``None`` for mixup. Where it
+            is cut off by the border, ``share`` grows.
+    """
+
+    partners: list[int]
+    seeds: list[int] | None
+    share: float
+    centre: tuple[float, float] | None = None
+
+
 class Request(NamedTuple):
-    """One micro-batch to fetch: its samples, and the seed of each one's augmentation if there is any."""
+    """One micro-batch to fetch: its samples, the seed of what is drawn for each if anything is, and how to mix them."""
 
     indices: list[int]
     seeds: list[int] | None = None
+    mix: Mix | None = None
 
 
 @dataclass(frozen=True, eq=False)  # by identity: it is a key of caches, and may have a million entries

@@ -93,11 +93,11 @@ BEFORE_TRAINING = {
     # of another model or dataset
     "csv of IMDb": (
         "fit distilbert_imdb --data.train_file a.csv",
-        "unknown flag --data.train_file (value 'a.csv'); IMDb has no train_file, TextFiles (trainer.data) has it",
+        "unknown flag --data.train_file (value 'a.csv'); IMDb has no train_file, TextFiles has it: take --",
     ),
     "width of DistilBERT": (
         "fit distilbert_imdb --model.width 64",
-        "TextClassifier has no width, VisionTransformer (trainer.models) has it",
+        "TextClassifier has no width, VisionTransformer has it: take --model VisionTransformer",
     ),
     "csv in YAML": (
         "fit TMP/other.yaml",

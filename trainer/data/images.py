@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from zipfile import BadZipFile, ZipFile
@@ -11,13 +11,17 @@ from zipfile import BadZipFile, ZipFile
 from trainer.data.common import BuiltIn, hold_out, local_path, reason, require_share
 from trainer.errors import RecipeError, listed, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
-from trainer.values import Outline
+from trainer.values import Mixing, Outline
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer.data.arrays import Pixels
 
+DRAWN = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", "transform")
+"""The settings of what is drawn for each image."""
+
+MOST_ALPHA = 1000  # beyond it, all shares are a half
 MOST_PIXELS = 20_000  # along an edge: one such image is 5 GB
 Augment = Literal["none", "flip", "crop_flip", "randaugment", "autoaugment", "trivialaugment"]
 Normalize = Literal["dataset", "imagenet"]
@@ -50,6 +54,11 @@ class Augmentation:
         erasing: probability that a rectangle of 2 to 33 % of the image is filled with grey (Zhong et al. 2017).
         transform: a function of a Python recipe's own, from the uint8 image as read (channels, height, width) to the
             one that is taken in its place; it may draw from the global generators of torch, NumPy and random.
+        mixup: mix every training image, and its label, with another one of its batch (Zhang et al. 2018), its share
+            drawn from a beta distribution with both parameters this; 0.2 and 0.8 are usual, 0 is off.
+        cutmix: paste a rectangle of another image of its batch into every training image and mix the labels by area
+            (Yun et al. 2019); 1.0 is usual, 0 is off. With mixup, each batch draws one of the two.
+        mix_probability: that a batch is mixed at all.
     """
 
     augment: Augment = "none"
@@ -58,6 +67,14 @@ class Augmentation:
     color_jitter: float = 0.0
     erasing: float = 0.0
     transform: Callable[[Tensor], Tensor] | None = None
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_probability: float = 1.0
+
+    def mixing(self) -> Mixing | None:
+        """Mixup, CutMix or one of them a batch, as the settings say."""
+        is_mixed = self.mixup > 0 or self.cutmix > 0
+        return Mixing(self.mixup, self.cutmix, self.mix_probability) if is_mixed else None
 
     def _require_augmentation(self) -> None:
         require_choice("data.augment", self.augment, Augment)
@@ -68,11 +85,16 @@ class Augmentation:
         if self.random_resized_crop is not None:
             require_share("data.random_resized_crop", self.random_resized_crop, "null")
             require(self.random_resized_crop > 0, "data.random_resized_crop=0 leaves nothing of an image: null is off")
+        for name in ("mixup", "cutmix"):
+            alpha = getattr(self, name)
+            is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+            why = f"data.{name}={alpha!r} must be a number of at least 0 and at most {MOST_ALPHA}; 0 is off"
+            require(is_number and 0 <= alpha <= MOST_ALPHA, why)
+        require_share("data.mix_probability", self.mix_probability)
+        why = f"data.mix_probability={self.mix_probability} mixes nothing without data.mixup or data.cutmix"
+        require(self.mix_probability == 1 or self.mixing() is not None, f"{why}: set one, such as data.mixup 0.2")
         why = f"data.transform={self.transform!r} is no function: give one in a Python recipe, transform=my_function"
         require(self.transform is None or callable(self.transform), why)
-
-
-AUGMENTATION = tuple(field.name for field in fields(Augmentation))
 
 
 class _Images(Augmentation, BuiltIn):
@@ -116,7 +138,7 @@ class _Images(Augmentation, BuiltIn):
     def _pixels(self, augmented: bool = False) -> Pixels:
         from trainer.data.arrays import Pixels
 
-        changes = {name: getattr(self, name) for name in AUGMENTATION} if augmented else {}
+        changes = {name: getattr(self, name) for name in DRAWN} if augmented else {}
         return Pixels(self.image_size, *self._mean_and_std, **changes)
 
     def _set_splits(self, train: _Part, test: _Part) -> None:

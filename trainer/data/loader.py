@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.contract import Data
 from trainer.data.common import reason
+from trainer.data.mix import mixed
 from trainer.data.workers import load_in_workers
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
@@ -94,7 +95,16 @@ class Loader:
             return self._without_bad(request)
 
     def _load(self, request: Request) -> Any:
-        batch = self._collated(*request)
+        if request.mix is None:
+            return self._checked(request)
+        # A partner that is in the micro-batch itself is loaded once.
+        own, partners = _paired(request.indices, request.seeds), _paired(request.mix.partners, request.mix.seeds)
+        rows = {sample: row for row, sample in enumerate(dict.fromkeys([*own, *partners]))}
+        loaded = self._checked(Request(*_unpaired(list(rows), request.seeds)))
+        return mixed(loaded, [rows[sample] for sample in own], [rows[sample] for sample in partners], request.mix)
+
+    def _checked(self, request: Request) -> Any:
+        batch = self._collated(request.indices, request.seeds)
         if self.num_classes is not None and (stray := stray_labels(batch, self.num_classes)):
             (label, row), named = stray[0], request.indices
             # A collate that makes several rows of a sample, or one of several, leaves open whose label it is.
@@ -151,16 +161,22 @@ class Loader:
         return shown if len(indices) <= 4 else f"{shown} or one of the {len(indices) - 4} after it"
 
     def _without_bad(self, request: Request) -> Any:
-        """The micro-batch without the samples that cannot be loaded."""
-        seeds = request.seeds or [0] * len(request.indices)
-        faults = [self._fault(*sample) for sample in zip(request.indices, seeds, strict=True)]
+        """The micro-batch without the samples that cannot be loaded; with itself is mixed whose partner cannot."""
+        own, mix = _paired(request.indices, request.seeds), request.mix
+        faults = [self._fault(*sample) for sample in own]
         bad, good = [fault for fault in faults if fault], [not fault for fault in faults]
-        kept = list(compress(request.indices, good))
-        if not kept:
+        if not any(good):
             return Incomplete(self._borrowed(bad), [], bad)
+        own = list(compress(own, good))
+        if mix is not None:
+            pairs = zip(own, compress(_paired(mix.partners, mix.seeds), good), strict=True)
+            found = [sample if self._fault(*partner) else partner for sample, partner in pairs]
+            partners, seeds = _unpaired(found, mix.seeds)
+            mix = mix._replace(partners=partners, seeds=seeds)
         # Samples that only fail together, such as images of different sizes, end the run here.
-        batch = self._load(Request(kept, list(compress(seeds, good)) if request.seeds else None))
-        return Incomplete(batch, kept, bad) if bad else batch
+        asked = Request(*_unpaired(own, request.seeds), mix)
+        batch = self._load(asked)
+        return Incomplete(batch, asked.indices, bad) if bad else batch
 
     def _fault(self, index: int, seed: int) -> BadSample | None:
         try:
@@ -198,6 +214,16 @@ def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = F
         max_bad_samples=data.max_bad_samples,
         worker_timeout=data.worker_timeout,
     )
+
+
+def _paired(indices: Sequence[int], seeds: Sequence[int] | None) -> list[tuple[int, int]]:
+    """Samples with their seeds, which are 0 where there are none."""
+    return list(zip(indices, seeds or [0] * len(indices), strict=True))
+
+
+def _unpaired(samples: Sequence[tuple[int, int]], like: Any) -> tuple[list[int], list[int] | None]:
+    """The places and seeds of samples, without seeds where ``like`` is ``None``."""
+    return [index for index, _ in samples], None if like is None else [seed for _, seed in samples]
 
 
 def _first_of(batch: Any) -> Any:

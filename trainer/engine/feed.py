@@ -61,6 +61,13 @@ def windows_of(
         f"memory.micro_batch_tokens={recipe.memory.micro_batch_tokens} needs the length of every sample, which "
         f"{type(recipe.data).__name__} does not know before it has read it: leave it out",
     )
+    mixing = recipe.data.mixing()
+    name = type(recipe.model).__name__
+    require(
+        mixing is None or recipe.model.mixes,
+        f"data.mixup, data.cutmix: {name}.losses() knows of one label a sample: set them to 0; or let it read "
+        "batch['mixed_labels'] and batch['lam'] (docs/augmentation.md) and say so by mixes = True",
+    )
     share, shares = share_of(recipe.memory, rank, world_size)
     return Windows(
         size=len(train),
@@ -76,6 +83,7 @@ def windows_of(
         groups=getattr(train, "groups", None),
         probably_longest=getattr(train, "longest", ()),
         augmented=bool(getattr(train, "augmented", False)),
+        mixing=mixing,
         quarantine=Quarantine(limit=None) if quarantine is None else quarantine,
         changes=sorted(recipe.accumulate) if isinstance(recipe.accumulate, Mapping) else (),
     )

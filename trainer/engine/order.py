@@ -8,9 +8,10 @@ from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
 
+import numpy as np
 import torch
 
-from trainer.values import Groups
+from trainer.values import Groups, Mixing
 
 
 def derive_seed(*parts: int) -> int:
@@ -53,6 +54,27 @@ def batch_indices(
         samples.append(within[places])
         first, number = begin + len(order), number + 1
     return torch.cat(samples)[torch.cat(shares).argsort(stable=True)].tolist()
+
+
+MIX = 1
+"""Tells the seed of how a batch is mixed from those of its micro-batches."""
+
+
+def draw_mix(
+    seed: int, epoch: int, step: int, size: int, mixing: Mixing
+) -> tuple[list[int], float, tuple[float, float] | None]:
+    """How the ``size`` samples of a batch are mixed: the partner of each, by their places in the batch, the share that
+    a sample keeps, and for CutMix the centre of what is cut (see ``Mix``): one of each for all, as timm does."""
+    drawn = derive_seed(seed, epoch, step, size, MIX)
+    generator = np.random.RandomState([drawn & 0xFFFFFFFF, drawn >> 32])  # the one whose numbers never change
+    is_mixed, is_cut = generator.random_sample() < mixing.probability, generator.random_sample() < 0.5
+    if not is_mixed:
+        return list(range(size)), 1.0, None
+    is_cut = mixing.cutmix > 0 and (is_cut or not mixing.mixup)
+    alpha = mixing.cutmix if is_cut else mixing.mixup
+    share = round(256 * generator.beta(alpha, alpha)) / 256
+    partners = generator.permutation(size).tolist()
+    return partners, share, tuple(generator.random_sample(2).tolist()) if is_cut else None
 
 
 @lru_cache(maxsize=2)

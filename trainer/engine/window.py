@@ -14,11 +14,11 @@ from math import fsum
 from typing import Any
 
 from trainer.contract import PADDING_MULTIPLE
-from trainer.engine.order import batch_indices, derive_seed, steps_in_epoch
+from trainer.engine.order import batch_indices, derive_seed, draw_mix, steps_in_epoch
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
-from trainer.values import BadSample, Groups, Incomplete, Request
+from trainer.values import BadSample, Groups, Incomplete, Mix, Mixing, Request
 
 MOST_DEALT = 2**18
 """Samples of a run of which the fullest micro-batch is looked for; of more, the longest samples bound it."""
@@ -233,6 +233,7 @@ class Windows:
     groups: Groups | None = None  # of samples that lie together, when there are such
     probably_longest: Sequence[int] = ()  # samples to take for the longest ones, where lengths are not known
     augmented: bool = False  # reading a sample draws random numbers, so that each needs a seed
+    mixing: Mixing | None = None  # of the samples of a batch
     quarantine: Quarantine = field(default_factory=Quarantine)
     on_load: OnLoad = lambda samples: None
     changes: Sequence[int] | None = None  # epochs from which on batches may be cut otherwise; None for any
@@ -282,9 +283,9 @@ class Windows:
             if cut.micro_batch_tokens is None:  # else a micro-batch of shorter samples may have more tokens
                 order = order[: cut.micro_batch_size]
             indices = fullest(cut_batch(order, cut, 1, lengths, self.packs), lengths, self.packs)
-        seeds = [0] * len(indices) if self.augmented else None
+        request = self._request(self.current_epoch, indices)
         count = 2 if cut.accumulate > 1 or cut.micro_batch_tokens is not None else 1
-        fetched = enumerate(self.fetch(iter([Request(indices, seeds)] * count)), start=1)
+        fetched = enumerate(self.fetch(iter([request] * count)), start=1)
         micro_batches = [micro_batch(batch, indices, 0, number == count, False)[0] for number, batch in fetched]
         weights, present, _ = self._weights(micro_batches)
         return Window(micro_batches, weights, len(indices) * count * self.world_size, present=present)
@@ -300,9 +301,16 @@ class Windows:
 
     def pieces(self, epoch: int, step: int) -> list[list[int]]:
         """All micro-batches of a batch, over all ranks."""
-        cut = self.cut(epoch)
-        batch = batch_indices(self.seed, epoch, step, self.size, cut.batch_size, self.groups)
-        pieces = cut_batch(batch, cut, self.world_size, self.lengths, self.packs)
+        batch = self._batch(epoch, step)
+        return [[batch[place] for place in piece] for piece in self._places(epoch, batch)]
+
+    def _batch(self, epoch: int, step: int) -> list[int]:
+        return batch_indices(self.seed, epoch, step, self.size, self.cut(epoch).batch_size, self.groups)
+
+    def _places(self, epoch: int, batch: Sequence[int]) -> list[list[int]]:
+        """All micro-batches, as places in the batch: what is drawn for a sample follows from its place."""
+        lengths = None if self.lengths is None else [self.lengths[index] for index in batch]
+        pieces = cut_batch(range(len(batch)), self.cut(epoch), self.world_size, lengths, self.packs)
         if self._are_neighbours(epoch):
             each = len(pieces) // self.world_size
             pieces = [piece for first in range(each) for piece in pieces[first::each]]
@@ -322,7 +330,8 @@ class Windows:
         for step, own in zip(steps, plans, strict=True):
             micro_batches: list[MicroBatch] = []
             bad: list[BadSample] = []
-            for number, ((indices, _), is_empty) in enumerate(own):
+            for number, (request, is_empty) in enumerate(own):
+                indices = request.indices
                 self.on_load(indices)
                 # Of dropout: of the place that this micro-batch has in the batch on any number of ranks.
                 neighbours = self._are_neighbours(epoch)
@@ -340,14 +349,27 @@ class Windows:
 
     def _own(self, epoch: int, step: int) -> list[tuple[Request, bool]]:
         """This rank's micro-batches of a step, and whether each is empty."""
-        pieces = [self.quarantine.kept("train", piece) for piece in self.pieces(epoch, step)]
+        batch = self._batch(epoch, step)
+        good = set(self.quarantine.kept("train", batch))
+        pieces = [[place for place in piece if batch[place] in good] for piece in self._places(epoch, batch)]
+        drawn = None if self.mixing is None else draw_mix(self.seed, epoch, step, len(batch), self.mixing)
         own = []
         for piece in pieces[self.rank :: self.world_size]:
             # A rank with nothing left does a zero-weight micro-step on another's sample, for the collectives' sake.
-            indices = list(piece) or self._borrowed(pieces)
-            seeds = [derive_seed(self.seed, epoch, index) for index in indices] if self.augmented else None
-            own.append((Request(indices, seeds), not piece))
+            borrowed = [] if piece else self._borrowed([[batch[place] for place in other] for other in pieces])
+            request = self._request(epoch, borrowed or [batch[place] for place in piece])
+            if piece and drawn is not None:
+                partners, share, centre = drawn
+                found = [partners[place] if batch[partners[place]] in good else place for place in piece]
+                theirs = self._request(epoch, [batch[place] for place in found])
+                request = request._replace(mix=Mix(theirs.indices, theirs.seeds, share, centre))
+            own.append((request, not piece))
         return own
+
+    def _request(self, epoch: int, indices: list[int]) -> Request:
+        """Samples as they are; where others are mixed, each with itself."""
+        seeds = [derive_seed(self.seed, epoch, index) for index in indices] if self.augmented else None
+        return Request(indices, seeds, None if self.mixing is None else Mix(indices, seeds, 1.0))
 
     def _borrowed(self, pieces: Sequence[Sequence[int]]) -> list[int]:
         """The shortest sample of the first micro-batch that has one; any good sample where the batch has none."""

@@ -275,7 +275,9 @@ class _Region(TorchFunctionMode):
 
     def gathered(self, mine: Tensor) -> DTensor:
         """The tokens of all ranks, on every rank."""
-        return self.dealt(mine).redistribute(placements=[Replicate()])
+        every = self.dealt(mine).redistribute(placements=[Replicate()])
+        # Before torch 2.12 uneven shares come together as a view, and a linear layer wants no such one.
+        return every if (local := every.to_local()).is_contiguous() else self.alike(local.contiguous())
 
     def assemble(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Before a module that holds layers that are split by columns: to its first tensor all ranks' tokens."""

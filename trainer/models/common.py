@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from trainer.contract import Model
+from trainer.contract import Model, weigh_mixed
 from trainer.errors import RecipeError, require, require_choice, require_positive, require_types
 from trainer.values import IGNORED_LABEL, Loss, Task
 from trainer.weights.blocks import find_blocks
@@ -114,11 +114,24 @@ class Supervised(Model):
     def weigh(self, batch: Any) -> dict[str, float]:
         """As torch's mean divides: the sum of the classes' weights, or the number of samples, labels or words."""
         labels = batch["labels"]
+        if "mixed_labels" in batch:
+            return weigh_mixed(batch, self.weigh)
         if self.task == "regression":  # where -100 is a number like any other
             return dict.fromkeys(self.loss_names, float(len(labels)))
         if self.task == "multi_label" or self.loss.class_weights is None:
             return super().weigh(batch)
         return dict.fromkeys(self.loss_names, float(self._weight_of(labels)))
+
+    def loss_of_batch(self, logits: Tensor, batch: Mapping[str, Any]) -> Loss:
+        """``loss_of`` the labels of a micro-batch; of mixed samples (mixup, CutMix) that of both labels of each, by
+        their shares. So it is for classes with weights, smoothed labels, several labels and numbers alike."""
+        own = self.loss_of(logits, batch["labels"])
+        if "mixed_labels" not in batch:
+            return own
+        other = self.loss_of(logits, batch["mixed_labels"])
+        share = batch["lam"][0].to(own.total.dtype)
+        weight = other.counted() + share.double() * (own.counted() - other.counted())  # exact where they are equal
+        return replace(own, total=share * own.total + (1 - share) * other.total, weight=weight)
 
     def loss_of(self, logits: Tensor, labels: Tensor) -> Loss:
         """The loss of a micro-batch, computed in at least fp32.

@@ -36,6 +36,8 @@ class MLP(Supervised):
     task: ImageTask = "single_label"
     loss: Objective = field(default_factory=Objective)
 
+    mixes = True
+
     def __post_init__(self) -> None:
         require_choice("model.task", self.task, ImageTask)
         self.loss.require_fit(self.task)
@@ -64,4 +66,4 @@ class MLP(Supervised):
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """That of the task; the batch has ``pixel_values`` (n, channels, height, width) and ``labels``."""
-        yield self.loss_of(module(batch["pixel_values"]), batch["labels"])
+        yield self.loss_of_batch(module(batch["pixel_values"]), batch)

@@ -74,6 +74,8 @@ class VisionTransformer(Supervised, Adaptable):
     task: ImageTask = "single_label"
     loss: Objective = field(default_factory=Objective)
 
+    mixes = True
+
     def __post_init__(self) -> None:
         require_choice("model.task", self.task, ImageTask)
         self.loss.require_fit(self.task)
@@ -165,7 +167,7 @@ class VisionTransformer(Supervised, Adaptable):
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """That of the task; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
         pixels = batch["pixel_values"].expand(-1, 3, -1, -1)  # grey becomes three equal channels
-        yield self.loss_of(module(pixels), batch["labels"])
+        yield self.loss_of_batch(module(pixels), batch)
 
     def _read_weights(self) -> dict[str, Tensor]:
         from trainer.weights.files import read_weights

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from trainer.report.summary import Speed
+from trainer.system import waiting
 from trainer.system.redact import redact
 from trainer.system.text import escaped
 
@@ -118,6 +119,7 @@ class Progress:
             self._bar.refresh()
 
     def _count(self, done: int, counted: str, figures: Mapping[str, str], leave_out: Sequence[str] = ()) -> None:
+        waiting.end()
         if self._bar is not None:
             self._bar.figures, self._bar.leave_out = figures, leave_out
             self._bar.update(done - self._bar.n)

@@ -59,6 +59,9 @@ class Summary:
     micro_batch_size: int
     accumulate: int | Mapping[int, int]  # micro-batches per step and rank, or a schedule by epoch
     metrics: Mapping[str, Mapping[str, float | None]]  # figures by split: {"test": {"accuracy": 0 to 1, "loss": ...}}
+    best: Mapping[str, Any] | None = None
+    """Of the weights in ``model/``, where an evaluation has chosen them: ``{"step", "figure": its name, "best",
+    "last"}``."""
     memory: Mapping[str, Any]
     """Peaks in GB (1e9 bytes), the largest over ``ranks_measured`` ranks: ``allocated_gb``, ``reserved_gb`` (``None``
     without a GPU), ``host_peak_gb``; ``host_idle_gb``, the host's before the model was there; and ``phases``:
@@ -100,6 +103,7 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
     rows = [
         ("status", summary.status),
         *((f"{split} {name}", _metric(name, value)) for split, name, value in figures),
+        *([("model/", _best(summary.best))] if summary.best else []),
         ("steps", f"{summary.steps:,}{skipped}"),
         ("batch", f"{summary.batch_size:,} samples a step on {ranks}"),
         ("speed", ", ".join([*speed.describe(0.0), f"{_number(summary.seconds, ',.1f')} s"])),
@@ -111,6 +115,12 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
     ]
     width = max(len(label) for label, _ in rows)
     return "\n".join(escaped(f"{label:<{width}}  {value}") for label, value in rows)
+
+
+def _best(best: Mapping[str, Any]) -> str:
+    name = best["figure"]
+    found, last = (_metric(name.partition("_")[2], best[which]) for which in ("best", "last"))
+    return f"step {best['step']:,}, best {name} {found}" + (f"; last {last}" if best["last"] is not None else "")
 
 
 def _memory(memory: Mapping[str, Any]) -> str:

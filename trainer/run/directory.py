@@ -30,10 +30,11 @@ from trainer.memory.stack import Stack
 from trainer.recipe import Recipe
 from trainer.report.loggers import make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
+from trainer.report.mistakes import write_mistakes
 from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
 from trainer.report.summary import Summary
-from trainer.run.session import Session, from_all, from_first, on_first
+from trainer.run.session import Session, asked_figures, from_all, from_first, on_first
 from trainer.settings import dump_recipe
 from trainer.system.files import default_folder, make_folder, read_object, staged_folder, write_atomic
 from trainer.system.redact import redact
@@ -147,7 +148,9 @@ def open_loggers(session: Session, resumed_at: int) -> list[Any]:
     # Sections as text, without their secrets.
     config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
     task = None if getattr(recipe.model, "num_classes", None) is None else getattr(recipe.model, "task", "single_label")
-    return make_loggers(recipe.run.logger, session.run_dir, config, extra, FIGURES[task], resumed_at)
+    asked = [figure if isinstance(figure, str) else figure.name for figure in asked_figures(recipe)]
+    figures = [name for name in dict.fromkeys((*FIGURES[task], *asked)) if name != "loss"]
+    return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at)
 
 
 def write_results(
@@ -160,15 +163,26 @@ def write_results(
             save_model(session.recipe.model, module, folder, state)
     write_atomic(run_dir / "summary.json", summary.to_json())  # after the model, which "finished" promises
     if result is not None:
-        write_atomic(run_dir / "classification_report.txt", report_text(result, session.recipe.data) + "\n")
+        write_evaluation(run_dir, result, session.recipe.data)
     try:
         if (run_dir / "metrics.csv").exists():
-            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png")
+            best = summary.best["step"] if summary.best else None
+            plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", best)
         plot_memory(summary.memory, session.monitor.history, run_dir / "memory.png")
     except OSError:
         raise
     except Exception as error:  # figures that no axis can hold: a picture is not the end of a run
         warn(f"the figures of this run cannot be drawn ({cause(error)}): they are in metrics.csv and summary.json")
+
+
+def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
+    """Write the report of the final evaluation to ``folder`` and, of a classifier, its mistakes."""
+    write_atomic(folder / "classification_report.txt", report_text(result, data) + "\n")
+    if result.confusion is not None:
+        split = "val" if data.test is None else "test"
+        samples, names = getattr(data, split), getattr(data, "class_names", None) or range(len(result.confusion))
+        describe = getattr(samples, "describe", f"sample {{}} of {type(samples).__name__}".format)
+        write_mistakes(folder, result.confusion, result.mistakes, list(map(str, names)), split, describe)
 
 
 def report_text(result: EvaluationResult, data: Any) -> str:

@@ -27,6 +27,7 @@ from trainer.planner.search import MARGIN, Search
 from trainer.planner.target import Target, budget_bytes, gpu_here
 from trainer.recipe import Recipe
 from trainer.system.children import Child
+from trainer.system.environment import first_here
 from trainer.system.files import read_regular, write_atomic
 from trainer.system.processes import ProcessId
 from trainer.system.text import GB, gigabytes
@@ -46,11 +47,6 @@ IN_A_GROUP = (
 
 PLAN_VARIABLE = "TRAINER_PLANNED"
 """How the process that Fabric was started in tells those that Fabric starts what was decided."""
-
-
-def first_here() -> bool:
-    """Whether this process is the first of its machine, as far as the launcher's variables tell."""
-    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
 
 
 def this_device(accelerator: str) -> GPU:

@@ -1,0 +1,50 @@
+"""Mixup and CutMix: samples of a micro-batch mixed with their partners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.errors import require
+from trainer.values import Mix
+
+
+def mixed(batch: Any, own: Sequence[int], partners: Sequence[int], mix: Mix) -> dict[str, Tensor]:
+    """Mix the rows ``own`` of a collated batch with its rows ``partners``.
+
+    ``pixel_values``, float ``(rows, channels, H, W)``, are mixed; ``mixed_labels`` are the partners' ``labels``, and
+    ``lam`` float32 ``(n,)`` is the share of a sample's own label; of all else the rows ``own`` remain. A row is
+    computed by itself, so its bits do not depend on the others.
+    """
+    pixels = batch.get("pixel_values") if isinstance(batch, Mapping) else None
+    whole = isinstance(pixels, Tensor) and pixels.ndim == 4 and pixels.is_floating_point() and "labels" in batch
+    require(
+        whole and all(isinstance(value, Tensor) and len(value) == len(batch["labels"]) for value in batch.values()),
+        "data.mixup and data.cutmix mix batches of tensors with a row for each sample, pixel_values (n, channels, "
+        "height, width) and labels: set them to 0 for other data",
+    )
+    taken = {key: value[list(own)] for key, value in batch.items()}
+    mixing, others, share = taken["pixel_values"], batch["pixel_values"][list(partners)], mix.share
+    if mix.centre is None:
+        taken["pixel_values"] = mixing.mul_(share).add_(others.mul_(1 - share))
+    else:
+        rows, columns, share = rectangle(share, mix.centre, *mixing.shape[2:])
+        mixing[:, :, rows, columns] = others[:, :, rows, columns]
+    lam = torch.full((len(own),), share)
+    return {**taken, "mixed_labels": batch["labels"][list(partners)], "lam": lam}
+
+
+def rectangle(share: float, centre: tuple[float, float], height: int, width: int) -> tuple[slice, slice, float]:
+    """The rows and columns that CutMix takes of the partner, and the share, in 256ths, that is left.
+
+    Its sides are those of the image times the root of 1 - ``share``, cut off at the border (Yun et al. 2019).
+    """
+    sides = []
+    for place, size in zip(centre, (height, width), strict=True):
+        middle, half = int(place * size), int(size * (1 - share) ** 0.5) // 2
+        sides.append(slice(max(0, middle - half), min(size, middle + half)))
+    taken = (sides[0].stop - sides[0].start) * (sides[1].stop - sides[1].start)
+    return sides[0], sides[1], round(256 * (1 - taken / (height * width))) / 256
