@@ -12,18 +12,20 @@ if "LOCAL_RANK" in os.environ:  # a rank ends with what started it, also while i
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Data, Model
+from trainer.contract import Data, Metric, Model
 from trainer.errors import RecipeError
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.values import Loss, Outline, Pretrained, Stored
 
 if TYPE_CHECKING:
-    from trainer.api import evaluate, fit, predict
+    from trainer.api import evaluate, fit
     from trainer.cli import main
     from trainer.commands.recipes import load_recipe
     from trainer.engine.accumulate import AccumulatingOptimizer
+    from trainer.engine.events import Listener
     from trainer.planner.report import PlanReport
     from trainer.planner.search import plan
+    from trainer.run.prediction import predict
     from trainer.weights.streaming import stored_in
 
 __version__ = "0.1.0"
@@ -37,11 +39,12 @@ _LAZY = {
     "AccumulatingOptimizer": "trainer.engine.accumulate",
     "evaluate": "trainer.api",
     "fit": "trainer.api",
+    "Listener": "trainer.engine.events",
     "load_recipe": "trainer.commands.recipes",
     "PlanReport": "trainer.planner.report",
     "main": "trainer.cli",
     "plan": "trainer.planner.search",
-    "predict": "trainer.api",
+    "predict": "trainer.run.prediction",
     "stored_in": "trainer.weights.streaming",
 }
 
@@ -49,8 +52,10 @@ __all__ = [
     "AccumulatingOptimizer",
     "Checkpoint",
     "Data",
+    "Listener",
     "Loss",
     "Memory",
+    "Metric",
     "Model",
     "Optim",
     "Outline",
@@ -73,4 +78,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    from trainer.system.imports import quick_imports
+
+    with quick_imports():
+        return getattr(import_module(_LAZY[name]), name)

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from trainer.checkpoint.export import load_model
-from trainer.checkpoint.seal import require_sealed, require_sealed_text
-from trainer.checkpoint.writer import require_failpoint
-from trainer.engine.deterministic import deterministic_algorithms
-from trainer.engine.forward import Forward
-from trainer.errors import require
-from trainer.memory.initialize import built_at_home
-from trainer.memory.monitor import recorded, snapshot_path
-from trainer.memory.precision import matmul_precision
-from trainer.memory.stack import apply_stack
-from trainer.recipe import Recipe
-from trainer.report.metrics import EvaluationResult
-from trainer.report.progress import Progress, warn
-from trainer.report.summary import Summary
-from trainer.run.directory import report_text, status_kept, written_to
-from trainer.run.forecast import first_here
-from trainer.run.opening import evaluation_session, training_session
-from trainer.run.prediction import PredictOptions, Reader, classify
-from trainer.run.resume import Resumption
-from trainer.run.session import Session, evaluation, on_first
-from trainer.run.training import Training
-from trainer.system.lock import RunLock
-from trainer.system.text import escaped
+from trainer.system.imports import quick_imports
+
+with quick_imports():
+    from trainer.checkpoint.export import load_model
+    from trainer.checkpoint.writer import require_failpoint
+    from trainer.engine.deterministic import deterministic_algorithms
+    from trainer.engine.forward import Forward
+    from trainer.errors import require
+    from trainer.memory.initialize import built_at_home
+    from trainer.memory.monitor import recorded, snapshot_path
+    from trainer.memory.precision import matmul_precision
+    from trainer.memory.stack import apply_stack
+    from trainer.recipe import Recipe
+    from trainer.report.metrics import EvaluationResult
+    from trainer.report.progress import Progress, warn
+    from trainer.report.summary import Summary
+    from trainer.run.directory import report_text, status_kept, write_evaluation, written_to
+    from trainer.run.opening import evaluation_session, training_session
+    from trainer.run.prediction import checked
+    from trainer.run.prediction import predict as predict
+    from trainer.run.resume import Resumption
+    from trainer.run.session import Session, evaluation, on_first
+    from trainer.run.training import Training
+    from trainer.system.lock import RunLock
+    from trainer.system.text import escaped
+    from trainer.system.waiting import doing
 
 
 def fit(recipe: Recipe, source: str | None = None) -> Summary:
@@ -70,56 +71,24 @@ def fit(recipe: Recipe, source: str | None = None) -> Summary:
 
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
     """Evaluate the model of ``run_dir`` on the test set of ``recipe`` (or validation set), and print the report."""
-    folder = _checked(run_dir)
+    folder = checked(run_dir)
     with evaluation_session(recipe, folder) as session, matmul_precision(recipe.memory.matmul_precision):
+        doing("loading the model")
         forward = _restore(session, folder)
         run = evaluation(session, forward, "test") or evaluation(session, forward, "val")
         require(run is not None, "the dataset has neither a test nor a validation set to evaluate on")
         assert run is not None
+        doing("evaluating")
         result = run()
         if session.is_first:
+            out = Path(run_dir) / "evaluation"  # beside what the run itself has found
+            try:
+                write_evaluation(out, result, session.recipe.data)
+            except OSError as error:
+                warn(f"{error.filename or out}: {error.strerror}: the figures are below, and no file has them")
             print(report_text(result, session.recipe.data))
             print(escaped(" · ".join(f"{name} {value:.4f}" for name, value in result.figures().items())))
         return result
-
-
-def predict(
-    recipe: Recipe,
-    run_dir: str | Path,
-    texts: Sequence[str] = (),
-    images: Sequence[str] = (),
-    paths: Sequence[str] = (),
-    **how: Any,
-) -> list[tuple[str, float]]:
-    """Classify by the model of ``run_dir``: ``texts``, ``images``, or what ``paths`` name (files, folders, patterns and
-    tables); ``how`` as in :class:`trainer.run.prediction.PredictOptions`. Answers are printed, or written to a file.
-
-    Returns:
-        The most probable class and its probability of each input; empty where a file was written.
-
-    Raises:
-        RecipeError: when some inputs cannot be read, naming them: the others are answered all the same.
-    """
-    asked = PredictOptions(**how)
-    asked.check()
-    folder = _checked(run_dir)
-    model: Any = recipe.model.saved_in(folder) if recipe.model.own_format else recipe.model
-    reader = Reader(model, recipe.data, texts or (), images or ())
-    return classify(model, load_model(model, folder), reader, asked, paths, texts or images or ())
-
-
-def _checked(run_dir: str | Path) -> Path:
-    """The folder of the trained model of ``run_dir``, when that is what the run has written.
-
-    Raises:
-        CorruptCheckpoint: naming the file that is not.
-    """
-    recipe, model = Path(run_dir) / "recipe.yaml", Path(run_dir) / "model"
-    if first_here():  # before any process is started, or met
-        found = require_sealed_text(recipe) if recipe.exists() else None, require_sealed(model)  # else from elsewhere
-        for problem in filter(None, found):
-            warn(problem)
-    return model
 
 
 def _restore(session: Session, folder: Path) -> Forward:

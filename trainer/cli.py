@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
@@ -13,6 +14,7 @@ from typing import NoReturn
 import trainer
 from trainer.errors import EXIT_REQUEUE, NothingNamed, RecipeError, RunError, Stopped
 from trainer.recipe import Recipe
+from trainer.system import waiting
 from trainer.system.environment import number, require_numbers
 from trainer.system.streams import keep_streams, lost_output
 from trainer.system.text import escaped
@@ -39,6 +41,7 @@ commands:
                             look at the checkpoints of a run, check them, or make a model of one
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...] | PATH ...
                             classify files, folders, tables, texts or images with the trained model of a run directory
+  runs [DIR ...]            a table of runs, with their figures; --compare two of them
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
 names is executed only with --trust-recipe.
@@ -61,6 +64,7 @@ COMMANDS = {
     "evaluate": "commands.runs:evaluate",
     "checkpoint": "commands.checkpoint:checkpoint",
     "predict": "commands.runs:predict",
+    "runs": "commands.list_runs:runs",
 }
 """What carries a command out: a function, imported when it is given, of the words after its name; and maybe a code."""
 
@@ -69,7 +73,9 @@ def entry() -> None:
     """The ``trainer`` command."""
     keep_streams()
     argv = sys.argv[1:]
-    _end(run(argv) or _output_lost(argv), soon=argv[:1] == ["plan"])
+    if argv[:1] and argv[0] in COMMANDS:
+        _begin(next((word for word in argv[1:2] if word[:1] != "-"), argv[0]))
+    _end(run(argv) or _output_lost(argv), soon=True)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -85,6 +91,7 @@ def run(argv: Sequence[str]) -> int:
 def main(recipe: Recipe) -> None:
     """Train ``recipe``, with the flags of ``trainer fit``: for ``python my_recipe.py --epochs 3``."""
     keep_streams()
+    _begin(sys.argv[0])
 
     def script() -> None:
         require_numbers()
@@ -92,7 +99,9 @@ def main(recipe: Recipe) -> None:
 
         fit_script(recipe)
 
-    if code := _guarded(script) or _output_lost(["fit", *sys.argv[1:]]):
+    code = _guarded(script)
+    waiting.end()
+    if code := code or _output_lost(["fit", *sys.argv[1:]]):
         _end(code)
 
 
@@ -106,14 +115,21 @@ def _carry_out(command: str, argv: list[str]) -> int:
     return getattr(import_module(f"trainer.{module}"), function)(argv) or 0
 
 
+def _begin(subject: str) -> None:
+    waiting.begin(f"trainer {trainer.__version__} · {subject}")
+
+
 def _end(code: int, soon: bool = False) -> NoReturn:
-    """Exit: ``soon`` without Python's own end, which takes a second once torch is there; so a rank that failed among
-    several, in which gloo would abort, with another code."""
+    """Exit: ``soon`` once threads are done and what is registered for the end, without Python's own, which takes
+    modules apart for a second once torch is there; so a rank that failed among several, in which gloo would abort, with
+    another code."""
+    waiting.end()
     launched = sys.modules.get("trainer.faults.signals")  # else nothing was begun that could abort
     failed = launched is not None and code != 0 and number("WORLD_SIZE", 1) > 1
     if launched is not None and failed:
         launched.wait_for_children()
     elif soon:
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     if failed or soon:
         sys.stdout.flush()

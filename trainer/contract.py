@@ -156,6 +156,24 @@ class Model:
         raise NotImplementedError(f"{type(self).__name__} has own_format and must define saved_in(folder)")
 
 
+class Metric:
+    """A figure of an evaluation that no name of ``run.metrics`` stands for: ``Run(metrics=["f1_macro", Top3()])``."""
+
+    name: ClassVar[str]
+    """What it is called in ``metrics.csv``, in loggers and by ``run.best``."""
+    higher_is_better: ClassVar[bool] = True
+
+    def compute(self, predictions: Tensor, targets: Tensor) -> float:
+        """The figure of a whole evaluation; called once, on the first rank.
+
+        Args:
+            predictions: what the model gives as ``Loss.logits``, of all items over all ranks, in the host's memory and
+                in no particular order; float32 or float64, shape ``(items, ...)``.
+            targets: ``Loss.targets`` of the same items, shape ``(items, ...)``; those that are -100 are left out.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define compute(predictions, targets) -> float")
+
+
 def weigh_mixed(batch: Mapping[str, Any], weigh: Callable[[Any], dict[str, float]]) -> dict[str, float]:
     """The weights of a micro-batch of mixed samples: of its labels and its mixed labels, each by its share."""
     plain = {key: value for key, value in batch.items() if key not in ("mixed_labels", "lam")}
@@ -194,7 +212,7 @@ class Data:
     max_bad_samples: int = 0
 
     def require_files(self) -> None:
-        """Refuse files that must be here and are not: called before anything is fetched, and before ``prepare``."""
+        """Refuse files that must be here and are not: called before torch is imported, or anything is fetched."""
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Find, download, check and tokenise; called on every rank, the first rank of a node first."""

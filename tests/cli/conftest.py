@@ -69,9 +69,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         SimpleNamespace(
             fit=lambda recipe, source: made.append(("fit", recipe, source)),
             evaluate=lambda recipe, run_dir: made.append(("evaluate", recipe, run_dir)),
-            predict=lambda recipe, run_dir, *inputs, **how: made.append(("predict", recipe, run_dir, *inputs, how)),
         ),
     )
+
+    def predict(recipe, run_dir, *inputs, **how):
+        made.append(("predict", recipe, run_dir, *inputs, how))
+
+    monkeypatch.setitem(sys.modules, "trainer.run.prediction", SimpleNamespace(predict=predict))
     return made
 
 

@@ -15,6 +15,8 @@ from trainer.commands import OwnFlags
 from trainer.commands.recipes import asked_for
 from trainer.errors import RecipeError, RunError, require
 from trainer.recipe import Recipe
+from trainer.system.imports import quick_imports
+from trainer.system.waiting import doing
 
 if TYPE_CHECKING:
     from trainer.doctor.subject import Finding
@@ -51,9 +53,10 @@ def report(recipe: Recipe, reference: str, as_json: bool) -> None:
 
 def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
     """Every finding, as soon as it is there; ``reference`` names the recipe to ``trainer fit``."""
-    from trainer.doctor import machine, samples
-    from trainer.doctor.subject import Subject, fail, findings
-    from trainer.launching.world import detect_world
+    with quick_imports():
+        from trainer.doctor import machine, samples
+        from trainer.doctor.subject import Subject, fail, findings
+        from trainer.launching.world import detect_world
 
     try:
         subject = Subject(recipe, reference, detect_world(recipe))
@@ -68,6 +71,7 @@ def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
         ("model and data", samples.model_and_data),
         ("plan", samples.plan_of),
     ):
+        doing(f"checking {name}")
         yield from findings(name, partial(check, subject))
     peak = machine.PeakMemory(subject)
     for name, check, needs_model in (
@@ -80,5 +84,7 @@ def examine(recipe: Recipe, reference: str) -> Iterator[Finding]:
         ("checkpoint", machine.round_trip, True),
     ):
         if subject.ready or not needs_model:
+            doing(f"checking {name}")
             yield from findings(name, partial(check, subject))
+    doing("predicting peak memory")
     yield from findings("peak memory", peak.look)

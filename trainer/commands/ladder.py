@@ -21,10 +21,11 @@ from trainer.memory.knobs import KNOBS, Knob, Turn
 from trainer.recipe import Memory, Recipe
 from trainer.report.summary import versions
 from trainer.settings import did_you_mean, settings_of
+from trainer.system import waiting
 from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 from trainer.system.redact import redact_words
-from trainer.system.text import as_text, escaped
+from trainer.system.text import GB, as_text, escaped, gigabytes
 
 FLAGS = {
     "steps": "steps that every rung takes (default: 5)",
@@ -40,6 +41,8 @@ make any technique look lossless."""
 ON_HOST = "nothing to gain: the host is the device"
 """What to say of techniques that move memory from the device to the host, where there is no GPU."""
 OWN = {"run.dir": "--out", "max_steps": "--steps"}
+ANY = {"accelerator": "cuda", "devices": 2}
+"""A machine on which every rung makes sense, of those that make sense on some."""
 TURNS = [(knob, turn) for knob in KNOBS for turn in knob.turns if turn.rung]
 
 
@@ -68,8 +71,10 @@ def ladder(argv: list[str]) -> None:
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     require(not launched, "trainer ladder starts its own processes: start it without a launcher")
     steps, minutes = count("steps", own.get("steps", "5")), count("minutes", own.get("minutes", "30"))
-    machine = CPU if recipe.run.accelerator == "cpu" else probe_machine()
     base = baseline(recipe)
+    choose(rungs_of(recipe, base, ANY), own.get("rungs"))
+    waiting.doing("looking for GPUs")
+    machine = CPU if recipe.run.accelerator == "cpu" else probe_machine()
     rungs = choose(rungs_of(recipe, base, machine), own.get("rungs"))
     out = new_folder("ladder", own.get("out"), reference)
     report = Report(out, reference, machine, {"steps": steps, "flags": redact_words(passed)}, rungs)
@@ -167,6 +172,7 @@ class Report:
 
     def announce(self, number: int, rung: Rung) -> None:
         """Say which rung is being measured; on a terminal its row then takes the line's place."""
+        waiting.end()
         line = f"rung {number}/{len(self.rungs)}: {rung.name}".ljust(self._width)
         print(line, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
@@ -179,14 +185,14 @@ class Report:
         self.rows.append((rung, trial, difference))
         if trial is first:
             idle = "over idle" if trial.memory.get("host_idle_gb") is not None else "in all"
-            memory = ["GB allocated", "GB reserved"] if self.cuda else [f"GB {idle}"]
+            memory = ["allocated", "reserved"] if self.cuda else [idle]
             loss = f"loss, step {self.settings['steps']}"
             header = ["rung", *memory, "of baseline", "samples/s", loss, "difference", "status"]
             print(self._line(header))
             print(self._line(["-" * self._width, *("-" * 11 + ":" for _ in header[1:-1]), "------"]))
         own, whole = self._memory(trial), self._memory(first)[0]
         figures = [
-            *(_figure(value, ".3f") for value in own),
+            *("–" if value is None else gigabytes(value * GB) for value in own),
             _figure(own[0] / whole if own[0] is not None and whole else None, ".0%"),
             _figure(trial.samples_per_second, ",.1f"),
             _figure(trial.losses[-1] if trial.losses else None, ".5f"),

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands import TRUST, OwnFlags
 from trainer.commands.recipes import Asked, asked_for, count, new_folder
 from trainer.errors import RecipeError, RunError, require
-from trainer.planner.gpus import gpu_named, host_as_device
+from trainer.planner.gpus import NO_GPU, gpu_named, host_as_device
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.imports import quick_imports
+from trainer.system.machine import may_have_gpu
 from trainer.system.redact import redact, redact_value
 from trainer.system.text import as_text, escaped, wrapped
 
@@ -168,7 +169,10 @@ def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluste
     per_node = count("per-node", own["per-node"]) if "per-node" in own else None
     if nodes is None and per_node is None and not several:
         nodes = [1]
-    return clusters(devices or [devices_of(recipe)], nodes, per_node)
+    found = clusters(devices or [devices_of(recipe)], nodes, per_node)
+    require("gpu" in own or may_have_gpu(), NO_GPU)
+    recipe.data.require_files()
+    return found
 
 
 def _write(path: Path, reference: str, found: dict[str, Any]) -> dict[str, Any]:

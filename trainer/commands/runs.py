@@ -44,6 +44,7 @@ def fit(argv: list[str]) -> None:
 
     leave_before_training()
     if asked := asked_for("fit", "RECIPE", argv):
+        asked.recipe.data.require_files()
         from trainer.api import fit
 
         fit(asked.recipe, source=asked.source)
@@ -64,6 +65,7 @@ def fit_script(recipe: Recipe) -> None:
         raise RecipeError(f"unexpected {positionals[0]!r}: python {sys.argv[0]} takes flags only")
     source = source_of(script)
     if resolved := resolve(recipe, source, flags, usage=f"python {sys.argv[0]} [flags]"):
+        resolved.data.require_files()
         from trainer.api import fit
 
         fit(resolved, source=source)
@@ -72,6 +74,7 @@ def fit_script(recipe: Recipe) -> None:
 def evaluate(argv: list[str]) -> None:
     """Evaluate the trained model of a run directory."""
     if asked := asked_for("evaluate", "RUN_DIR", argv, EVALUATE_FLAGS, named=_recipe_of):
+        asked.recipe.data.require_files()
         from trainer.api import evaluate
 
         evaluate(asked.recipe, Path(asked.reference))
@@ -84,7 +87,7 @@ def predict(argv: list[str]) -> None:
         chosen = [(name.replace("-", "_"), text) for name, text in asked.flags if name in HOW]
         given: dict[str, Any] = {name: True if text is None else text for name, text in chosen}
         given |= {key: count(key.replace("_", "-"), given[key]) for key in ("top_k", "batch_size") if key in given}
-        from trainer.api import predict
+        from trainer import predict
 
         predict(asked.recipe, Path(asked.reference), texts, images, paths, **given)
 

@@ -281,6 +281,8 @@ _GEFORCE = [
 GPUS = {gpu.name: gpu for gpu in [*_SERVERS, *_GEFORCE]}
 """All GPUs of the table by name."""
 
+NO_GPU = f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}, or cpu"
+
 # Shorter names, squashed as ``gpu_named`` does it.
 ALIASES = {"a100": "a100-80gb", "a100sxm": "a100-80gb", "a100pcie": "a100-80gb-pcie", "h100": "h100-sxm"}
 ALIASES |= {"v100": "v100-16gb", "306012gb": "rtx-3060", "308010gb": "rtx-3080"}

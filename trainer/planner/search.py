@@ -30,7 +30,7 @@ from trainer.memory.plan import CUT_MATTERS, Plan, decide_plan
 from trainer.planner import knobs
 from trainer.planner.cost import ESTIMATES
 from trainer.planner.events import Category
-from trainer.planner.gpus import GPU, GPUS, gpu_named, host_as_device, nccl_bytes, outside
+from trainer.planner.gpus import GPU, NO_GPU, gpu_named, host_as_device, nccl_bytes, outside
 from trainer.planner.kept import Keeper
 from trainer.planner.knobs import Settings
 from trainer.planner.made_up import notes_of
@@ -111,7 +111,7 @@ def target_for(gpu: str | GPU | None, interconnect: str | None = None) -> Target
         return Target.here(host_as_device(), joined_by)
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu or gpu_here()
     if card is None:
-        raise RecipeError(f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}, or cpu")
+        raise RecipeError(NO_GPU)
     return Target.here(card, joined_by)
 
 

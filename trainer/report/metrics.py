@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric
 
+from trainer.report.mistakes import Mistake
 from trainer.values import IGNORED_LABEL, Loss, Task
 
 
@@ -25,22 +25,13 @@ class EvaluationResult:
     accuracy: float | None  # share of right predictions, 0 to 1; None when nothing was classified
     samples: int | None  # how many items were classified; None without num_classes
     confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; None as well
-    others: dict[str, float] = field(default_factory=dict)  # the task's figures besides the accuracy
+    others: dict[str, float] = field(default_factory=dict)  # the task's figures besides the accuracy, and run.metrics'
+    mistakes: Sequence[Mistake] | None = None  # the surest ones; None where samples are not of one class each
 
     def figures(self) -> dict[str, float]:
-        """``loss`` and those of the task, as ``FIGURES`` has them, if there are any: what goes to the loggers, the
-        progress and the summary."""
+        """``loss`` and those of the task, as ``FIGURES`` has them, if there are any, and what ``run.metrics`` asks for:
+        what goes to the loggers, the progress and the summary."""
         return {"loss": self.loss} | ({} if self.accuracy is None else {"accuracy": self.accuracy}) | self.others
-
-
-def score(figures: Mapping[str, float]) -> float:
-    """By which evaluations are compared, higher is better: the accuracy, or else the negative loss.
-
-    Where any figure is not finite it is minus infinity: logits that are NaN have an accuracy, too, that of class 0.
-    """
-    if not all(map(math.isfinite, figures.values())):
-        return -math.inf
-    return figures["accuracy"] if "accuracy" in figures else -figures["loss"]
 
 
 class ClassificationMetrics:
@@ -61,7 +52,7 @@ class ClassificationMetrics:
         task: Task = "single_label",
     ) -> None:
         self.loss_names, self.num_classes, self.task = tuple(loss_names), num_classes, task
-        self._sums = _Sums(len(self.loss_names), num_classes or 0, task).to(device)
+        self._sums = _Sums(len(self.loss_names), num_classes or 0, task, device)
 
     def update(self, loss: Loss) -> None:
         """Add one loss of one micro-batch; a zero-weight one adds nothing but its zero.
@@ -76,10 +67,7 @@ class ClassificationMetrics:
 
     def compute(self) -> EvaluationResult:
         """The result over all ranks, on every rank. Every rank must call it, whether or not it saw a sample."""
-        with warnings.catch_warnings():
-            # torchmetrics warns of a compute() before any update(): here that is a rank without samples, which is fine.
-            warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
-            sums, counted = self._sums.compute()
+        sums, counted = _over_ranks(self._sums.sums), _over_ranks(self._sums.counted)
         totals, weights = sums[:, 0].tolist(), sums[:, 1].tolist()
         means = [total / weight if weight else math.nan for total, weight in zip(totals, weights, strict=True)]
         table = counted.cpu().numpy() if self.num_classes else None
@@ -100,25 +88,21 @@ class ClassificationMetrics:
         self._sums.reset()
 
 
-class _Sums(Metric):
-    """The tensors behind :class:`ClassificationMetrics`; torchmetrics adds them up over the ranks in ``compute``.
+class _Sums:
+    """The tensors behind :class:`ClassificationMetrics`.
 
-    Not its own metrics: those of classes make the host wait for the device by boolean indexing and bincount, R2Score
-    takes any error below 1e-4 for none, and all sum in fp32.
+    Not torchmetrics' own: those of classes make the host wait for the device by boolean indexing and bincount, R2Score
+    takes any error below 1e-4 for none, all sum in fp32, and their import takes longer than that of torch.
     """
 
-    full_state_update = False
-    sums: Tensor  # (losses, 2): total and weight, in float64, as millions of float32 terms would lose digits
-    counted: Tensor  # (classes, classes) as the confusion matrix, else (labels or outputs, 5) as _RATIOS read it
-
-    def __init__(self, losses: int, classes: int, task: Task) -> None:
-        # A rank without new updates would answer from the cache while the others wait for it in the sum over ranks.
-        super().__init__(compute_with_cache=False)
+    def __init__(self, losses: int, classes: int, task: Task, device: torch.device | str) -> None:
         self.classes, self.task = classes, task
-        self.add_state("sums", torch.zeros(losses, 2, dtype=torch.float64), dist_reduce_fx="sum")
+        # (losses, 2): total and weight, in float64, as millions of float32 terms would lose digits
+        self.sums = torch.zeros(losses, 2, dtype=torch.float64, device=device)
+        # (classes, classes) as the confusion matrix, else (labels or outputs, 5) as _RATIOS read it
         of_classes = task in ("single_label", "token")
         shape, dtype = (classes, torch.long) if of_classes else (5, torch.float64)
-        self.add_state("counted", torch.zeros(classes, shape, dtype=dtype), dist_reduce_fx="sum")
+        self.counted = torch.zeros(classes, shape, dtype=dtype, device=device)
 
     def update(self, index: int, loss: Loss) -> None:
         self.sums[index, 0] += loss.total.detach()
@@ -145,8 +129,17 @@ class _Sums(Metric):
             columns = (one, error.abs(), error.square(), true, true.square())
         self.counted += torch.stack(columns, -1).sum(0)
 
-    def compute(self) -> tuple[Tensor, Tensor]:
-        return self.sums, self.counted
+    def reset(self) -> None:
+        self.sums.zero_()
+        self.counted.zero_()
+
+
+def _over_ranks(tensor: Tensor) -> Tensor:
+    """The sum over the ranks; ``tensor`` stays what this rank has counted."""
+    total = tensor.clone()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total)
+    return total
 
 
 def _f1(right: np.ndarray, said: np.ndarray, true: np.ndarray) -> np.ndarray:

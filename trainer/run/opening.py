@@ -24,10 +24,12 @@ from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
 from trainer.report.progress import Progress, warn
 from trainer.run.directory import with_run_dir
-from trainer.run.forecast import Forecast, first_here, forecast, forget_plan, planned
+from trainer.run.forecast import Forecast, forecast, forget_plan, planned
 from trainer.run.session import Session
+from trainer.system.environment import first_here
 from trainer.system.reports import placed
 from trainer.system.text import parse_budget
+from trainer.system.waiting import doing
 
 SECONDS_TO_START = 60.0  # how much later than on the first machine a rank may have started on another, at least
 
@@ -38,6 +40,7 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
     ``source`` is the packaged name or the path of its file, if it has one."""
     require_loggers(recipe.run.logger)
     recipe.data.require_files()
+    doing("looking for devices")
     recipe, world = find_world(recipe)
     require_recordable(recipe, world.accelerator)
     unprepared = recipe.data.train
@@ -81,6 +84,7 @@ def _launched(
     joined = torch.distributed.is_initialized()
     try:
         patience = max(SECONDS_TO_START, recipe.run.hang_after)
+        doing("gathering the ranks" if world.size > 1 else "starting")
         meeting = meet(patience)
         fabric = launch(plan, world, watch_start, patience)
         del meeting
@@ -99,6 +103,7 @@ def _launched(
 
 
 def _prepare(recipe: Recipe, model: bool, data: bool) -> None:
+    doing("preparing model and data")
     with placed("preparing model and data"):
         if model:
             recipe.model.prepare()

@@ -41,3 +41,8 @@ def require_numbers(environment: Mapping[str, str] = os.environ) -> None:
     """Refuse an environment in which one of :data:`NUMBERS` is none, before a library ends with a traceback."""
     for name in NUMBERS:
         number(name, 0, environment)
+
+
+def first_here() -> bool:
+    """Whether this process is the first of its machine, as far as the launcher's variables tell."""
+    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))

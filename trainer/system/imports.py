@@ -15,9 +15,10 @@ from typing import Any
 def quick_imports() -> Iterator[None]:
     """What is imported inside costs half: nothing of it is garbage, and of Lightning only Fabric is wanted.
 
-    The root of lightning also imports its trainer, and Fabric asks for the version of torchmetrics: with them come
-    scipy, matplotlib, torchvision and transformers. Whoever asks the root of lightning for more later gets it;
-    torchmetrics is afterwards as if nobody had asked.
+    The root of lightning also imports its trainer, and Fabric imports torchmetrics to compare its version
+    (``_TORCHMETRICS_GREATER_EQUAL_1_0_0`` in lightning/fabric/utilities/imports.py): with them come scipy, matplotlib,
+    torchvision and transformers. Whoever asks the root of lightning for more later gets it; torchmetrics is afterwards
+    as if nobody had asked.
     """
     asked = [name for name in ("lightning", "torchmetrics") if name not in sys.modules and _defer(name)]
     collects = gc.isenabled()
@@ -25,8 +26,10 @@ def quick_imports() -> Iterator[None]:
     try:
         yield
     finally:
-        if "torchmetrics" in asked and "__getattr__" in vars(sys.modules["torchmetrics"]):
-            del sys.modules["torchmetrics"]
+        for name in asked:
+            unused = "__getattr__" in vars(sys.modules[name])
+            if unused and not any(module.startswith(f"{name}.") for module in sys.modules):
+                del sys.modules[name]
         if collects:
             gc.freeze()
             gc.unfreeze()  # modules are now of the oldest generation, unseen: few collections look through them

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +48,23 @@ FACTS = (
 """Of torch's properties of a device."""
 
 ASK = "import json; from trainer.system.machine import seen_gpus; print(json.dumps(seen_gpus({})))"
+
+
+def may_have_gpu() -> bool:
+    """Whether torch may find a GPU here, as far as can be told at once: not where NVIDIA's library (NVML) counts none,
+    or neither it nor the driver's is there, nor AMD's device."""
+    if Path("/dev/kfd").exists():
+        return True
+    with suppress(OSError):
+        nvml, count = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_uint()
+        if nvml.nvmlInit_v2() != 0:
+            return False
+        known = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+        nvml.nvmlShutdown()
+        return not known or count.value > 0
+    with suppress(OSError):  # Jetson has had the driver's alone
+        return ctypes.CDLL("libcuda.so.1") is not None
+    return False
 
 
 def seen_gpus(free: bool = False) -> list[dict[str, Any]]:

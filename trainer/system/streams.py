@@ -12,8 +12,9 @@ import os
 import re
 import select
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from trainer.system.text import escaped
 
@@ -55,6 +56,8 @@ class Stream(io.TextIOWrapper):
     """Text for a :class:`Descriptor`: control characters, and what the encoding has no bytes for, are written out."""
 
     mode = "w"  # as Python's own have
+    before_write: ClassVar[Callable[[], None] | None] = None
+    """Makes room for what is written, on any of them: see :mod:`trainer.system.waiting`."""
 
     def __init__(self, number: int, like: io.TextIOWrapper | None) -> None:
         self.descriptor = Descriptor(number, "w", closefd=False)
@@ -73,6 +76,8 @@ class Stream(io.TextIOWrapper):
         """Write ``text``."""
         if not isinstance(text, str):
             return super().write(text)  # refused as by any text stream
+        if Stream.before_write is not None:
+            Stream.before_write()
         parts = MEANT.split(text) if self.terminal else [text]
         super().write("".join(part if at % 2 else escaped(part, "\n\r\t") for at, part in enumerate(parts)))
         return len(text)

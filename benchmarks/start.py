@@ -1,0 +1,134 @@
+"""What a command costs before it has anything to show: CPU seconds to the first step of ``fit``, and to the end of
+``predict``, ``evaluate`` and ``plan``, beside importing what each cannot do without; and when its first line comes.
+
+``python benchmarks/start.py --rounds 3 [--beside CHECKOUT]``: three minutes on two cores, twice that beside another
+checkout of this repository. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import Record, table, workplace
+
+IMPORTS = {
+    "import torch": "import torch",
+    "import torch, Fabric": "import torch, lightning.fabric",
+    "import torch, torchvision": "import torch, torchvision",
+}
+COMMANDS = {
+    "fit": ["fit", "vit_digits", "--max_steps", "1", "--run.evaluate", "false", "--run.dir", "{out}"],
+    "predict": ["predict", "{run}", "--image", "{image}"],
+    "evaluate": ["evaluate", "{run}"],
+    "plan": ["plan", "vit_digits", "--gpu", "rtx-3060", "--out", "{out}"],
+}
+BARS = {"fit": ("import torch, Fabric", 1.25), "predict": ("import torch, torchvision", 1.1)}
+"""Of which imports a command may cost how many times."""
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def measured(command: list[str], checkout: Path | None, work: Path, until: str = "") -> dict[str, float]:
+    """CPU seconds of a process, and of those that it has waited for, until it prints a line that begins with ``until``,
+    or to its end; and the seconds to its first line on standard error."""
+    places = [str(checkout)] if checkout is not None else []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "CUDA_VISIBLE_DEVICES": ""}
+    began, first, seconds = time.monotonic(), None, None
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=work, **pipes) as process:
+        said = []
+        for line in process.stderr or ():
+            first = time.monotonic() - began if first is None else first
+            said.append(line)
+            if until and seconds is None and line.startswith(until):
+                fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+                seconds = sum(map(int, fields[11:15])) / TICKS
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0 or (until and seconds is None):
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(said)}")
+    found = {"cpu_seconds": usage.ru_utime + usage.ru_stime if seconds is None else seconds}
+    return found if first is None else found | {"first_line_seconds": first}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--beside", type=Path, help="another checkout, measured in turn with this one")
+    asked = parser.parse_args()
+    checkouts = {"here": Path(__file__).resolve().parents[1]}
+    if asked.beside is not None:
+        checkouts["beside"] = asked.beside.resolve()
+    record = Record("start", {"rounds": asked.rounds, "beside": _commit(asked.beside)})
+    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    with workplace(None) as work:
+        image = _image(work)
+        runs = {name: work / f"run-{name}" for name in checkouts}
+        for name, checkout in checkouts.items():  # which also warms the disk's cache
+            fit = [
+                sys.executable,
+                "-m",
+                "trainer",
+                "fit",
+                "vit_digits",
+                "--max_steps",
+                "1",
+                "--run.dir",
+                str(runs[name]),
+            ]
+            measured(fit, checkout, work)
+        for turn in range(asked.rounds):
+            for name, code in IMPORTS.items():
+                found[name].append(measured([sys.executable, "-c", code], None, work))
+            for command, words in COMMANDS.items():
+                for name, checkout in checkouts.items():
+                    places = {"out": work / f"{command}-{name}-{turn}", "run": runs[name], "image": image}
+                    own = [sys.executable, "-m", "trainer", *(word.format(**places) for word in words)]
+                    until = "step 1/" if command == "fit" else ""
+                    found[f"{command}, {name}"].append(measured(own, checkout, work, until))
+            record.write(seconds=_medians(found), runs=dict(found))
+    medians = _medians(found)
+    ratios = {
+        command: medians[f"{command}, here"]["cpu_seconds"] / medians[of]["cpu_seconds"]
+        for command, (of, _) in BARS.items()
+    }
+    bars = {command: {"of": of, "at_most": most, "ratio": ratios[command]} for command, (of, most) in BARS.items()}
+    record.write(complete=True, bars=bars)
+    rows = [
+        [name, *(f"{row.get(key, float('nan')):.2f}" for key in ("cpu_seconds", "first_line_seconds"))]
+        for name, row in medians.items()
+    ]
+    print(table(["what", "CPU seconds", "first line after s"], rows).replace("nan", "–"))
+    for command, bar in bars.items():
+        met = "ok" if bar["ratio"] <= bar["at_most"] else "MISSED"
+        print(f"{command}: {bar['ratio']:.2f} × {bar['of']}, at most {bar['at_most']}: {met}")
+
+
+def _medians(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    return {name: {key: round(median(row[key] for row in rows), 3) for key in rows[0]} for name, rows in found.items()}
+
+
+def _commit(checkout: Path | None) -> str | None:
+    if checkout is None:
+        return None
+    words = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _image(work: Path) -> Path:
+    from PIL import Image
+
+    path = work / "digit.png"
+    Image.new("L", (8, 8), 100).save(path)
+    return path
+
+
+if __name__ == "__main__":
+    main()
