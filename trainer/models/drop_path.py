@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +31,13 @@ class DropPath(nn.Module):
         return branch * self.kept.to(branch.dtype).view(-1, *[1] * (branch.ndim - 1))
 
 
-def add_drop_path(blocks: Sequence[nn.Module], rate: float) -> None:
+def add_drop_path(blocks: Sequence[Any], rate: float) -> None:
     """Put it behind both branches of torchvision's encoder blocks, at rates from 0 to ``rate``, as timm does. No name
     of a parameter changes."""
     for number, block in enumerate(blocks):
         own = rate * number / (len(blocks) - 1)
-        mlp = block.mlp
-        assert isinstance(mlp, nn.Sequential)
         block.dropout = nn.Sequential(block.dropout, DropPath(own))
-        mlp[-1] = nn.Sequential(mlp[-1], DropPath(own))
+        block.mlp[-1] = nn.Sequential(block.mlp[-1], DropPath(own))
 
 
 def draw_paths(module: nn.Module, seeds: Tensor) -> None:
