@@ -33,6 +33,7 @@ ALLOWED = {
     ("benchmarks/hostile.py", "importlib.import_module"): "what the cases need, listed in that file",
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.load"): "reads what this benchmark has just written",
     ("trainer/commands/recipes.py", "exec_module"): "a recipe is a Python file, and running it is what is asked for",
+    ("trainer/commands/classes.py", "importlib.import_module"): "that of a class named by a flag, or by a trusted file",
     ("trainer/planner/script.py", "import runpy"): "a script is one, too",
     ("trainer/planner/script_outlines.py", "from_pretrained"): "replaced for that script, and not called",
     ("trainer/planner/kept.py", "import pickle"): "writes what a digest is made of; nothing is read",
@@ -211,7 +212,7 @@ GIVEN = {"RECIPE": "run/recipe.yaml", "RUN_DIR": "run", "DIR": "run", "TEXT": "a
 GIVEN |= {"hf:MODEL": "hf:./run"}
 """What stands for the words of the table in these tests. A word that is missing here fails them: give it a payload."""
 
-NO_RECIPE = ("plan hf:MODEL", "checkpoint list DIR", "checkpoint verify DIR", "chaos")
+NO_RECIPE = ("plan hf:MODEL", "checkpoint list DIR", "checkpoint verify DIR", "chaos", "runs")
 """Commands that read none of a recipe."""
 
 
@@ -243,6 +244,18 @@ def name_recipe(run_dir, reference):
     text = reference.format(run=run_dir, pid=os.getpid())
     (run_dir / "recipe.yaml").write_text(f"recipe: {text}\n")
     return text
+
+
+def test_no_class_that_a_file_names_is_imported(foreign, capfd):
+    run_dir, marker = foreign
+    for text in ("data: evil.Data", "data: {class: evil.Data}", "model.class: run.evil.Model"):
+        (run_dir / "recipe.yaml").write_text(f"recipe: vit_digits\n{text}\n")
+        for words in (["fit", "run/recipe.yaml"], ["fit", "vit_digits", "--config", "run/recipe.yaml"]):
+            assert run(words) == 2
+            assert "is not imported: add --trust-recipe if you trust that file" in capfd.readouterr().err
+            assert not marker.exists()
+    assert run(["fit", "run/recipe.yaml", "--trust-recipe"]) == 2
+    assert marker.exists()
 
 
 @pytest.mark.parametrize("name", command_lines())

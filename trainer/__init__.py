@@ -12,7 +12,7 @@ if "LOCAL_RANK" in os.environ:  # a rank ends with what started it, also while i
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract import Data, Model
+from trainer.contract import Data, Metric, Model
 from trainer.errors import RecipeError
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.values import Loss, Outline, Pretrained, Stored
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainer.cli import main
     from trainer.commands.recipes import load_recipe
     from trainer.engine.accumulate import AccumulatingOptimizer
+    from trainer.engine.events import Listener
     from trainer.planner.report import PlanReport
     from trainer.planner.search import plan
     from trainer.run.prediction import predict
@@ -38,6 +39,7 @@ _LAZY = {
     "AccumulatingOptimizer": "trainer.engine.accumulate",
     "evaluate": "trainer.api",
     "fit": "trainer.api",
+    "Listener": "trainer.engine.events",
     "load_recipe": "trainer.commands.recipes",
     "PlanReport": "trainer.planner.report",
     "main": "trainer.cli",
@@ -50,8 +52,10 @@ __all__ = [
     "AccumulatingOptimizer",
     "Checkpoint",
     "Data",
+    "Listener",
     "Loss",
     "Memory",
+    "Metric",
     "Model",
     "Optim",
     "Outline",

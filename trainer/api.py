@@ -20,9 +20,9 @@ with quick_imports():
     from trainer.memory.stack import apply_stack
     from trainer.recipe import Recipe
     from trainer.report.metrics import EvaluationResult
-    from trainer.report.progress import Progress
+    from trainer.report.progress import Progress, warn
     from trainer.report.summary import Summary
-    from trainer.run.directory import report_text, status_kept, written_to
+    from trainer.run.directory import report_text, status_kept, write_evaluation, written_to
     from trainer.run.opening import evaluation_session, training_session
     from trainer.run.prediction import checked
     from trainer.run.prediction import predict as predict
@@ -81,6 +81,11 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
         doing("evaluating")
         result = run()
         if session.is_first:
+            out = Path(run_dir) / "evaluation"  # beside what the run itself has found
+            try:
+                write_evaluation(out, result, session.recipe.data)
+            except OSError as error:
+                warn(f"{error.filename or out}: {error.strerror}: the figures are below, and no file has them")
             print(report_text(result, session.recipe.data))
             print(escaped(" · ".join(f"{name} {value:.4f}" for name, value in result.figures().items())))
         return result

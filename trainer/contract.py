@@ -41,6 +41,12 @@ class Model:
     """Whether ``losses`` knows of mixed samples (mixup, CutMix): where the batch has ``mixed_labels``, the loss is
     ``lam`` times that of ``labels`` and 1 - ``lam`` times that of ``mixed_labels``; ``lam`` is one number for all."""
 
+    @property
+    def seeded(self) -> bool:
+        """Whether ``losses`` reads ``batch["seeds"]``, int64 (n,): numbers to draw by for each training sample, the
+        same however the batch is cut; evaluations have none."""
+        return False
+
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 
@@ -148,6 +154,24 @@ class Model:
     def saved_in(self, folder: Path) -> Model:
         """This model with everything that ``build`` reads taken from ``folder``, for a model with ``own_format``."""
         raise NotImplementedError(f"{type(self).__name__} has own_format and must define saved_in(folder)")
+
+
+class Metric:
+    """A figure of an evaluation that no name of ``run.metrics`` stands for: ``Run(metrics=["f1_macro", Top3()])``."""
+
+    name: ClassVar[str]
+    """What it is called in ``metrics.csv``, in loggers and by ``run.best``."""
+    higher_is_better: ClassVar[bool] = True
+
+    def compute(self, predictions: Tensor, targets: Tensor) -> float:
+        """The figure of a whole evaluation; called once, on the first rank.
+
+        Args:
+            predictions: what the model gives as ``Loss.logits``, of all items over all ranks, in the host's memory and
+                in no particular order; float32 or float64, shape ``(items, ...)``.
+            targets: ``Loss.targets`` of the same items, shape ``(items, ...)``; those that are -100 are left out.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define compute(predictions, targets) -> float")
 
 
 def weigh_mixed(batch: Mapping[str, Any], weigh: Callable[[Any], dict[str, float]]) -> dict[str, float]:

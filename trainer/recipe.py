@@ -6,10 +6,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, get_origin, get_type_hints
 
-from trainer.contract import Data, Model
+from trainer.contract import Data, Metric, Model
 from trainer.errors import require, require_choice, require_positive, require_types
 from trainer.system.text import parse_budget, parse_duration
 
@@ -20,6 +21,11 @@ Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
 LoggerName = Literal["csv", "tensorboard", "wandb"]
+_BY_CLASS = tuple(f"{figure}{mean}" for figure in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
+_OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
+HIGHER = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy", *_BY_CLASS, "f1_weighted", *_OTHERS)
+LOWER = ("loss", "perplexity", "mae", "mse", "rmse")
+"""The figures of an evaluation by name: those that are better the higher, and those that are better the lower."""
 
 _hints: Any = cache(get_type_hints)
 MOST_WORKERS = 1024
@@ -240,6 +246,12 @@ class Run:
         devices: devices on this machine, an integer or auto (all GPUs, or one CPU process).
         accelerator: auto, cpu or cuda.
         logger: where metrics go besides metrics.csv: any of csv, tensorboard, wandb.
+        metrics: figures of every evaluation besides the task's own, such as f1_macro, auroc, mcc, mae, r2 or
+            perplexity; see docs/evaluation.md for all. In Python also objects of your own, of trainer.Metric.
+        best: which weights model/ holds: those of the step with the best figure on the validation set (loss, accuracy
+            or any of metrics), or of the last step; null is the accuracy, or the loss where there is none, and the last
+            step without a validation set. A test set chooses only by its name, such as test_accuracy.
+        patience: end training after this many evaluations in a row without a better figure of run.best; null never.
         progress: show a progress bar on a terminal and plain lines elsewhere; warnings, recoveries and what a run
             resumes from are shown in any case.
         max_skipped_steps: stop after this many steps in a row with a non-finite loss or gradient; fp16 needs up to 16
@@ -266,6 +278,9 @@ class Run:
     devices: int | Literal["auto"] = "auto"
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     logger: list[LoggerName] = field(default_factory=lambda: ["csv"])
+    metrics: list[str | Metric] = field(default_factory=list)
+    best: str | None = None
+    patience: int | None = None
     progress: bool = True
     max_skipped_steps: int = 20
     snapshot: bool = False
@@ -279,9 +294,9 @@ class Run:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        _check("run.", self, positive=("max_skipped_steps", "profile"))
-        for name in self.logger:
-            require_choice("run.logger", name, LoggerName)
+        _check("run.", self, positive=("max_skipped_steps", "profile", "patience"))
+        for logger in self.logger:
+            require_choice("run.logger", logger, LoggerName)
         if self.devices != "auto":
             require_positive("run.devices", self.devices, MOST_WORKERS)
         known = "auto, none or the path of a checkpoint or run directory"
@@ -289,8 +304,29 @@ class Run:
         for word, meant in (("yes", "auto"), ("true", "auto"), ("no", "none"), ("false", "none"), ("null", "none")):
             why = f"run.resume={self.resume!r} must be {known}; did you mean {meant}?"
             require(str(self.resume).lower() != word, why)
+        figures, own = [*HIGHER, *LOWER], [metric for metric in self.metrics if isinstance(metric, Metric)]
+        for metric in own:
+            name = str(getattr(metric, "name", ""))
+            why = f"run.metrics: {type(metric).__name__}.name={name!r} must be a word of its own, such as top3"
+            require(name.isidentifier() and name not in (*figures, "last"), why)
+            figures.append(name)
+        for figure in self.metrics:
+            if isinstance(figure, str):
+                _require_figure(f"run.metrics={figure!r}", figure, figures)
+        chosen = self.chosen()
+        if chosen not in (None, "last"):
+            _require_figure(f"run.best={self.best!r}", str(chosen), figures)
+        if not self.evaluate or chosen == "last":
+            why = f"run.patience={self.patience} needs evaluations to compare: leave out run."
+            require(self.patience is None, why + ("best=last" if chosen == "last" else "evaluate=false"))
+            why = f"run.best={self.best!r} needs evaluations: leave out run.evaluate=false"
+            require(chosen in (None, "last"), why)
         why = f"run.hang_after={self.hang_after} must be greater than 0 seconds, and at most {MOST_SECONDS:,}"
         require(0 < self.hang_after <= MOST_SECONDS, why)
+
+    def chosen(self) -> str | None:
+        """The figure that ``best`` names, without the split that may stand before it."""
+        return self.best if self.best is None else self.best.removeprefix("val_").removeprefix("test_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +346,7 @@ class Recipe:
         memory: the wishes about memory.
         checkpoint: when the state of training is saved.
         run: where and how the run takes place.
+        listeners: objects of trainer.Listener, called as training goes on; in Python only. See docs/evaluation.md.
     """
 
     model: Model
@@ -324,6 +361,7 @@ class Recipe:
     memory: Memory = field(default_factory=Memory)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
+    listeners: list[Any] = field(default_factory=list, metadata={"setting": False})
 
     def __post_init__(self) -> None:
         why = f"model={self.model!r} must be a trainer.Model: subclass it and define build() and losses()"
@@ -360,6 +398,11 @@ class Recipe:
     def replace(self, **changes: Any) -> Recipe:
         """A copy with ``changes`` applied and checked."""
         return dataclasses.replace(self, **changes)
+
+
+def _require_figure(said: str, name: str, known: list[str]) -> None:
+    near = [f"; did you mean {close}?" for close in get_close_matches(name, known, 1)]
+    require(name in known, f"{said} is no figure that is known{''.join(near)} (there are {', '.join(known)})")
 
 
 def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:

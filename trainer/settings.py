@@ -17,6 +17,9 @@ from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.system.redact import redact_value
 
+CLASS = "class"
+"""The key, in the sections model and data of YAML, of the class that they are of."""
+
 ELSEWHERE = {
     "optim.lr": "learning_rate base_lr initial_lr",
     "optim.name": "optimizer optimizer_type opt optimizer_name",
@@ -70,7 +73,7 @@ def settings_of(node: Any, prefix: str = "") -> dict[str, Setting]:
         key, value = f"{prefix}{field.name}", getattr(node, field.name)
         if _is_section(value):
             nested |= settings_of(value, f"{key}.")
-        elif field.init and _is_plain(value):
+        elif field.init and field.metadata.get("setting", True) and _is_plain(value):
             own[key] = Setting(_resolve(type(node), field.type), value, type(node))
     return own | nested
 
@@ -102,13 +105,18 @@ def derive_batch(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
 
 
 def dump_recipe(recipe: Recipe, source: str | None) -> str:
-    """``recipe`` as YAML for ``trainer fit``: the name or path of its file first, then every field, secrets redacted.
+    """``recipe`` as YAML for ``trainer fit``: the name or path of its file first, then every field, secrets redacted,
+    and the classes of model and data, but for those that are in its file.
 
-    Without a file (``None``) it is a record only: the classes of model and data are not in it.
+    Without a file (``None``) it is a record only: those classes are not in it.
     """
     # Not with jsonargparse's dump, which writes the epochs of a schedule as strings: {'0': 8, '4': 2}.
     values = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
     tree = {"recipe": source, **_nest(values)}
+    for part in ("model", "data") if source else ():
+        kind = type(getattr(recipe, part))
+        if getattr(sys.modules.get(kind.__module__), "__file__", None) != source:
+            tree[part] = {CLASS: class_of(getattr(recipe, part)), **tree.get(part, {})}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -178,6 +186,12 @@ def _replace(node: Any, changes: Mapping[str, Any]) -> Any:
         raise
     except ValueError as error:  # how a model or dataset of one's own refuses a value
         raise RecipeError(f"{type(node).__name__}: {error}") from error
+
+
+def class_of(part: Any) -> str:
+    """What ``--model`` or ``--data`` calls the class of a model or dataset: its name, of one's own with the module."""
+    kind = type(part)
+    return kind.__name__ if kind.__module__.startswith("trainer.") else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_section(value: Any) -> bool:

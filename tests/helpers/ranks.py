@@ -15,7 +15,10 @@ from typing import Any
 from helpers import LONG
 from helpers.warm import forks
 
-PICTURES = ("trainer.run.directory.plot_curves", "trainer.run.directory.plot_memory")
+PICTURES = (
+    *("trainer.run.directory.plot_curves", "trainer.run.directory.plot_memory"),
+    "trainer.report.mistakes.plot_confusion",
+)
 MOST_CALLS = 60
 """Of a pool: with every mesh that a call makes there are more threads of gloo, which never end."""
 

@@ -1,11 +1,10 @@
-import math
-
 import numpy as np
 import pytest
 import sklearn.metrics
 import torch
 
-from trainer.report.metrics import ClassificationMetrics, classification_report, score
+from trainer.report.metrics import ClassificationMetrics, classification_report
+from trainer.report.mistakes import MOST, Mistakes
 from trainer.values import Loss
 
 CLASSES = 5
@@ -125,8 +124,24 @@ def test_two_ranks_with_uneven_updates_equal_one_process(ranks):
         assert others == [expected.accuracy, expected.samples, expected.confusion.tolist()]
 
 
-def test_evaluations_are_compared_by_accuracy_or_loss_and_one_that_is_not_finite_is_never_the_best():
-    assert score({"loss": 9.0, "accuracy": 0.5}) > score({"loss": 0.1, "accuracy": 0.4})
-    assert score({"loss": 0.1}) > score({"loss": 0.2})
-    for figures in ({"loss": math.nan, "accuracy": 1.0}, {"loss": math.inf}, {"loss": -math.inf}, {"loss": math.nan}):
-        assert score(figures) == -math.inf
+def worst(logits, targets):
+    """The mistakes over the ranks, of which the last has no sample."""
+    found, joined = Mistakes(), torch.distributed.is_initialized()
+    rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if joined else (0, 2)
+    for start in range(rank, len(logits), size - 1) if rank < size - 1 else ():
+        found.samples = [start]
+        found.update(Loss(torch.zeros(()), logits=logits[start : start + 1], targets=targets[start : start + 1]))
+    return [list(mistake) for mistake in found.worst()]
+
+
+def test_the_worst_mistakes_are_the_same_on_two_ranks_of_which_one_has_no_sample(ranks):
+    torch.manual_seed(0)
+    logits, targets = torch.randn(300, 4), torch.randint(0, 4, (300,))
+    targets[::10] = -100
+    logits[5] = float("nan")
+    alone = worst(logits, targets)
+    assert [one[3] for one in alone] == sorted((one[3] for one in alone), reverse=True)
+    assert 100 < len(alone) <= MOST
+    assert all(int(targets[at]) == target != int(logits[at].argmax()) == said for at, target, said, _, _ in alone)
+    assert not {0, 5, 10} & {one[0] for one in alone}
+    assert ranks(2).run(worst, logits, targets) == [alone] * 2

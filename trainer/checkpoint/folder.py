@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, folder_name, read_manifest
 from trainer.errors import RunError, require
 from trainer.system.files import aside, remove, swap_in, sync_to_disk
+from trainer.system.text import gigabytes
 
 NAME = re.compile(r"step-\d{8,}")
 MARGIN = 2**20  # bytes that JSON files and the file system's own records may take, besides the tensors
@@ -87,15 +88,20 @@ class CheckpointFolder:
 
     def rotate(self, keep_last: int, keep_best: int, score: Score) -> list[str]:
         """Delete all but the newest and the best, by their manifests; one that cannot be read is left for a person.
-        What is wrong with those that could not be removed: they take space, and harm nobody."""
+        Of equally good ones the first counts. What is wrong with those that could not be removed: they take space, and
+        harm nobody."""
         figures: dict[Path, Mapping[str, float] | None] = {}  # of the newest first
         for path in self.newest_first():
             with suppress(CorruptCheckpoint):
                 figures[path] = read_manifest(path).figures
         rated = {path: found for path, found in figures.items() if found}
-        best = sorted(rated, key=lambda path: score(rated[path]), reverse=True)[:keep_best]
+        newest = list(figures)[:keep_last]
+        best = sorted(rated, key=lambda path: (-score(rated[path]), path.name))
+        kept = {*newest, *best[:keep_best]}
+        if keep_best:  # who goes on from one of the newest needs what was the best by then
+            kept |= {next((path for path in best if path.name <= at.name), at) for at in newest}
         left = self._remove_all(self._hidden("gone"), remove)  # the disk may be well again
-        return left + self._remove_all(sorted(figures.keys() - {*list(figures)[:keep_last], *best}), self.remove)
+        return left + self._remove_all(sorted(figures.keys() - kept), self.remove)
 
     def remove(self, path: Path) -> None:
         """Delete a checkpoint: under another name first, so that half of it is never taken for one. Where a person has
@@ -121,9 +127,9 @@ def missing_space(folder: Path, needed: int) -> int:
 def no_space(folder: Path, step: int, needed: int, missing: int) -> RunError:
     """What is said when a checkpoint does not fit."""
     return RunError(
-        f"no space for the checkpoint of step {step}: it takes {needed / 1e9:.3f} GB, and {missing:,} bytes are "
+        f"no space for the checkpoint of step {step}: it takes {gigabytes(needed)}, and {missing:,} bytes are "
         f"missing on the file system of {folder}. Older checkpoints are untouched: free some space, or lower "
-        "checkpoint.keep_last, then resume"
+        "checkpoint.keep_last, or keep no best one by run.best last, then resume"
     )
 
 

@@ -17,6 +17,8 @@ from trainer.system.files import hash_file, read_regular
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+STATE = "state.json"
+"""What all ranks have the same of."""
 MOST_BYTES = 64 * 2**20
 """Of a JSON file of a checkpoint: a manifest takes 170 bytes a file of it, two files a rank, and 60 a file of the data;
 what a rank says of its tensors takes 200 bytes for each of them."""

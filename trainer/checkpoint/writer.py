@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.folder import CheckpointFolder, Score, missing_space, no_space
-from trainer.checkpoint.manifest import MANIFEST, Manifest
+from trainer.checkpoint.manifest import MANIFEST, STATE, Manifest
 from trainer.checkpoint.parts import Part, describe_parts, write_parts
 from trainer.errors import RunError, require
 from trainer.system.files import read_regular, remove, write_atomic
 from trainer.system.redact import redact
 
-STATE = "state.json"
 HISTORY = "metrics.csv"
 SECONDS_BETWEEN_LOOKS = 0.02
 SECONDS_BETWEEN_COUNTS = 1.0

@@ -7,26 +7,35 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
-from trainer.checkpoint.manifest import CorruptCheckpoint, Manifest, fault_of, read_manifest
+from trainer.checkpoint.manifest import (
+    MOST_BYTES,
+    STATE,
+    CorruptCheckpoint,
+    Manifest,
+    fault_of,
+    folder_name,
+    read_manifest,
+)
 from trainer.checkpoint.seal import require_sealed, require_sealed_text
-from trainer.commands import TRUST
+from trainer.commands import TRUST, OwnFlags
 from trainer.errors import require
-from trainer.system.text import escaped
+from trainer.system.files import read_object
+from trainer.system.text import escaped, gigabytes
 
 USAGE = """\
 usage: trainer checkpoint list DIR
        trainer checkpoint verify DIR
-       trainer checkpoint export DIR [--out FOLDER] [--trust-recipe]
+       trainer checkpoint export DIR [--best] [--out FOLDER] [--trust-recipe]
 
-list    every checkpoint: step, epoch, size, ranks, figures
+list    every checkpoint: step, epoch, size, ranks, figures; the best of the run is marked
 verify  check the hash of every file, of a run directory also those of model/ and recipe.yaml; exit code 1 when one is
         not what was saved
 export  write the model of a checkpoint as a finished run does: for trainer evaluate and trainer predict, for
         transformers, for anything that reads safetensors. FOLDER is RUN_DIR/model by default. A recipe that is a
         .py file says what the model is by being executed: only with --trust-recipe
 
-DIR is a run directory (export takes its newest valid checkpoint) or one checkpoint, such as
-RUN_DIR/checkpoints/step-00000100.
+DIR is a run directory (export takes its newest valid checkpoint, or with --best the best one) or one checkpoint, such
+as RUN_DIR/checkpoints/step-00000100.
 """
 ACTIONS = ("list", "verify", "export")
 RESULTS = {"recipe.yaml": require_sealed_text, "model": require_sealed}
@@ -37,12 +46,12 @@ def checkpoint(argv: Sequence[str]) -> None:
     """``trainer checkpoint``."""
     from trainer.commands.flags import scan
 
-    positionals, flags = scan(argv)
+    positionals, flags = scan(argv, OwnFlags({}, {"best": ""}))
     if ("help", None) in flags or not positionals:
         print(USAGE, end="")
         return
     action, *rest = positionals
-    unknown = [name for name, _ in flags if action != "export" or name not in ("out", TRUST)]
+    unknown = [name for name, _ in flags if action != "export" or name not in ("out", "best", TRUST)]
     require(action in ACTIONS, f"checkpoint {action}: no such action (there are {', '.join(ACTIONS)})")
     require(not unknown, f"checkpoint {action}: unknown flag --{'/--'.join(unknown)}: see trainer checkpoint --help")
     require(len(rest) == 1, f"checkpoint {action} takes one DIR: see trainer checkpoint --help")
@@ -54,8 +63,13 @@ def checkpoint(argv: Sequence[str]) -> None:
         results = {result: check for result, check in checks.items() if result.exists()}
         verify_checkpoints(CheckpointFolder(path / "checkpoints").newest_first() if results else find(path), results)
     else:
-        out = next((text for name, text in flags if name == "out"), None)
-        export_checkpoint(find(path), Path(out) if out else None, trusted=(TRUST, None) in flags)
+        out, paths = next((text for name, text in flags if name == "out"), None), find(path)
+        if ("best", None) in flags:
+            best = best_of(paths)
+            none = f"{path}: no evaluation has chosen a best checkpoint (run.best, a validation set): leave out --best"
+            require(best is not None, none)
+            paths = [found for found in paths if found == best]
+        export_checkpoint(paths, Path(out) if out else None, trusted=(TRUST, None) in flags)
 
 
 def find(path: Path) -> list[Path]:
@@ -69,11 +83,19 @@ def find(path: Path) -> list[Path]:
     return found
 
 
+def best_of(newest_first: Sequence[Path]) -> Path | None:
+    """The one that the newest says is the best of the run so far, if it does and that is there."""
+    best = read_object(newest_first[0] / STATE, MOST_BYTES).get("best")
+    step = best.get("step") if isinstance(best, dict) else None
+    return next((path for path in newest_first if type(step) is int and step and path.name == folder_name(step)), None)
+
+
 def list_checkpoints(paths: Sequence[Path]) -> None:
     """Print a line each, by the manifests alone."""
+    best = best_of(paths)
     for path in paths:
         try:
-            print(escaped(f"{path}  {_described(read_manifest(path))}"))
+            print(escaped(f"{path}  {_described(read_manifest(path))}{' · best' * (path == best)}"))
         except CorruptCheckpoint as error:  # noqa: PERF203
             if os.path.lexists(path):  # else its run has removed it meanwhile: a live one keeps the newest only
                 print(escaped(f"{path}  CORRUPT: {error}"))
@@ -82,7 +104,7 @@ def list_checkpoints(paths: Sequence[Path]) -> None:
 def _described(manifest: Manifest) -> str:
     parts = [
         f"step {manifest.step:,} (epoch {manifest.epoch}, {manifest.step_in_epoch:,} steps in)",
-        f"{sum(entry['bytes'] for entry in manifest.files.values()) / 1e9:.3f} GB",
+        gigabytes(sum(entry["bytes"] for entry in manifest.files.values())),
         f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
         *(f"{name} {value:.4f}" for name, value in (manifest.figures or {}).items()),
         manifest.created,

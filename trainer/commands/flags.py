@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from functools import partial
-from importlib import import_module
 from pathlib import Path, PurePath
 from re import findall, fullmatch, search
 from typing import Any, Literal, Union, get_args, get_origin
@@ -19,6 +18,7 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_loader, set_loader
 
 from trainer.commands import EVERY, NONE, OwnFlags
+from trainer.commands.classes import PARTS, known_classes
 from trainer.errors import RecipeError, require
 from trainer.recipe import ALSO_CALLED, NOT_OFFERED, Recipe
 from trainer.settings import did_you_mean, settings_of
@@ -94,7 +94,8 @@ class RecipeParser:
             section, _, name = key.rpartition(".")
             if section not in groups:
                 title = f"{section}: {setting.owner.__name__}" if section else "recipe"
-                groups[section] = self.parser.add_argument_group(title)
+                more = {"description": _others(section)} if section in PARTS else {}
+                groups[section] = self.parser.add_argument_group(title, **more)
             shown = {"metavar": _describe(setting.hint), "help": _documentation(setting.owner, name) or None}
             kind = _checked_as(setting.hint)
             groups[section].add_argument(f"--{key}", default=setting.value, type=kind, **shown)
@@ -159,12 +160,17 @@ class RecipeParser:
     def _elsewhere(self, key: str) -> str:
         """Who has a setting ``key`` that the recipe's model or data has not: other classes of the package."""
         section, _, name = key.partition(".")
-        if section not in ("data", "model") or not name:
+        if section not in PARTS or not name:
             return ""
         owners = (one.owner.__name__ for known, one in self.settings.items() if known.startswith(f"{section}."))
-        module = import_module("trainer.data" if section == "data" else "trainer.models")
-        kinds = [kind for kind in module.__all__ if name in getattr(getattr(module, kind), "__dataclass_fields__", ())]
-        has = f"{' and '.join(kinds)} ({module.__name__}) ha{'ve' if len(kinds) > 1 else 's'} it"
+        kinds: list[str] = [
+            one for one, kind in known_classes(section).items() if name in vars(kind)["__dataclass_fields__"]
+        ]
+        has = (
+            f"{' and '.join(kinds)} ha{'ve' if len(kinds) > 1 else 's'} it: take --{section} {kinds[0]}"
+            if kinds
+            else ""
+        )
         return f"; {next(owners, 'it')} has no {name}, {has}" if kinds else ""
 
     def _convert(self, parse: Callable[[], Namespace], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,6 +195,10 @@ class RecipeParser:
             why = f"{key}={given[key]!r}: {duplicate[0]}" if duplicate else ""
             raise Refused(key, why or _explain(key, self.settings[key].hint, given[key])) from error
         return {key: value for key, value in found.items() if key in self.settings}
+
+
+def _others(part: str) -> str:
+    return f"--{part} CLASS takes another: {', '.join(known_classes(part))}; or one of your own, as module.Class"
 
 
 def load_yaml_file(path: Path) -> dict[Any, Any]:

@@ -14,9 +14,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.commands import EVERY, NONE, TRUST, OwnFlags
+from trainer.commands.classes import PARTS, require_given, taken_from, with_classes
 from trainer.errors import NothingNamed, RecipeError, require, text_of
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
-from trainer.settings import change, did_you_mean, dump_recipe, settings_of
+from trainer.settings import CLASS, change, did_you_mean, dump_recipe, settings_of
 from trainer.system.files import default_folder, make_folder
 from trainer.system.redact import refuse_redacted
 from trainer.system.text import wrapped
@@ -66,8 +67,11 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str]:
     if os.path.isabs(named) and not trusted:
         code = f"{path}: recipe={str(tree['recipe'])!r} is Python code, {os.path.realpath(named)!r}"
         raise RecipeError(f"{code}, and is not executed: add --{TRUST} if you trust that file")
-    recipe = import_recipe(_path_of(named))
-    return change(recipe, yaml_changes(RecipeParser(recipe), path, tree)), named
+    tree, classes = taken_from(tree)
+    recipe, needed = _with_classes_of(path, import_recipe(_path_of(named)), classes, trusted)
+    changes = yaml_changes(RecipeParser(recipe), path, tree)
+    require_given(recipe, needed, changes)
+    return change(recipe, changes), named
 
 
 def source_of(reference: str, folder: Path | None = None) -> str:
@@ -227,22 +231,47 @@ def resolve(recipe: Recipe, source: str, flags: Flags, usage: str, own: OwnFlags
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
     from trainer.commands.flags import RecipeParser, load_yaml_file
 
+    named = {name.removesuffix(f".{CLASS}"): text for name, text in flags if text and _names_class(name)}
+    recipe, needed = with_classes(recipe, named, trusted=True)
+    trees: list[tuple[Path, dict[Any, Any]]] = []
+    for path in [Path(text) for name, text in flags if name == "config" and text]:  # later files over earlier ones
+        tree = load_yaml_file(path)
+        if yaml_source(path, tree) not in (None, source):
+            raise RecipeError(f"{path}: recipe={tree['recipe']!r} is not the recipe asked for, {source!r}")
+        rest, classes = taken_from(tree)
+        classes = {part: name for part, name in classes.items() if part not in named}
+        recipe, missing = _with_classes_of(path, recipe, classes, (TRUST, None) in flags)
+        needed |= missing
+        trees.append((path, rest))
     parser = RecipeParser(recipe, usage, own)
     if ("help", None) in flags:
         parser.parser.print_help()
         return None
     in_yaml: dict[str, Any] = {}
-    for path in [Path(text) for name, text in flags if name == "config" and text]:  # later files over earlier ones
-        tree = load_yaml_file(path)
-        if yaml_source(path, tree) not in (None, source):
-            raise RecipeError(f"{path}: recipe={tree['recipe']!r} is not the recipe asked for, {source!r}")
-        in_yaml |= yaml_changes(parser, path, tree)
-    resolved = change(recipe, in_yaml, parser.read_flags(flags, in_yaml))
+    for path, rest in trees:
+        in_yaml |= yaml_changes(parser, path, rest)
+    by_flags = parser.read_flags([(name, text) for name, text in flags if not _names_class(name)], in_yaml)
+    require_given(recipe, needed, in_yaml, by_flags)
+    resolved = change(recipe, in_yaml, by_flags)
     refuse_redacted({key: setting.value for key, setting in settings_of(resolved).items()})
     if ("print_config", None) in flags:
         print(dump_recipe(resolved, source), end="")
         return None
     return resolved
+
+
+def _names_class(flag: str) -> bool:
+    return flag.removesuffix(f".{CLASS}") in PARTS
+
+
+def _with_classes_of(
+    path: Path, recipe: Recipe, classes: Mapping[str, str], trusted: bool
+) -> tuple[Recipe, dict[str, list[str]]]:
+    """``with_classes`` of those that the file ``path`` names."""
+    try:
+        return with_classes(recipe, classes, trusted)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from error
 
 
 def count(name: str, text: str) -> int:

@@ -24,13 +24,13 @@ class Listener:
     """Base class: override what is of interest. Called on every rank; must not run collectives."""
 
     def on_fit_start(self, counters: Counters, total_steps: int) -> None:
-        """Before the first step."""
+        """Before the first step, also of a run that is resumed; ``total_steps`` are those of the whole run."""
 
     def on_step(self, counters: Counters, result: StepResult) -> None:
-        """After every optimizer step."""
+        """After every optimizer step, of which ``result`` says loss, gradient norm and learning rate."""
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
-        """After an evaluation; ``result`` is what the evaluator returned."""
+        """After an evaluation; ``result.figures()`` are its figures by name, the same on all ranks."""
 
     def on_fit_end(self, counters: Counters) -> None:
         """After the last step."""

@@ -76,8 +76,11 @@ class Engine:
         recover: Callable[[Exception], bool] = lambda error: False,
         # Called between steps, when the batch of the next one is there: to save, or to stop by an exception.
         at_boundary: Callable[[Engine], None] = lambda engine: None,
+        # Whether training ends before its last step, on all ranks alike: asked when the model has been evaluated.
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.stepper, self.windows, self.evaluation, self.listeners = stepper, windows, evaluation, listeners
+        self.is_over = is_over
         self.recover, self.at_boundary, self.counters = recover, at_boundary, Counters()
         self.last_result: Any = None
 
@@ -109,7 +112,7 @@ class Engine:
             self._evaluate()
             if counters.step_in_epoch >= self.windows.steps(epoch):  # else max_steps ended it: more steps may follow
                 counters.epoch, counters.step_in_epoch = epoch + 1, 0
-            if counters.step >= total:
+            if counters.step >= total or self.is_over():
                 break
         for listener in self.listeners:
             listener.on_fit_end(counters)
@@ -134,10 +137,14 @@ class Engine:
         counters = self.counters
         last = counters.step_in_epoch + total - counters.step
         self._evaluate_if_due(eval_every)  # the run may have been stopped in that evaluation
+        if self.is_over():
+            return
         for window in self.windows.epoch(counters.epoch, counters.step_in_epoch, last):
             self.at_boundary(self)
             self._step(window, max_skipped)
             self._evaluate_if_due(eval_every)
+            if self.is_over():
+                break
 
     def _step(self, window: Window, max_skipped: int) -> None:
         result = self.stepper.step(window)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.report.mistakes import Mistake
 from trainer.values import IGNORED_LABEL, Loss, Task
 
 
@@ -24,22 +25,13 @@ class EvaluationResult:
     accuracy: float | None  # share of right predictions, 0 to 1; None when nothing was classified
     samples: int | None  # how many items were classified; None without num_classes
     confusion: np.ndarray | None  # counts, shape (classes, classes): row = target, column = prediction; None as well
-    others: dict[str, float] = field(default_factory=dict)  # the task's figures besides the accuracy
+    others: dict[str, float] = field(default_factory=dict)  # the task's figures besides the accuracy, and run.metrics'
+    mistakes: Sequence[Mistake] | None = None  # the surest ones; None where samples are not of one class each
 
     def figures(self) -> dict[str, float]:
-        """``loss`` and those of the task, as ``FIGURES`` has them, if there are any: what goes to the loggers, the
-        progress and the summary."""
+        """``loss`` and those of the task, as ``FIGURES`` has them, if there are any, and what ``run.metrics`` asks for:
+        what goes to the loggers, the progress and the summary."""
         return {"loss": self.loss} | ({} if self.accuracy is None else {"accuracy": self.accuracy}) | self.others
-
-
-def score(figures: Mapping[str, float]) -> float:
-    """By which evaluations are compared, higher is better: the accuracy, or else the negative loss.
-
-    Where any figure is not finite it is minus infinity: logits that are NaN have an accuracy, too, that of class 0.
-    """
-    if not all(map(math.isfinite, figures.values())):
-        return -math.inf
-    return figures["accuracy"] if "accuracy" in figures else -figures["loss"]
 
 
 class ClassificationMetrics:

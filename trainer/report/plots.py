@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.system.files import staged_file
+from trainer.system.text import GB, gigabytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,25 +25,35 @@ SMOOTHED_SHARE = 50  # the smoothed curve averages over one fiftieth of the step
 Curve = tuple[np.ndarray, np.ndarray]
 
 
-def plot_curves(metrics_csv: Path, target: Path) -> None:
-    """Draw the curves of ``metrics_csv`` as a PNG of 1200 × 800 pixels; columns that are missing are left out."""
+def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> None:
+    """Draw the curves of ``metrics_csv`` as a PNG, 1200 pixels wide; columns that are missing are left out.
+
+    Args:
+        metrics_csv: of the run.
+        target: the picture.
+        best: the step whose weights are the run's model, to be marked.
+    """
     curves = _read(metrics_csv)
-    figure = _new_figure(metrics_csv.absolute().parent.name, height=8, margins=(0.08, 0.91, 0.36))
-    grid = figure.add_gridspec(2, 2, height_ratios=[3, 1])
-    name = next((name for name in _evaluated(curves) if name != "loss"), None)
-    loss = figure.add_subplot(grid[0, 0] if name else grid[0, :])
+    names = [name for name in dict.fromkeys(_evaluated(curves)) if name != "loss"]
+    rows = len(names) // 2 + 1
+    height = 5 + 3 * rows
+    figure = _new_figure(metrics_csv.absolute().parent.name, height, (0.64 / height, 1 - 0.72 / height, 0.36))
+    grid = figure.add_gridspec(rows + 1, 2, height_ratios=[3] * rows + [1])
+    loss = figure.add_subplot(grid[0, 0] if names else grid[0, :])
     steps, values = curves["loss"]
     if len(steps):
         loss.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1, label="training, each step")
         loss.plot(steps, _smooth(values), color=BLUE, linewidth=2, label="training, smoothed")
     _draw_evaluations(loss, curves, "loss", "{:.4f}")
+    _mark(loss, best)
     _finish(loss, "Loss", "mean loss per weighted item")
-    if name is not None:
+    for place, name in enumerate(names, start=1):
         share = name.endswith("accuracy")
-        said, beside = name.replace("_", " "), figure.add_subplot(grid[0, 1], sharex=loss)
+        said, beside = name.replace("_", " "), figure.add_subplot(grid[place // 2, place % 2], sharex=loss)
         _draw_evaluations(beside, curves, name, "{:.2f} %" if share else "{:.4f}", factor=100 if share else 1)
+        _mark(beside, best)
         _finish(beside, said[0].upper() + said[1:], f"{said} (%)" if share else said)
-    rate = figure.add_subplot(grid[1, :], sharex=loss)
+    rate = figure.add_subplot(grid[-1, :], sharex=loss)
     if len(curves["lr"][0]):
         rate.plot(*curves["lr"], color=GREY, linewidth=2, label="learning rate")
         rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
@@ -68,7 +80,7 @@ def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]],
         levels.plot(steps, values, color=BLUE, linewidth=2, marker="o", markersize=3, label=f"{kind}, first rank")
     if not on_gpu and idle is not None:
         for axes in (peaks, levels):
-            axes.axhline(idle, color=GREY, linestyle="--", linewidth=1.5, label=f"idle, {idle:.2f} GB")
+            axes.axhline(idle, color=GREY, linestyle="--", linewidth=1.5, label=f"idle, {gigabytes(idle * GB)}")
     _finish(peaks, "Peaks by phase, the largest over ranks", "peak memory (GB)", x_label="phase")
     peaks.set_axisbelow(True)
     _finish(levels, "Memory at the end of a step", f"{kind} memory (GB)")
@@ -88,6 +100,7 @@ def _new_figure(title: str, height: float, margins: tuple[float, float, float] |
     figure.suptitle(title, fontsize=15)
     if margins:
         bottom, top, between = margins
+        figure.suptitle(title, fontsize=15, y=1 - 0.16 / height)
         figure.subplots_adjust(left=0.065, right=0.985, bottom=bottom, top=top, hspace=between, wspace=0.17)
     return figure
 
@@ -146,6 +159,12 @@ def _draw_evaluations(axes: Axes, curves: Mapping[str, Curve], figure: str, form
             axes.plot(steps, factor * values, **style)
 
 
+def _mark(axes: Axes, best: int | None) -> None:
+    """A line at the step whose weights were kept, where there is something to compare."""
+    if best is not None and axes.lines:
+        axes.axvline(best, color=BLACK, linestyle="--", linewidth=1.5, label=f"model/: step {best:,}")
+
+
 def _draw_phases(axes: Axes, memory: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
     """A group of bars for each phase that was measured."""
     first, *_ = kinds
@@ -154,7 +173,7 @@ def _draw_phases(axes: Axes, memory: Mapping[str, Any], kinds: Mapping[str, str]
     for number, ((key, label), colour) in enumerate(zip(kinds.items(), (BLUE, ORANGE), strict=False)):
         at = np.arange(len(phases)) + (number - (len(kinds) - 1) / 2) * width
         bars = axes.bar(at, [figures[key] for figures in phases.values()], width, color=colour, label=label)
-        axes.bar_label(bars, fmt="%.2f", fontsize=10)
+        axes.bar_label(bars, [gigabytes(figures[key] * GB) for figures in phases.values()], fontsize=10)
     axes.set_xticks(range(len(phases)), list(phases))
 
 
@@ -167,6 +186,33 @@ def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str
         axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", va="center", color=GREY)
     elif legend:
         axes.legend(fontsize=11)
+
+
+# ``confusion.png``: what each class is taken for.
+
+MOST_COUNTED, LONGEST_NAME = 20, 24  # classes whose cells have their counts written in; letters of a name
+
+
+def plot_confusion(confusion: np.ndarray, names: Sequence[str], title: str, target: Path) -> None:
+    """Draw counts, a row for each true class, coloured by their share of it, as a PNG of 1200 × 1000 pixels."""
+    figure = _new_figure(title, height=10)
+    axes, classes = figure.add_subplot(), len(names)
+    shares = confusion / np.maximum(confusion.sum(1, keepdims=True), 1)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
+    if classes <= MOST_COUNTED:
+        for row, column in zip(*np.nonzero(confusion), strict=True):
+            colour = "white" if shares[row, column] > 0.6 else "black"
+            axes.text(column, row, f"{confusion[row, column]}", ha="center", va="center", color=colour, fontsize=10)
+    shown = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
+    shown = [name.replace("$", r"\$") for name in shown]  # no formula
+    axes.set_xticks(range(classes), shown, rotation=90 if max(map(len, shown), default=0) > 3 else 0)
+    axes.set_yticks(range(classes), shown)
+    axes.set_xlabel("predicted class", fontsize=12)
+    axes.set_ylabel("true class", fontsize=12)
+    with warnings.catch_warnings():  # of letters that its font has not: the csv has them
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        _save(figure, target)
 
 
 # ``ladder.png``: the memory of each rung of a ladder, side by side.
@@ -188,7 +234,7 @@ def plot_ladder(
         colour = GREEN if label.startswith("+") else ORANGE if label.endswith(")") else BLUE if place else GREY
         for kind, peak in reversed(list(enumerate(peaks))):
             axes.barh(place, peak or 0, color=colour, alpha=0.3 if kind else 1, height=0.7)
-        known = [f"{peak:.2f}" for peak in peaks if peak is not None]
+        known = [gigabytes(peak * GB) for peak in peaks if peak is not None]
         text = " / ".join(known) if status == "finished" else " ".join([*known, status])
         axes.text(max(peak or 0 for peak in peaks), place, f"  {text}", va="center", fontsize=10)
     axes.set_yticks(range(len(rungs)), [label for label, _, _ in rungs], fontsize=11)
@@ -256,14 +302,14 @@ def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) 
             axes.fill_between(points, below, below + values, step="post", **style)
         below = below + values
     peak = int(below.argmax())
-    axes.plot(peak, below[peak], "o", color=BLACK, markersize=6, label=f"allocated: {_figure(below[peak])} GB")
-    label = f"reserved: {_figure(reserved.max(initial=0.0))} GB"
+    axes.plot(peak, below[peak], "o", color=BLACK, markersize=6, label=f"allocated: {gigabytes(below[peak] * GB)}")
+    label = f"reserved: {gigabytes(reserved.max(initial=0.0) * GB)}"
     axes.step(points, reserved, where="post", color=GREY, linewidth=2, label=label)
 
 
 def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
     """A dashed line, or a word where it lies far above."""
-    label, is_far = f"budget: {_figure(budget)} GB", budget > FAR * peak
+    label, is_far = f"budget: {gigabytes(budget * GB)}", budget > FAR * peak
     top = 1.15 * peak or 1 if is_far else 1.12 * max(budget, peak)
     axes.set_ylim(0, top)
     if is_far:
@@ -289,7 +335,3 @@ def _draw_predicted_phases(strip: Axes, axes: Axes, marks: list[list[Any]], poin
     strip.tick_params(bottom=False, labelbottom=False)
     for spine in strip.spines.values():
         spine.set_visible(False)
-
-
-def _figure(gigabytes: float) -> str:
-    return f"{gigabytes:.2f}" if gigabytes >= 1 else f"{gigabytes:.3f}"

@@ -12,12 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.system.text import escaped
+from trainer.system.text import GB, escaped, gigabytes
 
 DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
 LEAST_WHOLE = 10  # samples a second: fewer are shown with a fraction
 LEAST_DATA_SHARE = 0.05
 """Of the time, what waiting for data must take to be worth a person's attention at every step."""
+LEAST_FAR = 0.1
+"""GB between a predicted and a measured peak of which the share is told: a process varies by some ten MB by itself."""
 
 
 class Speed(NamedTuple):
@@ -57,6 +59,9 @@ class Summary:
     micro_batch_size: int
     accumulate: int | Mapping[int, int]  # micro-batches per step and rank, or a schedule by epoch
     metrics: Mapping[str, Mapping[str, float | None]]  # figures by split: {"test": {"accuracy": 0 to 1, "loss": ...}}
+    best: Mapping[str, Any] | None = None
+    """Of the weights in ``model/``, where an evaluation has chosen them: ``{"step", "figure": its name, "best",
+    "last"}``."""
     memory: Mapping[str, Any]
     """Peaks in GB (1e9 bytes), the largest over ``ranks_measured`` ranks: ``allocated_gb``, ``reserved_gb`` (``None``
     without a GPU), ``host_peak_gb``; ``host_idle_gb``, the host's before the model was there; and ``phases``:
@@ -98,6 +103,7 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
     rows = [
         ("status", summary.status),
         *((f"{split} {name}", _metric(name, value)) for split, name, value in figures),
+        *([("model/", _best(summary.best))] if summary.best else []),
         ("steps", f"{summary.steps:,}{skipped}"),
         ("batch", f"{summary.batch_size:,} samples a step on {ranks}"),
         ("speed", ", ".join([*speed.describe(0.0), f"{_number(summary.seconds, ',.1f')} s"])),
@@ -111,10 +117,16 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
     return "\n".join(escaped(f"{label:<{width}}  {value}") for label, value in rows)
 
 
+def _best(best: Mapping[str, Any]) -> str:
+    name = best["figure"]
+    found, last = (_metric(name.partition("_")[2], best[which]) for which in ("best", "last"))
+    return f"step {best['step']:,}, best {name} {found}" + (f"; last {last}" if best["last"] is not None else "")
+
+
 def _memory(memory: Mapping[str, Any]) -> str:
     kinds = ("allocated", "reserved", "host_peak", "host_idle")  # zero or none: there is no such device
-    known = [f"{memory[f'{kind}_gb']:.2f} GB {kind.replace('_', ' ')}" for kind in kinds if memory.get(f"{kind}_gb")]
-    return ", ".join(known) or "unknown"
+    known = {kind.replace("_", " "): memory.get(f"{kind}_gb") for kind in kinds}
+    return ", ".join(f"{gigabytes(value * GB)} {kind}" for kind, value in known.items() if value) or "unknown"
 
 
 def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -122,10 +134,11 @@ def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     predicted, error = memory.get("predicted_reserved_gb"), memory.get("prediction_error")
     if predicted is None:
         return []
-    text = f"{predicted:.2f} GB {'reserved' if memory.get('reserved_gb') else 'host, over idle'}"
+    text = gigabytes(predicted * GB) + (" reserved" if memory.get("reserved_gb") else " of the host on top of idle")
     if error is not None:
         far = predicted - predicted / (1 + error)
-        text += f": {abs(far):.2f} GB ({abs(100 * error):.1f} %) {'more' if far > 0 else 'less'} than measured"
+        share = f" ({abs(100 * error):.1f} %)" if abs(far) >= LEAST_FAR else ""  # of little, any share means nothing
+        text += f", {gigabytes(abs(far) * GB)}{share} {'more' if far > 0 else 'less'} than measured"
     return [("predicted", text)]
 
 
@@ -134,9 +147,9 @@ def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for kind in ("allocated", "reserved") if memory.get("reserved_gb") else ("host",):
         found = [(name, figures[f"{kind}_gb"]) for name, figures in memory.get("phases", {}).items()]
-        known = [f"{name} {value:.2f}" for name, value in found if value is not None]
+        known = [f"{name} {gigabytes(value * GB)}" for name, value in found if value is not None]
         if known:
-            rows.append(("by phase", f"{', '.join(known)} GB {kind}"))
+            rows.append(("by phase", f"{', '.join(known)} {kind}"))
     return rows
 
 

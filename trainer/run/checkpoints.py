@@ -15,7 +15,6 @@ from trainer.checkpoint.parts import HostCopies, on_host, share_out
 from trainer.checkpoint.writer import Background, Snapshot, Writer
 from trainer.engine.loop import Engine
 from trainer.errors import RunError, Stopped
-from trainer.report.metrics import score
 from trainer.report.progress import warn
 from trainer.report.summary import versions
 from trainer.run.resume import Resumption
@@ -38,6 +37,8 @@ class Checkpointer:
     def __init__(self, session: Session, resumption: Resumption, state: State, history: Callable[[], bytes]) -> None:
         self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
         self.state, self.history, self.wishes = state, history, session.recipe.checkpoint
+        self.best = state.best
+        self.keep_best = max(self.wishes.keep_best, int(self.best.is_chosen))
         every, fabric = self.wishes.every, session.fabric
         self.every_steps = every if isinstance(every, int) else None
         self.every_seconds = parse_duration("checkpoint.every", every) if isinstance(every, str) else math.inf
@@ -47,7 +48,7 @@ class Checkpointer:
         self.on_host = HostCopies().of if self.wishes.asynchronous else on_host
         self.moves = 0
         who = fabric.global_rank, fabric.world_size, self.origin.attempt, session.recipe.run.hang_after
-        kept = self.wishes.keep_last, self.wishes.keep_best, score
+        kept = self.wishes.keep_last, self.keep_best, self.best.score_of
         self.writer = Writer(self.folder, *who, *kept, self._move, warn)
         session.agreement.votes = self._votes
 
@@ -64,14 +65,14 @@ class Checkpointer:
         stop, is_time, has_failed = self.session.agreement.agreed
         if has_failed:
             self._wait()
-        if engine.counters.step > self.saved_at and (is_time or self._is_due(engine)):
+        if self._is_unsaved(engine) and (is_time or self._is_due(engine)):
             self.save(engine)
         if stop:
             self.stop(engine)
 
     def stop(self, engine: Engine) -> NoReturn:
         """End training between two steps, on all ranks alike; what is not saved yet is saved before."""
-        if engine.counters.step > self.saved_at:
+        if self._is_unsaved(engine):
             self.save(engine)
         self._wait()
         signal = self.session.asked_to_stop() or "a signal to another rank"
@@ -83,11 +84,12 @@ class Checkpointer:
     def begin_at(self, step: int) -> None:
         """What there is at ``step`` is saved already, or is the start."""
         self.saved_at, self.saved_when = step, time.monotonic()
+        self.best_saved = self.best.step
         self.writes = int(step > 0)
 
     def at_end(self, engine: Engine) -> None:
         """After the last step: the end of training is saved, too, where checkpoints were due on the way."""
-        if engine.counters.step > self.saved_at and (self.writes or self._is_due(engine)):
+        if self._is_unsaved(engine) and (self.writes or self._is_due(engine)):
             self.save(engine)
         self._wait()
 
@@ -119,18 +121,24 @@ class Checkpointer:
         yield
         self.session.monitor.doing(None)
 
+    def _is_unsaved(self, engine: Engine) -> bool:
+        """Also where it was saved and then, resumed, evaluated: the checkpoint of the best step says how good it is."""
+        return engine.counters.step > self.saved_at or self.best.step > self.best_saved
+
     def _is_due(self, engine: Engine) -> bool:
-        """By the steps, or because the model was just evaluated and ``checkpoint.keep_best`` wants to know it."""
+        """By the steps, or as the model was just evaluated: it is the best so far, or ``checkpoint.keep_best`` wants to
+        know of it."""
         step, every = engine.counters.step, self.every_steps
         due = every is not None and step // every > self.saved_at // every
+        due |= self.best.step > self.best_saved
         return due or (self.wishes.keep_best > 0 and self._figures(engine) is not None)
 
     def _figures(self, engine: Engine) -> dict[str, float] | None:
-        """Of the model as it is now; ``None`` where it was not evaluated, or a figure is not finite."""
+        """Of the model as it is now, those that are finite; ``None`` where it was not evaluated, or cannot be rated."""
         if engine.last_result is None or engine.counters.evaluated_at != engine.counters.step:
             return None
-        figures = engine.last_result.figures()
-        return figures if all(map(math.isfinite, figures.values())) else None
+        figures = {name: value for name, value in engine.last_result.figures().items() if math.isfinite(value)}
+        return figures if math.isfinite(self.best.score_of(figures)) else None
 
     def save(self, engine: Engine) -> None:
         """Copy the state to host memory and write it, beside the training unless that is not wanted. On all ranks alike
@@ -145,6 +153,7 @@ class Checkpointer:
             if missing:
                 raise no_space(self.folder.path, snapshot.step, needed, missing)
         self.saved_at, self.saved_when = engine.counters.step, time.monotonic()
+        self.best_saved = self.best.step
         self.writes += 1
         self.background.run(partial(self.writer.write, snapshot))
         if not self.wishes.asynchronous:

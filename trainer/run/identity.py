@@ -87,7 +87,7 @@ def _name_of(value: Any) -> Any:
 IGNORED = ("run.dir", "run.resume", "run.allow_change")
 """Settings that say how to resume."""
 
-BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate")
+BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate", "run.best", "run.patience")
 """Settings of the section run that change what is trained or found; the others of run and checkpoint do not."""
 
 LOADING = ("data.workers", "data.worker_timeout", "data.max_bad_samples", "data.cache_dir")

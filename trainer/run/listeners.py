@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from trainer.engine.events import Counters, Listener
 from trainer.engine.quarantine import BadSampleAt, Quarantine
 from trainer.engine.step import StepResult
 from trainer.engine.window import OnLoad
+from trainer.errors import RunError, require
 from trainer.memory.monitor import Monitor
 from trainer.report.progress import Progress, warn
 from trainer.report.summary import Speed
 from trainer.system.files import write_atomic
 from trainer.system.redact import redact_value
+from trainer.system.reports import cause
 
 
 class Stopwatch(Listener):
@@ -139,6 +142,40 @@ class LoggingListener(Listener):
         """Write ``figures`` to every logger."""
         for logger in self.loggers:
             logger.log_metrics(figures, step)
+
+
+class Named(Listener):
+    """A listener of the recipe's own: what it raises says that it is its, and where."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+
+    def on_fit_start(self, counters: Counters, total_steps: int) -> None:
+        self._call("on_fit_start", counters, total_steps)
+
+    def on_step(self, counters: Counters, result: StepResult) -> None:
+        self._call("on_step", counters, result)
+
+    def on_evaluation(self, counters: Counters, result: Any) -> None:
+        self._call("on_evaluation", counters, result)
+
+    def on_fit_end(self, counters: Counters) -> None:
+        self._call("on_fit_end", counters)
+
+    def _call(self, event: str, counters: Counters, *values: Any) -> None:
+        try:
+            getattr(self.listener, event)(replace(counters), *values)  # a copy: it is the run that counts
+        except Exception as error:
+            who = f"listener {type(self.listener).__name__}.{event} after step {counters.step}"
+            raise RunError(f"{who}: {cause(error)}") from error
+
+
+def own_listeners(listeners: Sequence[Any]) -> list[Listener]:
+    """The listeners of a recipe, whose errors name them; refused is what is none."""
+    for number, listener in enumerate(listeners):
+        fits = isinstance(listener, Listener)
+        require(fits, f"listeners[{number}]={listener!r} is no trainer.Listener: give an object of a subclass")
+    return [Named(listener) for listener in listeners]
 
 
 def report_bad_samples(quarantine: Quarantine, new: list[BadSampleAt], run_dir: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.folder import CheckpointFolder, is_checkpoint
-from trainer.checkpoint.manifest import MOST_BYTES, CorruptCheckpoint, Manifest, UnknownFormat, fault_of, read_manifest
+from trainer.checkpoint.manifest import (
+    MOST_BYTES,
+    STATE,
+    CorruptCheckpoint,
+    Manifest,
+    UnknownFormat,
+    fault_of,
+    folder_name,
+    read_manifest,
+)
 from trainer.checkpoint.parts import PartsReader
-from trainer.checkpoint.writer import HISTORY, STATE, sign_of
+from trainer.checkpoint.writer import HISTORY, sign_of
 from trainer.contract import Model
 from trainer.engine.loop import Engine
 from trainer.engine.rehearsal import rehearse
@@ -28,7 +38,7 @@ from trainer.run.directory import write_status
 from trainer.run.identity import Origin, require_same_run
 from trainer.run.session import Session, from_all, from_first, on_first
 from trainer.run.state import State, Tensors
-from trainer.system.files import read_object, read_regular, write_atomic
+from trainer.system.files import read_object, read_regular, staged_folder, write_atomic
 
 FOLDER = "checkpoints"
 
@@ -126,18 +136,37 @@ class Resumption:
             else:
                 (self.session.run_dir / HISTORY).unlink(missing_ok=True)
 
+    def _take_along(self, best: int, is_first: bool) -> None:
+        """Copy the checkpoint of the ``best`` step to this run's own, where another run's is gone on with."""
+        assert self.found is not None
+        source, name = self.found.path.parent, folder_name(best)
+        if is_first and best and not (self.folder.path / name).exists() and (source / name).is_dir():
+            with staged_folder(self.folder.path / name) as folder:
+                shutil.copytree(source / name, folder, dirs_exist_ok=True)
+
+    def restore_best(self, best: int, tensors: Tensors) -> str | None:
+        """Put the model, for which training is over, into the state of the checkpoint of the step ``best``; why not, if
+        so, and nothing is changed then. A collective."""
+        path = self.folder.path / folder_name(best)
+        problem = self._problem(path)
+        if problem is None:
+            restore_weights(Found(path, read_manifest(path)), tensors)
+        return problem
+
     def restore(self, engine: Engine, state: State) -> None:
         """Put everything else back; the random generators when training starts."""
         if self.found is None:
             return
         session, stepper, windows, manifest = self.session, engine.stepper, engine.windows, self.found.manifest
         with self.found.explained(STATE):
-            saved = self.found.json(STATE)
+            nothing = {"figure": "", "score": 0.0, "step": 0, "since": 0}  # earlier versions knew of no best
+            saved = {"best": nothing} | self.found.json(STATE)
             require_alike(saved, state.common(engine))
             state.load_common(engine, saved)
             stated = {name: getattr(manifest, name) for name in ("step", "epoch", "step_in_epoch")}
             if any(getattr(engine.counters, name) != number for name, number in stated.items()):
                 raise ValueError(f"{engine.counters}, where the manifest has {stated}")
+        self._take_along(state.best.step, session.is_first)
         if windows.halvings:  # evaluations are cut as small
             session.recut(windows.cut(engine.counters.epoch))
             write_status(session, "running")
@@ -225,6 +254,16 @@ def restore_tensors(found: Found, tensors: Tensors) -> None:
                 raise TypeError(f"{name} is {values[name]!r}")
             numbers[name] = values[name]
     tensors.load_state_dict(numbers)
+
+
+@torch.no_grad()
+def restore_weights(found: Found, tensors: Tensors) -> None:
+    """Fill the model alone, likewise, from a checkpoint of the same run."""
+    reader, _ = found.open()
+    for name, part in tensors.parts().items():
+        if not name.startswith("optimizer/"):
+            reader.read_into(part.of or name, part)
+    tensors.load_state_dict({})
 
 
 def load_whole_model(found: Found, model: Model) -> nn.Module:

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 
+from trainer.contract import Metric
 from trainer.data.loader import Loader, loader_of
 from trainer.data.workers import decide_workers
 from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, windows_of
@@ -30,9 +32,11 @@ from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, samp
 from trainer.memory.plan import Plan
 from trainer.recipe import Memory, Recipe
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
+from trainer.report.mistakes import Mistakes
+from trainer.report.scores import Scores
 from trainer.run.forecast import Forecast
 from trainer.run.listeners import report_bad_samples
-from trainer.values import Task
+from trainer.values import Loss, Task
 
 T = TypeVar("T")
 
@@ -146,6 +150,9 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     loader = _loader(session, dataset)
     classes, task = getattr(model, "num_classes", None), cast(Task, getattr(model, "task", "single_label"))
     metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task)
+    mistakes = Mistakes(task == "single_label" and classes is not None).to(fabric.device)
+    gather, decide = partial(rows_of_all, fabric), partial(on_first, fabric)
+    scores = Scores(asked_figures(session.recipe), getattr(model, "task", None), classes, gather, decide)
     memory, rank = session.recipe.memory, fabric.global_rank
     share, shares = share_of(memory, rank, fabric.world_size)
     once = counted_once(memory, rank, _sum_over(fabric, fabric.device))
@@ -160,14 +167,46 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
             # An evaluation may take longer than a scheduler waits after its signal.
             if any(session.agreement.total([float(session.asked_to_stop() is not None)])):
                 raise EvaluationStopped(f"the evaluation of {split} was left: a rank was asked to stop")
-            monitor.batch = micro.batch
+            monitor.batch, mistakes.samples = micro.batch, micro.indices
             yield micro
 
     def run() -> EvaluationResult:
         with monitor.evaluating():
-            return evaluate(forward, micro_batches(), metrics)
+            result = evaluate(forward, micro_batches(), Evaluated(metrics, mistakes, scores))
+        missing = [name for name in scores.sums if name not in result.figures()]
+        require(not missing, f"run.metrics={missing[0] if missing else ''}: {type(model).__name__} does not classify")
+        return result
 
     return run
+
+
+def asked_figures(recipe: Recipe) -> list[str | Metric]:
+    """What every evaluation says besides the task's own figures: by ``run.metrics``, and what ``run.best`` needs."""
+    names = {metric if isinstance(metric, str) else metric.name for metric in recipe.run.metrics}
+    chosen = recipe.run.chosen()
+    return [*recipe.run.metrics, *([] if chosen in (None, "last", *names) else [str(chosen)])]
+
+
+class Evaluated(NamedTuple):
+    """All that an evaluation looks for, as one."""
+
+    metrics: ClassificationMetrics
+    mistakes: Mistakes
+    scores: Scores
+
+    def reset(self) -> None:
+        for part in self:
+            part.reset()
+
+    def update(self, loss: Loss) -> None:
+        for part in self:
+            part.update(loss)
+
+    def compute(self) -> EvaluationResult:
+        """A collective."""
+        result = self.metrics.compute()
+        others = {**result.others, **self.scores.compute(result.loss)}
+        return replace(result, others=others, mistakes=self.mistakes.worst())
 
 
 # What the ranks decide together, most of it without a collective of its own.
@@ -272,6 +311,25 @@ def from_all(fabric: Fabric, value: Any) -> list[Any]:
     found = [torch.empty_like(padded) for _ in range(fabric.world_size)]
     torch.distributed.all_gather(found, padded)
     return [json.loads(bytes(one[:size].tolist())) for one, size in zip(found, sizes.tolist(), strict=True)]
+
+
+def rows_of_all(fabric: Fabric, rows: Tensor | None) -> Tensor | None:
+    """The rows that the ranks have, in their order, in host memory; a rank may have none. A collective."""
+    if fabric.world_size == 1:
+        return rows
+    pieces = []
+    kinds = from_all(fabric, None if rows is None else [str(rows.dtype).removeprefix("torch."), list(rows.shape)])
+    for rank, kind in enumerate(kinds):
+        if kind is None:
+            continue
+        if rank == fabric.global_rank and rows is not None:
+            piece = rows.to(fabric.device).contiguous()
+        else:
+            piece = torch.empty(kind[1], dtype=getattr(torch, kind[0]), device=fabric.device)
+        torch.distributed.broadcast(piece, rank)
+        if fabric.global_rank == 0:
+            pieces.append(piece.cpu())
+    return torch.cat(pieces) if pieces else None
 
 
 def _packed(fabric: Fabric, value: Any) -> torch.Tensor:

@@ -22,6 +22,7 @@ from trainer.engine.step import Stepper, StepResult
 from trainer.memory.optimizer import OptimizerInBackward
 from trainer.memory.sharding import local
 from trainer.memory.stack import Stack
+from trainer.run.best import Best
 from trainer.run.listeners import Stopwatch
 from trainer.weights.streaming import stretches
 
@@ -146,15 +147,18 @@ class State:
     tensors: Tensors
     stopwatch: Stopwatch
     generators: RandomState
+    best: Best
 
     def common(self, engine: Engine) -> dict[str, Any]:
         """What is the same on all ranks, as JSON."""
-        return {**engine.state_dict(), "stopwatch": self.stopwatch.state_dict()}
+        parts = {"stopwatch": self.stopwatch.state_dict(), "best": self.best.state_dict()}
+        return {**engine.state_dict(), **parts}
 
     def load_common(self, engine: Engine, state: Mapping[str, Any]) -> None:
         """Take that over."""
         engine.load_state_dict(state)
         self.stopwatch.load_state_dict(state["stopwatch"])
+        self.best.load_state_dict(state["best"])
 
 
 # The random generators of a process. The engine seeds torch's before every micro-step and needs none of this: it is for

@@ -22,9 +22,10 @@ from trainer.report.loggers import close_loggers
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
 from trainer.report.summary import Summary, summary_text, versions
+from trainer.run.best import Best
 from trainer.run.checkpoints import Checkpointer
 from trainer.run.directory import describe_run, open_loggers, report_text, write_recipe, write_results, written_to
-from trainer.run.listeners import LoggingListener, ProgressListener, Stopwatch
+from trainer.run.listeners import LoggingListener, ProgressListener, Stopwatch, own_listeners
 from trainer.run.profile import Profile, require_profilable
 from trainer.run.recovery import Recovery
 from trainer.run.resume import Resumption
@@ -63,6 +64,7 @@ class Training:
         )
         del optimizer, sync
         session.monitor.enter(None)
+        own = own_listeners(recipe.listeners)
         # Within a module that is compiled as a whole a hook would be compiled, too.
         self.attention = note_attention(self.stepper.module) if recipe.memory.compile != "model" else []
         self.schedule()
@@ -74,19 +76,21 @@ class Training:
             for line in describe_run(session, self.stack, self.windows):
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
         self.split = "val" if recipe.data.val is not None else "test"
+        self.best, self.resumption = Best(recipe, self.split), resumption
         self.logging = LoggingListener(self.loggers, self.stopwatch, self.split)
         shown = ProgressListener(progress, self.stopwatch, session.monitor, self.split)
         self.recovery = Recovery(session, tensors, self.windows, self.build_again, progress.notice)
-        state = State(tensors, self.stopwatch, RandomState(session.fabric.device))
+        state = State(tensors, self.stopwatch, RandomState(session.fabric.device), self.best)
         self.checkpointer = Checkpointer(session, resumption, state, self._history)
         heard_first = (self.stopwatch, PlateauListener(self.stepper))
         self.engine = Engine(
             self.stepper,
             self.windows,
             evaluation(session, self.stepper, self.split) if recipe.run.evaluate else None,
-            [*heard_first, shown, self.logging, state.generators, *filter(None, [self.profile])],
+            [*heard_first, self.best, shown, self.logging, *own, state.generators, *filter(None, [self.profile])],
             self.recovery,
             self.checkpointer,
+            self.best.is_over,
         )
         resumption.restore(self.engine, state)
         self.checkpointer.begin_at(self.engine.counters.step)
@@ -113,6 +117,9 @@ class Training:
         )
         stepper.scheduler = LearningRate(stepper.optimizer, factor, plateau)
 
+    kept: dict[str, Any] | None = None
+    """What ``summary.json`` says of the step whose weights are in ``model/``; ``None`` for the last."""
+
     def run(self) -> Summary:
         """Train and evaluate, and write the results however that ends."""
         session, engine, recipe = self.session, self.engine, self.session.recipe
@@ -129,6 +136,7 @@ class Training:
                         engine.rehearse(recipe.epochs)
                     engine.fit(recipe.epochs, recipe.max_steps, recipe.eval_every, recipe.run.max_skipped_steps)
                     self.checkpointer.at_end(engine)
+                    self.kept = self._take_best()
                     result = self._test()
                 except EvaluationStopped:
                     self.checkpointer.stop(engine)
@@ -181,10 +189,11 @@ class Training:
             launcher=world.launcher,
             nodes=world.nodes,
             backend=world.backend,
-            batch_size=cut.batch_size,
+            batch_size=min(cut.batch_size, self.windows.size),
             micro_batch_size=cut.micro_batch_size,
             accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else cut.accumulate,
             metrics={final_split: figures} if result else {},
+            best=self.kept,
             memory=memory,
             **stopwatch.speed._asdict(),
             seconds=stopwatch.seconds,
@@ -192,9 +201,26 @@ class Training:
             attention=self.attention,
         )
 
+    def _take_best(self) -> dict[str, Any] | None:
+        """Put the weights of the best step in place of the last ones; what ``summary.json`` says of it."""
+        best, counters, last = self.best, self.engine.counters, self.engine.last_result
+        if best.is_over():
+            why = f"{best.since} evaluations in a row found no better {best.column} than {best.figure:.4f} of step"
+            self.progress.notice(f"training ends after step {counters.step:,}, by run.patience: {why} {best.step:,}")
+        if not best.step:
+            return None
+        step, figures = best.step, last.figures() if last is not None else {}
+        if step != counters.step:
+            tensors = self.checkpointer.state.tensors
+            if problem := self.resumption.restore_best(step, tensors):
+                self.progress.warning(f"{problem}: model/ has the weights of the last step instead of the best")
+                step = counters.step
+            self.engine.last_result = best.result if step == best.step else last
+        return {"step": step, "figure": best.column, "best": best.figure, "last": figures.get(str(best.name))}
+
     def _test(self) -> EvaluationResult | None:
-        """The final figures: on the test set, or on what was evaluated last."""
-        session, engine = self.session, self.engine
+        """The final figures of the model that is kept: on the test set, or on what is evaluated while it trains."""
+        session, engine, step = self.session, self.engine, self.kept["step"] if self.kept else self.engine.counters.step
         if not session.recipe.run.evaluate:
             return None
         on_test = evaluation(session, self.stepper, "test")
@@ -202,9 +228,9 @@ class Training:
             result = on_test()
             if self.split == "val":
                 figures = {f"test_{name}": value for name, value in result.figures().items()}
-                self.logging.log(figures, engine.counters.step)
+                self.logging.log(figures, step)
             return result
-        if engine.last_result is None and engine.evaluation is not None:  # resumed at its end, evaluated before that
+        if engine.last_result is None and engine.evaluation is not None:  # evaluated before the run was resumed
             return engine.evaluation()
         return engine.last_result
 
