@@ -197,31 +197,37 @@ CASES: dict[str, tuple[Optim, Callable[[nn.Module], Textbook]]] = {
     "averaged": (AVERAGED, with_average),
     "averaged, warm": (dataclasses.replace(AVERAGED, ema_warmup=True), with_warm_average),
 }
-WORLDS = {"ddp": {"strategy": "ddp"}, "fsdp": {"strategy": "fsdp"}}
-SPLIT = {"tensor_parallel": 2}
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "host": (1, {"cpu_offload": "optimizer"}),
+    "ddp": (2, {"strategy": "ddp"}),
+    "fsdp": (2, {"strategy": "fsdp"}),
+    "split": (2, {"tensor_parallel": 2}),
+}
 
 
 def train(run_dir: Path, **changes: Any) -> None:
     fit(recipe(run_dir, **changes))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_equals_the_plain_loop(case, ranks, tmp_path):
+QUICK = {("layers and groups", "fsdp"), ("averaged", "host"), ("averaged", "fsdp"), ("plateau", "ddp")}
+QUICK |= {(case, "single") for case in CASES if case != "averaged"}
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        pytest.param(case, world, marks=() if (case, world) in QUICK else pytest.mark.slow)
+        for case in CASES
+        for world in WORLDS
+    ],
+)
+def test_a_run_equals_the_plain_loop(case, world, ranks, tmp_path):
     optim, book = CASES[case]
-    expected, settings = plain_run(optim, book), settings_of(optim)
-    train(tmp_path / "single", **settings)
-    for name, memory in WORLDS.items():
-        ranks(2).run(partial(train, tmp_path / name, **settings | {"memory": settings["memory"] | memory}))
-    train(tmp_path / "host", **settings | {"memory": settings["memory"] | {"cpu_offload": "optimizer"}})
-    found = {name: distance(tmp_path / name, expected) for name in ("single", "host", *WORLDS)}
-    assert {name: value for name, value in found.items() if not value < 1e-12} == {}
-
-
-@pytest.mark.slow
-def test_groups_of_split_layers_equal_the_plain_loop(ranks, tmp_path):
-    expected, settings = plain_run(GROUPED, with_groups), settings_of(GROUPED)
-    ranks(2).run(partial(train, tmp_path, **settings | {"memory": settings["memory"] | SPLIT}))
-    assert distance(tmp_path, expected) < 1e-12
+    settings, (size, memory) = settings_of(optim), WORLDS[world]
+    call = partial(train, tmp_path, **settings | {"memory": settings["memory"] | memory})
+    call() if size == 1 else ranks(size).run(call)
+    assert distance(tmp_path, plain_run(optim, book)) < 1e-12
 
 
 def test_layers_are_counted_from_the_embeddings_to_the_head():
@@ -332,7 +338,7 @@ def test_another_layer_decay_is_refused_on_resume_until_it_is_allowed(tmp_path):
     assert min(rates) / sorted(rates)[1] == pytest.approx(1.0)
 
 
-USUAL = ("plateau", "layers and groups", "averaged")
+USUAL = ("plateau", "averaged")
 
 
 @pytest.mark.parametrize(
