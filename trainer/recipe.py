@@ -164,9 +164,9 @@ class Optim:
 
     def _check_name(self) -> None:
         close = get_close_matches(self.name.lower(), OPTIMIZERS, 1)
-        meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(OPTIMIZERS)}."
+        meant = f"; did you mean {close[0]}?" if close else ""
         dotted = "." in self.name and all(word.isidentifier() for word in self.name.split("."))
-        why = f"optim.name={self.name!r} is no optimizer; {meant} Or give the full name of one, as in torch.optim.NAdam"
+        why = f"optim.name={self.name!r} must be {'|'.join(OPTIMIZERS)}, or a full name as torch.optim.NAdam is{meant}"
         require(dotted or self.name in OPTIMIZERS, why)
         require(self.factory is None or callable(self.factory), f"optim.factory={self.factory!r} is no function")
         why = "optim.factory makes the optimizer, and optim.name says another: leave out one"

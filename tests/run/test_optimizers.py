@@ -359,7 +359,11 @@ def test_the_planner_counts_the_averages_where_they_are(offload):
 
 
 OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"name": "adamx"}, {}, "optim.name='adamx' is no optimizer; did you mean adam?"),
+    (
+        {"name": "adamx"},
+        {},
+        "optim.name='adamx' must be adamw|adam|sgd|adafactor|adagrad|rmsprop|lion, or a full name as torch.op",
+    ),
     (
         {"name": "torch.optim.NAdm"},
         {},
