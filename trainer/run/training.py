@@ -192,7 +192,7 @@ class Training:
             launcher=world.launcher,
             nodes=world.nodes,
             backend=world.backend,
-            batch_size=cut.batch_size,
+            batch_size=min(cut.batch_size, self.windows.size),
             micro_batch_size=cut.micro_batch_size,
             accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else cut.accumulate,
             metrics={final_split: figures} if result else {},
