@@ -41,6 +41,12 @@ class Model:
     """Whether ``losses`` knows of mixed samples (mixup, CutMix): where the batch has ``mixed_labels``, the loss is
     ``lam`` times that of ``labels`` and 1 - ``lam`` times that of ``mixed_labels``; ``lam`` is one number for all."""
 
+    @property
+    def seeded(self) -> bool:
+        """Whether ``losses`` reads ``batch["seeds"]``, int64 (n,): numbers to draw by for each training sample, the
+        same however the batch is cut; evaluations have none."""
+        return False
+
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
 

@@ -205,6 +205,11 @@ class ImageFiles(ImageSplit):
     def __len__(self) -> int:
         return len(self.samples)
 
+    @property
+    def labels(self) -> list[int]:
+        """The class of every sample."""
+        return [label for _, label in self.samples]
+
     def draw(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
         if path in self.broken:  # a decoder may make something of it all the same
@@ -216,8 +221,7 @@ class ImageFiles(ImageSplit):
 
     def fingerprint(self) -> str:
         """Of every byte of every file as it was checked, and its label, in order, and of the transform."""
-        labels = [label for _, label in self.samples]
-        return Content("files", b"".join(self.digests), np.asarray(labels), self.pixels.settings).hexdigest()
+        return Content("files", b"".join(self.digests), np.asarray(self.labels), self.pixels.settings).hexdigest()
 
 
 def read_image(path: str, mode: str) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from trainer.contract import Data
 from trainer.errors import require
 from trainer.recipe import MOST_SECONDS
-from trainer.values import Outline
+from trainer.values import Outline, Task
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -29,7 +29,7 @@ class BuiltIn(Data):
         max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
-    tasks = ("single_label",)
+    tasks: ClassVar[Sequence[Task]] = ("single_label",)
     num_classes: int
     class_names: list[str]
     val_fraction: float = 0.0

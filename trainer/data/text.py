@@ -56,7 +56,10 @@ class Texts(BuiltIn):
         return self._pad(samples)
 
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
-        """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own."""
+        """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own.
+
+        For the task token it has ``words`` besides, as :func:`trainer.data.tokens.encode` of the words between blanks.
+        """
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
         check_tokenizer(tokenizer, self.max_length)
@@ -65,7 +68,8 @@ class Texts(BuiltIn):
             place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
             require(bool(text.strip()), f"{place} is empty")
             require_text(text, partial(str, place), self.max_length, "--text")
-        return Padder(tokenizer, self.max_length)(encode(texts, tokenizer, self.max_length))
+        read = [text.split() for text in texts] if self.prepared_for == "token" else texts
+        return Padder(tokenizer, self.max_length)(encode(read, tokenizer, self.max_length))
 
 
 class _Tokenised(Texts):
@@ -74,16 +78,28 @@ class _Tokenised(Texts):
     def prepare(self, tokenizer: Any = None) -> None:
         """Read, check and tokenise; what was tokenised before is taken from the cache."""
         from trainer.data.cache import cache_folder
+        from trainer.data.labels import names_of
         from trainer.data.tokens import Padder, Tokens, check_tokenizer, label_numbers, label_texts, tokenise
 
         check_tokenizer(tokenizer, self.max_length)
         cache, columns = cache_folder(self.cache_dir), (self.text_column, self.label_column)
         found = self._find(cache)
-        tables = {part: tokenise(rows, *columns, tokenizer, self.max_length, cache) for part, rows in found.items()}
-        classes = self._classes(found["train"].source, label_texts(tables["train"]))
+        task, source = self.prepared_for, found["train"].source
+        read = partial(tokenise, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
+        tables = {part: read(rows, *columns) for part, rows in found.items()}
+        texts = label_texts(tables["train"])
+        if task == "regression":
+            self._set_classes(names_of(texts, task, source, self.label_column))
+            classes = {name: number for number, name in enumerate(self.class_names)}
+        else:
+            known = texts if task == "single_label" else names_of(texts, task, source, self.label_column)
+            require(len(known) > 0, f"{source}: no row has a label in data.label_column={self.label_column!r}")
+            classes = self._classes(source, known)
         self._pad = Padder(tokenizer, self.max_length)
-        labels = {part: label_numbers(tables[part], rows, self.label_column, classes) for part, rows in found.items()}
-        kept, held = hold_out(labels["train"], self.val_fraction, "data.val_fraction")
+        said = self.label_column, classes, task
+        labels = {part: label_numbers(tables[part], rows, *said) for part, rows in found.items()}
+        strata: Any = labels["train"] if task == "single_label" else [0] * len(tables["train"])
+        kept, held = hold_out(strata, self.val_fraction, "data.val_fraction")
 
         def split(part: str, chosen: Sequence[int] | None = None) -> Tokens | None:
             if part not in found:
@@ -106,10 +122,13 @@ class _Tokenised(Texts):
         column = f"{source}: data.label_column={self.label_column!r}"
         why = f"{column} has {len(labels):,} different numbers such as {labels[0]}, which looks like regression"
         fix = "say --model.task regression, or name the column of the classes"
-        require(not _is_continuous(labels), f"{why}: {fix}")
+        require(self.prepared_for != "single_label" or not _is_continuous(labels), f"{why}: {fix}")
         self._set_classes(sort_classes(labels))
         one = f"{column} is {self.class_names[0]!r} in every row, and a classifier needs two classes or more"
-        require(self.num_classes > 1, f"{one}: add rows of another class, or name the column of the classes")
+        require(
+            self.num_classes > 1 or self.prepared_for == "multi_label",
+            f"{one}: add rows of another class, or name the column of the classes",
+        )
         return {name: index for index, name in enumerate(self.class_names)}
 
 
@@ -187,9 +206,11 @@ class IMDb(_Tokenised):
 
 @dataclass
 class TextFiles(_Tokenised):
-    """Texts of one's own with one label each, in .csv, .tsv, .parquet or .jsonl files.
+    """Texts of one's own with their labels, in .csv, .tsv, .parquet or .jsonl files.
 
-    Classes are the distinct labels of the training file in sorted order, numbers by value.
+    Classes are the distinct labels of the training file in sorted order, numbers by value. What a label is depends on
+    the model's task (docs/tasks.md): one class, several with | between them or in a list, a number or several, or, of a
+    list of words or a text with blanks between them, as many tags.
 
     Args:
         train_file: the training texts: a path or file:// URL.
@@ -200,6 +221,8 @@ class TextFiles(_Tokenised):
         separator: between the cells of csv files, a character or tab; null is the one of , ; tab and | that the header
             has most of.
     """
+
+    tasks = ("single_label", "multi_label", "regression", "token")
 
     train_file: str
     val_file: str | None = None

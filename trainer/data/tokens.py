@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import isnan
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,8 +23,10 @@ from torch import Tensor
 from trainer.contract import PADDING_MULTIPLE
 from trainer.data.cache import cached, hash_of
 from trainer.data.fingerprint import Content, add_rows, blocks, tokenizer_hash
+from trainer.data.labels import RowLabels, numbers, row_labels, several, tagged
 from trainer.data.rows import Rows, check_columns
 from trainer.errors import RecipeError, require
+from trainer.values import IGNORED_LABEL, Task
 
 CHARACTERS_AT_ONCE, CHARACTERS_A_TOKEN, LEAST_CHARACTERS = 2_000_000, 1_000, 1_000_000
 """Of the texts that a tokenizer gets together, which takes some hundred MB; and of one text, for each token that is
@@ -51,13 +55,22 @@ class Padder:
             return_tensors="pt",
             verbose=False,
         )
-        if "labels" in columns:
-            batch["labels"] = torch.tensor(columns["labels"])
+        length = batch["input_ids"].shape[1]
+        for name in ("labels", "words"):  # lists of what each token has, or what a text has
+            if name in columns:
+                values = columns[name]
+                batch[name] = torch.tensor(self._beside(values, length) if isinstance(values[0], list) else values)
         return dict(batch)
+
+    def _beside(self, values: Sequence[list[int]], length: int) -> list[list[int]]:
+        """What each token of some texts has, as long as these are when they are padded."""
+        gaps = [[IGNORED_LABEL] * (length - len(one)) for one in values]
+        left = self.tokenizer.padding_side == "left"
+        return [gap + one if left else one + gap for one, gap in zip(values, gaps, strict=True)]
 
 
 class Tokens:
-    """The ``chosen`` rows of a ``table`` that :func:`tokenise` made of ``rows``, all of which have ``labels``.
+    """The ``chosen`` rows of a ``table`` that :func:`tokenise` made of ``rows``, which have the labels ``of_rows``.
 
     The table is on disk: processes that read it share its pages.
     """
@@ -65,9 +78,14 @@ class Tokens:
     augmented = False
 
     def __init__(
-        self, table: datasets.Dataset, labels: Sequence[int], rows: Rows, pad: Padder, chosen: Sequence[int]
+        self,
+        table: datasets.Dataset,
+        of_rows: Sequence[int] | RowLabels,
+        rows: Rows,
+        pad: Padder,
+        chosen: Sequence[int],
     ) -> None:
-        self.table, self.labels, self.rows, self.pad = table, labels, rows, pad
+        self.table, self.of_rows, self.rows, self.pad = table, of_rows, rows, pad
         self.chosen, lengths = chosen, table.data.column("length").to_numpy()
         if not isinstance(chosen, range):  # which is of all rows, and takes no memory
             self.chosen = compact(chosen)
@@ -79,12 +97,17 @@ class Tokens:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.chosen[index]
-        return {**self._stored(row), "labels": self.labels[row]}
+        return {**self._stored(row), "labels": self.of_rows[row]}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """A whole batch at once."""
         rows = [self.chosen[index] for index in indices]
-        return self.pad({**self._stored(rows), "labels": [self.labels[row] for row in rows]})
+        return self.pad({**self._stored(rows), "labels": [self.of_rows[row] for row in rows]})
+
+    @property
+    def labels(self) -> Sequence[Any]:
+        """The label of every sample."""
+        return [self.of_rows[row] for row in self.chosen]
 
     def _stored(self, rows: int | list[int]) -> dict[str, Any]:
         found = self.table[rows]
@@ -95,7 +118,8 @@ class Tokens:
 
     def fingerprint(self) -> str:
         """Of every token (up to 1 GiB; beyond, of evenly spread blocks of texts), length and label, in order."""
-        labels = [self.labels[row] for row in self.chosen]
+        labels = self.labels
+        labels = list(chain.from_iterable(labels)) if isinstance(labels[0], list) else labels
         content = Content("tokens", np.asarray(self.lengths), np.asarray(labels), self.pad.settings)
         table = self.table.select_columns([key for key in _STORED if key in self.table.column_names])
         for block in blocks(len(self), 4 * sum(self.lengths)):
@@ -114,33 +138,47 @@ def check_tokenizer(tokenizer: Any, max_length: int) -> None:
     require(tokenizer.pad_token is not None, said)
 
 
-def encode(texts: Sequence[str], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
-    """Tokenise and truncate: ``input_ids``, and ``token_type_ids`` where the tokenizer has them; no padding."""
+def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
+    """Tokenise and truncate: ``input_ids``, and ``token_type_ids`` where the tokenizer has them; no padding.
+
+    Of texts that are lists of words also ``words``: for the first token of each word its number, for others -100.
+    """
     found: dict[str, list[list[int]]] = {}
+    cut = bool(texts) and not isinstance(texts[0], str)
+    slow = "model.task=token needs a fast tokenizer, which says what word a token is of, and that of model.tokenizer is"
+    require(not cut or tokenizer.is_fast, f"{slow} none: choose another")
+    options = {"truncation": True, "max_length": max_length, "return_attention_mask": False, "verbose": False}
     for chunk in _chunks(texts):
         try:
-            encoded = tokenizer(
-                chunk, truncation=True, max_length=max_length, return_attention_mask=False, verbose=False
-            )
+            encoded = tokenizer(chunk, is_split_into_words=cut, **options)
         except Exception as error:  # of its Rust: a bare Exception
             said = f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
             raise RecipeError(said) from error
         for key in _STORED:
             if key in encoded:
                 found.setdefault(key, []).extend(encoded[key])
+        if cut:
+            found.setdefault("words", []).extend(_firsts(encoded.word_ids(row)) for row in range(len(chunk)))
     return found
 
 
-def _chunks(texts: Sequence[str]) -> Iterator[list[str]]:
+def _firsts(words: Sequence[int | None]) -> list[int]:
+    """The word of each token, but only of its first one; -100 for special tokens, too."""
+    pairs = zip(words, [None, *words[:-1]], strict=True)
+    return [IGNORED_LABEL if word is None or word == before else word for word, before in pairs]
+
+
+def _chunks(texts: Sequence[Any]) -> Iterator[list[Any]]:
     """``texts`` in order, as many at once as have :data:`CHARACTERS_AT_ONCE` together, or one that has more."""
-    chunk: list[str] = []
+    chunk: list[Any] = []
     characters = 0
     for text in texts:
-        if chunk and characters + len(text) > CHARACTERS_AT_ONCE:
+        size = len(text) if isinstance(text, str) else sum(map(len, text))
+        if chunk and characters + size > CHARACTERS_AT_ONCE:
             yield chunk
             chunk, characters = [], 0
         chunk.append(text)
-        characters += len(text)
+        characters += size
     yield chunk
 
 
@@ -171,21 +209,44 @@ def compact(values: Any) -> array[int]:
 
 
 def tokenise(
-    rows: Rows, text_column: str, label_column: str, tokenizer: Any, max_length: int, cache: Path
+    rows: Rows,
+    text_column: str,
+    label_column: str,
+    tokenizer: Any,
+    max_length: int,
+    cache: Path,
+    task: Task = "single_label",
 ) -> datasets.Dataset:
-    """The tokens of every row, with their ``length`` and their ``label_text``, from the cache on disk."""
+    """The tokens of every row, with their ``length`` and their ``label_text``, from the cache on disk.
+
+    That is the label, or JSON of the task's labels: names, numbers, or the tag of each token, null but for the first of
+    a word.
+    """
     # What decides a tokenizer's output: of one that has no state as text, all of it.
     whole = tokenizer if getattr(tokenizer, "backend_tokenizer", None) is None else None
     words = Hasher.hash((type(tokenizer).__name__, tokenizer_hash(tokenizer), whole))
-    key = hash_of("tokens", rows.content, text_column, label_column, max_length, words)
+    asked = [] if task == "single_label" else [task]
+    key = hash_of("tokens", rows.content, text_column, label_column, max_length, words, *asked)
 
     def encode_rows(texts: list[Any], labels: list[Any], indices: list[int]) -> dict[str, list[Any]]:
-        for index, text, label in zip(indices, texts, labels, strict=True):
-            require_text(text, partial(rows.describe, index), max_length, text_column)
-            require_label(label, partial(rows.describe, index), label_column)
+        told: list[Any] = []
+        for row, (index, text, label) in enumerate(zip(indices, texts, labels, strict=True)):
+            place = partial(rows.describe, index)
+            if task == "token":
+                texts[row], label = tagged((text, label), place, (text_column, label_column))
+                text = " ".join(texts[row])
+            require_text(text, place, max_length, text_column)
+            if task == "single_label":
+                require_label(label, place, label_column)
+            read: Any = {"multi_label": several, "regression": numbers}.get(task)
+            told.append(label if read is None else read(label, place, label_column))
         tokens: dict[str, list[Any]] = encode(texts, tokenizer, max_length)
+        if task == "token":
+            firsts = zip(told, tokens.pop("words"), strict=True)
+            told = [[None if word == IGNORED_LABEL else tags[word] for word in row] for tags, row in firsts]
         lengths = [len(ids) for ids in tokens["input_ids"]]
-        return {**tokens, "length": lengths, "label_text": list(map(str, labels))}
+        write = str if task == "single_label" else json.dumps
+        return {**tokens, "length": lengths, "label_text": list(map(write, told))}
 
     def build(folder: Path) -> None:
         with TemporaryDirectory(dir=folder) as scratch:
@@ -210,8 +271,16 @@ def label_texts(table: datasets.Dataset) -> list[str]:
     return pc.unique(table.data.column("label_text")).to_pylist()
 
 
-def label_numbers(table: datasets.Dataset, rows: Rows, column: str, classes: Mapping[str, int]) -> array[int]:
-    """The class of every row of a table that :func:`tokenise` made of ``rows``; all must be known."""
+def label_numbers(
+    table: datasets.Dataset, rows: Rows, column: str, classes: Mapping[str, int], task: Task = "single_label"
+) -> array[int] | RowLabels:
+    """The label of every row of a table that :func:`tokenise` made of ``rows`` for the task; all must be known."""
+    if task != "single_label":
+
+        def where(text: str, found: str) -> str:
+            return f"{rows.describe(pc.index(table.data.column('label_text'), text).as_py())}: {column} {found}"
+
+        return row_labels(table, task, classes, label_texts(table), where)
     places = pc.index_in(table.data.column("label_text"), value_set=pa.array(list(classes), pa.string()))
     if places.null_count:
         index = pc.index(places.is_null(), True).as_py()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.errors import require, require_choice
@@ -97,9 +98,11 @@ class TextClassifier(HubModel):
             source = self.tokenizer or self.weights or self.name
             has_none = f"model.tokenizer is missing: model.name={source} is a model type and has no tokenizer"
             require(is_local(source) or not is_model_type(source), has_none)
-            self._cached_tokenizer = self._load(
-                "tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False
-            )
+            load = partial(self._load, "tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False)
+            found = load()
+            if self.task == "token" and getattr(found, "add_prefix_space", None) is False:  # RoBERTa's
+                found = load(add_prefix_space=True)  # without it, it takes no words
+            self._cached_tokenizer = found
             # Of a folder that has a configuration only, transformers makes one to which every word is unknown.
             words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
             fix = "give a folder or hub id with a tokenizer"

@@ -18,6 +18,7 @@ class Alike:
 
     def __init__(self, outline: Outline, count: int) -> None:
         self.tensors, self.count = outline.tensors, count
+        self.labels = list(range(outline.num_classes or 0))  # for balanced class weights: a plan has any
         self.lengths = None if outline.length is None else array("q", [outline.length]) * count
 
     def __len__(self) -> int:

@@ -31,6 +31,13 @@ from trainer.system.environment import first_here
 from trainer.system.files import read_regular, staged_file
 from trainer.system.text import escaped
 from trainer.system.waiting import doing
+from trainer.values import IGNORED_LABEL, Task
+
+CUT_OFF = "_"
+"""The tag of a word beyond the tokens that the model reads."""
+
+THRESHOLD = 0.5
+"""The probability from which on a label counts as there."""
 
 TABLES = (".csv", ".jsonl", ".parquet")
 """Suffixes of tables: of what is predicted, and of what is written."""
@@ -49,12 +56,13 @@ def predict(
     images: Sequence[str] = (),
     paths: Sequence[str] = (),
     **how: Any,
-) -> list[tuple[str, float]]:
-    """Classify by the model of ``run_dir``: ``texts``, ``images``, or what ``paths`` name (files, folders, patterns and
+) -> list[Any]:
+    """Predict by the model of ``run_dir``: ``texts``, ``images``, or what ``paths`` name (files, folders, patterns and
     tables); ``how`` as in :class:`PredictOptions`. Answers are printed, or written to a file.
 
     Returns:
-        The most probable class and its probability of each input; empty where a file was written.
+        Of each input the most probable class and its probability, or what :func:`classify` says for the model's task;
+        empty where a file was written.
 
     Raises:
         RecipeError: when some inputs cannot be read, naming them: the others are answered all the same.
@@ -106,8 +114,8 @@ class PredictOptions:
 
     Args:
         output: a .csv, .jsonl or .parquet file for the predictions; ``None`` prints them.
-        top_k: how many of the most probable classes of each input are told.
-        probabilities: tell those of all classes.
+        top_k: how many of the most probable classes of each input are told; by single_label only.
+        probabilities: tell those of all classes, or of all labels.
         column: of tables: the texts, or the paths of the images.
         batch_size: inputs that go through the model at once.
         device: auto (a GPU where there is one), cpu, cuda or cuda:1.
@@ -216,6 +224,7 @@ class Reader:
         def each() -> Iterator[Input]:
             cells = chain.from_iterable(part[name] for part in table.select_columns([name]).iter(1000))
             for number, cell in enumerate(cells, rows.first):
+                cell = " ".join(map(str, cell)) if isinstance(cell, list) else cell  # of words
                 read = (
                     partial(_cell_image, self.data, path.parent, cell) if self.of_images else partial(_cell_text, cell)
                 )
@@ -248,18 +257,21 @@ def _cell_image(data: Any, folder: Path, cell: Any) -> Tensor:
 
 
 class Answer(NamedTuple):
-    """What is said of one input: classes and their probabilities, the most probable first; or why there are none."""
+    """What is said of one input, by the task, or why nothing is: its most probable classes, the most probable first;
+    the labels that it has, likewise; its numbers; or the class of each word, ``None`` for one that is cut off."""
 
     given: Input
-    classes: Sequence[int]
-    probabilities: Sequence[float]
+    classes: Sequence[int | None]
+    values: Sequence[float]  # a probability for each, or the number
+    all_of: Sequence[float] = ()  # the probabilities of all classes or labels, in their order, if asked for
+    words: Sequence[str] = ()  # that have classes
     error: str = ""
 
 
 def answers(
-    model: Any, module: nn.Module, reader: Reader, inputs: Iterable[Input], asked: PredictOptions, kept: int
+    model: Any, module: nn.Module, reader: Reader, inputs: Iterable[Input], asked: PredictOptions
 ) -> Iterator[list[Answer]]:
-    """The answers to ``inputs``, in order, a batch at a time, each with the ``kept`` most probable classes."""
+    """The answers to ``inputs``, in order, a batch at a time."""
     waiting = iter(inputs)
     while chunk := list(islice(waiting, asked.batch_size)):
         read = [_tried(given.read) for given in chunk]
@@ -269,11 +281,21 @@ def answers(
             batch = _batch(reader, read)
         rows: Iterator[Any] = iter(())
         if batch is not None:
-            rows = iter(_probabilities(model, module, batch, asked.precision, kept))
+            rows = iter(_said(model, module, batch, asked))
         yield [
-            Answer(given, [], [], error) if error else Answer(given, *next(rows))
-            for given, (_, error) in zip(chunk, read, strict=True)
+            Answer(given, [], [], error=error) if error else _answer(given, next(rows), _words(model, sample))
+            for given, (sample, error) in zip(chunk, read, strict=True)
         ]
+
+
+def _answer(given: Input, said: Said, words: Sequence[str]) -> Answer:
+    classes, values, all_of = said
+    cut_off = max(0, len(words) - len(classes))
+    return Answer(given, [*classes, *[None] * cut_off], [*values, *[0.0] * cut_off], all_of, words)
+
+
+def _words(model: Any, sample: Any) -> list[str]:
+    return sample.split() if getattr(model, "task", None) == "token" else []
 
 
 def _tried(make: Callable[[], Any]) -> tuple[Any, str]:
@@ -286,27 +308,55 @@ def _tried(make: Callable[[], Any]) -> tuple[Any, str]:
 
 def _batch(reader: Reader, read: Sequence[tuple[Any, str]]) -> dict[str, Any] | None:
     samples = [sample for sample, error in read if not error]
-    return {**reader.batch(samples), "labels": torch.zeros(len(samples), dtype=torch.long)} if samples else None
+    return reader.batch(samples) if samples else None
+
+
+Said = tuple[list[int | None], list[float], list[float]]
+"""The last three of an :class:`Answer` without an error."""
 
 
 @torch.no_grad()
-def _probabilities(
-    model: Any, module: nn.Module, batch: dict[str, Any], precision: str, kept: int
-) -> list[tuple[list[int], list[float]]]:
-    """The ``kept`` most probable classes of each sample, and their probabilities; its labels are made up, as no loss is
-    read and ``losses()`` wants some."""
-    count, device = len(batch["labels"]), next(chain(module.parameters(), module.buffers())).device
-    kind = DTYPES[precision.partition("-")[0]]
-    mixed = precision.endswith("-mixed")
-    packed = tree_map(partial(_placed, device=device, kind=None if mixed else kind), model.packed(batch))
+def _said(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOptions) -> list[Said]:
+    """What the model says of each sample; its labels are made up, as no loss is read and ``losses()`` wants some."""
+    task, device = getattr(model, "task", "single_label"), next(chain(module.parameters(), module.buffers())).device
+    words, count = batch.pop("words", None), len(next(iter(batch.values())))
+    like = {"token": words, "multi_label": torch.zeros(count, model.num_classes) if task == "multi_label" else None}
+    like["regression"] = torch.zeros(count, model.num_classes) if task == "regression" else None
+    labels = torch.zeros_like(like[task]) if like.get(task) is not None else torch.zeros(count, dtype=torch.long)
+    kind, mixed = DTYPES[asked.precision.partition("-")[0]], asked.precision.endswith("-mixed")
+    packed = model.packed({**batch, "labels": labels})
+    packed = tree_map(partial(_placed, device=device, kind=None if mixed else kind), packed)
     with torch.autocast(device.type, kind) if mixed else nullcontext():
         logits = next(iter(model.losses(module, packed))).logits
     name = type(model).__name__
     require(logits is not None, f"{name}.losses gives no logits to predict with: yield Loss(..., logits=...)")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
+    if task == "token":
+        return _of_words(logits.reshape(count, -1, logits.shape[-1]).softmax(-1), words)
     fits = logits.ndim == 2 and len(logits) == count
     require(fits, f"{name}.losses gives logits of shape {tuple(logits.shape)} for {count} inputs: not a class of each")
-    found = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1).topk(min(kept, logits.shape[-1]))
-    return list(zip(found.indices.tolist(), found.values.tolist(), strict=True))
+    if task == "regression":
+        return [(list(range(len(row))), row, []) for row in logits.tolist()]
+    shares = logits.sigmoid() if task == "multi_label" else logits.softmax(-1)
+    everything = shares.tolist() if asked.probabilities else [[]] * count
+    best = shares.topk(shares.shape[-1] if task == "multi_label" else min(asked.top_k, shares.shape[-1]))
+    found = []
+    for values, classes, all_of in zip(best.values.tolist(), best.indices.tolist(), everything, strict=True):
+        kept = sum(value > THRESHOLD for value in values) if task == "multi_label" else len(values)
+        found.append((classes[:kept], values[:kept], all_of))
+    return found
+
+
+def _of_words(shares: Tensor, words: Tensor) -> list[Said]:
+    """The class of each word, by its first token: ``words`` has its number there, -100 elsewhere."""
+    values, classes = (part.tolist() for part in shares.max(-1))
+    found = list[Said]()
+    for row, numbers in enumerate(words.tolist()):
+        at = {number: place for place, number in enumerate(numbers) if number != IGNORED_LABEL}
+        places = [at.get(number) for number in range(max(at, default=-1) + 1)]
+        tags = [None if place is None else classes[row][place] for place in places]
+        found.append((tags, [0.0 if place is None else values[row][place] for place in places], []))
+    return found
 
 
 DTYPES = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
@@ -320,12 +370,13 @@ def _placed(value: Any, device: torch.device, kind: torch.dtype | None) -> Any:
 
 def classify(
     model: Any, module: nn.Module, reader: Reader, asked: PredictOptions, paths: Sequence[str], given: Sequence[str]
-) -> list[tuple[str, float]]:
-    """Classify texts or images that are ``given``, and what ``paths`` name; print the answers, or write the file asked
+) -> list[Any]:
+    """Predict on texts or images that are ``given``, and what ``paths`` name; print answers, or write the file asked
     for.
 
     Returns:
-        The most probable class and its probability of each input that could be read; empty where a file was written.
+        Of each input that could be read, by the task, its most probable class and its probability; a list of such
+        pairs, one for each label that it has, or each word; or a list of numbers. Empty where a file was written.
 
     Raises:
         RecipeError: at the end, when some inputs could not be read, naming the first: the others are answered.
@@ -335,20 +386,26 @@ def classify(
     names, classes = list(model.class_names or []), getattr(model, "num_classes", None) or len(model.class_names or [])
     why = f"--top-k={asked.top_k} is more than the {classes} classes of the model"
     require(not classes or asked.top_k <= classes, why)
-    found, bad, done, begun = list[tuple[str, float]](), list[str](), 0, time.monotonic()
+    task: Task = getattr(model, "task", "single_label")
+    plain = asked.top_k == 1 or task == "single_label"
+    require(plain, f"--top-k={asked.top_k} is for model.task=single_label, and this model's is {task}: leave it out")
+    plain = not asked.probabilities or task in ("single_label", "multi_label")
+    require(plain, f"--probabilities is for classes and labels, and this model's task is {task}: leave it out")
+    found, bad, done, begun = list[Any](), list[str](), 0, time.monotonic()
 
-    def name_of(number: int) -> str:
+    def name_of(number: int | None) -> str:
+        if number is None:
+            return CUT_OFF
         return names[number] if number < len(names) else str(number)
 
     with ExitStack() as closing:
         scratch = Path(closing.enter_context(TemporaryDirectory(prefix="trainer-predict-")))
         inputs = reader.inputs(paths, given, asked.column, scratch)
-        write = closing.enter_context(_writer(asked, inputs.tables, list(map(name_of, range(classes)))))
+        write = closing.enter_context(_writer(asked, task, inputs.tables, list(map(name_of, range(classes)))))
         progress = Progress(enabled=asked.output is not None or inputs.count > asked.batch_size)
         closing.callback(progress.close)
         progress.start(inputs.count)
-        kept = max(classes, asked.top_k) if asked.probabilities else asked.top_k
-        for chunk in answers(model, module, reader, inputs.each, asked, kept):
+        for chunk in answers(model, module, reader, inputs.each, asked):
             for answer in chunk:
                 labels = list(map(name_of, answer.classes))
                 if answer.error:
@@ -356,7 +413,9 @@ def classify(
                     if inputs.count > 1 and len(bad) <= MOST_WARNED:
                         warn(f"left out: {bad[-1]}")
                 elif asked.output is None:
-                    found.append((labels[0], answer.probabilities[0]))
+                    pairs: Any = list(zip(labels, answer.values, strict=True))
+                    told = {"single_label": pairs[:1], "regression": answer.values}.get(task, pairs)
+                    found.append(told[0] if task == "single_label" else told)
                 write(answer, labels)
             done += len(chunk)
             progress.count(done, inputs.count, f"{done / max(1e-9, time.monotonic() - begun):,.1f} inputs/s")
@@ -378,31 +437,49 @@ Write = Callable[[Answer, Sequence[str]], None]
 """Takes an answer, and the names of its classes."""
 
 
-def _writer(asked: PredictOptions, tables: bool, names: Sequence[str]) -> AbstractContextManager[Write]:
-    return nullcontext(_print) if asked.output is None else _file(Path(asked.output), asked, tables, names)
+def _writer(asked: PredictOptions, task: Task, tables: bool, names: Sequence[str]) -> AbstractContextManager[Write]:
+    if asked.output is None:
+        return nullcontext(partial(_print, task))
+    return _file(Path(asked.output), asked, task, tables, names)
 
 
-def _print(answer: Answer, labels: Sequence[str]) -> None:
-    if not answer.error:
-        told = [f"{escaped(name)}\t{share:.4f}" for name, share in zip(labels, answer.probabilities, strict=True)]
-        print("\t".join([*told, escaped(answer.given.name)]))
+def _print(task: Task, answer: Answer, labels: Sequence[str]) -> None:
+    """A line for each input, or for each word, and a blank one behind the last."""
+    if answer.error:
+        return
+    told = [f"{escaped(name)}\t{share:.4f}" for name, share in zip(labels, answer.values, strict=True)]
+    if task == "token":
+        print("\n".join(f"{tag}\t{escaped(word)}" for tag, word in zip(told, answer.words, strict=True)), end="\n\n")
+        return
+    told = [f"{value:.6g}" for value in answer.values] if task == "regression" else told or ["no label"]
+    print("\t".join([*told, escaped(answer.given.name)]))
 
 
 @contextmanager
-def _file(path: Path, asked: PredictOptions, tables: bool, names: Sequence[str]) -> Iterator[Write]:
+def _file(path: Path, asked: PredictOptions, task: Task, tables: bool, names: Sequence[str]) -> Iterator[Write]:
     """Write to ``path``, which is there when all is written, and not before."""
     texts = ["input", *(["source"] if tables else [])]
     best = [("label", "probability"), *((f"label_{k}", f"probability_{k}") for k in range(2, asked.top_k + 1))]
     all_of = [f"p_{name}" for name in names] if asked.probabilities else []
     columns: dict[str, type] = dict.fromkeys(texts, str)
-    columns |= {name: kind for pair in best for name, kind in zip(pair, (str, float), strict=True)}
+    joined = {"multi_label": ("labels", "|"), "token": ("tags", " ")}  # as TextFiles reads them
+    if task == "regression":
+        columns |= {f"predicted_{name}": float for name in names}
+    elif task in joined:
+        columns[joined[task][0]] = str
+    else:
+        columns |= {name: kind for pair in best for name, kind in zip(pair, (str, float), strict=True)}
     columns |= dict.fromkeys(all_of, float) | {"error": str}
 
     def row(answer: Answer, labels: Sequence[str]) -> dict[str, Any]:
         values: dict[str, Any] = {"input": _printable(answer.given.name), "source": _printable(answer.given.source)}
-        for pair, label, probability in zip(best, labels, answer.probabilities, strict=False):
+        for pair, label, probability in zip(best, labels, answer.values, strict=False):
             values |= zip(pair, (label, probability), strict=True)
-        values |= {f"p_{label}": p for label, p in zip(labels, answer.probabilities, strict=True)}
+        if task in joined and not answer.error:
+            name, separator = joined[task]
+            values[name] = separator.join(labels)
+        values |= {f"predicted_{label}": value for label, value in zip(labels, answer.values, strict=True)}
+        values |= zip(all_of, answer.all_of, strict=False)
         return {name: values.get(name) for name in columns} | {"error": _printable(answer.error) or None}
 
     with staged_file(path) as part, ExitStack() as closing:
