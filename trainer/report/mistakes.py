@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer.report.plots import plot_confusion
 from trainer.system.files import write_atomic
+from trainer.system.redact import redact
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Loss
 
@@ -118,7 +119,7 @@ def write_mistakes(
     write_atomic(folder / "confusion.csv", _table(header, rows))
     columns = ["split", "position", "sample", "true", "predicted", "probability", "probability_of_true"]
     told = [
-        [split, at, escaped(describe(at)), names[target], names[said], f"{p:.6f}", f"{q:.6f}"]
+        [split, at, escaped(redact(describe(at))), names[target], names[said], f"{p:.6f}", f"{q:.6f}"]
         for at, target, said, p, q in mistakes or ()
     ]
     if mistakes is not None:
