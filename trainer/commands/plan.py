@@ -114,6 +114,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     with quick_imports():
         import accelerate  # noqa: F401  # the children build modules with it: here once for all of them
 
+        from trainer.memory.parameter_groups import choose_trained
         from trainer.planner.from_config import trained_by
         from trainer.planner.kept import Keeper
         from trainer.planner.report import NOTHING, pasteable, settings, table, why
@@ -123,7 +124,9 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         from trainer.weights.streaming import on_meta
 
     def sizes() -> list[int]:
-        parameters = list(on_meta(search.recipe.model.unloaded().build).parameters())
+        module = on_meta(search.recipe.model.unloaded().build)
+        choose_trained(module, search.recipe.model, search.recipe.optim)
+        parameters = list(module.parameters())
         return [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
 
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))

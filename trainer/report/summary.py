@@ -12,12 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.system.text import escaped
+from trainer.system.text import GB, escaped, gigabytes
 
 DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
 LEAST_WHOLE = 10  # samples a second: fewer are shown with a fraction
 LEAST_DATA_SHARE = 0.05
 """Of the time, what waiting for data must take to be worth a person's attention at every step."""
+LEAST_FAR = 0.1
+"""GB between a predicted and a measured peak of which the share is told: a process varies by some ten MB by itself."""
 
 
 class Speed(NamedTuple):
@@ -123,8 +125,8 @@ def _best(best: Mapping[str, Any]) -> str:
 
 def _memory(memory: Mapping[str, Any]) -> str:
     kinds = ("allocated", "reserved", "host_peak", "host_idle")  # zero or none: there is no such device
-    known = [f"{memory[f'{kind}_gb']:.2f} GB {kind.replace('_', ' ')}" for kind in kinds if memory.get(f"{kind}_gb")]
-    return ", ".join(known) or "unknown"
+    known = {kind.replace("_", " "): memory.get(f"{kind}_gb") for kind in kinds}
+    return ", ".join(f"{gigabytes(value * GB)} {kind}" for kind, value in known.items() if value) or "unknown"
 
 
 def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -132,10 +134,11 @@ def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     predicted, error = memory.get("predicted_reserved_gb"), memory.get("prediction_error")
     if predicted is None:
         return []
-    text = f"{predicted:.2f} GB {'reserved' if memory.get('reserved_gb') else 'host, over idle'}"
+    text = gigabytes(predicted * GB) + (" reserved" if memory.get("reserved_gb") else " of the host on top of idle")
     if error is not None:
         far = predicted - predicted / (1 + error)
-        text += f": {abs(far):.2f} GB ({abs(100 * error):.1f} %) {'more' if far > 0 else 'less'} than measured"
+        share = f" ({abs(100 * error):.1f} %)" if abs(far) >= LEAST_FAR else ""  # of little, any share means nothing
+        text += f", {gigabytes(abs(far) * GB)}{share} {'more' if far > 0 else 'less'} than measured"
     return [("predicted", text)]
 
 
@@ -144,9 +147,9 @@ def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for kind in ("allocated", "reserved") if memory.get("reserved_gb") else ("host",):
         found = [(name, figures[f"{kind}_gb"]) for name, figures in memory.get("phases", {}).items()]
-        known = [f"{name} {value:.2f}" for name, value in found if value is not None]
+        known = [f"{name} {gigabytes(value * GB)}" for name, value in found if value is not None]
         if known:
-            rows.append(("by phase", f"{', '.join(known)} GB {kind}"))
+            rows.append(("by phase", f"{', '.join(known)} {kind}"))
     return rows
 
 
