@@ -143,11 +143,9 @@ def test_bigbird_classifies_tokens_as_it_is_padded():
 def rows(task, count=40):
     """Texts whose label is to be seen in their words."""
     draw = np.random.RandomState(0)
-    for number in range(count):
-        of_one_kind = [(2, 30), (90, 120)][number % 2]
-        numbers = draw.randint(
-            *(of_one_kind if task in ("single_label", "regression") else (2, 120)), draw.randint(3, 12)
-        )
+    for row in range(count):
+        bounds = [(2, 30), (90, 120), (2, 120)][row % (2 if task in ("single_label", "regression") else 3)]
+        numbers = draw.randint(*bounds, draw.randint(3, 12))
         words = [f"w{number}" for number in numbers]
         tags = ["LOW" if number < 60 else "HIGH" for number in numbers]
         label = {"multi_label": sorted(set(tags)), "regression": float(numbers.mean()) / 60, "token": tags}
