@@ -25,6 +25,7 @@ from trainer.data.cache import checksums, content_of, hash_of
 from trainer.data.common import reason
 from trainer.errors import RecipeError, require
 from trainer.system.files import open_regular, read_regular
+from trainer.system.hub import ADVICE, away, tell_of_cache
 
 _KINDS = {
     ".csv": ("csv", 2, "the header is row 1, blank lines are not counted"),
@@ -261,14 +262,17 @@ def is_cached(name: str, cache_dir: str | None) -> bool:
 
 def find_hub(name: str, cache_dir: str | None) -> dict[str, Rows]:
     """Load the train and test splits of a dataset from the Hugging Face hub, or from its cache."""
+    why_not = away()
     try:
         tables = datasets.load_dataset(name, split=["train", "test"], cache_dir=cache_dir)
     except Exception as error:  # connection, authentication, missing dataset, missing split: one list would not do
         raise RecipeError(
             f"data.root={name!r} is no folder here and could not be loaded from https://huggingface.co/datasets/{name} "
-            f"({reason(error)}): check the name and the network, or set data.root to a folder with train.csv and "
-            "test.csv, or to an unpacked aclImdb folder"
+            f"({why_not or reason(error)}): check the name and the network, or set data.root to a folder with "
+            f"train.csv and test.csv, or to an unpacked aclImdb folder; {ADVICE}"
         ) from error
+    if why_not:
+        tell_of_cache()
     counting = "the first is row 0, as on the hub"
     return {
         part: Rows(table._fingerprint, partial(_as_loaded, table), f"{name} {part}", 0, counting)  # its revision there
