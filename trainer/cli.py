@@ -36,6 +36,8 @@ commands:
   plan --script FILE [flags] -- ARGS
                             what a training script that is not ours would take of such a GPU
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
+  sweep RECIPE --over KEY=VALUES [flags]
+                            find good settings by many runs, by Optuna
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
   checkpoint list|verify|export DIR
                             look at the checkpoints of a run, check them, or make a model of one
@@ -61,6 +63,7 @@ COMMANDS = {
     "doctor": "commands.doctor:doctor",
     "plan": "commands.plan:plan",
     "ladder": "commands.ladder:ladder",
+    "sweep": "commands.sweep:sweep",
     "evaluate": "commands.runs:evaluate",
     "checkpoint": "commands.checkpoint:checkpoint",
     "predict": "commands.runs:predict",

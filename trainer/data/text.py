@@ -99,7 +99,7 @@ class _Tokenised(Texts):
         said = self.label_column, classes, task
         labels = {part: label_numbers(tables[part], rows, *said) for part, rows in found.items()}
         strata: Any = labels["train"] if task == "single_label" else [0] * len(tables["train"])
-        kept, held = hold_out(strata, self.val_fraction, "data.val_fraction")
+        kept, held = hold_out(strata, self.val_fraction, "data.val_fraction", fold=self.val_fold)
 
         def split(part: str, chosen: Sequence[int] | None = None) -> Tokens | None:
             if part not in found:
@@ -161,6 +161,7 @@ class IMDb(_Tokenised):
     root: str = PUBLIC_IMDB
     max_length: int = 512
     val_fraction: float = 0.0
+    val_fold: int | None = None
     text_column: str = "text"
     label_column: str = "label"
     cache_dir: str | None = None
@@ -231,6 +232,7 @@ class TextFiles(_Tokenised):
     label_column: str = "label"
     max_length: int = 512
     val_fraction: float = 0.0
+    val_fold: int | None = None
     encoding: str | None = None
     separator: str | None = None
     cache_dir: str | None = None
