@@ -25,6 +25,7 @@ from trainer.data.cache import checksums, content_of, hash_of
 from trainer.data.common import reason
 from trainer.errors import RecipeError, require
 from trainer.system.files import open_regular, read_regular
+from trainer.system.hub import ADVICE, away, tell_of_cache
 
 _KINDS = {
     ".csv": ("csv", 2, "the header is row 1, blank lines are not counted"),
@@ -273,18 +274,21 @@ def find_hub(
     """Load ``splits``, by the parts that they are for, of a dataset of the Hugging Face hub or of its cache, or of a
     folder; ``advice`` is what to look at where the setting ``data.key``, the ``name``, is not what is wrong."""
     options: dict[str, Any] = {"split": list(splits.values()), "cache_dir": cache_dir, "revision": revision}
+    here = Path(name).is_dir()
+    why_not = None if here else away()
     try:
         tables = datasets.load_dataset(name, config, **options)
     except Exception as error:  # connection, authentication, missing dataset, missing split: one list would not do
-        why = " ".join(str(error).split())[:MOST_REASON]  # which configurations and splits there are, in several lines
-        here = Path(name).is_dir()
-        place = (
-            "" if here else f" is no folder here and could not be loaded from https://huggingface.co/datasets/{name}"
-        )
+        # Which parts and splits there are stands behind the first line.
+        why = why_not or f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_REASON]}"
+        if here:
+            raise RecipeError(f"data.{key}={name!r} could not be loaded ({why}): check the folder, {advice}") from error
         raise RecipeError(
-            f"data.{key}={name!r}{place or ' could not be loaded'} ({type(error).__name__}: {why}): check the name"
-            f"{'' if here else ' and the network'}, {advice}"
+            f"data.{key}={name!r} is no folder here and could not be loaded from https://huggingface.co/datasets/"
+            f"{name} ({why}): check the name and the network, {advice}; {ADVICE}"
         ) from error
+    if why_not:
+        tell_of_cache()
     counting = "the first is row 0, as on the hub"
     return {
         part: Rows(

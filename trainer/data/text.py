@@ -10,7 +10,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.common import BuiltIn, hold_out, local_path
+from trainer.data.common import BuiltIn, Sampled, hold_out, local_path
 from trainer.errors import RecipeError, require, require_positive
 from trainer.values import Outline
 
@@ -81,7 +81,7 @@ class Texts(BuiltIn):
         return Padder(tokenizer, self.max_length)(encode(read, tokenizer, self.max_length))
 
 
-class _Tokenised(Texts):
+class _Tokenised(Sampled, Texts):
     """What the text datasets share that are tokenised before training."""
 
     def prepare(self, tokenizer: Any = None) -> None:

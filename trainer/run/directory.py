@@ -31,9 +31,10 @@ from trainer.recipe import Recipe
 from trainer.report.loggers import make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.mistakes import write_mistakes
+from trainer.report.page import write_report
 from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
-from trainer.report.summary import Summary
+from trainer.report.summary import Summary, summary_rows
 from trainer.run.session import Session, asked_figures, from_all, from_first, on_first
 from trainer.settings import dump_recipe
 from trainer.system.files import default_folder, make_folder, read_object, staged_folder, write_atomic
@@ -180,6 +181,7 @@ def write_results(
         raise
     except Exception as error:  # figures that no axis can hold: a picture is not the end of a run
         warn(f"the figures of this run cannot be drawn ({cause(error)}): they are in metrics.csv and summary.json")
+    write_report(run_dir, summary_rows(summary), session.plan.describe(), summary.data, summary.versions)
 
 
 def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:

@@ -34,7 +34,10 @@ from trainer.run.recovery import Recovery
 from trainer.run.resume import Resumption
 from trainer.run.session import Session, evaluation, training_windows
 from trainer.run.state import RandomState, State, Tensors, seed_random_state
+from trainer.system.reports import cause
 from trainer.system.waiting import doing
+
+SPLITS = ("train", "val", "test")
 
 
 class Training:
@@ -219,8 +222,21 @@ class Training:
             **stopwatch.speed._asdict(),
             seconds=stopwatch.seconds,
             versions=versions(),
+            data=self._data(status == "finished"),
             attention=self.attention,
         )
+
+    def _data(self, finished: bool) -> dict[str, Any]:
+        """What ``summary.json`` says of the data; its fingerprint takes seconds, on the first rank."""
+        data, origin = self.session.recipe.data, self.resumption.origin
+        sizes = {split: None if getattr(data, split) is None else len(getattr(data, split)) for split in SPLITS}
+        known = vars(origin).get("dataset")
+        if finished and self.session.is_first:
+            try:
+                known = origin.dataset
+            except Exception as error:  # anybody's data; the run has come to its end without it
+                self.progress.warning(f"the data has no fingerprint ({cause(error)})")
+        return {"class": type(data).__name__, **sizes, "fingerprint": known}
 
     def _take_best(self) -> dict[str, Any] | None:
         """Put the weights of the best step in place of the last ones; what ``summary.json`` says of it."""
