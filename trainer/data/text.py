@@ -320,6 +320,7 @@ class HubText(_Tokenised):
     pair_column: str | None = None
     max_length: int = 512
     val_fraction: float = 0.0
+    val_fold: int | None = None
     cache_dir: str | None = None
     workers: int = 0
     worker_timeout: float = 300.0
