@@ -28,6 +28,7 @@ from trainer.errors import RunError, Stopped, require
 from trainer.memory.plan import Plan, idle_ranks, plan_warnings
 from trainer.memory.stack import Stack
 from trainer.recipe import Recipe
+from trainer.report.card import model_card
 from trainer.report.loggers import make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.mistakes import write_mistakes
@@ -162,6 +163,7 @@ def write_results(
     if summary.status == "finished":
         with staged_folder(run_dir / "model") as folder:
             save_model(session.recipe.model, module, folder, state)
+            write_atomic(folder / "README.md", card_of(session, summary))  # a person may change it: it has no hash
     write_atomic(run_dir / "summary.json", summary.to_json())  # after the model, which "finished" promises
     if result is not None:
         write_evaluation(run_dir, result, session.recipe.data)
@@ -175,6 +177,20 @@ def write_results(
     except Exception as error:  # figures that no axis can hold: a picture is not the end of a run
         warn(f"the figures of this run cannot be drawn ({cause(error)}): they are in metrics.csv and summary.json")
     write_report(run_dir, summary_rows(summary), session.plan.describe(), summary.data, summary.versions)
+
+
+def card_of(session: Session, summary: Summary) -> str:
+    """The model card of what a finished run has trained."""
+    recipe, run_dir = session.recipe, session.run_dir
+    model: Any = recipe.model
+    kind = "token" if getattr(model, "task", None) == "token" else "text"
+    if model.tokenizer_or_none() is None:
+        kind = "image" if hasattr(recipe.data, "load_image") else ""
+    weights = getattr(model, "weights", None)
+    base = weights if isinstance(weights, str) and weights.count("/") == 1 and not Path(weights).exists() else None
+    library, task = "transformers" if model.own_format else None, f"{kind}-classification" if kind else None
+    text = (run_dir / "recipe.yaml").read_text(encoding="utf-8").partition("\n# sha256")[0]
+    return model_card(run_dir.name, summary, text, session.plan.describe(), task, library, base)
 
 
 def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
