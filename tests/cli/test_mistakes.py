@@ -166,7 +166,7 @@ recipe = Recipe(model=Net([8]), data=Digits(), batch_size=64, max_steps=1, memor
                 run=Run(predict=False, evaluate=False, accelerator="cpu", progress=False))
 """
 LOSSES = {
-    "mean": 'yield Loss(loss / 16, weight=len(batch["labels"]))',
+    "mean": 'yield Loss(loss / len(batch["labels"]), weight=len(batch["labels"]))',
     "tensor": "return loss",
     "yielded": "yield loss",
     "pair": "return loss, 16",
