@@ -123,6 +123,10 @@ def write_recipe(session: Session, source: str | None) -> None:
     write_atomic(session.run_dir / "recipe.yaml", sealed(text))
 
 
+NAMES = ("config", "revision", "encoding", "separator", "task")
+"""Fields that name no file, though there may be one that is called so."""
+
+
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The recipe with every path in its model and data that exists as seen from the root."""
     return recipe.replace(model=_absolute(recipe.model), data=_absolute(recipe.data))
@@ -133,8 +137,11 @@ def _absolute(part: Any) -> Any:
     paths = {}
     for field in dataclasses.fields(part):
         text = getattr(part, field.name) if field.init else None
-        if isinstance(text, str) and text and field.name != "name" and not field.name.endswith("_column"):
+        is_name = field.name in NAMES or field.name.endswith(("_column", "_split"))
+        if isinstance(text, str) and text and not is_name:
             path = Path(text)
+            if field.name == "name" and not (field.type in ("str", str) and path.is_dir()):  # a size, a model type
+                continue
             if path.exists() or ("*" in text and path.parent.is_dir()):
                 paths[field.name] = str(path.absolute())
     return dataclasses.replace(part, **paths)
