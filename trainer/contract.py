@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import RecipeError
-from trainer.values import IGNORED_LABEL, Loss, Mixing, Outline, Pretrained, Task
+from trainer.values import IGNORED_LABEL, ImageInput, Loss, Mixing, Outline, Pretrained, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,6 +134,10 @@ class Model:
         """The tokenizer that the dataset must use, for text models."""
         return None
 
+    def image_input(self) -> ImageInput | None:
+        """The images that it was trained on, for datasets that leave their size or normalisation to the model."""
+        return None
+
     own_format: ClassVar[bool] = False
     """Whether ``save`` and ``saved_in`` keep a trained model in a format of its own (a Hugging Face folder, say);
     by default it is kept as ``model.safetensors`` and ``config.json``."""
@@ -201,6 +205,9 @@ class Data:
     tasks: ClassVar[Sequence[Task]] = ()
     """The tasks of models that it has labels for; empty where only its author knows."""
 
+    seen_by: Model | None = None
+    """The model of the recipe, which says what the dataset leaves open: see ``Model.image_input``."""
+
     prepared_for: Task = "single_label"
     """The task of the model, as its recipe says before ``prepare`` is called."""
 
@@ -226,6 +233,11 @@ class Data:
     def mixing(self) -> Mixing | None:
         """How the training samples of a batch are mixed with each other, ``pixel_values`` (n, channels, H, W) and
         ``labels``; ``None`` if they are not."""
+        return None
+
+    def chances(self) -> Sequence[float] | None:
+        """How likely each training sample is drawn, with replacement, relative to the others, once they are prepared;
+        ``None`` where an epoch has each of them once."""
         return None
 
     def collate(self, samples: Sequence[Any]) -> Any:

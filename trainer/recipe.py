@@ -449,6 +449,7 @@ class Recipe:
         why = f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
         require(isinstance(self.data, Data), why)
         _check("", self, positive=("batch_size", "max_steps", "eval_every", "epochs"))
+        self.data.seen_by = self.model
         task, known = getattr(self.model, "task", None), self.data.tasks
         if task is not None:
             has = f"{type(self.data).__name__} has labels for {' and '.join(known)}"

@@ -58,6 +58,14 @@ class Loss:
         return (self.targets != IGNORED_LABEL).count_nonzero()
 
 
+class ImageInput(NamedTuple):
+    """The images that a model was trained on."""
+
+    size: int | None  # height and width, in pixels; None where nobody says
+    mean: tuple[float, ...]  # of each channel, of pixels from 0 to 1; empty where nobody says
+    std: tuple[float, ...]
+
+
 class Mixing(NamedTuple):
     """How training samples are mixed with each other.
 
@@ -111,6 +119,18 @@ class Groups:
 
     sizes: Sequence[int]
     mixed: int
+
+
+@dataclass(frozen=True, eq=False)  # by identity, as Groups
+class Chances:
+    """How likely each sample is drawn, with replacement, for every place of an epoch, which has as many as there are
+    samples.
+
+    Args:
+        relative: a number of at least 0 for every sample; their sum need not be 1.
+    """
+
+    relative: Sequence[float]
 
 
 class BadSample(NamedTuple):

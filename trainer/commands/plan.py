@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands import TRUST, OwnFlags
@@ -253,11 +252,12 @@ def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, An
 
     Its memory curve is drawn of the ``timeline``, as ``plot_plan`` draws it; without one there is none.
     """
+    from trainer.report import page
     from trainer.report.plots import CATEGORIES
 
     curve = None if timeline is None else {**timeline, "categories": CATEGORIES}
     parts = {"title": html.escape(str(content["recipe"])), "plan": _embedded(content), "curve": _embedded(curve)}
-    write_atomic(path, Template(PAGE.read_text(encoding="utf-8")).substitute(parts))
+    page.write_page(path, PAGE, parts)
 
 
 def _embedded(value: Any) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from trainer.contract import Data
-from trainer.errors import require
+from trainer.errors import listed, require
 from trainer.recipe import MOST_SECONDS
 from trainer.values import Outline, Task
 
@@ -24,6 +26,8 @@ class BuiltIn(Data):
 
     Args:
         val_fraction: share of the training samples held out for validation; always the same samples.
+        val_fold: which part of that size is held out, from 0, where the training samples are cut in such parts, for
+            cross-validation; val_fraction is then 1/2, 1/3, ... Null holds out one that overlaps with them all.
         workers: processes that load data; 0 loads in the main process.
         worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
         max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
@@ -33,10 +37,17 @@ class BuiltIn(Data):
     num_classes: int
     class_names: list[str]
     val_fraction: float = 0.0
+    val_fold: int | None = None
 
     def __post_init__(self) -> None:
         fraction, workers, seconds, bad = self.val_fraction, self.workers, self.worker_timeout, self.max_bad_samples
         require(0 <= fraction < 1, f"data.val_fraction={fraction} must be at least 0 and less than 1")
+        if (fold := self.val_fold) is not None:
+            why = f"data.val_fold={fold} is one of the parts of size data.val_fraction={fraction}"
+            parts = round(1 / fraction) if fraction else 0
+            whole = parts > 1 and math.isclose(parts * fraction, 1, abs_tol=1e-3)
+            require(whole, f"{why}, which must be 1/2, 1/3, ...: give 0.2 for five parts, say")
+            require(0 <= fold < parts, f"{why}: give 0 to {parts - 1}")
         require((workers or 0) >= 0, f"data.workers={workers} must not be negative; 0 loads in the main process")
         require(
             0 < seconds <= MOST_SECONDS,
@@ -53,6 +64,49 @@ class BuiltIn(Data):
 
     def _set_classes(self, names: Sequence[str]) -> None:
         self.class_names, self.num_classes = list(names), len(names)
+
+
+@dataclass(kw_only=True)
+class Sampled(BuiltIn):
+    """A dataset that may draw its training samples by their class.
+
+    Args:
+        sampling: uniform has each training sample once an epoch. balanced draws with replacement, all classes equally
+            often; a mapping such as {cat: 1, lynx: 10} draws a sample of a class so many times as often as one of
+            another. An epoch then has as many draws as there are samples.
+    """
+
+    sampling: Literal["uniform", "balanced"] | dict[str, float] = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = f"data.sampling={self.sampling!r} must be uniform, balanced or a mapping from classes to numbers"
+        require(self.sampling in ("uniform", "balanced") or isinstance(self.sampling, Mapping), wanted)
+        if isinstance(self.sampling, Mapping):
+            for name, weight in self.sampling.items():
+                is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < math.inf
+                require(is_number, f"data.sampling: {name}: {weight!r} must be a number of at least 0")
+
+    def chances(self) -> Sequence[float] | None:
+        """As ``sampling`` says, of the classes of the training samples."""
+        if self.sampling == "uniform":
+            return None
+        import numpy as np
+
+        why = f"data.sampling={self.sampling!r} goes by one class a sample: with model.task={self.prepared_for}"
+        require(self.prepared_for == "single_label", f"{why} use uniform")
+        labels = np.asarray(self.train.labels)
+        if self.sampling == "balanced":
+            return (1 / np.bincount(labels, minlength=self.num_classes).clip(min=1))[labels]
+        given = {str(name): float(weight) for name, weight in self.sampling.items()}
+        unknown, missing = sorted({*given} - {*self.class_names}), [c for c in self.class_names if c not in given]
+        close = get_close_matches(unknown[0], self.class_names, 1) if unknown else []
+        hint = f"; did you mean {close[0]}?" if close else f"; there are {listed(self.class_names)}"
+        require(not unknown, f"data.sampling: there is no class {listed(unknown)}{hint}")
+        require(not missing, f"data.sampling gives no number for {listed(missing)}: give one for each class")
+        found = np.asarray([given[name] for name in self.class_names])[labels]
+        require(found.sum() > 0, "data.sampling gives 0 to every class that has samples: raise one")
+        return found
 
 
 def require_share(key: str, value: Any, off: str = "0") -> None:
@@ -74,11 +128,14 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def hold_out(labels: Sequence[int], fraction: float, key: str, seed: int = 0) -> tuple[Sequence[int], Sequence[int]]:
+def hold_out(
+    labels: Sequence[int], fraction: float, key: str, seed: int = 0, fold: int | None = None
+) -> tuple[Sequence[int], Sequence[int]]:
     """Cut the positions of ``labels`` in two: ``(kept, held out)``, both sorted, with each class in proportion.
 
     They do not follow the run's seed: runs with different seeds are measured on the same samples. They are those of
     scikit-learn's ``train_test_split``; to import it takes as long as all else before the first step of a small run.
+    With a ``fold``, that one of 1 / ``fraction`` parts is held out, each with its share of every class.
     """
     if fraction == 0:
         return range(len(labels)), []
@@ -94,6 +151,11 @@ def hold_out(labels: Sequence[int], fraction: float, key: str, seed: int = 0) ->
     fits = counts.min() >= 2 and min(sizes) >= len(classes)
     require(fits, f"{said}: use another fraction or more samples")
     generator = np.random.RandomState(seed)  # as scikit-learn does
+    if fold is not None:  # the classes one after the other, dealt out in turn
+        classwise = [np.flatnonzero(codes == code)[generator.permutation(count)] for code, count in enumerate(counts)]
+        parts, dealt = round(1 / fraction), np.concatenate(classwise)
+        place = np.arange(len(dealt)) % parts
+        return sorted(dealt[place != fold].tolist()), sorted(dealt[place == fold].tolist())
     kept_counts = _in_proportion(counts, sizes[0], generator)
     held_counts = _in_proportion(counts - kept_counts, sizes[1], generator)
     kept: list[int] = []

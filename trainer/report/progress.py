@@ -71,6 +71,8 @@ class Progress:
         self, enabled: bool = True, rank: int = 0, *, stream: TextIO | None = None, clock: Clock = time.monotonic
     ) -> None:
         self._shown, self._rank, self._clock = enabled and rank == 0, rank, clock
+        if not enabled:
+            waiting.end()
         self._stream = stream if stream is not None else sys.stderr
         self._terminal = _shows_a_bar(self._stream)
         self._bar: Any = None

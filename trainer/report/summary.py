@@ -7,7 +7,7 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +75,8 @@ class Summary:
     mfu: float | None = None
     seconds: float  # wall time of training
     versions: Mapping[str, str | None]  # of what the result depends on
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Its ``class``, the samples of ``train``, ``val`` and ``test``, and its ``fingerprint``: of the content."""
     attention: Sequence[str] = ()  # torch's kernels of it in the first micro-step, such as flash; empty if unknown
 
     def to_json(self) -> str:
@@ -94,13 +96,13 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def summary_text(summary: Summary, run_dir: Path) -> str:
-    """The block that is printed at the end of a run: figures with their units, and where the files are."""
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    """Labels and figures with their units, the status and the figures of the last evaluation first."""
     skipped = f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
     ranks = f"{summary.world_size} rank{'s' * (summary.world_size > 1)}"
     figures = [(split, *figure) for split, of_split in summary.metrics.items() for figure in of_split.items()]
     speed = Speed(*(getattr(summary, name) for name in Speed._fields))
-    rows = [
+    return [
         ("status", summary.status),
         *((f"{split} {name}", _metric(name, value)) for split, name, value in figures),
         *([("model/", _best(summary.best))] if summary.best else []),
@@ -111,8 +113,13 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
         *_predicted(summary.memory),
         *_by_phase(summary.memory),
         *([("attention", ", ".join(summary.attention))] if summary.attention else []),
-        ("files", f"{run_dir}: {', '.join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != '.'))}"),
     ]
+
+
+def summary_text(summary: Summary, run_dir: Path) -> str:
+    """The block that is printed at the end of a run, which ends with where the files are."""
+    files = ", ".join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != "."))
+    rows = [*summary_rows(summary), ("files", f"{run_dir}: {files}")]
     width = max(len(label) for label, _ in rows)
     return "\n".join(escaped(f"{label:<{width}}  {value}") for label, value in rows)
 

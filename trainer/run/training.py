@@ -34,7 +34,10 @@ from trainer.run.recovery import Recovery
 from trainer.run.resume import Resumption
 from trainer.run.session import Session, evaluation, training_windows
 from trainer.run.state import RandomState, State, Tensors, seed_random_state
+from trainer.system.reports import cause
 from trainer.system.waiting import doing
+
+SPLITS = ("train", "val", "test")
 
 
 class Training:
@@ -44,6 +47,8 @@ class Training:
         self.session, self.progress, recipe = session, progress, session.recipe
         why = "optim.schedule=plateau needs a validation set: give the data one (data.val_fraction, say)"
         require(recipe.data.val is not None or recipe.optim.schedule != "plateau", why)
+        self.split = "val" if recipe.data.val is not None else "test"
+        self.best, self.resumption, own = Best(recipe, self.split), resumption, own_listeners(recipe.listeners)
         self.windows = training_windows(session)
         require_profilable(recipe.run.profile, count_steps(self.windows, recipe.epochs, recipe.max_steps))
         self.stopwatch = Stopwatch(session.forecast.peak_seconds if session.forecast else lambda: None)
@@ -68,7 +73,6 @@ class Training:
         )
         del optimizer, sync
         session.monitor.enter(None)
-        own = own_listeners(recipe.listeners)
         # Within a module that is compiled as a whole a hook would be compiled, too.
         self.attention = note_attention(self.stepper.module) if recipe.memory.compile != "model" else []
         self.schedule()
@@ -80,8 +84,6 @@ class Training:
             lines = [*describe_run(session, self.stack, self.windows), *describe_groups(self.stepper.optimizer)]
             for line in lines:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
-        self.split = "val" if recipe.data.val is not None else "test"
-        self.best, self.resumption = Best(recipe, self.split), resumption
         self.logging = LoggingListener(self.loggers, self.stopwatch, self.split)
         shown = ProgressListener(progress, self.stopwatch, session.monitor, self.split)
         self.recovery = Recovery(session, tensors, self.windows, self.build_again, progress.notice)
@@ -219,8 +221,21 @@ class Training:
             **stopwatch.speed._asdict(),
             seconds=stopwatch.seconds,
             versions=versions(),
+            data=self._data(status == "finished"),
             attention=self.attention,
         )
+
+    def _data(self, finished: bool) -> dict[str, Any]:
+        """What ``summary.json`` says of the data; its fingerprint takes seconds, on the first rank."""
+        data, origin = self.session.recipe.data, self.resumption.origin
+        sizes = {split: None if getattr(data, split) is None else len(getattr(data, split)) for split in SPLITS}
+        known = vars(origin).get("dataset")
+        if finished and self.session.is_first:
+            try:
+                known = origin.dataset
+            except Exception as error:  # anybody's data; the run has come to its end without it
+                self.progress.warning(f"the data has no fingerprint ({cause(error)})")
+        return {"class": type(data).__name__, **sizes, "fingerprint": known}
 
     def _take_best(self) -> dict[str, Any] | None:
         """Put the weights of the best step in place of the last ones; what ``summary.json`` says of it."""
