@@ -67,6 +67,8 @@ def main() -> None:
     if asked.beside is not None:
         checkouts["beside"] = asked.beside.resolve()
     record = Record("start", {"rounds": asked.rounds, "beside": _commit(asked.beside)})
+    if asked.beside is not None:  # where that lies is of this machine
+        record.content["command"] = record.content["command"].replace(str(asked.beside), "CHECKOUT")
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
     with workplace(None) as work:
         image = _image(work)

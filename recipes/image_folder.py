@@ -2,10 +2,10 @@
 
 from trainer import Memory, Optim, Recipe, main
 from trainer.data import ImageFolder
-from trainer.models import VisionTransformer
+from trainer.models import ImageClassifier
 
 recipe = Recipe(
-    model=VisionTransformer("vit_b_16", weights="DEFAULT"),
+    model=ImageClassifier("google/vit-base-patch16-224-in21k", weights="google/vit-base-patch16-224-in21k"),
     data=ImageFolder(root="photos"),
     optim=Optim("adamw", lr=5e-5, weight_decay=0.05, schedule="cosine", clip_norm=1.0),
     batch_size=32,

@@ -62,7 +62,7 @@ def finished(tmp_path_factory):
 def test_the_run_directory_holds_what_was_promised(finished):
     run_dir, summary, data = finished
     files = {"recipe.yaml", "metrics.csv", "classification_report.txt", "curves.png", "memory.png"}
-    files |= {"confusion.csv", "confusion.png", "errors.csv"}
+    files |= {"confusion.csv", "confusion.png", "errors.csv", "report.html", "checkpoints"}
     assert {path.name for path in run_dir.iterdir()} == files | {"model", "status.json", "summary.json"}
     assert {path.name for path in (run_dir / "model").iterdir()} == {"model.safetensors", "config.json", "files.json"}
     content = json.loads((run_dir / "summary.json").read_text(), parse_constant=pytest.fail)

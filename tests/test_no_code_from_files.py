@@ -212,7 +212,7 @@ GIVEN = {"RECIPE": "run/recipe.yaml", "RUN_DIR": "run", "DIR": "run", "TEXT": "a
 GIVEN |= {"hf:MODEL": "hf:./run"}
 """What stands for the words of the table in these tests. A word that is missing here fails them: give it a payload."""
 
-NO_RECIPE = ("plan hf:MODEL", "checkpoint list DIR", "checkpoint verify DIR", "chaos")
+NO_RECIPE = ("plan hf:MODEL", "checkpoint list DIR", "checkpoint verify DIR", "chaos", "runs")
 """Commands that read none of a recipe."""
 
 

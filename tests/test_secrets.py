@@ -134,6 +134,7 @@ LINES = {
     "ladder": ["ladder", "RECIPE", "--steps=1", "--rungs=baseline", "--out=out/ladder"],
     "evaluate": ["evaluate", "run", "--trust-recipe"],
     "predict": ["predict", "run", "--trust-recipe", "--image=digit.png"],
+    "runs": ["runs", "run", "--json"],
     "checkpoint": ["checkpoint", "export", "run", "--trust-recipe", "--out=out/model"],
 }
 """Every command with a line of its own, as it is given settings."""
@@ -147,7 +148,7 @@ def tried():
     for name in LINES:
         for end in ENDS:
             slow = end not in QUICK.get(name, ["works"])
-            if name not in ("checkpoint", "predict") or end == "works":  # these read no data
+            if name not in ("checkpoint", "predict", "runs") or end == "works":  # these read no data
                 yield pytest.param(name, end, marks=pytest.mark.slow if slow else ())
 
 
@@ -169,7 +170,7 @@ def test_no_command_writes_or_prints_a_secret(request, recipe_file, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     recipe_file.write_text(PLAIN)
-    if name in ("evaluate", "predict", "checkpoint"):
+    if name in ("evaluate", "predict", "checkpoint", "runs"):
         shutil.copytree(request.getfixturevalue("trained"), "run")
         Image.new("L", (8, 8)).save("digit.png")
         if name == "checkpoint":  # its model comes of recipe.yaml, which lacks what was secret
@@ -179,7 +180,7 @@ def test_no_command_writes_or_prints_a_secret(request, recipe_file, tmp_path, mo
         fork_processes(monkeypatch)
     words = [str(recipe_file) if word == "RECIPE" else word for word in LINES[name]]
     url = f"https://me:pa55w0rdInUrl@host/{ENDS[end]}?token=sign4tureInUrl"
-    given = words if name == "checkpoint" else command(*words, **({"--data.url": url} if ENDS[end] else {}))
+    given = words if name in ("checkpoint", "runs") else command(*words, **({"--data.url": url} if ENDS[end] else {}))
     given += ["--max_steps=-1"] if (name, end) == ("run", "is refused") else []  # before anything is imported
     try:
         status = run(given)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import RecipeError
-from trainer.values import IGNORED_LABEL, Loss, Mixing, Outline, Pretrained, Task
+from trainer.values import IGNORED_LABEL, ImageInput, Loss, Mixing, Outline, Pretrained, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,6 +40,12 @@ class Model:
     mixes: ClassVar[bool] = False
     """Whether ``losses`` knows of mixed samples (mixup, CutMix): where the batch has ``mixed_labels``, the loss is
     ``lam`` times that of ``labels`` and 1 - ``lam`` times that of ``mixed_labels``; ``lam`` is one number for all."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether ``losses`` reads ``batch["seeds"]``, int64 (n,): numbers to draw by for each training sample, the
+        same however the batch is cut; evaluations have none."""
+        return False
 
     blocks: Sequence[type] = ()
     """Classes of the repeated modules (encoder layers): the unit of sharding, checkpointing and offload."""
@@ -128,6 +134,10 @@ class Model:
         """The tokenizer that the dataset must use, for text models."""
         return None
 
+    def image_input(self) -> ImageInput | None:
+        """The images that it was trained on, for datasets that leave their size or normalisation to the model."""
+        return None
+
     own_format: ClassVar[bool] = False
     """Whether ``save`` and ``saved_in`` keep a trained model in a format of its own (a Hugging Face folder, say);
     by default it is kept as ``model.safetensors`` and ``config.json``."""
@@ -194,6 +204,9 @@ class Data:
 
     tasks: ClassVar[Sequence[Task]] = ()
     """The tasks of models that it has labels for; empty where only its author knows."""
+
+    seen_by: Model | None = None
+    """The model of the recipe, which says what the dataset leaves open: see ``Model.image_input``."""
 
     prepared_for: Task = "single_label"
     """The task of the model, as its recipe says before ``prepare`` is called."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -39,6 +39,13 @@ NOT_OFFERED = {
 }
 """What others offer under a key, and why it is refused here: see docs/techniques.md."""
 
+GROUP_SETTINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "lr_scale": ("a factor greater than 0; frozen: true is none at all", lambda value: 0 < value < math.inf),
+    "weight_decay": ("a number of at least 0", lambda value: 0 <= value < math.inf),
+    "frozen": ("true or false", lambda value: True),
+}
+"""Of ``optim.groups``: what each must be."""
+
 ALSO_CALLED = {("memory.precision", "bf16"): "bf16-mixed", ("memory.precision", "fp16"): "16-mixed"}
 """What everybody else calls a value of a key; as flags, in YAML and in Python it is the same."""
 
@@ -66,6 +73,13 @@ class Optim:
         warmup_ratio: the same as a fraction of all steps, from 0 to 1; null is no fraction (one_cycle: 0.3).
         plateau_patience: evaluations in a row without a lower validation loss that schedule plateau lets pass.
         plateau_factor: what it multiplies the learning rate by at the next one, between 0 and 1.
+        layer_decay: factor on the learning rate from one block to the one below it, such as 0.75: 1 for the head, less
+            for every block down to the embeddings, which have the least; null is the same rate for all.
+        groups: parameters by patterns of their names, with what differs for them, such as {"*head*": {lr_scale: 10,
+            weight_decay: 0}, "*embed*": {frozen: true}}; of several patterns that fit, the last one wins.
+        ema: decay of an exponential moving average of the weights, such as 0.999, which is then what evaluations have
+            and what is saved as the model; 4 bytes a weight. null is none.
+        ema_warmup: let its decay rise from 0 in the first steps, as 1 - (1 + step)^(-2/3), for short runs.
         clip_norm: largest global gradient norm; null for no clipping.
         scale_lr: scale lr with batch_size / reference_batch_size: none, linear or sqrt.
         reference_batch_size: the batch size that lr was chosen for; needed by scale_lr.
@@ -85,6 +99,10 @@ class Optim:
     warmup_ratio: float | None = None
     plateau_patience: int = 10
     plateau_factor: float = 0.1
+    layer_decay: float | None = None
+    groups: dict[str, Any] = field(default_factory=dict)
+    ema: float | None = None
+    ema_warmup: bool = False
     clip_norm: float | None = None
     scale_lr: ScaleLR = "none"
     reference_batch_size: int | None = None
@@ -108,7 +126,9 @@ class Optim:
             why = f"optim.eps={self.eps} has no meaning for {self.name}: leave it at null"
             require(self.name in ("adamw", "adam", "adagrad", "rmsprop"), why)
             require(0 < self.eps < math.inf, f"optim.eps={self.eps} must be greater than 0, and finite")
+        require(self.ema is None or 0 <= self.ema < 1, f"optim.ema={self.ema} must be in [0, 1); null is no average")
         self._check_schedule()
+        self._check_groups()
         why = f"optim.clip_norm={self.clip_norm} must be greater than 0; null turns clipping off"
         require(self.clip_norm is None or self.clip_norm > 0, why)
         is_known = self.scale_lr == "none" or self.reference_batch_size is not None
@@ -128,6 +148,21 @@ class Optim:
         patience, factor = self.plateau_patience, self.plateau_factor
         require(patience >= 0, f"optim.plateau_patience={patience} must not be negative")
         require(0 < factor < 1, f"optim.plateau_factor={factor} must be between 0 and 1")
+
+    def _check_groups(self) -> None:
+        decay = self.layer_decay
+        require(decay is None or 0 < decay <= 1, f"optim.layer_decay={decay} must be greater than 0 and at most 1")
+        for pattern, settings in self.groups.items():
+            key = f"optim.groups[{pattern!r}]"
+            fits = isinstance(settings, Mapping) and len(settings) > 0
+            require(fits, f"{key}={settings!r} must be a mapping with any of {', '.join(GROUP_SETTINGS)}")
+            for name, value in settings.items():
+                close = get_close_matches(str(name), GROUP_SETTINGS, 1, 0.3)
+                meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(GROUP_SETTINGS)}"
+                require(name in GROUP_SETTINGS, f"{key} has no {name}; {meant}")
+                wanted, is_so = GROUP_SETTINGS[name]
+                fits = isinstance(value, bool) if name == "frozen" else type(value) in (int, float) and is_so(value)
+                require(fits, f"{key}.{name}={value!r} must be {wanted}")
 
 
 @dataclass(frozen=True)
@@ -369,6 +404,7 @@ class Recipe:
         why = f"data={self.data!r} must be a trainer.Data: subclass it and define prepare()"
         require(isinstance(self.data, Data), why)
         _check("", self, positive=("batch_size", "max_steps", "eval_every", "epochs"))
+        self.data.seen_by = self.model
         task, known = getattr(self.model, "task", None), self.data.tasks
         if task is not None:
             has = f"{type(self.data).__name__} has labels for {' and '.join(known)}"

@@ -58,6 +58,14 @@ class Loss:
         return (self.targets != IGNORED_LABEL).count_nonzero()
 
 
+class ImageInput(NamedTuple):
+    """The images that a model was trained on."""
+
+    size: int | None  # height and width, in pixels; None where nobody says
+    mean: tuple[float, ...]  # of each channel, of pixels from 0 to 1; empty where nobody says
+    std: tuple[float, ...]
+
+
 class Mixing(NamedTuple):
     """How training samples are mixed with each other.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 
 from trainer.cli import run
 from trainer.commands.recipes import load_recipe
+from trainer.memory.plan import decide_plan
+from trainer.recipe import Memory
+from trainer.run.directory import unmeant
 
 FILES = {
     "section.yaml": "recipe: vit_digits\nseed: 3\noptmi: {lr: 0.1}\n",
@@ -163,6 +167,56 @@ def test_a_mistake_is_a_line_that_says_what_was_meant(made: Path, capsys: Any, n
     assert expected.replace("TMP", str(made)) in err
 
 
+TINY = "--model.layers=1 --model.width=8 --model.mlp_width=8 --model.heads=1 --run.accelerator=cpu --run.predict=false"
+NO_TEST = """from trainer.commands.recipes import load_recipe
+from trainer.data import Digits
+
+class Own(Digits):
+    def prepare(self, tokenizer=None):
+        super().prepare(tokenizer)
+        self.test = None
+
+recipe = load_recipe("vit_digits")[0].replace(data=Own())
+"""
+WARNED = {
+    "batch larger than the data": (
+        "vit_digits --batch_size 100000 --max_steps 1 --optim.warmup_steps 0",
+        "batch_size=100000 is more than the 1,437 samples there are: every step takes all of them",
+    ),
+    "warm-up longer than the run": (
+        "vit_digits --optim.warmup_steps 5000 --max_steps 2",
+        "optim.warmup_steps=5000 is no less than the 2 steps of the run: the learning rate does not come to optim.lr=",
+    ),
+    "nothing to evaluate": (
+        "TMP/no_test.py --max_steps 1 --optim.warmup_steps 0",
+        "nothing is evaluated: there is neither a validation set nor a test set; --data.val_fraction 0.1 holds out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_is_hardly_meant_is_said_and_the_run_goes_on(tmp_path: Path, capsys: Any, no_pictures: None, name: str):
+    flags, expected = WARNED[name]
+    folder = tmp_path / "run"
+    (tmp_path / "no_test.py").write_text(NO_TEST)
+    assert run(["fit", *flags.replace("TMP", str(tmp_path)).split(), *TINY.split(), "--run.dir", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert [line for line in err.splitlines() if line.startswith(f"warning: {expected}")] != [], err
+    assert sum(line.startswith("warning: ") for line in err.splitlines()) == 1
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["batch_size"] == (1437 if "more than" in expected else 64)
+    assert f"batch {summary['batch_size']:,} samples a step on 1 rank" in " ".join(out.split())
+
+
+def test_ranks_without_samples_are_counted():
+    recipe = load_recipe("vit_digits")[0]
+    for batch, ranks, idle in ((2, 3, 1), (2, 2, 0), (64, 3, 0), (5, 8, 3)):
+        plan = decide_plan(recipe.replace(batch_size=batch, memory=Memory()), ranks)
+        found = [line for line in unmeant(recipe, plan, 1437, 10) if "ranks" in line]
+        said = f"batch_size={batch} has fewer samples than ranks: {idle} of {ranks} have nothing to do in any step"
+        assert [line.partition(";")[0] for line in found] == [said] * bool(idle)
+
+
 @pytest.mark.parametrize(("given", "meant"), [("bf16", "bf16-mixed"), ("fp16", "16-mixed"), ("bf16-true", "bf16-true")])
 def test_a_precision_is_what_it_is_called_everywhere_else(tmp_path: Path, capsys: Any, given: str, meant: str) -> None:
     (tmp_path / "own.py").write_text(RECIPE.format(f"memory=Memory(precision={given!r})"))
@@ -184,7 +238,7 @@ def test_a_precision_is_what_it_is_called_everywhere_else(tmp_path: Path, capsys
             ["usage: trainer evaluate RUN_DIR", "--trust-recipe", "trainer evaluate RUN_DIR --help lists"],
         ),
         ("doctor", ["usage: trainer doctor RECIPE", "--json"]),
-        ("checkpoint", ["usage: trainer checkpoint list DIR", "export DIR [--out FOLDER]"]),
+        ("checkpoint", ["usage: trainer checkpoint list DIR", "export DIR [--best] [--out FOLDER]"]),
     ],
 )
 def test_a_command_has_a_page_of_its_own(capsys: Any, command: str, parts: list[str]) -> None:

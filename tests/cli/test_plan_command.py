@@ -23,6 +23,7 @@ from trainer.commands.recipes import load_recipe
 from trainer.planner.gpus import GPUS
 from trainer.planner.report import Candidate
 from trainer.report import plots
+from trainer.system.text import gigabytes
 
 A100 = ("--gpu", "a100-80gb")
 FEW = ("--memory.activation_checkpointing", "full", "--memory.cpu_offload", "optimizer")
@@ -66,8 +67,8 @@ def test_a_plan_is_printed_with_its_reasons_and_written(planned):
     parts = [
         "model    VisionTransformer: 54,282 parameters",
         "batch    64 samples a step, 32-true",
-        "budget   0.030 GB on each device for torch",
-        "outside  on top, about 0.500 GB for the CUDA context",
+        "budget   30 MB on each device for torch",
+        "outside  on top, about 500 MB for the CUDA context",
         "micro-batch  strategy  checkpointing",
         "yes  chosen",
         "- tried: 2 of 2 combinations of knobs: 2 plans, 2 traced; 2 fit",
@@ -117,7 +118,9 @@ def test_json_is_all_that_is_on_stdout_and_what_is_in_the_file(tmp_path, capfd):
     (error,) = [line for line in err.splitlines() if line.startswith("trainer: error: ")]
     smallest = min(one["predicted_reserved_gb"] for one in content["candidates"])
     assert 0.005 < smallest < 0.05
-    assert error.startswith(f"trainer: error: nothing fits in 1.0 MB: the smallest plan needs {smallest:.3f} GB"), error
+    assert error.startswith(
+        f"trainer: error: nothing fits in 1.0 MB: the smallest plan needs {gigabytes(smallest * 1e9)}"
+    ), error
 
 
 def test_a_table_is_printed_and_written(tmp_path, capfd):

@@ -113,7 +113,7 @@ def test_every_row_of_everything_is_there_and_those_between_two_traces_are_marke
     assert not all(one.traced for one in whole.candidates)
     assert whole.chosen.traced
     whole.candidates.insert(0, next(one for one in whole.candidates if not one.traced))  # stands for its combination
-    assert re.search(r"~\d\.\d\d +~?\d\.\d\d +~[\d,.]+ ", table(whole))
+    assert re.search(r"~\d\.\d\d GB +~?\d\.\d\d GB +~[\d,.]+ ", table(whole))
     assert "~ lies between the traces" in table(whole)
 
 
@@ -152,8 +152,8 @@ def test_when_nothing_fits_it_says_what_is_missing_and_what_would_do_at_a_loss(s
     assert report.smallest.reserved == GB // 2 + GB // 100
     assert report.smallest.prediction.timeline is not None
     text = "\n".join(report.explanations)
-    assert re.search(r"nothing fits in 0\.450 GB: .* 0\.510 GB \(batch 64 = .* 0\.060 GB more than the budget", text)
-    assert re.search(r"at a loss, .*--memory\.precision bf16-true: 0\.260 GB, would fit", text)
+    assert re.search(r"nothing fits in 450 MB: .* 510 MB \(batch 64 = .* 60 MB more than the budget", text)
+    assert re.search(r"at a loss, .*--memory\.precision bf16-true: 260 MB, would fit", text)
     assert re.search(r"at a loss, .*: --memory\.cpu_offload parameters", text)
     assert "--lossy true" in report.explanations[-1]
     at_a_loss = searched("0.45GB", lossy=True)
@@ -229,7 +229,7 @@ def test_json_has_the_promised_keys_in_gb(searched):
     assert first.items() <= content["chosen"].items()
     assert (first["predicted_reserved_gb"], first["predicted_allocated_gb"]) == (8.4, 8.3)
     assert (first["predicted_host_gb"], first["fits"], content["budget_gb"]) == (6.0, True, 8.9)
-    assert re.search("fastest.* 0.500 GB", first["reason"])
+    assert re.search("fastest.* 500 MB", first["reason"])
 
 
 def test_the_heading_says_what_lies_outside_of_the_budget():
@@ -237,7 +237,7 @@ def test_the_heading_says_what_lies_outside_of_the_budget():
     text = search_for(recipe, "a100-80gb", 2, 1, "8.9GB").heading(1000, 10)
     said = ["VisionTransformer: 1,000 parameters (10 trained)", "64 samples a step", "2 × A100 80 GB (SXM) of 84.98 GB"]
     said += ["8.90 GB on each device for torch, of which 3 % are to stay free"]
-    said += ["about 0.500 GB for the CUDA context and 0.350 GB for NCCL"]
+    said += ["about 500 MB for the CUDA context and 350 MB for NCCL"]
     assert [words for words in said if words not in text] == []
 
 

@@ -209,7 +209,7 @@ def test_the_text_holds_every_figure_with_its_unit_and_the_files(tmp_path):
         "0.1234",
         "960, 2 skipped",
         "1,234 samples/s, data 0 %, 43.2 s",
-        "0.52 GB host peak",
+        "520 MB host peak",
     )
     files = (str(tmp_path), "metrics.csv", "64 samples a step on 2 ranks")
     assert [part for part in (*figures, *files) if part not in text] == []
@@ -221,14 +221,14 @@ def test_the_text_holds_every_figure_with_its_unit_and_the_files(tmp_path):
     text = summary_text(broken, tmp_path)
     assert "unknown" in text
     assert "1.50 GB allocated, 2.00 GB reserved, 3.00 GB host peak" in text
-    assert "2.20 GB reserved: 0.20 GB (10.0 %) more than measured" in text
+    assert "2.20 GB reserved, 200 MB (10.0 %) more than measured" in text
     assert "by phase" not in text
 
 
 def test_the_text_has_the_peaks_by_phase_with_unit_and_kind(tmp_path):
     on_gpu = summary_text(a_summary(memory=memory_of(on_gpu=True)), tmp_path)
-    assert "4.00 GB allocated, 5.00 GB reserved, 0.95 GB host peak, 0.80 GB host idle\n" in on_gpu
-    assert "by phase       init 1.00, forward 2.00, backward 3.00, step 4.00 GB allocated\n" in on_gpu
-    assert "by phase       init 2.00, forward 3.00, backward 4.00, step 5.00 GB reserved\n" in on_gpu
+    assert "4.00 GB allocated, 5.00 GB reserved, 950 MB host peak, 800 MB host idle\n" in on_gpu
+    assert "by phase       init 1.00 GB, forward 2.00 GB, backward 3.00 GB, step 4.00 GB allocated\n" in on_gpu
+    assert "by phase       init 2.00 GB, forward 3.00 GB, backward 4.00 GB, step 5.00 GB reserved\n" in on_gpu
     on_cpu = summary_text(a_summary(memory=memory_of(on_gpu=False)), tmp_path)
-    assert "by phase       init 0.90, forward 0.90, backward 0.90, step 0.90 GB host\n" in on_cpu
+    assert "by phase       init 900 MB, forward 900 MB, backward 900 MB, step 900 MB host\n" in on_cpu

@@ -130,6 +130,58 @@ def test_a_terminal_that_does_not_know_its_width_gets_lines(columns, expected):
     assert ("100%|" in shown) == (columns > 0)
 
 
+def on_a_terminal(columns, show):
+    """What a bar of 690 steps is last drawn as; ``show`` gives it something to show."""
+    screen, stream = os.openpty()
+    fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    with open(stream, "w", encoding="utf-8") as terminal:
+        progress = Progress(stream=terminal, clock=Clock())
+        progress.start(690)
+        show(progress)
+        progress.close()
+    return read_all(screen).rstrip().split("\r")[-1].strip()
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells", "shown"),
+    [
+        (30, 1, []),
+        (40, 1, []),
+        (45, 1, ["loss 0.4312"]),
+        (60, 10, ["epoch 5", "loss 0.4312"]),
+        (80, 10, ["epoch 5", "loss 0.4312", "1,234 samples/s"]),
+        (100, 10, ["epoch 5", "loss 0.4312", "lr 1.9e-03", "1,234 samples/s"]),
+        (120, 10, ["epoch 5", "loss 0.4312", "lr 1.9e-03", "1,234 samples/s", "memory 0.52 GB host peak"]),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_figures_each_whole_and_ten_cells_of_the_bar(columns, cells, shown):
+    last = on_a_terminal(columns, lambda progress: progress.step(690, **FIGURES))
+    assert len(last) <= columns
+    _, bar, rest = last.split("|")
+    assert len(bar) >= cells
+    assert rest.partition(", ")[2].split(" · ") == (shown or [""])
+
+
+def test_what_happened_is_shown_before_all_else_and_a_long_text_ends_with_a_word():
+    last = on_a_terminal(60, lambda progress: progress.step(690, **FIGURES | {"skipped": 2}))
+    assert last.endswith(", loss 0.4312 · 2 skipped steps")
+    last = on_a_terminal(
+        60, lambda progress: progress.count(3, 9, "12 micro-batches of 1, single, selective, offloaded")
+    )
+    assert last.endswith(", 12 micro-batches of 1, single, …")
+
+
+def test_a_plain_line_says_how_long_the_rest_takes():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream=stream, clock=clock)
+    progress.start(100, first_step=20)
+    clock.now = 30.0
+    take_steps(progress, [40, 100], clock)
+    first, last = stream.getvalue().splitlines()
+    assert first.startswith("step 40/100 · 01:30 left · epoch 5 · ")
+    assert last.startswith("step 100/100 · epoch 5 · ")
+
+
 @pytest.mark.parametrize(("options", "expected"), [({"enabled": False}, "notice\n"), ({"rank": 1}, "")])
 @pytest.mark.parametrize("make", [io.StringIO, Terminal])
 def test_only_a_notice_is_shown_where_progress_is_hidden_and_nothing_on_other_ranks(options, expected, make):

@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.checkpoint.manifest import MANIFEST, CorruptCheckpoint, folder_name, read_manifest
 from trainer.errors import RunError, require
 from trainer.system.files import aside, remove, swap_in, sync_to_disk
+from trainer.system.text import gigabytes
 
 NAME = re.compile(r"step-\d{8,}")
 MARGIN = 2**20  # bytes that JSON files and the file system's own records may take, besides the tensors
@@ -126,7 +127,7 @@ def missing_space(folder: Path, needed: int) -> int:
 def no_space(folder: Path, step: int, needed: int, missing: int) -> RunError:
     """What is said when a checkpoint does not fit."""
     return RunError(
-        f"no space for the checkpoint of step {step}: it takes {needed / 1e9:.3f} GB, and {missing:,} bytes are "
+        f"no space for the checkpoint of step {step}: it takes {gigabytes(needed)}, and {missing:,} bytes are "
         f"missing on the file system of {folder}. Older checkpoints are untouched: free some space, or lower "
         "checkpoint.keep_last, or keep no best one by run.best last, then resume"
     )

@@ -20,7 +20,7 @@ from trainer.checkpoint.seal import require_sealed, require_sealed_text
 from trainer.commands import TRUST, OwnFlags
 from trainer.errors import require
 from trainer.system.files import read_object
-from trainer.system.text import escaped
+from trainer.system.text import escaped, gigabytes
 
 USAGE = """\
 usage: trainer checkpoint list DIR
@@ -104,7 +104,7 @@ def list_checkpoints(paths: Sequence[Path]) -> None:
 def _described(manifest: Manifest) -> str:
     parts = [
         f"step {manifest.step:,} (epoch {manifest.epoch}, {manifest.step_in_epoch:,} steps in)",
-        f"{sum(entry['bytes'] for entry in manifest.files.values()) / 1e9:.3f} GB",
+        gigabytes(sum(entry["bytes"] for entry in manifest.files.values())),
         f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}",
         *(f"{name} {value:.4f}" for name, value in (manifest.figures or {}).items()),
         manifest.created,

@@ -25,7 +25,7 @@ from trainer.system import waiting
 from trainer.system.files import write_atomic
 from trainer.system.machine import cores
 from trainer.system.redact import redact_words
-from trainer.system.text import as_text, escaped
+from trainer.system.text import GB, as_text, escaped, gigabytes
 
 FLAGS = {
     "steps": "steps that every rung takes (default: 5)",
@@ -185,14 +185,14 @@ class Report:
         self.rows.append((rung, trial, difference))
         if trial is first:
             idle = "over idle" if trial.memory.get("host_idle_gb") is not None else "in all"
-            memory = ["GB allocated", "GB reserved"] if self.cuda else [f"GB {idle}"]
+            memory = ["allocated", "reserved"] if self.cuda else [idle]
             loss = f"loss, step {self.settings['steps']}"
             header = ["rung", *memory, "of baseline", "samples/s", loss, "difference", "status"]
             print(self._line(header))
             print(self._line(["-" * self._width, *("-" * 11 + ":" for _ in header[1:-1]), "------"]))
         own, whole = self._memory(trial), self._memory(first)[0]
         figures = [
-            *(_figure(value, ".3f") for value in own),
+            *("–" if value is None else gigabytes(value * GB) for value in own),
             _figure(own[0] / whole if own[0] is not None and whole else None, ".0%"),
             _figure(trial.samples_per_second, ",.1f"),
             _figure(trial.losses[-1] if trial.losses else None, ".5f"),

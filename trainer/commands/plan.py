@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands import TRUST, OwnFlags
@@ -114,6 +113,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     with quick_imports():
         import accelerate  # noqa: F401  # the children build modules with it: here once for all of them
 
+        from trainer.memory.parameter_groups import choose_trained
         from trainer.planner.from_config import trained_by
         from trainer.planner.kept import Keeper
         from trainer.planner.report import NOTHING, pasteable, settings, table, why
@@ -123,7 +123,9 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         from trainer.weights.streaming import on_meta
 
     def sizes() -> list[int]:
-        parameters = list(on_meta(search.recipe.model.unloaded().build).parameters())
+        module = on_meta(search.recipe.model.unloaded().build)
+        choose_trained(module, search.recipe.model, search.recipe.optim)
+        parameters = list(module.parameters())
         return [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
 
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
@@ -250,11 +252,12 @@ def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, An
 
     Its memory curve is drawn of the ``timeline``, as ``plot_plan`` draws it; without one there is none.
     """
+    from trainer.report import page
     from trainer.report.plots import CATEGORIES
 
     curve = None if timeline is None else {**timeline, "categories": CATEGORIES}
     parts = {"title": html.escape(str(content["recipe"])), "plan": _embedded(content), "curve": _embedded(curve)}
-    write_atomic(path, Template(PAGE.read_text(encoding="utf-8")).substitute(parts))
+    page.write_page(path, PAGE, parts)
 
 
 def _embedded(value: Any) -> str:

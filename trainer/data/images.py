@@ -11,7 +11,7 @@ from zipfile import BadZipFile, ZipFile
 from trainer.data.common import BuiltIn, hold_out, local_path, reason, require_share
 from trainer.errors import RecipeError, listed, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
-from trainer.values import Mixing, Outline
+from trainer.values import ImageInput, Mixing, Outline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +22,10 @@ DRAWN = ("augment", "mirror", "random_resized_crop", "color_jitter", "erasing", 
 """The settings of what is drawn for each image."""
 
 MOST_ALPHA = 1000  # beyond it, all shares are a half
+USUAL_SIZE = 224
 MOST_PIXELS = 20_000  # along an edge: one such image is 5 GB
 Augment = Literal["none", "flip", "crop_flip", "randaugment", "autoaugment", "trivialaugment"]
-Normalize = Literal["dataset", "imagenet"]
+Normalize = Literal["dataset", "imagenet", "model"]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 IMAGENET: Statistics = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of each channel: what torchvision's pretrained models expect."""
@@ -103,20 +104,23 @@ class _Images(Augmentation, BuiltIn):
     Args:
         image_size: height and width that images are resized to, in pixels.
         val_fraction: share of the training images held out for validation; always the same images.
-        normalize: subtract and divide by the mean and standard deviation of this dataset, or of imagenet, which
-            pretrained models expect.
+        normalize: subtract and divide by the mean and standard deviation of this dataset, or of imagenet, which most
+            pretrained models expect, or of the images that the model says it was trained on (imagenet where it does
+            not).
         workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
     """
 
-    image_size: int
+    image_size: int | None
     normalize: Normalize = "imagenet"
 
+    _asked: tuple[Any, ImageInput | None] = (None, None)
     _statistics: ClassVar[Statistics] = IMAGENET
     _mode: ClassVar[str] = "RGB"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("data.image_size", self.image_size, MOST_PIXELS)
+        if self.image_size is not None:
+            require_positive("data.image_size", self.image_size, MOST_PIXELS)
         self._require_augmentation()
         require_choice("data.normalize", self.normalize, Normalize)
 
@@ -133,12 +137,24 @@ class _Images(Augmentation, BuiltIn):
 
     @property
     def _mean_and_std(self) -> Statistics:
-        return IMAGENET if self.normalize == "imagenet" else self._statistics
+        seen = self._seen() if self.normalize == "model" else None
+        if seen is not None and seen.mean and seen.std:
+            return seen.mean, seen.std
+        return self._statistics if self.normalize == "dataset" else IMAGENET
+
+    def _seen(self) -> ImageInput | None:
+        """The images that the model was trained on; it reads files to tell them."""
+        if self._asked[0] is not self.seen_by:
+            self._asked = self.seen_by, self.seen_by.image_input() if self.seen_by is not None else None
+        return self._asked[1]
 
     def _pixels(self, augmented: bool = False) -> Pixels:
         from trainer.data.arrays import Pixels
 
         changes = {name: getattr(self, name) for name in DRAWN} if augmented else {}
+        if self.image_size is None:
+            seen = self._seen()
+            self.image_size = seen.size if seen is not None and seen.size else USUAL_SIZE
         return Pixels(self.image_size, *self._mean_and_std, **changes)
 
     def _set_splits(self, train: _Part, test: _Part) -> None:
@@ -309,19 +325,21 @@ class ImageFolder(_Images):
 
     ROOT/CLASS/*.png will do, with a val_fraction. Hidden files and folders are left out.
 
-    Images are resized by their shorter side, cut to the centre square and normalised by ImageNet's mean and standard
-    deviation, which pretrained models expect. Every file is opened and checked before training begins.
+    Images are resized by their shorter side, cut to the centre square and normalised. Every file is opened and checked
+    before training begins.
 
     Args:
         root: folder that holds train, and also val or test, or both; or the folders of the classes themselves.
-        image_size: height and width of the images after resizing, in pixels.
+        image_size: height and width of the images after resizing, in pixels; null takes what the model was trained on,
+            or 224.
         val_fraction: share of the training images held out for validation when there is no val folder.
         cache_dir: folder that remembers which files were found sound; by default that of the datasets library.
     """
 
     root: str
-    image_size: int = 224
+    image_size: int | None = None
     val_fraction: float = 0.0
+    normalize: Normalize = "model"
     cache_dir: str | None = None
     workers: int | None = None
     worker_timeout: float = 300.0

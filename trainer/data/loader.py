@@ -16,7 +16,7 @@ from trainer.contract import Data
 from trainer.data.common import reason
 from trainer.data.mix import mixed
 from trainer.data.workers import load_in_workers
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, require
 from trainer.recipe import Recipe
 from trainer.values import IGNORED_LABEL, BadSample, Incomplete, Request
 
@@ -46,6 +46,7 @@ class Loader:
         max_bad_samples: with more than 0, what cannot be loaded is left out: such a micro-batch comes as
             :class:`trainer.values.Incomplete`. The caller counts them: :class:`trainer.engine.quarantine.Quarantine`.
         worker_timeout: seconds that a micro-batch may take a worker.
+        seeded: add ``seeds``, int64 ``(n,)``, to what was requested with seeds.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class Loader:
         num_classes: int | None = None,
         max_bad_samples: int = 0,
         worker_timeout: float = 300.0,
+        seeded: bool = False,
     ) -> None:
         self.split, self.collate, self.num_classes, self.max_bad_samples = split, collate, num_classes, max_bad_samples
         self.workers, self.pin_memory, self.worker_timeout = workers, pin_memory, worker_timeout
+        self.seeded = seeded
         self.augmented = bool(getattr(split, "augmented", False))
         self.sample: Any = getattr(split, "__getitem__", None)
         # Of a split that draws samples and makes a micro-batch of them itself; unless the dataset has its own way.
@@ -95,6 +98,14 @@ class Loader:
             return self._without_bad(request)
 
     def _load(self, request: Request) -> Any:
+        batch = self._mixed(request)
+        if not self.seeded or request.seeds is None:
+            return batch
+        said = f"the model draws by batch['seeds'], which a {type(batch).__name__} cannot take: collate to a dict"
+        require(isinstance(batch, Mapping), said)
+        return {**batch, "seeds": torch.tensor(request.seeds)}
+
+    def _mixed(self, request: Request) -> Any:
         if request.mix is None:
             return self._checked(request)
         # A partner that is in the micro-batch itself is loaded once.
@@ -213,6 +224,7 @@ def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = F
         num_classes=None if getattr(recipe.model, "task", None) == "regression" else classes,
         max_bad_samples=data.max_bad_samples,
         worker_timeout=data.worker_timeout,
+        seeded=recipe.model.seeded,
     )
 
 

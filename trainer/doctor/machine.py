@@ -34,7 +34,7 @@ from trainer.system.children import Child, Failed, in_child
 from trainer.system.files import hash_file, sync_to_disk
 from trainer.system.lock import NAME, RunLock
 from trainer.system.machine import ask_for_gpus, available_bytes, cores
-from trainer.system.text import GB
+from trainer.system.text import GB, gigabytes
 
 DISTRIBUTION = "exactbatch-trainer"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -107,8 +107,8 @@ def host_memory(subject: Subject) -> Finding:
         sharded = memory.strategy == "fsdp" or memory.cpu_offload == "parameters"
         needed = subject.checkpoint_bytes * (1 if sharded else subject.world.devices)
     copy = subject.checkpoint_bytes if subject.ready and subject.recipe.checkpoint.asynchronous else 0
-    text = f"{available / GB:.1f} GB available" + (f", {needed / GB:.2f} GB of weights and state" if needed else "")
-    text += f", {copy / GB:.2f} GB of a copy while a checkpoint is written" if copy else ""
+    text = f"{gigabytes(available)} available" + (f", {gigabytes(needed)} of weights and state" if needed else "")
+    text += f", {gigabytes(copy)} of a copy while a checkpoint is written" if copy else ""
     if needed > available:
         return fail(text, "end other processes, fewer ranks, or a smaller model")
     if needed + copy > available:
@@ -123,7 +123,7 @@ def shared_memory(subject: Subject) -> Finding:
     if not SHARED.is_dir():
         return skipped(f"there is no {SHARED} on this system")
     free = shutil.disk_usage(SHARED).free
-    text = f"{free / GB:.2f} GB free in {SHARED} for {workers * world.devices} worker(s)"
+    text = f"{gigabytes(free)} free in {SHARED} for {workers * world.devices} worker(s)"
     if workers and free < SMALL_SHARED:
         return warning(text, "docker run --shm-size 8g, or --data.workers 0")
     if workers * world.devices > cores():
@@ -190,7 +190,7 @@ def space(subject: Subject) -> Finding:
     wishes = subject.recipe.checkpoint
     count = wishes.keep_last + wishes.keep_best + 1
     needed, free = count * subject.checkpoint_bytes, shutil.disk_usage(subject.disk).free
-    text = f"{free / GB:.2f} GB free, {count} checkpoints of about {subject.checkpoint_bytes / GB:.3f} GB"
+    text = f"{gigabytes(free)} free, {count} checkpoints of about {gigabytes(subject.checkpoint_bytes)}"
     fix = f"free {needed - free:,} bytes on the file system of {subject.disk}, lower --checkpoint.keep_last"
     return ok(text) if needed <= free else fail(text, f"{fix}, or another --run.dir")
 
@@ -284,7 +284,7 @@ class PeakMemory:
             raise result
         found = Prediction.answered(result)
         peak, kind = found.reserved * self.sharing, "of host memory" if self.device.name == "cpu" else "reserved"
-        text = f"{peak / GB:.2f} GB {kind} predicted for the longest samples, of {self.limit / GB:.2f} GB"
+        text = f"{gigabytes(peak)} {kind} predicted for the longest samples, of {gigabytes(self.limit)}"
         if found.retries is None:
             return fail(text, FIX)
         text += f": fits after {found.retries} retries of torch's allocator" if found.retries else ""
@@ -300,12 +300,12 @@ def round_trip(subject: Subject) -> Finding:
         try:
             taken = in_child(partial(_there_and_back, subject, Path(name)), seconds=SECONDS)
         except TimeoutError:
-            text = f"{weights / GB:.2f} GB took more than {SECONDS:g} s"
+            text = f"{gigabytes(weights)} took more than {SECONDS:g} s"
             return warning(text, "a faster disk, or a larger --checkpoint.every")
     if taken["different"]:
         return fail(f"{taken['different']} was read back otherwise than it was written", "another --run.dir")
     rates = f"saved in {taken['save']:.2f} s, loaded in {taken['load']:.2f} s"
-    return ok(f"{taken['bytes'] / GB:.3f} GB of weights {rates}, bit for bit")
+    return ok(f"{gigabytes(taken['bytes'])} of weights {rates}, bit for bit")
 
 
 def _there_and_back(subject: Subject, folder: Path) -> dict[str, Any]:

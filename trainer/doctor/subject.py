@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.errors import RecipeError, RunError
 from trainer.launching.world import World
+from trainer.memory.parameter_groups import choose_trained
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.precision import weights_dtype
 from trainer.planner.knobs import wants_plan
@@ -49,7 +50,9 @@ class Subject:
     @cached_property
     def module(self) -> nn.Module:
         """The model, without memory for its weights; only when ``ready``."""
-        return on_meta(self.recipe.model.unloaded().build)
+        module = on_meta(self.recipe.model.unloaded().build)
+        choose_trained(module, self.recipe.model, self.recipe.optim)
+        return module
 
     @cached_property
     def plan(self) -> Plan | None:
@@ -66,7 +69,8 @@ class Subject:
         for parameter in self.module.parameters():
             width = parameter.element_size() if dtype is None else dtype.itemsize
             state = tensors * width * memory.optimizer_state_bits / 32 if parameter.requires_grad else 0
-            total += int(parameter.numel() * (width + state))
+            average = max(4, width) if parameter.requires_grad and optim.ema is not None else 0
+            total += int(parameter.numel() * (width + state + average))
         return total
 
 

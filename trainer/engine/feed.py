@@ -82,7 +82,7 @@ def windows_of(
         packs=recipe.model.packs(),
         groups=getattr(train, "groups", None),
         probably_longest=getattr(train, "longest", ()),
-        augmented=bool(getattr(train, "augmented", False)),
+        augmented=bool(getattr(train, "augmented", False)) or recipe.model.seeded,
         mixing=mixing,
         quarantine=Quarantine(limit=None) if quarantine is None else quarantine,
         changes=sorted(recipe.accumulate) if isinstance(recipe.accumulate, Mapping) else (),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,11 +69,12 @@ class Stepper(Forward):
         correct_batchnorm: bool = True,  # see BatchNormStatistics
         phases: Phases | None = None,  # is told of every phase
         copies: int = 1,  # ranks that take the same share of a batch: memory.tensor_parallel
+        average: Callable[[int], None] | None = None,  # called when a step was taken, after so many: optim.ema
     ) -> None:
         super().__init__(fabric, model, module)
         self.scheduler, self.clip_norm, self.correct_batchnorm = scheduler, clip_norm, correct_batchnorm
         self.phases, self.world_size = phases or Phases(), fabric.world_size // copies
-        self.copies = copies
+        self.copies, self.average = copies, average
         self.check = LossCheck(model)
         self.generator = torch.default_generator  # of dropout; far cheaper to seed than by torch.manual_seed
         if self.device.type == "cuda":
@@ -181,7 +182,8 @@ class Stepper(Forward):
         """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch."""
         grad_norm, losses = totals.read(norm)
         skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not any(window.weights.values())
-        lr = float(self.optimizer.param_groups[0]["lr"])  # torchao's is a tensor on the CPU
+        first = self.optimizer.param_groups[0]
+        lr = float(first["lr"]) / first.get("lr_scale", 1.0)  # torchao's is a tensor on the CPU
         if skipped and self.sync.applied:
             raise RunError(
                 f"{why_skipped(grad_norm, losses)} in a step whose weights were updated during the backward, so it "
@@ -196,6 +198,8 @@ class Stepper(Forward):
                 self.batchnorm.restore()
         else:
             self.precision.optimizer_step(self.optimizer)
+            if self.average is not None:
+                self.average(self.scheduler.last_epoch if self.scheduler is not None else self.steps_taken)
             if self.scheduler is not None:
                 self.scheduler.step()
         if self.batchnorm and self.fabric.world_size > 1:

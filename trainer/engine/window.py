@@ -232,7 +232,7 @@ class Windows:
     packs: bool = False  # whether micro-batches are packed, without padding
     groups: Groups | None = None  # of samples that lie together, when there are such
     probably_longest: Sequence[int] = ()  # samples to take for the longest ones, where lengths are not known
-    augmented: bool = False  # reading a sample draws random numbers, so that each needs a seed
+    augmented: bool = False  # reading a sample, or the model, draws random numbers, so that each needs a seed
     mixing: Mixing | None = None  # of the samples of a batch
     quarantine: Quarantine = field(default_factory=Quarantine)
     on_load: OnLoad = lambda samples: None

@@ -22,7 +22,7 @@ from trainer.errors import require
 from trainer.recipe import Recipe
 from trainer.system.files import staged_file
 from trainer.system.machine import HostMemory, process_peak
-from trainer.system.text import GB, MB
+from trainer.system.text import GB, MB, gigabytes
 
 Phase = Literal["init", "forward", "backward", "step", "evaluation"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -43,7 +43,7 @@ class Peaks(NamedTuple):
 
     def describe(self) -> str:
         """In one phrase: reserved memory on a GPU, resident memory elsewhere."""
-        return f"{self.reserved / GB:.2f} GB reserved" if self.reserved >= 0 else f"{self.host / GB:.2f} GB host peak"
+        return f"{gigabytes(self.reserved)} reserved" if self.reserved >= 0 else f"{gigabytes(self.host)} host peak"
 
 
 class Monitor(Phases):
@@ -242,7 +242,7 @@ class LeakCheck:
         self.told = True
         return (
             f"{self.kind} memory grows by {(level - first) / (step - first_step) / MB:.2f} MB a step: "
-            f"{first / GB:.2f} GB after step {first_step}, {level / GB:.2f} GB after step {step}. Usually something "
+            f"{gigabytes(first)} after step {first_step}, {gigabytes(level)} after step {step}. Usually something "
             "keeps tensors with their graph, such as a list of losses: keep loss.detach() instead"
         )
 

@@ -14,7 +14,7 @@ from trainer.errors import RecipeError, RunError
 from trainer.memory.knobs import FORWARDS, KNOBS
 from trainer.memory.plan import Plan, decide_plan
 from trainer.recipe import Recipe
-from trainer.system.text import GB
+from trainer.system.text import gigabytes
 
 SIGNS = re.compile(
     r"""
@@ -161,5 +161,5 @@ def _wanted(message: str) -> str:
     if not found:
         return ""
     number, unit = found[1].split()
-    wanted = f"{float(number) / GB:.2f} GB" if unit == "bytes" else found[1]
+    wanted = gigabytes(float(number)) if unit == "bytes" else found[1]
     return f" ({wanted} more were wanted{f', the device has {total[1]}' if total else ''})"

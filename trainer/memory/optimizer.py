@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainer.engine.sync import GradientSync
 from trainer.errors import RecipeError, require_package
+from trainer.memory.parameter_groups import Rule, grouped, rule_of
 from trainer.memory.sharding import local
 from trainer.recipe import Memory, Optim
 
@@ -27,14 +28,17 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def build_optimizer(
-    parameters: Sequence[Tensor], optim: Optim, memory: Memory, device: torch.device, fused: bool = True
+    parameters: Sequence[Tensor] | Mapping[Tensor, Rule],
+    optim: Optim,
+    memory: Memory,
+    device: torch.device,
+    fused: bool = True,
 ) -> Optimizer:
     """The optimizer over the ``parameters`` that train.
 
-    Matrices decay; biases and norm weights do not, for decay would pull scales to 0 (as in transformers and nanoGPT).
-
     Args:
-        parameters: weights, sharded already where they are to be, or their masters in host memory; on ``device``.
+        parameters: weights, sharded already where they are to be, or their masters in host memory; on ``device``. With
+            the rule of each, or without one: then only the shape says whether it decays.
         optim: which optimizer, and its learning rate and decay.
         memory: how many bits its state has, how it rounds, and whether it updates during the backward.
         fused: use torch's fused kernels where there are some; they take no complex parameters and no sparse gradients.
@@ -45,11 +49,10 @@ def build_optimizer(
         RecipeError: when no parameter trains, or the optimizer's package is not installed.
     """
     if not parameters:
-        raise RecipeError("every parameter is frozen: raise model.train_last_blocks")
-    matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
-    decays = ((matrices, optim.weight_decay), (others, 0.0))
-    groups = [{"params": members, "weight_decay": decay} for members, decay in decays if members]
-    fused = fused and _has_fused_kernel(optim.name, device, parameters)
+        raise RecipeError("every parameter is frozen: raise model.train_last_blocks, or mend optim.groups")
+    rules = parameters if isinstance(parameters, Mapping) else {p: rule_of(p, optim) for p in parameters}
+    groups = grouped(rules, optim.lr)
+    fused = fused and _has_fused_kernel(optim.name, device, list(rules))
     optimizer = _optimizer_of(groups, optim, memory, device, fused)
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
 

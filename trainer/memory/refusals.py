@@ -272,7 +272,8 @@ def require_first_order(output: Any, setting: str, remedy: str) -> None:
 def require_sparse(module: nn.Module, optim: Optim) -> None:
     """Refuse an optimizer that cannot update from sparse gradients, where ``module`` has some."""
     names = sparse_parameters(module)
-    if names and (optim.name not in ("sgd", "adagrad") or optim.weight_decay):
+    decays = optim.weight_decay or any(settings.get("weight_decay") for settings in optim.groups.values())
+    if names and (optim.name not in ("sgd", "adagrad") or decays):
         raise RecipeError(
             f"optim.name={optim.name} with optim.weight_decay={optim.weight_decay} cannot update {min(names)}, which "
             "has sparse gradients: leave out sparse=True, or use sgd or adagrad without decay"

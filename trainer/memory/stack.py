@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from trainer.memory.activation_offload import offload_activations
 from trainer.memory.initialize import HOST, materialise
 from trainer.memory.optimizer import AppliedInBackward, OptimizerInBackward, build_optimizer
 from trainer.memory.optimizer_offload import HostGradients, StreamedGradients, reduce_after_carrying, take_home
+from trainer.memory.parameter_groups import Rule, layers_of, rule_of
 from trainer.memory.plan import Plan
 from trainer.memory.precision import weights_dtype
 from trainer.memory.refusals import require_able, require_sparse, sparse_parameters
-from trainer.memory.sharding import DATA, TENSOR, mesh_of, move_whole, shard
+from trainer.memory.sharding import DATA, TENSOR, local, mesh_of, move_whole, shard
 from trainer.memory.tensor_parallel import TensorParallelSync, split_over_ranks, trained_parts
+from trainer.memory.weight_averages import WeightAverages
 from trainer.recipe import Optim
 from trainer.weights.blocks import describe_blocks, find_blocks, require_blocks
 from trainer.weights.streaming import stretches, tied_names
@@ -45,10 +48,30 @@ class Stack:
     blocks: str = ""  # the repeated modules that were found, in words
     warning: str | None = None  # what is to be said of how it was done
     mesh: DeviceMesh | None = None  # of the ranks, with tensor parallelism
+    layers: dict[str, int] = field(default_factory=dict)  # by the name of a parameter as it was built: see layers_of
+    averages: WeightAverages | None = None  # of what trains, with optim.ema
 
     def become(self, other: Stack) -> None:
         """Hold what ``other`` holds from now on, for all who know this one."""
         self.module, self.wrapped, self.masters, self.mesh = other.module, other.wrapped, other.masters, other.mesh
+        self.layers, self.averages = other.layers, other.averages
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Every parameter that trains: the name it was built by, itself, and what the optimizer updates."""
+        packed, masters = stretches(self.module), self.masters or {}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                yield packed[name].name if name in packed else name, parameter, masters.get(parameter, parameter)
+
+    @torch.no_grad()
+    def send_back(self) -> None:
+        """Give the device what the masters have, in the type that it keeps it in."""
+        for parameter, master in (self.masters or {}).items():
+            local(parameter.detach()).copy_(master)
+
+    def rules(self, optim: Optim) -> dict[Tensor, Rule]:
+        """How each of them is updated."""
+        return {trained: rule_of(trained, optim, name, self.layers) for name, _, trained in self.trained()}
 
 
 def apply_stack(
@@ -77,17 +100,14 @@ def apply_stack(
     Raises:
         RecipeError: when a technique needs blocks and none are found, or a parameter cannot be held.
     """
-    memory = plan.memory
+    memory, layers = plan.memory, layers_of(module, model.blocks)
     splits, sharded = memory.tensor_parallel > 1, plan.strategy == "fsdp"
     mesh = mesh_of(plan, fabric.device) if splits or sharded else None
-    try:
+    with refused_alike(fabric):
         require_able(module, plan)
         if splits and mesh is not None:
             split_over_ranks(module, model, mesh[TENSOR], memory.sequence_parallel)
         blocks = _blocks(model, module, plan)
-    except RecipeError as error:
-        vars(error)["trainer_reported"] = fabric.global_rank > 0  # all ranks refuse it alike: the first one says so
-        raise
     found = describe_blocks(blocks)  # FSDP gives them other classes
     checkpoint_blocks(module, blocks, memory.activation_checkpointing)
     if memory.compile != "none":
@@ -107,7 +127,17 @@ def apply_stack(
     wrapped = fabric.setup_module(module)
     if splits:
         masters = trained_parts(module)
-    return Stack(module, wrapped, masters, found, warning, mesh if splits else None)
+    return Stack(module, wrapped, masters, found, warning, mesh if splits else None, layers)
+
+
+@contextmanager
+def refused_alike(fabric: Fabric) -> Iterator[None]:
+    """What all ranks refuse, the first one says."""
+    try:
+        yield
+    except RecipeError as error:
+        vars(error)["trainer_reported"] = fabric.global_rank > 0
+        raise
 
 
 def _blocks(model: Model, module: nn.Module, plan: Plan) -> Sequence[nn.Module]:
@@ -126,21 +156,23 @@ def build_updates(
 ) -> tuple[Optimizer, GradientSync]:
     """What turns gradients into new weights: the optimizer, and how its gradients come together over the ranks."""
     memory, scaler = plan.memory, getattr(fabric.strategy.precision, "scaler", None)
+    if optim.ema is not None:
+        stack.averages = WeightAverages([trained for *_, trained in stack.trained()], optim, stack.send_back)
     if stack.mesh is not None and stack.masters is not None:
         require_sparse(stack.module, optim)
-        optimizer = build_optimizer(list(stack.masters.values()), optim, memory, fabric.device)
+        optimizer = build_optimizer(stack.rules(optim), optim, memory, fabric.device)
         every = bool(memory.sync_every_micro_step)
         return optimizer, TensorParallelSync(stack.module, stack.masters, stack.mesh, every)
     if stack.masters is not None:
         trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
-        optimizer = build_optimizer(list(trained.values()), optim, memory, HOST)
+        optimizer = build_optimizer(stack.rules(optim), optim, memory, HOST)
         sync = HostGradients(trained, fabric.device, optimizer, plan.world_size, memory.replicas, scaler)
     else:
         parameters = [p for p in stack.module.parameters() if p.requires_grad]
         require_sparse(stack.module, optim)
         fused = not plan.deterministic and not sparse_parameters(stack.module)
         device = HOST if memory.cpu_offload == "parameters" else fabric.device
-        optimizer = build_optimizer(parameters, optim, memory, device, fused)
+        optimizer = build_optimizer(stack.rules(optim), optim, memory, device, fused)
         if isinstance(optimizer, OptimizerInBackward):
             return optimizer, AppliedInBackward(optimizer)
         forward_module = getattr(stack.wrapped, "_forward_module", stack.wrapped)
@@ -161,11 +193,14 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
     """Every weight and persistent buffer by name, in full precision where there is one, for saving.
 
     Called on all ranks. Under FSDP the first rank gets whole tensors in host memory, one gathered after the other, and
-    the others an empty dict. The names of a tied weight have the same tensor, so that it is saved once.
+    the others an empty dict. The names of a tied weight have the same tensor, so that it is saved once. With
+    ``optim.ema`` it is the averages that are saved.
     """
+    averages = stack.averages
     if any(isinstance(p, DTensor) for p in stack.module.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        gathered = get_model_state_dict(stack.module, options=options)
+        with averages.applied() if averages is not None else nullcontext():
+            gathered = get_model_state_dict(stack.module, options=options)
         first = {name: names[0] for names in tied_names(stack.module) for name in names}
         state: dict[str, Any] = {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}
         for name, stretch in stretches(stack.module).items():  # in their order
@@ -173,8 +208,11 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
                 rows = [state[stretch.name]] if stretch.name in state else []
                 state[stretch.name] = torch.cat([*rows, state.pop(name)])
         return state
-    masters, named = stack.masters or {}, stack.module.named_parameters(remove_duplicate=False)
-    return stack.module.state_dict() | {name: masters[p].detach() for name, p in named if p in masters}
+    own = {p: master.detach() for p, master in (stack.masters or {}).items()}
+    if averages is not None:
+        own |= {p: averages.values[trained].to(trained.dtype) for _, p, trained in stack.trained()}
+    named = stack.module.named_parameters(remove_duplicate=False)
+    return stack.module.state_dict() | {name: own[p] for name, p in named if p in own}
 
 
 def _compile(parts: Sequence[nn.Module], graphs: bool = False) -> None:

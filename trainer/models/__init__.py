@@ -2,9 +2,10 @@
 
 from trainer.models.bigbird import BigBird
 from trainer.models.common import Objective
+from trainer.models.image import ImageClassifier
 from trainer.models.lora import LoRA
 from trainer.models.mlp import MLP
 from trainer.models.text import TextClassifier
 from trainer.models.vision import VisionTransformer
 
-__all__ = ["MLP", "BigBird", "LoRA", "Objective", "TextClassifier", "VisionTransformer"]
+__all__ = ["MLP", "BigBird", "ImageClassifier", "LoRA", "Objective", "TextClassifier", "VisionTransformer"]

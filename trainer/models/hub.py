@@ -260,6 +260,10 @@ class HubModel(Supervised, Adaptable):
         source: Any = {"name": str(folder), "weights": str(folder), "config": {}, "revision": None, "lora": LoRA()}
         return replace(self, **source)  # type: ignore[type-var]
 
+    def _type(self) -> str | None:
+        """The model type, where it is all that ``name`` says; ``None`` for a folder or hub id."""
+        return self.name if not is_local(self.name) and is_model_type(self.name) else None
+
     def _of_data(self) -> dict[str, Any]:
         """The settings of a configuration that is made of a model type alone which follow from the data."""
         return {}
@@ -267,9 +271,10 @@ class HubModel(Supervised, Adaptable):
     def _configuration(self) -> Any:
         from transformers import AutoConfig
 
-        is_type = not is_local(self.name) and is_model_type(self.name)
-        if is_type:
-            config = AutoConfig.for_model(self.name, **self._of_data())
+        kind = self._type()
+        if kind is not None:
+            of_data = self._of_data()
+            config = AutoConfig.for_model(kind, **of_data)
         else:
             config = self._load("name", self.name, AutoConfig.from_pretrained, trust_remote_code=False)
         unknown = [key for key in self.config if not hasattr(config, key)]
@@ -280,8 +285,8 @@ class HubModel(Supervised, Adaptable):
         changes = dict(self.config)
         if self.dropout is not None:
             changes = {key: self.dropout for key in DROPOUT_FIELDS if getattr(config, key, None) is not None} | changes
-        if is_type:  # settings that others are derived from must be there from the beginning
-            config = AutoConfig.for_model(self.name, **{**self._of_data(), **changes})
+        if kind is not None:  # settings that others are derived from must be there from the beginning
+            config = AutoConfig.for_model(kind, **{**of_data, **changes})
         for key, value in changes.items():
             setattr(config, key, value)
         if self.num_classes is not None:

@@ -53,6 +53,8 @@ class VisionTransformer(Supervised, Adaptable):
         mlp_width: of a custom shape, hidden features of a block's MLP.
         dropout: after embeddings, attention and MLP.
         attention_dropout: on the attention weights.
+        drop_path: stochastic depth (Huang et al. 2016): the rate at which the last block leaves out what it adds to a
+            sample, rising from 0 in the first; 0.1 to 0.3 are usual. A sample's draws do not depend on the cut.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
         lora: train adapters in the blocks, and the head, instead of all weights.
     """
@@ -69,6 +71,7 @@ class VisionTransformer(Supervised, Adaptable):
     class_names: list[str] | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    drop_path: float = 0.0
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
     task: ImageTask = "single_label"
@@ -81,7 +84,7 @@ class VisionTransformer(Supervised, Adaptable):
         self.loss.require_fit(self.task)
         self.lora.require_alone(self.train_last_blocks)
         require_choice("model.name", self.name, Name)
-        for key in ("dropout", "attention_dropout"):
+        for key in ("dropout", "attention_dropout", "drop_path"):
             require(0 <= getattr(self, key) < 1, f"model.{key}={getattr(self, key)} must be in [0, 1)")
         given = [key for key in SHAPE_FIELDS if getattr(self, key) is not None]
         if self.name == "custom":
@@ -91,8 +94,15 @@ class VisionTransformer(Supervised, Adaptable):
                 require_positive(f"model.{key}", getattr(self, key), MOST_LAYERS if key == "layers" else MOST_FEATURES)
             fits = (self.width or 0) % (self.heads or 1) == 0
             require(fits, f"model.width={self.width} must be a multiple of model.heads={self.heads}")
+            alone = f"model.drop_path={self.drop_path} begins with 0, so it leaves out nothing of model.layers=1"
+            require(self.layers != 1 or not self.drop_path, f"{alone}: set it to 0")
         elif given:
             raise RecipeError(f"model.{given[0]} is fixed by model.name={self.name}: use model.name custom")
+
+    @property
+    def seeded(self) -> bool:
+        """Drop path draws for each sample."""
+        return self.drop_path > 0
 
     @property
     def blocks(self) -> Sequence[type]:  # type: ignore[override]
@@ -131,6 +141,10 @@ class VisionTransformer(Supervised, Adaptable):
             module = models.VisionTransformer(patch_size=patch_size, mlp_dim=self.mlp_width or 0, **shape, **options)
         else:
             module = models.get_model(self.name, weights=None, **options)
+        if self.drop_path:
+            from trainer.models.drop_path import add_drop_path
+
+            add_drop_path(list(module.encoder.layers), self.drop_path)
         if self.train_last_blocks is not None:
             train_last_blocks(module, self.train_last_blocks, self.blocks)
         return module
@@ -166,6 +180,10 @@ class VisionTransformer(Supervised, Adaptable):
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """That of the task; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
+        if self.drop_path and module.training:
+            from trainer.models.drop_path import draw_paths
+
+            draw_paths(module, batch["seeds"])
         pixels = batch["pixel_values"].expand(-1, 3, -1, -1)  # grey becomes three equal channels
         yield self.loss_of_batch(module(pixels), batch)
 

@@ -16,7 +16,7 @@ from trainer.system.text import GB, WIDTH, as_text, columns, gigabytes, wrapped
 
 OWN = {knob.column: knob.name for knob in SEARCHED if knob.column}
 LEFT = ("micro-batch", "strategy", *OWN, "offload", "lossy", "why")  # columns of words; figures are on the right
-GIGABYTES, ON_HOST, TIME = "GB reserved", "host GB", "ms a step"
+RESERVED, ON_HOST, TIME = "reserved", "on the host", "ms a step"
 SIGNS = {
     "*": "keeps whole weights until backward: memory.reshard_after_forward false",
     "+": "sums gradients over the ranks in every micro-step: memory.sync_every_micro_step true",
@@ -141,7 +141,7 @@ def table(report: PlanReport) -> str:
         return "(no plan could be predicted)"
     names = [name for name in rows[0] if any(row[name] not in ("", "false") for row in rows)]
     lines = [columns(names, [[row[name] for name in names] for row in rows], LEFT)]
-    if any("~" in row[GIGABYTES] for row in rows):
+    if any("~" in row[RESERVED] for row in rows):
         lines.append("~ lies between the traces of a smaller and a larger micro-batch")
     lines += [f"{sign} {words}" for sign, words in SIGNS.items() if any(sign in row["strategy"] for row in rows)]
     return "\n".join(lines)
@@ -206,15 +206,14 @@ def _row(one: Candidate, report: PlanReport) -> dict[str, str]:
     recipe = applied(report.recipe, one.flags)
     plan = decide_plan(recipe, report.devices)
     memory, about = plan.memory, "" if one.traced else "~"
-    digits = 2 if report.budget >= 1e9 else 3
     return {
         "micro-batch": f"{plan.first_cut.accumulate} × {plan.first_cut.micro_batch_size}",
         "strategy": _strategy(plan, recipe.memory),
         **{column: as_text(getattr(memory, name)) for column, name in OWN.items()},
         "offload": _offload(memory),
         "lossy": _lossy(one),
-        GIGABYTES: f"{about}{one.reserved / 1e9:.{digits}f}",
-        ON_HOST: f"{about}{(one.host or 0) / 1e9:.{digits}f}",
+        RESERVED: about + gigabytes(one.reserved),
+        ON_HOST: about + gigabytes(one.host or 0),
         TIME: f"{about}{one.step_ms or 0:,.1f}",
         "fits": "yes" if one.fits else "no",
         "why": _reason(one, report),

@@ -236,7 +236,7 @@ def heading(report: ScaleReport) -> list[tuple[str, str]]:
 
 def table(report: ScaleReport) -> str:
     """One line for each number of devices and strategy, with the times over each interconnect."""
-    names = ["devices", "nodes", "strategy", "micro-batch", "GB", "fits", "GB sent", "a node"]
+    names = ["devices", "nodes", "strategy", "micro-batch", "reserved", "fits", "GB sent", "a node"]
     names += [name for network in report.networks for name in (f"ms {network.name}", "eff.")]
     text = columns(names, [_cells(row, report) for row in report.rows if row.found is not None], LEFT)
     return "\n".join([text, *(note for name, note in SIGNS.items() if f" {name} " in text)])
@@ -249,7 +249,7 @@ def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
     cells = [str(row.cluster.devices), str(row.cluster.nodes), row.strategy]
     cells += [
         f"{plan.first_cut.accumulate} × {size_of(row)}",
-        f"{found.reserved / GB:.2f}",
+        gigabytes(found.reserved),
         "retries" if found.retries else "yes" if row.fits else "no",
         _short(found.sent / GB),
         _short(found.leaving / GB),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from trainer.launching.start import launch
 from trainer.launching.world import World
 from trainer.memory.initialize import HOST, home_of_weights
 from trainer.memory.optimizer_offload import CHUNK, HostGradients
+from trainer.memory.parameter_groups import choose_trained
 from trainer.memory.plan import Plan
 from trainer.memory.precision import matmul_precision, weights_dtype
 from trainer.memory.stack import Stack, apply_stack, build_updates
@@ -111,13 +113,15 @@ def trace_run(
         patch_transformers()
         _Run(recipe, plan, fabric, tracer).take(module, samples)
     trace = tracer.trace
-    trace.notes += _notes(plan, module)
+    trace.notes += _notes(recipe, plan, module)
     trace.skipped_micro_steps = samples.skipped
     return trace
 
 
-def _notes(plan: Plan, module: nn.Module) -> list[str]:
+def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:
     notes = []
+    if recipe.optim.ema is not None:
+        notes.append("optim.ema: the averages of the weights (4 bytes each that trains) count as optimizer state")
     if plan.memory.compile != "none":
         notes.append(
             f"memory.compile={plan.memory.compile} is predicted without compiling: fused kernels keep fewer "
@@ -135,7 +139,9 @@ def _empty(recipe: Recipe, plan: Plan) -> nn.Module:
     model = recipe.model.unloaded()
     build = model.skeleton if type(model).build is Model.build else model.build  # the default reads the weights
     with default_dtype(weights_dtype(plan.memory) or torch.float32):
-        return on_meta(build).train()
+        module = on_meta(build).train()
+    choose_trained(module, recipe.model, recipe.optim)
+    return module
 
 
 class _Run(Phases):
@@ -160,6 +166,10 @@ class _Run(Phases):
         places = (self.tracer, self.fabric, self.recipe.model, stack.wrapped, self.optimizer)
         options: dict[str, Any] = {"clip_norm": clip_norm, "correct_batchnorm": memory.correct_batchnorm}
         options["copies"] = memory.tensor_parallel
+        averages = stack.averages
+        if averages is not None:
+            self.tracer.categorise(averages.values.values(), "optimizer")
+            options["average"] = averages.update
         stepper = _FakeStepper(*places, sync=sync, phases=self, **options)
         stepper.module.train()
         if memory.micro_batch_size == "auto" and not sync.applied:
@@ -172,7 +182,8 @@ class _Run(Phases):
         self.tracer.records_work = False
         if samples.evaluation:
             self.tracer.enter("evaluation")
-            evaluate(stepper, samples.evaluation, _Nothing())
+            with averages.applied() if averages is not None else nullcontext():
+                evaluate(stepper, samples.evaluation, _Nothing())
         self.tracer.enter("saving")
         _gather(stack.module, self.tracer.target.device)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import Metric
 
 from trainer.report.plots import plot_confusion
 from trainer.system.files import write_atomic
+from trainer.system.redact import redact
 from trainer.system.text import escaped
 from trainer.values import IGNORED_LABEL, Loss
 
@@ -36,23 +36,25 @@ class Mistake(NamedTuple):
     of_target: float
 
 
-class Mistakes(Metric):
+class Mistakes:
     """The mistakes that the model was surest of, over all ranks, without ever waiting for the device.
 
     Only of losses whose logits have shape ``(samples, classes)`` and targets ``(samples,)``, in the samples' order.
 
     Args:
         wanted: whether samples have one class each; else nothing is kept.
+        device: of the logits.
     """
 
-    full_state_update = False
-    rows: Tensor  # (MOST, 5), the fields of a Mistake, with the probability first; -1 where there is none
-
-    def __init__(self, wanted: bool = True) -> None:
-        super().__init__(compute_with_cache=False)
+    def __init__(self, wanted: bool = True, device: torch.device | str = "cpu") -> None:
         self.wanted = wanted
         self.samples: Sequence[int] = ()
-        self.add_state("rows", torch.full((MOST, 5), -1.0, dtype=torch.float64), dist_reduce_fx="cat")
+        # (MOST, 5), the fields of a Mistake, with the probability first; -1 where there is none
+        self.rows = torch.full((MOST, 5), -1.0, dtype=torch.float64, device=device)
+
+    def reset(self) -> None:
+        """Forget what was kept."""
+        self.rows.fill_(-1.0)
 
     def update(self, loss: Loss) -> None:
         """Look at a loss of the micro-batch whose ``samples`` were set before."""
@@ -76,16 +78,18 @@ class Mistakes(Metric):
         rows = torch.cat([self.rows, torch.stack([column.double() for column in found], -1)])
         self.rows = rows[rows[:, 0].topk(MOST).indices]
 
-    def compute(self) -> Tensor:
-        return self.rows.reshape(-1, 5)
+    def _of_all_ranks(self) -> Tensor:
+        if not (dist.is_available() and dist.is_initialized()):
+            return self.rows
+        found = [torch.empty_like(self.rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, self.rows)
+        return torch.cat(found)
 
     def worst(self) -> list[Mistake] | None:
         """The mistakes, the surest first, alike on every rank; a collective where they are wanted, or else ``None``."""
         if not self.wanted:
             return None
-        with warnings.catch_warnings():  # of a rank without samples, as in ClassificationMetrics
-            warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
-            found = self.compute().tolist()
+        found = self._of_all_ranks().tolist()
         rows = sorted((row for row in found if row[0] >= 0), key=lambda row: (-row[0], row[1]))
         return [Mistake(int(at), int(target), int(said), p, q) for p, at, target, said, q in rows[:MOST]]
 
@@ -115,7 +119,7 @@ def write_mistakes(
     write_atomic(folder / "confusion.csv", _table(header, rows))
     columns = ["split", "position", "sample", "true", "predicted", "probability", "probability_of_true"]
     told = [
-        [split, at, escaped(describe(at)), names[target], names[said], f"{p:.6f}", f"{q:.6f}"]
+        [split, at, escaped(redact(describe(at))), names[target], names[said], f"{p:.6f}", f"{q:.6f}"]
         for at, target, said, p, q in mistakes or ()
     ]
     if mistakes is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.system.files import staged_file
+from trainer.system.text import GB, gigabytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +80,7 @@ def plot_memory(memory: Mapping[str, Any], history: Sequence[tuple[int, float]],
         levels.plot(steps, values, color=BLUE, linewidth=2, marker="o", markersize=3, label=f"{kind}, first rank")
     if not on_gpu and idle is not None:
         for axes in (peaks, levels):
-            axes.axhline(idle, color=GREY, linestyle="--", linewidth=1.5, label=f"idle, {idle:.2f} GB")
+            axes.axhline(idle, color=GREY, linestyle="--", linewidth=1.5, label=f"idle, {gigabytes(idle * GB)}")
     _finish(peaks, "Peaks by phase, the largest over ranks", "peak memory (GB)", x_label="phase")
     peaks.set_axisbelow(True)
     _finish(levels, "Memory at the end of a step", f"{kind} memory (GB)")
@@ -172,7 +173,7 @@ def _draw_phases(axes: Axes, memory: Mapping[str, Any], kinds: Mapping[str, str]
     for number, ((key, label), colour) in enumerate(zip(kinds.items(), (BLUE, ORANGE), strict=False)):
         at = np.arange(len(phases)) + (number - (len(kinds) - 1) / 2) * width
         bars = axes.bar(at, [figures[key] for figures in phases.values()], width, color=colour, label=label)
-        axes.bar_label(bars, fmt="%.2f", fontsize=10)
+        axes.bar_label(bars, [gigabytes(figures[key] * GB) for figures in phases.values()], fontsize=10)
     axes.set_xticks(range(len(phases)), list(phases))
 
 
@@ -233,7 +234,7 @@ def plot_ladder(
         colour = GREEN if label.startswith("+") else ORANGE if label.endswith(")") else BLUE if place else GREY
         for kind, peak in reversed(list(enumerate(peaks))):
             axes.barh(place, peak or 0, color=colour, alpha=0.3 if kind else 1, height=0.7)
-        known = [f"{peak:.2f}" for peak in peaks if peak is not None]
+        known = [gigabytes(peak * GB) for peak in peaks if peak is not None]
         text = " / ".join(known) if status == "finished" else " ".join([*known, status])
         axes.text(max(peak or 0 for peak in peaks), place, f"  {text}", va="center", fontsize=10)
     axes.set_yticks(range(len(rungs)), [label for label, _, _ in rungs], fontsize=11)
@@ -301,14 +302,14 @@ def _draw_memory(axes: Axes, timeline: Mapping[str, Any], reserved: np.ndarray) 
             axes.fill_between(points, below, below + values, step="post", **style)
         below = below + values
     peak = int(below.argmax())
-    axes.plot(peak, below[peak], "o", color=BLACK, markersize=6, label=f"allocated: {_figure(below[peak])} GB")
-    label = f"reserved: {_figure(reserved.max(initial=0.0))} GB"
+    axes.plot(peak, below[peak], "o", color=BLACK, markersize=6, label=f"allocated: {gigabytes(below[peak] * GB)}")
+    label = f"reserved: {gigabytes(reserved.max(initial=0.0) * GB)}"
     axes.step(points, reserved, where="post", color=GREY, linewidth=2, label=label)
 
 
 def _draw_budget(axes: Axes, budget: float, peak: float) -> None:
     """A dashed line, or a word where it lies far above."""
-    label, is_far = f"budget: {_figure(budget)} GB", budget > FAR * peak
+    label, is_far = f"budget: {gigabytes(budget * GB)}", budget > FAR * peak
     top = 1.15 * peak or 1 if is_far else 1.12 * max(budget, peak)
     axes.set_ylim(0, top)
     if is_far:
@@ -334,7 +335,3 @@ def _draw_predicted_phases(strip: Axes, axes: Axes, marks: list[list[Any]], poin
     strip.tick_params(bottom=False, labelbottom=False)
     for spine in strip.spines.values():
         spine.set_visible(False)
-
-
-def _figure(gigabytes: float) -> str:
-    return f"{gigabytes:.2f}" if gigabytes >= 1 else f"{gigabytes:.3f}"

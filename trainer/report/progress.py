@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import shorten
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -17,8 +20,38 @@ from trainer.system.text import escaped
 
 Clock = Callable[[], float]
 SECONDS_BETWEEN_LINES = 5.0
-# The figures first, the bar takes the room that they leave; what does not fit in the terminal's width is cut off.
+CELLS = 10
+"""Of the bar: figures give way to it where the terminal is narrow."""
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+BETWEEN = " · "
+
+
+class Bar(tqdm):
+    """A bar that leaves figures out, the least important first, instead of cutting them off.
+
+    ``figures`` are shown in this order; those to ``leave_out`` give way to ten cells of the bar, in that order, and the
+    cells but one to the others.
+    """
+
+    figures: Mapping[str, str] = MappingProxyType({})
+    leave_out: Sequence[str] = ()
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        found = super().format_dict
+        width = found["ncols"] or math.inf
+
+        def takes(texts: Iterable[str]) -> int:
+            return len(tqdm.format_meter(**found | {"ncols": None, "postfix": BETWEEN.join(texts)}))  # with ten cells
+
+        left = dict(self.figures)
+        for name in self.leave_out:
+            if takes(left.values()) > width:
+                left.pop(name, None)
+        text, room = BETWEEN.join(left.values()), width - takes(["-"]) + CELLS
+        if len(text) > room:
+            text = shorten(text, int(room), placeholder=" …") if room > CELLS else ""
+        return found | {"postfix": text}
 
 
 def warn(text: str) -> None:
@@ -38,18 +71,22 @@ class Progress:
         self, enabled: bool = True, rank: int = 0, *, stream: TextIO | None = None, clock: Clock = time.monotonic
     ) -> None:
         self._shown, self._rank, self._clock = enabled and rank == 0, rank, clock
+        if not enabled:
+            waiting.end()
         self._stream = stream if stream is not None else sys.stderr
         self._terminal = _shows_a_bar(self._stream)
         self._bar: Any = None
         self._pending: str | None = None
         self._total_steps, self._next_line = 0, float("-inf")
+        self._first_step, self._began = 0, self._clock()
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
         """Begin to count to ``total_steps``; ``first_step`` of them are done already (a resumed run)."""
         self._total_steps, self._next_line = total_steps, float("-inf")
+        self._first_step, self._began = first_step, self._clock()
         if self._shown and self._terminal:
             width: dict[str, Any] = {"dynamic_ncols": True, "bar_format": BAR}
-            self._bar = tqdm(total=total_steps, initial=first_step, file=self._stream, **width)
+            self._bar = Bar(total=total_steps, initial=first_step, file=self._stream, **width)
 
     def step(
         self, step: int, *, loss: float, lr: float, speed: Speed, memory: str, epoch: int, skipped: int = 0
@@ -63,26 +100,39 @@ class Progress:
         """
         if not self._shown:
             return
-        figures = [f"epoch {epoch}", f"loss {loss:.4f}", f"lr {lr:.1e}", *speed.describe()]
-        trouble = [f"{skipped} skipped step{'s' if skipped > 1 else ''}"] if skipped else []
-        self._count(step, "step ", " · ".join([*figures, f"memory {memory}", *trouble]))
+        figures = {"epoch": f"epoch {epoch}", "loss": f"loss {loss:.4f}", "lr": f"lr {lr:.1e}"}
+        speeds = {f"speed {place}": text for place, text in enumerate(speed.describe())}
+        figures |= speeds | {"memory": f"memory {memory}"}
+        figures |= {"trouble": f"{skipped} skipped step{'s' if skipped > 1 else ''}"} if skipped else {}
+        self._count(
+            step,
+            f"step {step}/{self._total_steps}{self._left(step)}",
+            figures,
+            ["memory", "lr", *reversed(speeds), "epoch"],
+        )
 
     def count(self, done: int, total: int, text: str) -> None:
         """Show that ``done`` of ``total`` pieces of work are done, which may change, and what ``text`` says of them."""
         self._total_steps = total
         if self._bar is not None:
             self._bar.total = total
-        self._count(done, "", text)
+        self._count(done, f"{done}/{total}", {"text": text})
         if self._bar is not None:
             self._bar.refresh()
 
-    def _count(self, done: int, unit: str, text: str) -> None:
+    def _count(self, done: int, counted: str, figures: Mapping[str, str], leave_out: Sequence[str] = ()) -> None:
         waiting.end()
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.figures, self._bar.leave_out = figures, leave_out
             self._bar.update(done - self._bar.n)
         elif self._shown:
-            self._line(done, f"{unit}{done}/{self._total_steps} · {text}")
+            self._line(done, BETWEEN.join([counted, *figures.values()]))
+
+    def _left(self, step: int) -> str:
+        """The time that the other steps take, as those until now; nothing where that is not known."""
+        seconds, taken, others = self._clock() - self._began, step - self._first_step, self._total_steps - step
+        known = seconds > 0 and taken > 0 and others > 0
+        return f"{BETWEEN}{tqdm.format_interval(seconds / taken * others)} left" if known else ""
 
     def evaluation(self, step: int, split: str, result: dict[str, float]) -> None:
         """Show what an evaluation after ``step`` found on ``split`` (val, test), above the bar."""

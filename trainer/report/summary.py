@@ -7,20 +7,22 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.errors import RecipeError
 from trainer.system.files import read_object
-from trainer.system.text import escaped
+from trainer.system.text import GB, escaped, gigabytes
 
 DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
 MOST_BYTES = 1 << 20
 LEAST_WHOLE = 10  # samples a second: fewer are shown with a fraction
 LEAST_DATA_SHARE = 0.05
 """Of the time, what waiting for data must take to be worth a person's attention at every step."""
+LEAST_FAR = 0.1
+"""GB between a predicted and a measured peak of which the share is told: a process varies by some ten MB by itself."""
 
 
 class Speed(NamedTuple):
@@ -76,6 +78,8 @@ class Summary:
     mfu: float | None = None
     seconds: float  # wall time of training
     versions: Mapping[str, str | None]  # of what the result depends on
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Its ``class``, the samples of ``train``, ``val`` and ``test``, and its ``fingerprint``: of the content."""
     attention: Sequence[str] = ()  # torch's kernels of it in the first micro-step, such as flash; empty if unknown
 
     def to_json(self) -> str:
@@ -108,13 +112,13 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def summary_text(summary: Summary, run_dir: Path) -> str:
-    """The block that is printed at the end of a run: figures with their units, and where the files are."""
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    """Labels and figures with their units, the status and the figures of the last evaluation first."""
     skipped = f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
     ranks = f"{summary.world_size} rank{'s' * (summary.world_size > 1)}"
     figures = [(split, *figure) for split, of_split in summary.metrics.items() for figure in of_split.items()]
     speed = Speed(*(getattr(summary, name) for name in Speed._fields))
-    rows = [
+    return [
         ("status", summary.status),
         *((f"{split} {name}", _metric(name, value)) for split, name, value in figures),
         *([("model/", _best(summary.best))] if summary.best else []),
@@ -125,8 +129,13 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
         *_predicted(summary.memory),
         *_by_phase(summary.memory),
         *([("attention", ", ".join(summary.attention))] if summary.attention else []),
-        ("files", f"{run_dir}: {', '.join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != '.'))}"),
     ]
+
+
+def summary_text(summary: Summary, run_dir: Path) -> str:
+    """The block that is printed at the end of a run, which ends with where the files are."""
+    files = ", ".join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != "."))
+    rows = [*summary_rows(summary), ("files", f"{run_dir}: {files}")]
     width = max(len(label) for label, _ in rows)
     return "\n".join(escaped(f"{label:<{width}}  {value}") for label, value in rows)
 
@@ -139,8 +148,8 @@ def _best(best: Mapping[str, Any]) -> str:
 
 def _memory(memory: Mapping[str, Any]) -> str:
     kinds = ("allocated", "reserved", "host_peak", "host_idle")  # zero or none: there is no such device
-    known = [f"{memory[f'{kind}_gb']:.2f} GB {kind.replace('_', ' ')}" for kind in kinds if memory.get(f"{kind}_gb")]
-    return ", ".join(known) or "unknown"
+    known = {kind.replace("_", " "): memory.get(f"{kind}_gb") for kind in kinds}
+    return ", ".join(f"{gigabytes(value * GB)} {kind}" for kind, value in known.items() if value) or "unknown"
 
 
 def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -148,10 +157,11 @@ def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     predicted, error = memory.get("predicted_reserved_gb"), memory.get("prediction_error")
     if predicted is None:
         return []
-    text = f"{predicted:.2f} GB {'reserved' if memory.get('reserved_gb') else 'host, over idle'}"
+    text = gigabytes(predicted * GB) + (" reserved" if memory.get("reserved_gb") else " of the host on top of idle")
     if error is not None:
         far = predicted - predicted / (1 + error)
-        text += f": {abs(far):.2f} GB ({abs(100 * error):.1f} %) {'more' if far > 0 else 'less'} than measured"
+        share = f" ({abs(100 * error):.1f} %)" if abs(far) >= LEAST_FAR else ""  # of little, any share means nothing
+        text += f", {gigabytes(abs(far) * GB)}{share} {'more' if far > 0 else 'less'} than measured"
     return [("predicted", text)]
 
 
@@ -160,9 +170,9 @@ def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for kind in ("allocated", "reserved") if memory.get("reserved_gb") else ("host",):
         found = [(name, figures[f"{kind}_gb"]) for name, figures in memory.get("phases", {}).items()]
-        known = [f"{name} {value:.2f}" for name, value in found if value is not None]
+        known = [f"{name} {gigabytes(value * GB)}" for name, value in found if value is not None]
         if known:
-            rows.append(("by phase", f"{', '.join(known)} GB {kind}"))
+            rows.append(("by phase", f"{', '.join(known)} {kind}"))
     return rows
 
 

@@ -23,17 +23,18 @@ from trainer.checkpoint.folder import CheckpointFolder
 from trainer.checkpoint.manifest import MOST_BYTES
 from trainer.checkpoint.seal import sealed
 from trainer.engine.loop import count_steps
-from trainer.engine.window import Windows, padding_share
+from trainer.engine.window import Windows, padding_share, share_of
 from trainer.errors import RunError, Stopped, require
-from trainer.memory.plan import idle_ranks, plan_warnings
+from trainer.memory.plan import Plan, idle_ranks, plan_warnings
 from trainer.memory.stack import Stack
 from trainer.recipe import Recipe
 from trainer.report.loggers import make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.mistakes import write_mistakes
+from trainer.report.page import write_report
 from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
-from trainer.report.summary import Summary
+from trainer.report.summary import Summary, summary_rows
 from trainer.run.session import Session, asked_figures, from_all, from_first, on_first
 from trainer.settings import dump_recipe
 from trainer.system.files import default_folder, make_folder, read_object, staged_folder, write_atomic
@@ -173,6 +174,7 @@ def write_results(
         raise
     except Exception as error:  # figures that no axis can hold: a picture is not the end of a run
         warn(f"the figures of this run cannot be drawn ({cause(error)}): they are in metrics.csv and summary.json")
+    write_report(run_dir, summary_rows(summary), session.plan.describe(), summary.data, summary.versions)
 
 
 def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
@@ -208,7 +210,8 @@ def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
         f"plan: {session.plan.describe()} on {torch.cuda.get_device_name(device) if on_gpu else 'CPU'}",
         f"{type(recipe.model).__name__}: {size}",
     ]
-    warnings = [*plan_warnings(recipe, on_gpu), idle_ranks(session.plan), stack.warning]
+    nonsense = unmeant(recipe, session.plan, windows.size, steps)
+    warnings = [*plan_warnings(recipe, on_gpu), *nonsense, idle_ranks(session.plan), stack.warning]
     lines += [f"warning: {text}" for text in warnings if text is not None]
     if session.forecast is not None:
         lines += session.forecast.lines()
@@ -218,6 +221,25 @@ def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
         drawn, cut = (f"{100 * share:.1f} %" for share in padding_shares(windows))
         lines.append(f"padding: {cut} of the tokens, micro-batches cut by length ({drawn} in the order drawn)")
     return lines
+
+
+def unmeant(recipe: Recipe, plan: Plan, samples: int, steps: int) -> list[str]:
+    """What works, and is hardly what somebody wants of a run of ``steps`` on so many ``samples``; a line each."""
+    found, batch, warmup = [], plan.first_cut.batch_size, recipe.optim.warmup_steps
+    shares = share_of(recipe.memory, 0, plan.world_size)[1]
+    if batch > samples:
+        found.append(f"batch_size={batch} is more than the {samples:,} samples there are: every step takes all of them")
+    if 0 < steps <= warmup:
+        lr = f"the learning rate does not come to optim.lr={recipe.optim.lr:g}"
+        found.append(f"optim.warmup_steps={warmup} is no less than the {steps:,} steps of the run: {lr}")
+    if min(batch, samples) < shares:
+        idle = f"{shares - min(batch, samples)} of {shares} have nothing to do in any step"
+        found.append(f"batch_size={batch} has fewer samples than ranks: {idle}; use fewer of them, or a larger batch")
+    if recipe.run.evaluate and recipe.data.val is None and recipe.data.test is None:
+        fix = "--data.val_fraction 0.1 holds out a tenth of the training set"
+        fix = fix if hasattr(recipe.data, "val_fraction") else f"set {type(recipe.data).__name__}.val in prepare()"
+        found.append(f"nothing is evaluated: there is neither a validation set nor a test set; {fix}")
+    return found
 
 
 def padding_shares(windows: Windows) -> tuple[float, float]:

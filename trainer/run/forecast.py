@@ -30,7 +30,7 @@ from trainer.system.children import Child
 from trainer.system.environment import first_here
 from trainer.system.files import read_regular, write_atomic
 from trainer.system.processes import ProcessId
-from trainer.system.text import GB
+from trainer.system.text import GB, gigabytes
 
 PATIENCE = 20.0
 """Seconds that training waits for its prediction; one that takes longer is shown at the end."""
@@ -185,11 +185,12 @@ class Forecast:
         if found is None:
             late = "it takes longer than usual and is shown at the end"
             return [f"predicted peak: not known: {self.failure or late}"]
-        kind = "of host memory over the idle process" if self.device.name == "cpu" else "reserved"
+        kind = " of host memory on top of the idle process" if self.device.name == "cpu" else " reserved"
         verdict = "DOES NOT FIT" if found.retries is None else "fits"
         near = " (but hardly)" if verdict == "fits" and found.reserved * (1 + MARGIN) > self.limit else ""
         near = f" (after {found.retries} retries of torch's allocator)" if found.retries else near
-        lines = [f"predicted peak: {found.reserved / GB:.2f} GB {kind} of {self.limit / GB:.2f} GB: {verdict}{near}"]
+        there = f"there are {gigabytes(self.limit)}"
+        lines = [f"predicted peak: {gigabytes(found.reserved)}{kind}; {there}: {verdict}{near}"]
         if verdict != "fits":
             lines.append("warning: the run will probably run out of memory; --memory.budget 90% finds a plan that fits")
         return lines + [f"note: {note}" for note in found.notes]

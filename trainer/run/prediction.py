@@ -71,6 +71,7 @@ def predict(
     asked.check()
     folder = checked(run_dir)
     model: Any = filled_as_saved(recipe.model, folder)
+    recipe = recipe.replace(model=model)  # of which the data takes what it leaves open
     reader = Reader(model, recipe.data, texts or (), images or ())
     doing("loading the model")
     return classify(model, load_model(model, folder), reader, asked, paths, texts or images or ())

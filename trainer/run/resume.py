@@ -232,11 +232,14 @@ def restore_tensors(found: Found, tensors: Tensors) -> None:
     ``RecipeError`` names the tensor that is missing, of another shape, or not needed."""
     reader, values = found.open()
     tensors.make_state({*reader.shapes, *values})
-    parts, numbers = tensors.parts(), tensors.numbers()
+    parts, numbers, averages = tensors.parts(), tensors.numbers(), tensors.stack.averages
+    has_averages = any(name.startswith("ema/") for name in reader.shapes)  # or optim.ema was changed, as allowed
+    parts = {name: part for name, part in parts.items() if has_averages or not name.startswith("ema/")}
     # Under several ranks each holds some parts of quantised state, so only what is missing here can be told of that.
     wanted = {part.of or name for name, part in parts.items()}
     missing = sorted(wanted - reader.shapes.keys())
     surplus = sorted(name for name in reader.shapes.keys() - wanted if "@" not in name)
+    surplus = [name for name in surplus if averages is not None or not name.startswith("ema/")]
     require(
         not any("@" in name for name in missing),
         f"{found.path}: the optimizer's state of 8 or 4 bits was quantised in other shards: resume with the "
@@ -254,23 +257,32 @@ def restore_tensors(found: Found, tensors: Tensors) -> None:
                 raise TypeError(f"{name} is {values[name]!r}")
             numbers[name] = values[name]
     tensors.load_state_dict(numbers)
+    if averages is not None and not has_averages:
+        averages.begin()
 
 
 @torch.no_grad()
 def restore_weights(found: Found, tensors: Tensors) -> None:
     """Fill the model alone, likewise, from a checkpoint of the same run."""
     reader, _ = found.open()
+    averages = tensors.stack.averages
+    has_averages = any(name.startswith("ema/") for name in reader.shapes)
     for name, part in tensors.parts().items():
-        if not name.startswith("optimizer/"):
+        if not name.startswith("optimizer/") and (has_averages or not name.startswith("ema/")):
             reader.read_into(part.of or name, part)
     tensors.load_state_dict({})
+    if averages is not None and not has_averages:
+        averages.begin()
 
 
 def load_whole_model(found: Found, model: Model) -> nn.Module:
     """The module of ``model`` in host memory, with what the checkpoint has of it in the types saved there."""
     reader, _ = found.open()
     module, misfit = model.unloaded().build(), f"{found.path} does not fit the model"
-    wanted: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in module.named_parameters()}
+    wanted: dict[str, Tensor] = {
+        f"ema/{name}" if f"ema/{name}" in reader.shapes else f"weights/{name}": parameter
+        for name, parameter in module.named_parameters()
+    }
     wanted |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
     missing = sorted(wanted.keys() - reader.shapes.keys())
     require(not missing, f"{misfit}: missing: {', '.join(missing[:3])}")

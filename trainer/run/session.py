@@ -150,7 +150,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     loader = _loader(session, dataset)
     classes, task = getattr(model, "num_classes", None), cast(Task, getattr(model, "task", "single_label"))
     metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task)
-    mistakes = Mistakes(task == "single_label" and classes is not None).to(fabric.device)
+    mistakes = Mistakes(task == "single_label" and classes is not None, fabric.device)
     gather, decide = partial(rows_of_all, fabric), partial(on_first, fabric)
     scores = Scores(asked_figures(session.recipe), getattr(model, "task", None), classes, gather, decide)
     memory, rank = session.recipe.memory, fabric.global_rank

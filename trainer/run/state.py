@@ -86,18 +86,19 @@ class Tensors:
             own = self.stepper.optimizer.state.get(trained, {})
             numbers = {key: f"optimizer/{name}/{key}" for key, value in own.items() if not isinstance(value, Tensor)}
             own |= {key: state[full] for key, full in numbers.items() if full in state}
-        for parameter, master in (self.stack.masters or {}).items():
-            local(parameter).copy_(master)
+        self.stack.send_back()
 
     def _named(self) -> Iterator[tuple[str, Any, nn.Parameter | None]]:
-        """``weights/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``: every tensor and number, not copied, and the
-        parameter that says how it is sharded."""
+        """``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``: every tensor and number, not
+        copied, and the parameter that says how it is sharded."""
         masters = self.stack.masters or {}
         for name, parameter in self.stack.module.named_parameters():
             yield f"weights/{name}", masters.get(parameter, parameter), parameter
         for name, buffer in self.stack.module.named_buffers():
             yield f"buffers/{name}", buffer, None
         for name, parameter, trained in self._trained():
+            if self.stack.averages is not None:
+                yield f"ema/{name}", self.stack.averages.values[trained], parameter
             for key, value in self.stepper.optimizer.state.get(trained, {}).items():
                 if not isinstance(value, Tensor | int | float | bool | str | None):
                     what = f"optimizer/{name}/{key} is a {type(value).__name__}"

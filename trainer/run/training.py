@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +19,8 @@ from trainer.engine.sync import GradientSync
 from trainer.engine.window import share_of
 from trainer.errors import EvaluationStopped, Stopped, require
 from trainer.memory.initialize import build_module
-from trainer.memory.stack import Stack, apply_stack, build_updates, whole_state
+from trainer.memory.parameter_groups import choose_trained, describe_groups
+from trainer.memory.stack import Stack, apply_stack, build_updates, refused_alike, whole_state
 from trainer.report.loggers import close_loggers
 from trainer.report.metrics import EvaluationResult
 from trainer.report.progress import Progress
@@ -31,7 +34,10 @@ from trainer.run.recovery import Recovery
 from trainer.run.resume import Resumption
 from trainer.run.session import Session, evaluation, training_windows
 from trainer.run.state import RandomState, State, Tensors, seed_random_state
+from trainer.system.reports import cause
 from trainer.system.waiting import doing
+
+SPLITS = ("train", "val", "test")
 
 
 class Training:
@@ -61,6 +67,7 @@ class Training:
             correct_batchnorm=recipe.memory.correct_batchnorm,
             phases=heard,
             copies=recipe.memory.tensor_parallel,
+            average=self.average if recipe.optim.ema is not None else None,
         )
         del optimizer, sync
         session.monitor.enter(None)
@@ -73,7 +80,8 @@ class Training:
         self.loggers = open_loggers(session, resumption.step)
         if session.is_first:
             write_recipe(session, source)
-            for line in describe_run(session, self.stack, self.windows):
+            lines = [*describe_run(session, self.stack, self.windows), *describe_groups(self.stepper.optimizer)]
+            for line in lines:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
         self.split = "val" if recipe.data.val is not None else "test"
         self.best, self.resumption = Best(recipe, self.split), resumption
@@ -86,7 +94,7 @@ class Training:
         self.engine = Engine(
             self.stepper,
             self.windows,
-            evaluation(session, self.stepper, self.split) if recipe.run.evaluate else None,
+            self.evaluation(self.split) if recipe.run.evaluate else None,
             [*heard_first, self.best, shown, self.logging, *own, state.generators, *filter(None, [self.profile])],
             self.recovery,
             self.checkpointer,
@@ -101,6 +109,22 @@ class Training:
         self.stack.become(stack)
         self.stepper.attach(stack.wrapped, optimizer, sync)
         self.schedule()
+
+    def average(self, updates: int) -> None:
+        """Update the averages of the weights, whichever they are by then."""
+        assert self.stack.averages is not None
+        self.stack.averages.update(updates)
+
+    def evaluation(self, split: str) -> Callable[[], EvaluationResult] | None:
+        """A function that evaluates on ``split``, if there is one: the averages of the weights with ``optim.ema``."""
+        run = evaluation(self.session, self.stepper, split)
+
+        def averaged() -> EvaluationResult:
+            assert run is not None
+            with self.stack.averages.applied() if self.stack.averages is not None else nullcontext():
+                return run()
+
+        return averaged if run is not None else None
 
     def schedule(self) -> None:
         """Give the stepper its learning-rate schedule, over all steps of the run."""
@@ -189,7 +213,7 @@ class Training:
             launcher=world.launcher,
             nodes=world.nodes,
             backend=world.backend,
-            batch_size=cut.batch_size,
+            batch_size=min(cut.batch_size, self.windows.size),
             micro_batch_size=cut.micro_batch_size,
             accumulate=recipe.accumulate if isinstance(recipe.accumulate, dict) else cut.accumulate,
             metrics={final_split: figures} if result else {},
@@ -198,8 +222,21 @@ class Training:
             **stopwatch.speed._asdict(),
             seconds=stopwatch.seconds,
             versions=versions(),
+            data=self._data(status == "finished"),
             attention=self.attention,
         )
+
+    def _data(self, finished: bool) -> dict[str, Any]:
+        """What ``summary.json`` says of the data; its fingerprint takes seconds, on the first rank."""
+        data, origin = self.session.recipe.data, self.resumption.origin
+        sizes = {split: None if getattr(data, split) is None else len(getattr(data, split)) for split in SPLITS}
+        known = vars(origin).get("dataset")
+        if finished and self.session.is_first:
+            try:
+                known = origin.dataset
+            except Exception as error:  # anybody's data; the run has come to its end without it
+                self.progress.warning(f"the data has no fingerprint ({cause(error)})")
+        return {"class": type(data).__name__, **sizes, "fingerprint": known}
 
     def _take_best(self) -> dict[str, Any] | None:
         """Put the weights of the best step in place of the last ones; what ``summary.json`` says of it."""
@@ -223,7 +260,7 @@ class Training:
         session, engine, step = self.session, self.engine, self.kept["step"] if self.kept else self.engine.counters.step
         if not session.recipe.run.evaluate:
             return None
-        on_test = evaluation(session, self.stepper, "test")
+        on_test = self.evaluation("test")
         if on_test is not None and (self.split == "val" or engine.last_result is None):
             result = on_test()
             if self.split == "val":
@@ -247,6 +284,8 @@ def build(session: Session) -> tuple[Stack, Optimizer, GradientSync]:
     recipe, fabric, plan = session.recipe, session.fabric, session.plan
     doing("building the model")
     module = build_module(fabric, recipe.model, recipe.seed, plan)
+    with refused_alike(fabric):
+        choose_trained(module, recipe.model, recipe.optim)
     stack = apply_stack(fabric, recipe.model, module, plan, recipe.seed)
     return stack, *build_updates(fabric, recipe.model, stack, recipe.optim, plan)
 

@@ -92,8 +92,8 @@ GB = 1e9
 MB = 1e6
 
 
-def gigabytes(size: int) -> str:
-    """For a person, finer where there is little."""
-    if abs(size) < 0.01 * GB:
-        return f"{size / MB:.1f} MB"
-    return f"{size / GB:.2f} GB" if abs(size) >= GB else f"{size / GB:.3f} GB"
+def gigabytes(size: float) -> str:
+    """For a person: in MB where it is less than a GB."""
+    if abs(size) >= 0.9995 * GB:
+        return f"{size / GB:.2f} GB"
+    return f"{size / MB:.0f} MB" if abs(size) >= 9.95 * MB else f"{size / MB:.1f} MB"

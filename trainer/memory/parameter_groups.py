@@ -1,0 +1,111 @@
+"""Which parameters train, and with which learning rate and decay: by their layer and their name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.contract import Model
+from trainer.errors import require
+from trainer.models.common import head_parameters
+from trainer.recipe import Optim
+from trainer.weights.blocks import find_blocks, require_blocks
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter is updated."""
+
+    weight_decay: float
+    lr_scale: float = 1.0  # factor on the learning rate
+
+
+def choose_trained(module: nn.Module, model: Model, optim: Optim) -> None:
+    """Freeze, or let train, what ``optim.groups`` says so of, in a module as ``model`` built it.
+
+    Raises:
+        RecipeError: for a pattern that no parameter has the name of, or none that trains, and for a layer decay where
+            there are no layers.
+    """
+    if optim.layer_decay is not None:
+        require_blocks(module, model.blocks, f"optim.layer_decay={optim.layer_decay}")
+    named = dict(module.named_parameters())
+    for name, parameter in named.items():
+        parameter.requires_grad_(not dict(_settings(name, optim)).get("frozen", not parameter.requires_grad))
+    for pattern, settings in optim.groups.items():
+        found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
+        require(bool(found), f"optim.groups: no parameter is called {pattern!r}{_nearest(pattern, list(named))}")
+        trains = "frozen" in settings or any(parameter.requires_grad for parameter in found)
+        why = f"optim.groups: {pattern!r} is of parameters that are frozen all: leave it out, or add frozen: false"
+        require(trains, why)
+
+
+def layers_of(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, int]:
+    """How far each parameter is from those that are frozen first: 0 before the first block (embeddings), then the
+    number of its block, from 1 on, and one more than the blocks behind the last one (the head, norms before it).
+
+    Of what is between two blocks it is that of the one before.
+    """
+    blocks = find_blocks(module, classes)
+    number = {p: at for at, block in reversed([*enumerate(blocks, 1)]) for p in block.parameters()}
+    number |= dict.fromkeys(head_parameters(module, blocks), len(blocks) + 1)
+    found, before = dict[str, int](), 0
+    for name, parameter in module.named_parameters():
+        before = found[name] = number.get(parameter, before)
+    return found
+
+
+def rule_of(parameter: Tensor, optim: Optim, name: str = "", layers: Mapping[str, int] | None = None) -> Rule:
+    """Matrices decay; biases and norm weights do not: it would pull scales to 0 (as in transformers and nanoGPT).
+
+    The learning rate of a layer is that of the one above it times ``optim.layer_decay`` (Clark et al. 2020, ELECTRA;
+    counted as in BEiT), and times what ``optim.groups`` says of it.
+    """
+    settings = dict(_settings(name, optim))
+    depth = max(layers.values(), default=0) if layers else 0
+    scale = 1.0 if optim.layer_decay is None or not layers else optim.layer_decay ** (depth - layers[name])
+    decay = settings.get("weight_decay", optim.weight_decay if parameter.ndim >= 2 else 0.0)
+    return Rule(float(decay), scale * settings.get("lr_scale", 1.0))
+
+
+def grouped(rules: Mapping[Tensor, Rule], lr: float) -> list[dict[str, object]]:
+    """The parameters as groups of an optimizer: matrices, which may be large, come first."""
+    groups: dict[tuple[bool, Rule], list[Tensor]] = {}
+    for parameter in sorted(rules, key=lambda p: p.ndim < 2):
+        groups.setdefault((parameter.ndim < 2, rules[parameter]), []).append(parameter)
+    return [
+        {"params": members, "weight_decay": rule.weight_decay, "lr": lr * rule.lr_scale, "lr_scale": rule.lr_scale}
+        for (_, rule), members in groups.items()
+    ]
+
+
+def describe_groups(optimizer: Optimizer) -> list[str]:
+    """A line for a person, where parameters differ in their learning rate or the decay of matrices."""
+    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    kinds = {(group["lr_scale"], float(group["weight_decay"])): 0 for group in optimizer.param_groups}
+    for group, size in zip(optimizer.param_groups, sizes, strict=True):
+        kinds[group["lr_scale"], float(group["weight_decay"])] += size
+    if len({scale for scale, _ in kinds}) == 1 and len(kinds) <= 2:
+        return []
+    told = [f"{size:,} with lr × {scale:.3g}, decay {decay:g}" for (scale, decay), size in sorted(kinds.items())]
+    return [f"parameter groups: {'; '.join(told)}"]
+
+
+def _settings(name: str, optim: Optim) -> Iterator[tuple[str, float]]:
+    """Of all patterns that fit, in their order, so that the last one wins."""
+    for pattern, settings in optim.groups.items():
+        if fnmatchcase(name, pattern):
+            yield from settings.items()
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    bare = pattern.strip("*.")
+    if any(bare in name for name in names):
+        return f": patterns are of whole names, write '*{bare}*'"
+    close = get_close_matches(bare, names, 3, 0.3) or [names[0], names[-1]]
+    return f"; the nearest names are {', '.join(close)} (* stands for any part of a name)"

@@ -1,0 +1,138 @@
+"""Any image classifier of transformers, and through it of timm."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import require, require_choice, require_package
+from trainer.models.common import ImageTask, Objective
+from trainer.models.hub import HubModel, is_local
+from trainer.models.lora import LoRA
+from trainer.system.files import read_object
+from trainer.values import ImageInput, Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+PROCESSOR = "preprocessor_config.json"
+MOST_BYTES = 1_000_000
+TIMM = "timm/"
+
+
+@dataclass
+class ImageClassifier(HubModel):
+    """Any ``AutoModelForImageClassification`` of transformers: ViT, DINOv2, Swin, ConvNeXt, ResNet; or any of timm.
+
+    The loss is computed here from the logits, never by the model itself.
+
+    Args:
+        name: where the configuration comes from: a hub id, a local folder, or a model type such as vit; timm/NAME is
+            a model of timm, with random weights of this architecture where weights are null.
+        config: entries of the configuration to override, such as {num_hidden_layers: 2}; for timm {model_args: {...}}
+            are the arguments of timm.create_model.
+        image_size: height and width of the images in pixels; null takes the dataset's.
+    """
+
+    name: str = "vit"
+    weights: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    revision: str | None = None
+    num_classes: int | None = None
+    image_size: int | None = None
+    class_names: list[str] | None = None
+    dropout: float | None = None
+    train_last_blocks: int | None = None
+    lora: LoRA = field(default_factory=LoRA)
+    task: ImageTask = "single_label"
+    loss: Objective = field(default_factory=Objective)
+
+    auto = "AutoModelForImageClassification"
+    mixes = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("model.task", self.task, ImageTask)
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        """That of the task; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
+        pixels = batch["pixel_values"]
+        pixels = pixels.expand(-1, max(3, pixels.shape[1]), -1, -1)  # grey becomes three equal channels
+        yield self.loss_of_batch(module(pixel_values=pixels).logits, batch)
+
+    def image_input(self) -> ImageInput:
+        """What its image processor, or for timm its configuration, says of the images that it was trained on."""
+        config: Any = self._configuration()
+        known = getattr(config, "pretrained_cfg", None) or {}
+        if known.get("input_size"):
+            return ImageInput(known["input_size"][-1], *(tuple(known.get(key) or ()) for key in ("mean", "std")))
+        found = read_object(path, MOST_BYTES) if (path := self._processor()) is not None else {}
+        cut = found.get("do_center_crop") and found.get("crop_size")
+        side = cut or found.get("size") or getattr(config, "image_size", None)
+        side = side.get("height") or side.get("shortest_edge") if isinstance(side, Mapping) else side
+        side = side if isinstance(side, int) else None
+        return ImageInput(side, *(tuple(found.get(key) or ()) for key in ("image_mean", "image_std")))
+
+    def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write a folder that ``AutoModelForImageClassification.from_pretrained`` loads, with the image processor."""
+        super().save(module, folder, state)
+        if (path := self._processor()) is not None:
+            shutil.copyfile(path, folder / PROCESSOR)
+
+    def _processor(self) -> Path | None:
+        """The settings of the image processor, where there are some."""
+        from transformers.utils import cached_file
+
+        if self.weights is None and self._type() is not None:  # there are no files behind the name
+            return None
+        source = self.weights or self.name
+        missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        found = self._load("weights" if self.weights else "name", source, cached_file, filename=PROCESSOR, **missing)
+        return None if found is None else Path(found)
+
+    def _type(self) -> str | None:
+        """Also timm's, of which transformers wraps every model."""
+        timm = self.name.startswith(TIMM) and self.weights is None and not is_local(self.name)
+        return "timm_wrapper" if timm else super()._type()
+
+    def _of_data(self) -> dict[str, Any]:
+        from transformers import AutoConfig
+
+        kind = self._type() or ""
+        if kind != "timm_wrapper":
+            sized = self.image_size is not None and hasattr(AutoConfig.for_model(kind), "image_size")
+            return {"image_size": self.image_size} if sized else {}
+        require_package(f"model.name={self.name}", "timm", "timm")
+        import timm
+
+        name = self.name.removeprefix(TIMM)
+        near = get_close_matches(name, timm.list_models(), 1)
+        hint = f"; did you mean {TIMM}{near[0]}?" if near else "; timm.list_models() has their names"
+        require(timm.is_model(name), f"model.name={self.name!r}: timm {timm.__version__} has no such model{hint}")
+        known = timm.get_pretrained_cfg(name)
+        seen = {key: list(getattr(known, key)) for key in ("input_size", "mean", "std")} if known else {}
+        return {"architecture": name, "pretrained_cfg": seen}
+
+    def _configuration(self) -> Any:
+        config = super()._configuration()
+        if config.model_type == "timm_wrapper":
+            require_package(f"model.name={self.name}", "timm", "timm")
+        return config
+
+    def _finished(self, module: nn.Module) -> nn.Module:
+        """The module, which interpolates its position embeddings where images are of another size than its own."""
+        module = super()._finished(module)
+        for name, parameter in module.named_parameters():
+            if name.endswith("mask_token"):  # of pretraining: no loss reaches it, and DDP would wait for it
+                parameter.requires_grad_(False)
+        own: Any = getattr(module.config, "image_size", None)
+        differs = self.image_size is not None and own not in (None, self.image_size, [self.image_size] * 2)
+        if differs and "interpolate_pos_encoding" in inspect.signature(module.forward).parameters:
+            module.forward = partial(module.forward, interpolate_pos_encoding=True)
+        return module
