@@ -235,6 +235,11 @@ class Data:
         ``labels``; ``None`` if they are not."""
         return None
 
+    def chances(self) -> Sequence[float] | None:
+        """How likely each training sample is drawn, with replacement, relative to the others, once they are prepared;
+        ``None`` where an epoch has each of them once."""
+        return None
+
     def collate(self, samples: Sequence[Any]) -> Any:
         """Make a micro-batch (any nest of tensors; the built-in models read a dict with ``labels``) of samples."""
         from torch.utils.data import default_collate

@@ -121,6 +121,18 @@ class Groups:
     mixed: int
 
 
+@dataclass(frozen=True, eq=False)  # by identity, as Groups
+class Chances:
+    """How likely each sample is drawn, with replacement, for every place of an epoch, which has as many as there are
+    samples.
+
+    Args:
+        relative: a number of at least 0 for every sample; their sum need not be 1.
+    """
+
+    relative: Sequence[float]
+
+
 class BadSample(NamedTuple):
     """A sample that could not be loaded."""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from trainer.contract import Data
-from trainer.errors import require
+from trainer.errors import listed, require
 from trainer.recipe import MOST_SECONDS
 from trainer.values import Outline, Task
 
@@ -53,6 +55,49 @@ class BuiltIn(Data):
 
     def _set_classes(self, names: Sequence[str]) -> None:
         self.class_names, self.num_classes = list(names), len(names)
+
+
+@dataclass(kw_only=True)
+class Sampled(BuiltIn):
+    """A dataset that may draw its training samples by their class.
+
+    Args:
+        sampling: uniform has each training sample once an epoch. balanced draws with replacement, all classes equally
+            often; a mapping such as {cat: 1, lynx: 10} draws a sample of a class so many times as often as one of
+            another. An epoch then has as many draws as there are samples.
+    """
+
+    sampling: Literal["uniform", "balanced"] | dict[str, float] = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = f"data.sampling={self.sampling!r} must be uniform, balanced or a mapping from classes to numbers"
+        require(self.sampling in ("uniform", "balanced") or isinstance(self.sampling, Mapping), wanted)
+        if isinstance(self.sampling, Mapping):
+            for name, weight in self.sampling.items():
+                is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 <= weight < math.inf
+                require(is_number, f"data.sampling: {name}: {weight!r} must be a number of at least 0")
+
+    def chances(self) -> Sequence[float] | None:
+        """As ``sampling`` says, of the classes of the training samples."""
+        if self.sampling == "uniform":
+            return None
+        import numpy as np
+
+        why = f"data.sampling={self.sampling!r} goes by one class a sample: with model.task={self.prepared_for}"
+        require(self.prepared_for == "single_label", f"{why} use uniform")
+        labels = np.asarray(self.train.labels)
+        if self.sampling == "balanced":
+            return (1 / np.bincount(labels, minlength=self.num_classes).clip(min=1))[labels]
+        given = {str(name): float(weight) for name, weight in self.sampling.items()}
+        unknown, missing = sorted({*given} - {*self.class_names}), [c for c in self.class_names if c not in given]
+        close = get_close_matches(unknown[0], self.class_names, 1) if unknown else []
+        hint = f"; did you mean {close[0]}?" if close else f"; there are {listed(self.class_names)}"
+        require(not unknown, f"data.sampling: there is no class {listed(unknown)}{hint}")
+        require(not missing, f"data.sampling gives no number for {listed(missing)}: give one for each class")
+        found = np.asarray([given[name] for name in self.class_names])[labels]
+        require(found.sum() > 0, "data.sampling gives 0 to every class that has samples: raise one")
+        return found
 
 
 def require_share(key: str, value: Any, off: str = "0") -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
-from trainer.data.common import BuiltIn, hold_out, local_path, reason, require_share
+from trainer.data.common import Sampled, hold_out, local_path, reason, require_share
 from trainer.errors import RecipeError, listed, require, require_choice, require_positive
 from trainer.system.machine import available_bytes
 from trainer.values import ImageInput, Mixing, Outline
@@ -98,7 +98,7 @@ class Augmentation:
         require(self.transform is None or callable(self.transform), why)
 
 
-class _Images(Augmentation, BuiltIn):
+class _Images(Augmentation, Sampled):
     """What the image datasets share.
 
     Args:

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+import numpy as np
+
 from trainer.contract import Data, Model
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.engine.window import Cut, Fetch, MicroBatch, OnLoad, Windows, cut_at, micro_batch, share_of
 from trainer.errors import listed, require
 from trainer.recipe import Recipe
-from trainer.values import BadSample, Request
+from trainer.values import BadSample, Chances, Request
 
 EVALUATION_FACTOR = 2
 """Evaluation keeps no activations, so its micro-batches can be larger than training's and still peak below them."""
@@ -81,12 +83,27 @@ def windows_of(
         lengths=lengths,
         packs=recipe.model.packs(),
         groups=getattr(train, "groups", None),
+        chances=_chances(recipe.data),
         probably_longest=getattr(train, "longest", ()),
         augmented=bool(getattr(train, "augmented", False)) or recipe.model.seeded,
         mixing=mixing,
         quarantine=Quarantine(limit=None) if quarantine is None else quarantine,
         changes=sorted(recipe.accumulate) if isinstance(recipe.accumulate, Mapping) else (),
     )
+
+
+def _chances(data: Data) -> Chances | None:
+    relative, name = data.chances(), type(data).__name__
+    if relative is None:
+        return None
+    size, said = len(data.train), f"{name}.chances()"
+    require(len(relative) == size, f"{said} has {len(relative)} numbers for {size} training samples: give one for each")
+    array = np.asarray(relative, dtype=np.float64)
+    fits = bool(np.isfinite(array).all()) and array.min(initial=0) >= 0 and array.sum() > 0
+    require(fits, f"{said} must be finite numbers of at least 0, and not all of them 0")
+    streamed = f"{name} reads groups of samples one after the other, of which none can be drawn by itself"
+    require(getattr(data.train, "groups", None) is None, f"{streamed}: leave out chances()")
+    return Chances(relative)
 
 
 def evaluation_micro_batches(

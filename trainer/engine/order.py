@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from trainer.values import Groups, Mixing
+from trainer.values import Chances, Groups, Mixing
 
 
 def derive_seed(*parts: int) -> int:
@@ -26,21 +26,39 @@ def permutation(seed: int, epoch: int, size: int) -> torch.Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(derive_seed(seed, epoch)))
 
 
+@lru_cache(maxsize=2)
+def draws(seed: int, epoch: int, chances: Chances) -> torch.Tensor:
+    """The samples that ``epoch`` draws with replacement, one for each place: int64, as many as there are."""
+    bounds = torch.as_tensor(chances.relative, dtype=torch.float64).cumsum(0)
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+    places = torch.rand(len(bounds), generator=generator, dtype=torch.float64) * bounds[-1]
+    last = int(torch.searchsorted(bounds, bounds[-1:]))  # a product may be rounded up to the sum
+    return torch.searchsorted(bounds, places, right=True).clamp(max=last)
+
+
 def steps_in_epoch(size: int, batch_size: int) -> int:
     """How many batches an epoch has; the last may hold fewer than ``batch_size`` samples."""
     return -(-size // batch_size)
 
 
 def batch_indices(
-    seed: int, epoch: int, step: int, size: int, batch_size: int, groups: Groups | None = None
+    seed: int,
+    epoch: int,
+    step: int,
+    size: int,
+    batch_size: int,
+    groups: Groups | None = None,
+    chances: Chances | None = None,
 ) -> list[int]:
     """The samples of the ``step``-th batch (from 0) of ``epoch``.
 
     With ``groups``, they stand in the order of the groups of their stretch; where the batch is of two stretches, at the
     same share of each. So a rank, whose micro-batches have their places in the batch, reads about the same groups in
-    step after step.
+    step after step. With ``chances``, each is drawn by itself, and may come again.
     """
     first, last = step * batch_size, min((step + 1) * batch_size, size)
+    if chances is not None:
+        return draws(seed, epoch, chances)[first:last].tolist()
     if groups is None:
         return permutation(seed, epoch, size)[first:last].tolist()
     begins = _stretches(seed, epoch, groups)[2]
@@ -56,8 +74,8 @@ def batch_indices(
     return torch.cat(samples)[torch.cat(shares).argsort(stable=True)].tolist()
 
 
-MIX = 1
-"""Tells the seed of how a batch is mixed from those of its micro-batches."""
+MIX, DRAWN = 1, 2
+"""Tell the seeds of how a batch is mixed, and of samples that were drawn with replacement, from others."""
 
 
 def draw_mix(

@@ -14,11 +14,11 @@ from math import fsum
 from typing import Any
 
 from trainer.contract import PADDING_MULTIPLE
-from trainer.engine.order import batch_indices, derive_seed, draw_mix, steps_in_epoch
+from trainer.engine.order import DRAWN, batch_indices, derive_seed, draw_mix, steps_in_epoch
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
-from trainer.values import BadSample, Groups, Incomplete, Mix, Mixing, Request
+from trainer.values import BadSample, Chances, Groups, Incomplete, Mix, Mixing, Request
 
 MOST_DEALT = 2**18
 """Samples of a run of which the fullest micro-batch is looked for; of more, the longest samples bound it."""
@@ -231,6 +231,7 @@ class Windows:
     lengths: Sequence[int] | None = None  # tokens of each sample, when there are such
     packs: bool = False  # whether micro-batches are packed, without padding
     groups: Groups | None = None  # of samples that lie together, when there are such
+    chances: Chances | None = None  # of samples to be drawn, where an epoch does not have each once
     probably_longest: Sequence[int] = ()  # samples to take for the longest ones, where lengths are not known
     augmented: bool = False  # reading a sample, or the model, draws random numbers, so that each needs a seed
     mixing: Mixing | None = None  # of the samples of a batch
@@ -305,7 +306,8 @@ class Windows:
         return [[batch[place] for place in piece] for piece in self._places(epoch, batch)]
 
     def _batch(self, epoch: int, step: int) -> list[int]:
-        return batch_indices(self.seed, epoch, step, self.size, self.cut(epoch).batch_size, self.groups)
+        batch_size = self.cut(epoch).batch_size
+        return batch_indices(self.seed, epoch, step, self.size, batch_size, self.groups, self.chances)
 
     def _places(self, epoch: int, batch: Sequence[int]) -> list[list[int]]:
         """All micro-batches, as places in the batch: what is drawn for a sample follows from its place."""
@@ -356,19 +358,28 @@ class Windows:
         own = []
         for piece in pieces[self.rank :: self.world_size]:
             # A rank with nothing left does a zero-weight micro-step on another's sample, for the collectives' sake.
-            borrowed = [] if piece else self._borrowed([[batch[place] for place in other] for other in pieces])
-            request = self._request(epoch, borrowed or [batch[place] for place in piece])
+            if piece:
+                request = self._request(epoch, [batch[place] for place in piece], step, piece)
+            else:
+                borrowed = self._borrowed([[batch[place] for place in other] for other in pieces])
+                request = self._request(epoch, borrowed)
             if piece and drawn is not None:
                 partners, share, centre = drawn
                 found = [partners[place] if batch[partners[place]] in good else place for place in piece]
-                theirs = self._request(epoch, [batch[place] for place in found])
+                theirs = self._request(epoch, [batch[place] for place in found], step, found)
                 request = request._replace(mix=Mix(theirs.indices, theirs.seeds, share, centre))
             own.append((request, not piece))
         return own
 
-    def _request(self, epoch: int, indices: list[int]) -> Request:
-        """Samples as they are; where others are mixed, each with itself."""
-        seeds = [derive_seed(self.seed, epoch, index) for index in indices] if self.augmented else None
+    def _request(self, epoch: int, indices: list[int], step: int = 0, places: Sequence[int] = ()) -> Request:
+        """Samples as they are; where others are mixed, each with itself. One that an epoch may have twice draws by its
+        place in the batch, too."""
+        seeds = None
+        if self.augmented and self.chances is not None and places:
+            parts = zip(places, indices, strict=True)
+            seeds = [derive_seed(self.seed, epoch, step, place, index, DRAWN) for place, index in parts]
+        elif self.augmented:
+            seeds = [derive_seed(self.seed, epoch, index) for index in indices]
         return Request(indices, seeds, None if self.mixing is None else Mix(indices, seeds, 1.0))
 
     def _borrowed(self, pieces: Sequence[Sequence[int]]) -> list[int]:
@@ -383,7 +394,7 @@ class Windows:
         batch_size, lengths = self.cut(epoch).batch_size, self.lengths
         if not len(self.quarantine) and lengths is None:
             return min(batch_size, self.size - step * batch_size), 0
-        batch = batch_indices(self.seed, epoch, step, self.size, batch_size, self.groups)
+        batch = self._batch(epoch, step)
         kept = self.quarantine.kept("train", batch)
         return len(kept), 0 if lengths is None else tokens_of(kept, lengths, packs=True)
 
