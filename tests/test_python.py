@@ -111,8 +111,10 @@ def test_a_class_of_ones_own_is_imported_when_that_is_trusted_or_comes_with_the_
         found.model.state_dict() for found in (load(tmp_path / "own", own), load(tmp_path / "own", trusted=True))
     ]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    with pytest.raises(RecipeError, match="listeners is no plain value"):
+        fit_beside(own.replace(listeners=[trainer.Listener()]))
     monkeypatch.setattr(Narrow, "__module__", "__main__")
-    with pytest.raises(RecipeError, match=r"Narrow is defined in this notebook, .* put it into a \.py file"):
+    with pytest.raises(RecipeError, match=r"Narrow is defined here, .* put it into a \.py file"):
         fit_beside(own)
     file = tmp_path / "own" / "recipe.yaml"
     file.write_text(file.read_text().replace(f"{__name__}.Narrow", "__main__.Narrow"))
@@ -138,8 +140,8 @@ def test_the_notebook_runs_as_written(tmp_path):
     """Cell by cell, in a Python without a script, as a kernel is; several runs in it, one of which is refused."""
     code = "\n".join(code_of(NOTEBOOK))
     code += "\nfrom trainer.run.notebook import is_interactive\n"
-    code += "assert is_interactive() and result.accuracy == run.metrics['test']['accuracy'] > 0.8\n"
-    code += "assert len({run.dir, *(other.dir for other in runs.values())}) == 3\n"
+    code += "assert is_interactive() and result.accuracy == fitted.metrics['test']['accuracy'] > 0.8\n"
+    code += "assert len({fitted.dir, *(other.dir for other in runs.values())}) == 3\n"
     done = python("-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "refused: batch_size=64 contradicts accumulate=3" in done.stdout

@@ -45,10 +45,11 @@ class FinishedRun:
     Args:
         recipe: what was trained.
         run_dir: the run directory, as ``dir``.
+        summary: what its ``summary.json`` holds; by default read from there.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: str | Path) -> None:
-        self.recipe, self.dir = recipe, Path(run_dir)
+    def __init__(self, recipe: Recipe, run_dir: str | Path, summary: Summary | None = None) -> None:
+        self.recipe, self.dir, self._summary = recipe, Path(run_dir), summary
 
     def __repr__(self) -> str:
         return f"FinishedRun({str(self.dir)!r})"
@@ -58,10 +59,12 @@ class FinishedRun:
             raise AttributeError(name)
         return getattr(self.summary, name)
 
-    @cached_property
+    @property
     def summary(self) -> Summary:
         """What ``summary.json`` holds."""
-        return read_summary(self.dir / "summary.json")
+        if self._summary is None:
+            self._summary = read_summary(self.dir / "summary.json")
+        return self._summary
 
     @property
     def metrics(self) -> dict[str, dict[str, float | None]]:
@@ -122,8 +125,8 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
             progress.notice(notice)
         resumption = Resumption(session, progress)
         closing.enter_context(status_kept(session))
-        Training(session, source, progress, resumption).run()
-        return FinishedRun(session.recipe, session.run_dir)
+        summary = Training(session, source, progress, resumption).run()
+        return FinishedRun(session.recipe, session.run_dir, summary)
 
 
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:

@@ -61,7 +61,7 @@ def fit_script(recipe: Recipe) -> None:
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         raise RecipeError(
-            "main(recipe) is for recipe files that are run as scripts: in a notebook, say run = fit(recipe)"
+            "main(recipe) is for recipe files that are run as scripts: in a notebook, say fitted = fit(recipe)"
         )
     positionals, flags = scan(sys.argv[1:])
     if positionals:

@@ -95,6 +95,8 @@ def read_summary(path: Path) -> Summary:
         RecipeError: where there is no such file, or it is not that.
     """
     found = read_object(path, MOST_BYTES)
+    if isinstance(schedule := found.get("accumulate"), dict):  # by epoch: JSON has texts for keys alone
+        found["accumulate"] = {int(epoch): count for epoch, count in schedule.items() if epoch.isdecimal()}
     try:
         return Summary(**{field.name: found[field.name] for field in fields(Summary) if field.name in found})
     except TypeError as error:

@@ -83,15 +83,18 @@ def _relayed(process: subprocess.Popen[str], said: Said) -> int:
 
 def _require_tellable(recipe: Recipe) -> None:
     """Refuse what a YAML file cannot hold."""
-    for part in ("model", "data"):
-        value: Any = getattr(recipe, part)
-        name = class_of(value)
-        why = f"run.devices={recipe.run.devices}: {name.rpartition('.')[2]} is defined in this notebook"
+    said = f"run.devices={recipe.run.devices} in a notebook"
+    for part in (recipe.model, recipe.data):
+        name = class_of(part)
+        why = f"{said}: {name.rpartition('.')[2]} is defined here, where the processes of other ranks cannot find it"
         fix = "put it into a .py file beside the notebook and import it from there"
-        require(not name.startswith("__main__."), f"{why}, where other processes cannot find it: {fix}, or {ALONE}")
-        known = settings_of(value)
-        for field in dataclasses.fields(value):
-            plain = field.name in known or any(key.startswith(f"{field.name}.") for key in known)
-            same = getattr(value, field.name, None) == field.default
-            why = f"run.devices={recipe.run.devices}: other processes cannot be told {part}.{field.name}"
-            require(plain or same or not field.init, f"{why}, which is no plain value: {ALONE}")
+        require(not name.startswith("__main__."), f"{why}: {fix}, or {ALONE}")
+    sections: dict[str, Any] = {"": recipe, "model.": recipe.model, "data.": recipe.data, "optim.": recipe.optim}
+    told = settings_of(recipe)
+    for prefix, section in sections.items():
+        for field in dataclasses.fields(section):
+            key, value = f"{prefix}{field.name}", getattr(section, field.name, None)
+            held = not field.init or key in told or dataclasses.is_dataclass(value) or not value
+            require(
+                held, f"{said}: the processes of other ranks cannot be told {key}, which is no plain value: {ALONE}"
+            )
