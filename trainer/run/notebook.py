@@ -95,6 +95,5 @@ def _require_tellable(recipe: Recipe) -> None:
         for field in dataclasses.fields(section):
             key, value = f"{prefix}{field.name}", getattr(section, field.name, None)
             held = not field.init or key in told or dataclasses.is_dataclass(value) or not value
-            require(
-                held, f"{said}: the processes of other ranks cannot be told {key}, which is no plain value: {ALONE}"
-            )
+            why = f"{said}: {key} is no plain value, which the processes of other ranks could be told"
+            require(held, f"{why}: {ALONE}")
