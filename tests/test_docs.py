@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import re
+import shlex
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,13 +16,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers.benchmark import imported
+from helpers.problems import make_model
 from helpers.warm import forks, python
+from PIL import Image
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
+from trainer.cli import run
 from trainer.commands.recipes import load_recipe
-from trainer.data import ImageFolder, StreamedText, TextFiles
+from trainer.data import HubText, ImageFolder, StreamedText, TextFiles
 from trainer.memory.initialize import build_on_meta, materialise
+from trainer.models import ImageClassifier
 from trainer.recipe import Memory
 from trainer.settings import settings_of
 from trainer.system.children import in_child
@@ -73,6 +79,30 @@ def test_the_loop_of_ones_own_runs_as_written():
     assert not torch.equal(model.weight, before)
 
 
+def test_the_recipes_for_own_data_run_as_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = "review;stars\nw2 w3;5\nw4 w5 w6;1\nw7;5\nw8 w9;1\n"
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text(rows)
+    for part, label, number in itertools.product(("train", "test"), ("cat", "dog"), range(2)):
+        (tmp_path / "photos" / part / label).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 16), (40 * number, 90, 9)).save(tmp_path / "photos" / part / label / f"{number}.png")
+    block = re.findall(r"```console\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)[0]
+    lines = [shlex.split(line)[1:] for line in block.splitlines()]
+    assert [line[:2] for line in lines] == [["fit", "text_files"], ["fit", "image_folder"]]
+    bert, vit = make_model("distilbert"), {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    vit |= {"image_size": 16, "patch_size": 8, "intermediate_size": 8}
+    tiny = {"text_files": ["distilbert", bert.config, "--model.tokenizer", bert.tokenizer, "--data.max_length", "32"]}
+    tiny["image_folder"] = ["vit", vit, "--data.image_size", "16"]
+    for line in lines:
+        name, config, *more = tiny[line[1]]
+        flags = ["--model.name", name, "--model.weights", "null", "--model.config", json.dumps(config), *more]
+        flags += ["--data.cache_dir", "cache", "--run.dir", line[1], "--run.predict", "false", "--epochs", "1"]
+        assert run([*line, *flags]) == 0
+        assert json.loads((tmp_path / line[1] / "summary.json").read_text())["status"] == "finished"
+        assert run(["evaluate", line[1]]) == 0
+
+
 def test_shards_are_written_as_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -110,8 +140,10 @@ RECIPES = ("vit_digits", "mlp_fashion_mnist", "distilbert_imdb", "bigbird_imdb")
 
 def test_every_setting_that_a_page_names_exists():
     known = {key for name in RECIPES for key in settings_of(load_recipe(name)[0])}
-    kinds = (ImageFolder, TextFiles, StreamedText)
-    known |= {f"data.{field.name}" for kind in kinds for field in dataclasses.fields(kind)}
+    kinds = (HubText, ImageFolder, TextFiles, StreamedText, ImageClassifier)
+    known |= {
+        f"{part}.{field.name}" for part in ("data", "model") for kind in kinds for field in dataclasses.fields(kind)
+    }
     known |= {key.rsplit(".", 1)[0] for key in known}
     files = {"memory.png", "model.safetensors", "model.safetensors.index", "run.lock"}
     files |= {"model.parameters"}  # what code calls so

@@ -1,6 +1,7 @@
 """Model and data of another class than the recipe's: by flag, in YAML, and in the recipe.yaml of a run."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -49,7 +50,10 @@ def recipe_of(calls, *words):
     return calls.pop()[1]
 
 
+@pytest.mark.usefixtures("own_module")  # for its working directory
 def test_a_class_of_this_package_has_its_own_flags_and_defaults(recipe_file, calls, capsys):
+    for part in ("train", "test"):
+        Path("photos", part, "cat").mkdir(parents=True)
     recipe = recipe_of(calls, recipe_file, "--data", "ImageFolder", "--data.root=photos", "--model=MLP", "--epochs", 3)
     assert (recipe.data, recipe.model, recipe.epochs) == (ImageFolder("photos"), MLP(), 3)
     assert recipe_of(calls, recipe_file, "--data.class", "Digits").data == Digits()
@@ -71,7 +75,9 @@ def test_a_class_of_this_package_has_its_own_flags_and_defaults(recipe_file, cal
         "data: {class: TextFiles, train_file: a.csv}\n",
     ],
 )
-def test_yaml_says_it_too_and_what_is_printed_gives_the_same_recipe_back(calls, capsys, tmp_path, text):
+def test_yaml_says_it_too_and_what_is_printed_gives_the_same_recipe_back(calls, capsys, monkeypatch, tmp_path, text):
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").touch()
     path, again = tmp_path / "own.yaml", tmp_path / "again.yaml"
     path.write_text(text)
     wanted = TextFiles("a.csv")

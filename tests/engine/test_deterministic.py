@@ -82,7 +82,7 @@ class SpoiltCase(EvenCase):
 
         def spoilt(requests: Iterator[Request]) -> Iterator[Any]:
             ours, theirs = tee(requests)
-            for (indices, _), batch in zip(ours, fetch(theirs), strict=True):
+            for (indices, *_), batch in zip(ours, fetch(theirs), strict=True):
                 bad = [BadSample(index, f"sample {index}", "spoilt") for index in indices if index in SPOILT]
                 yield Incomplete(batch, [index for index in indices if index not in SPOILT], bad) if bad else batch
 

@@ -5,7 +5,7 @@ import torch
 
 from trainer.report.metrics import ClassificationMetrics, classification_report
 from trainer.report.mistakes import MOST, Mistakes
-from trainer.values import Loss
+from trainer.values import FIGURES, Loss
 
 CLASSES = 5
 
@@ -145,3 +145,38 @@ def test_the_worst_mistakes_are_the_same_on_two_ranks_of_which_one_has_no_sample
     assert all(int(targets[at]) == target != int(logits[at].argmax()) == said for at, target, said, _, _ in alone)
     assert not {0, 5, 10} & {one[0] for one in alone}
     assert ranks(2).run(worst, logits, targets) == [alone] * 2
+
+
+@pytest.mark.parametrize("size", [1, 7, 103])
+def test_figures_of_the_other_tasks_equal_scikit_learns_however_the_set_is_cut(size):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(103, CLASSES, generator=generator, dtype=torch.float64)
+    present = torch.randint(2, (103, CLASSES), generator=generator).double()
+    found = of_task("multi_label", logits, present, size)
+    said, true = (logits > 0).numpy(), present.bool().numpy()
+    assert found["f1_micro"] == pytest.approx(sklearn.metrics.f1_score(true, said, average="micro"))
+    assert found["f1_macro"] == pytest.approx(sklearn.metrics.f1_score(true, said, average="macro"))
+    assert found["subset_accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(true, said))
+    targets = logits + 1e-3 * torch.randn(103, CLASSES, generator=generator, dtype=torch.float64) - 100
+    found = of_task("regression", logits - 100, targets, size)
+    arrays = targets.numpy(), (logits - 100).numpy()
+    assert found["mae"] == pytest.approx(sklearn.metrics.mean_absolute_error(*arrays))
+    assert found["rmse"] == pytest.approx(sklearn.metrics.mean_squared_error(*arrays) ** 0.5)
+    assert found["r2"] == pytest.approx(sklearn.metrics.r2_score(*arrays))
+    assert of_task("regression", torch.ones(3, 1), torch.ones(3, 1), 2)["r2"] == 1
+    assert of_task("regression", torch.zeros(3, 1), torch.ones(3, 1), 2)["r2"] == 0
+    logits, tags = predictions()
+    tags[tags == 4] = 3  # a class that is said, and never true
+    found, kept = of_task("token", logits, tags, size), tags != -100
+    expected = sklearn.metrics.f1_score(tags[kept].numpy(), logits[kept].argmax(-1).numpy(), average="macro")
+    assert found["f1_macro"] == pytest.approx(expected)
+
+
+def of_task(task, logits, targets, size):
+    """The figures of an evaluation in micro-batches of ``size``."""
+    metrics = ClassificationMetrics(logits.shape[-1], "cpu", task=task)
+    for rows, labels in zip(logits.split(size), targets.split(size), strict=True):
+        metrics.update(Loss(rows.sum(), float(len(rows)), logits=rows, targets=labels))
+    figures = metrics.compute().figures()
+    assert list(figures) == ["loss", *FIGURES[task]]
+    return figures

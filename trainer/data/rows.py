@@ -8,8 +8,8 @@ import difflib
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from trainer.data.cache import checksums, content_of, hash_of
 from trainer.data.common import reason
 from trainer.errors import RecipeError, require
 from trainer.system.files import open_regular, read_regular
+from trainer.system.hub import ADVICE, away, tell_of_cache
 
 _KINDS = {
     ".csv": ("csv", 2, "the header is row 1, blank lines are not counted"),
@@ -35,6 +36,7 @@ _KINDS = {
 """What reads it, the number of its first row, and how rows are numbered."""
 
 SEPARATORS = (",", ";", "\t", "|")
+MOST_REASON = 400  # characters of what a library says
 NO_ROWS = "add some, or name another file"
 
 MOST_LINE, MOST_DECODED = 32_000_000, 4_000_000_000
@@ -55,6 +57,7 @@ class Rows:
     first: int = 0
     counting: str = ""  # how rows are numbered, from ``first`` on
     files: Sequence[str] = ()  # of every row, where each has its own
+    names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of the classes, by column, where it says them
 
     def describe(self, index: int) -> str:
         if self.files:
@@ -64,11 +67,11 @@ class Rows:
 
 def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
     """Refuse a missing column: ``text_column="text"`` says which field asks for which."""
-    for field, name in wanted.items():
+    for key, name in wanted.items():
         near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         has = ", ".join(map(repr, found))
-        require(name in found, f"data.{field}={name!r}: {source} has no such column; it has {has}{hint}")
+        require(name in found, f"data.{key}={name!r}: {source} has no such column; it has {has}{hint}")
 
 
 class CsvFormat(NamedTuple):
@@ -259,20 +262,44 @@ def is_cached(name: str, cache_dir: str | None) -> bool:
     return (Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir()
 
 
-def find_hub(name: str, cache_dir: str | None) -> dict[str, Rows]:
-    """Load the train and test splits of a dataset from the Hugging Face hub, or from its cache."""
+def find_hub(
+    key: str,
+    name: str,
+    splits: Mapping[str, str],
+    advice: str,
+    cache_dir: str | None,
+    config: str | None = None,
+    revision: str | None = None,
+) -> dict[str, Rows]:
+    """Load ``splits``, by the parts that they are for, of a dataset of the Hugging Face hub or of its cache, or of a
+    folder; ``advice`` is what to look at where the setting ``data.key``, the ``name``, is not what is wrong."""
+    options: dict[str, Any] = {"split": list(splits.values()), "cache_dir": cache_dir, "revision": revision}
+    here = Path(name).is_dir()
+    why_not = None if here else away()
     try:
-        tables = datasets.load_dataset(name, split=["train", "test"], cache_dir=cache_dir)
+        tables = datasets.load_dataset(name, config, **options)
     except Exception as error:  # connection, authentication, missing dataset, missing split: one list would not do
+        # Which parts and splits there are stands behind the first line.
+        why = why_not or f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_REASON]}"
+        if here:
+            raise RecipeError(f"data.{key}={name!r} could not be loaded ({why}): check the folder, {advice}") from error
         raise RecipeError(
-            f"data.root={name!r} is no folder here and could not be loaded from https://huggingface.co/datasets/{name} "
-            f"({reason(error)}): check the name and the network, or set data.root to a folder with train.csv and "
-            "test.csv, or to an unpacked aclImdb folder"
+            f"data.{key}={name!r} is no folder here and could not be loaded from https://huggingface.co/datasets/"
+            f"{name} ({why}): check the name and the network, {advice}; {ADVICE}"
         ) from error
+    if why_not:
+        tell_of_cache()
     counting = "the first is row 0, as on the hub"
     return {
-        part: Rows(table._fingerprint, partial(_as_loaded, table), f"{name} {part}", 0, counting)  # its revision there
-        for part, table in zip(("train", "test"), tables, strict=True)
+        part: Rows(
+            table._fingerprint,  # of its revision there
+            partial(_as_loaded, table),
+            f"{name} {splits[part]}",
+            0,
+            counting,
+            names={column: kind.names for column, kind in table.features.items() if hasattr(kind, "names")},
+        )
+        for part, table in zip(splits, tables, strict=True)
     }
 
 

@@ -33,6 +33,8 @@ class Texts(BuiltIn):
     Args:
         text_column: column of the texts.
         label_column: column of the labels: integers or strings.
+        pair_column: column of the second text of each row, where a sample is a pair of texts: two sentences, a question
+            and a passage; null where it is one text.
         max_length: tokens that a text is cut to.
         cache_dir: folder of the cache for tokens; by default that of the datasets library.
     """
@@ -41,6 +43,7 @@ class Texts(BuiltIn):
     text_column: str
     label_column: str
     cache_dir: str | None
+    pair_column: str | None = None
 
     _pad: Any = None
 
@@ -68,7 +71,13 @@ class Texts(BuiltIn):
             place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
             require(bool(text.strip()), f"{place} is empty")
             require_text(text, partial(str, place), self.max_length, "--text")
-        read = [text.split() for text in texts] if self.prepared_for == "token" else texts
+        read: Sequence[Any] = [text.split() for text in texts] if self.prepared_for == "token" else texts
+        if self.pair_column is not None:
+            read = [tuple(text.split("\t")) for text in texts]
+            both = (
+                f"data.pair_column={self.pair_column!r} makes a sample of two texts: write them with a tab between them"
+            )
+            require(all(len(text) == 2 and all(map(str.strip, text)) for text in read), both)
         return Padder(tokenizer, self.max_length)(encode(read, tokenizer, self.max_length))
 
 
@@ -85,7 +94,11 @@ class _Tokenised(Sampled, Texts):
         cache, columns = cache_folder(self.cache_dir), (self.text_column, self.label_column)
         found = self._find(cache)
         task, source = self.prepared_for, found["train"].source
-        read = partial(tokenise, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
+        pair = self.pair_column
+        why = f"data.pair_column={pair!r} is not for model.task=token, which has a label for each word: leave it out"
+        require(pair is None or task != "token", why)
+        common: Any = partial(tokenise, tokenizer=tokenizer, max_length=self.max_length, cache=cache, task=task)
+        read = partial(common, pair_column=pair)
         tables = {part: read(rows, *columns) for part, rows in found.items()}
         texts = label_texts(tables["train"])
         if task == "regression":
@@ -99,7 +112,7 @@ class _Tokenised(Sampled, Texts):
         said = self.label_column, classes, task
         labels = {part: label_numbers(tables[part], rows, *said) for part, rows in found.items()}
         strata: Any = labels["train"] if task == "single_label" else [0] * len(tables["train"])
-        kept, held = hold_out(strata, self.val_fraction, "data.val_fraction")
+        kept, held = hold_out(strata, self.val_fraction, "data.val_fraction", fold=self.val_fold)
 
         def split(part: str, chosen: Sequence[int] | None = None) -> Tokens | None:
             if part not in found:
@@ -161,6 +174,7 @@ class IMDb(_Tokenised):
     root: str = PUBLIC_IMDB
     max_length: int = 512
     val_fraction: float = 0.0
+    val_fold: int | None = None
     text_column: str = "text"
     label_column: str = "label"
     cache_dir: str | None = None
@@ -189,7 +203,11 @@ class IMDb(_Tokenised):
         key, root, parts = f"data.root={self.root!r}", local_path(self.root), ("train", "test")
         if not root.is_dir():
             self.require_files()
-            return find_hub(self.root, self.cache_dir)
+            splits, advice = (
+                {part: part for part in parts},
+                "or set data.root to a folder with train.csv and test.csv, or",
+            )
+            return find_hub("root", self.root, splits, f"{advice} to an unpacked aclImdb folder", self.cache_dir)
         if (root / "train.csv").is_file():
             return {part: find_file(root / f"{part}.csv", cache) for part in parts}
         require(
@@ -229,8 +247,10 @@ class TextFiles(_Tokenised):
     test_file: str | None = None
     text_column: str = "text"
     label_column: str = "label"
+    pair_column: str | None = None
     max_length: int = 512
     val_fraction: float = 0.0
+    val_fold: int | None = None
     encoding: str | None = None
     separator: str | None = None
     cache_dir: str | None = None
@@ -270,6 +290,74 @@ class TextFiles(_Tokenised):
         self.require_files()
         written = CsvFormat(self.encoding, self._separator)
         return {part: find_file(path, cache, written) for part, path in self._paths().items()}
+
+
+@dataclass
+class HubText(_Tokenised):
+    """Texts with one label each of any dataset of the Hugging Face hub, or of a folder of data files in its forms.
+
+    Classes are those that the dataset names, or else the distinct labels of the training split as in TextFiles.
+
+    Args:
+        name: on the hub, such as stanfordnlp/imdb or nyu-mll/glue; or a folder that ``datasets.load_dataset`` reads, of
+            .parquet, .csv or .jsonl files called train and test, say.
+        config: the part of a dataset that has several, such as mrpc of nyu-mll/glue.
+        revision: a branch, tag or commit of the hub's.
+        train_split: the training texts; as everywhere in datasets train[:10%] is a part of a split.
+        val_split: texts for validation (optional).
+        test_split: texts for testing, or null; one without labels cannot be it.
+        val_fraction: share of the training texts held out for validation when there is no val_split.
+    """
+
+    name: str
+    config: str | None = None
+    revision: str | None = None
+    train_split: str = "train"
+    val_split: str | None = None
+    test_split: str | None = "test"
+    text_column: str = "text"
+    label_column: str = "label"
+    pair_column: str | None = None
+    max_length: int = 512
+    val_fraction: float = 0.0
+    val_fold: int | None = None
+    cache_dir: str | None = None
+    workers: int = 0
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        both = (
+            f"data.val_split={self.val_split!r} and data.val_fraction={self.val_fraction} exclude each other: give one"
+        )
+        require(self.val_split is None or self.val_fraction == 0, both)
+
+    def require_files(self) -> None:
+        """Refuse a folder that is not there."""
+        path = local_path(self.name)
+        looks_local = self.name.startswith((".", "/", "~", "file:")) or self.name.count("/") > 1
+        require(path.is_dir() or not looks_local, f"data.name={self.name!r}: there is no folder {path}")
+
+    def _find(self, cache: Path) -> dict[str, Rows]:
+        from trainer.data.rows import find_hub
+
+        self.require_files()
+        asked = {"train": self.train_split, "val": self.val_split, "test": self.test_split}
+        splits = {part: split for part, split in asked.items() if split is not None}
+        advice = "and data.config, data.train_split, data.val_split and data.test_split (null where there is none)"
+        path = local_path(self.name)
+        name = str(path) if path.is_dir() else self.name
+        found = find_hub("name", name, splits, advice, self.cache_dir, self.config, self.revision)
+        self._names = found["train"].names.get(self.label_column)
+        return found
+
+    def _classes(self, source: str, labels: Sequence[str]) -> dict[str, int]:
+        named = self._names
+        if named is None or self.prepared_for != "single_label":
+            return super()._classes(source, labels)
+        self._set_classes(named)
+        return {str(number): number for number in range(len(named))}
 
 
 @dataclass

@@ -141,16 +141,18 @@ def check_tokenizer(tokenizer: Any, max_length: int) -> None:
 def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
     """Tokenise and truncate: ``input_ids``, and ``token_type_ids`` where the tokenizer has them; no padding.
 
-    Of texts that are lists of words also ``words``: for the first token of each word its number, for others -100.
+    Of texts that are lists of words also ``words``: for the first token of each word its number, for others -100. Of
+    tuples of two texts the tokens are those of both.
     """
     found: dict[str, list[list[int]]] = {}
-    cut = bool(texts) and not isinstance(texts[0], str)
+    cut = bool(texts) and isinstance(texts[0], list)
     slow = "model.task=token needs a fast tokenizer, which says what word a token is of, and that of model.tokenizer is"
     require(not cut or tokenizer.is_fast, f"{slow} none: choose another")
     options = {"truncation": True, "max_length": max_length, "return_attention_mask": False, "verbose": False}
     for chunk in _chunks(texts):
         try:
-            encoded = tokenizer(chunk, is_split_into_words=cut, **options)
+            read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
+            encoded = tokenizer(*read, is_split_into_words=cut, **options)
         except Exception as error:  # of its Rust: a bare Exception
             said = f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
             raise RecipeError(said) from error
@@ -216,6 +218,7 @@ def tokenise(
     max_length: int,
     cache: Path,
     task: Task = "single_label",
+    pair_column: str | None = None,
 ) -> datasets.Dataset:
     """The tokens of every row, with their ``length`` and their ``label_text``, from the cache on disk.
 
@@ -225,17 +228,22 @@ def tokenise(
     # What decides a tokenizer's output: of one that has no state as text, all of it.
     whole = tokenizer if getattr(tokenizer, "backend_tokenizer", None) is None else None
     words = Hasher.hash((type(tokenizer).__name__, tokenizer_hash(tokenizer), whole))
-    asked = [] if task == "single_label" else [task]
+    asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
+    columns = [text_column, label_column, *([pair_column] if pair_column else [])]
     key = hash_of("tokens", rows.content, text_column, label_column, max_length, words, *asked)
 
-    def encode_rows(texts: list[Any], labels: list[Any], indices: list[int]) -> dict[str, list[Any]]:
+    def encode_rows(texts: list[Any], labels: list[Any], *more: list[Any]) -> dict[str, list[Any]]:
         told: list[Any] = []
+        *pairs, indices = more
         for row, (index, text, label) in enumerate(zip(indices, texts, labels, strict=True)):
             place = partial(rows.describe, index)
             if task == "token":
                 texts[row], label = tagged((text, label), place, (text_column, label_column))
                 text = " ".join(texts[row])
             require_text(text, place, max_length, text_column)
+            for seconds in pairs:
+                require_text(seconds[row], place, max_length, str(pair_column))
+                texts[row] = text, seconds[row]
             if task == "single_label":
                 require_label(label, place, label_column)
             read: Any = {"multi_label": several, "regression": numbers}.get(task)
@@ -251,12 +259,13 @@ def tokenise(
     def build(folder: Path) -> None:
         with TemporaryDirectory(dir=folder) as scratch:
             table = rows.read(scratch)
-            check_columns(rows.source, table.column_names, text_column=text_column, label_column=label_column)
+            wanted = {"text_column": text_column, "label_column": label_column, "pair_column": pair_column}
+            check_columns(rows.source, table.column_names, **{key: name for key, name in wanted.items() if name})
             table.map(
                 encode_rows,
                 batched=True,
                 with_indices=True,
-                input_columns=[text_column, label_column],
+                input_columns=columns,
                 remove_columns=table.column_names,
                 cache_file_name=str(folder / FILE),
                 new_fingerprint=key,

@@ -12,6 +12,7 @@ from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
 from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.system.files import require_regular
+from trainer.system.hub import ADVICE, away, tell_of_cache
 from trainer.values import Pretrained
 from trainer.weights.blocks import find_blocks, switch_cache_off
 
@@ -41,6 +42,19 @@ def local_folder(source: str) -> str:
     return source.removeprefix("file://")
 
 
+PUBLISHED = {
+    **dict.fromkeys(("distilbert/distilbert-base-uncased", "distilbert-base-uncased"), "distilbert-base-uncased"),
+    "google/bigbird-roberta-base": "bigbird-roberta-base",
+}
+"""Of the packaged recipes, the hub ids and the folders here with their ``config.json`` as it was published."""
+
+
+def published(source: str) -> Path | None:
+    """The folder in this package that holds the ``config.json`` of the hub id ``source``."""
+    name = None if is_local(source) else PUBLISHED.get(source)
+    return None if name is None else Path(__file__).parent / "published" / name
+
+
 def is_local(source: str) -> bool:
     """Whether ``source`` is a folder here."""
     return Path(local_folder(source)).is_dir()
@@ -57,8 +71,9 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         raise RecipeError(f"model.{key}={source} is not a folder")
     if is_local(source):
         _require_files(Path(local_folder(source)))
+    why_not = "" if is_local(source) else away()
     try:
-        return load(*args, **kwargs)
+        found = load(*args, **kwargs)
     except Exception as error:  # transformers checks little of what is in a file before it uses it
         if isinstance(error, MemoryError | RuntimeError) and "memory" in str(error):
             raise  # no fault of the files
@@ -66,13 +81,20 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         if not isinstance(error, OSError | ValueError | SafetensorError):
             reason = f"{type(error).__name__}: {reason}."
         fix = "Give a local folder as save_pretrained writes it, or a hub id"
+        if why_not and isinstance(error, OSError):
+            reason = f"it is no folder here, nor in the hub's cache, and {why_not}."
+            kind = ", or a model type such as distilbert" if key == "name" else ""
+            fix = f"Give a local folder as save_pretrained writes it{kind}; {ADVICE}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code that comes with it (auto_map), and no such remote code is executed."
             fix = (
                 "Give a model of an architecture that transformers has itself, or read the code and write a "
                 "trainer.Model that imports it"
             )
-        raise RecipeError(f"model.{key}={source!r} cannot be loaded: {reason} {fix}") from error
+        raise RecipeError(f"model.{key}={source!r} cannot be loaded: {reason.rstrip('.')}. {fix}") from error
+    if why_not:
+        tell_of_cache()
+    return found
 
 
 def _require_files(folder: Path) -> None:
@@ -275,6 +297,9 @@ class HubModel(Supervised, Adaptable):
         if kind is not None:
             of_data = self._of_data()
             config = AutoConfig.for_model(kind, **of_data)
+        elif self.weights is None and self.revision is None and (folder := published(self.name)):
+            config = AutoConfig.from_pretrained(folder)
+            config.name_or_path = self.name
         else:
             config = self._load("name", self.name, AutoConfig.from_pretrained, trust_remote_code=False)
         unknown = [key for key in self.config if not hasattr(config, key)]

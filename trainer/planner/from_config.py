@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import RecipeError, listed, require
 from trainer.models.common import classification_loss
-from trainer.models.hub import MOST_TEXT, local_folder, positions
+from trainer.models.hub import MOST_TEXT, local_folder, positions, published
 from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextClassifier
 from trainer.planner.made_up import MadeUp
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.files import parsed_object, read_regular
+from trainer.system.hub import ADVICE, away
 from trainer.values import IGNORED_LABEL, Loss, Outline
 
 if TYPE_CHECKING:
@@ -123,14 +124,14 @@ def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], P
         require(not name.startswith((".", "/", "~", "file:")), f"{said}: there is no folder {folder}")
         from huggingface_hub import hf_hub_download
 
+        why_not = "" if (shipped := None if revision else published(name)) else away()
         try:
-            folder = Path(hf_hub_download(name, CONFIG, revision=revision)).parent
+            folder = shipped or Path(hf_hub_download(name, CONFIG, revision=revision)).parent
         except Exception as error:  # of the network, of the name, of the hub: gated, private, none of that name
-            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            why = why_not or next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RecipeError(
                 f"{said}: there is no such folder, and its {CONFIG} could not be had from the hub ({why}): save that "
-                f"one file in a folder and plan {PREFIX}./FOLDER; a gated model needs HF_TOKEN, and with "
-                "HF_HUB_OFFLINE=1 the hub is not asked"
+                f"one file in a folder and plan {PREFIX}./FOLDER; a gated model needs HF_TOKEN; {ADVICE}"
             ) from error
     try:
         config = parsed_object(read_regular(folder / CONFIG, MOST_TEXT), MOST_TEXT) or {}

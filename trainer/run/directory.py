@@ -28,6 +28,7 @@ from trainer.errors import RunError, Stopped, require
 from trainer.memory.plan import Plan, idle_ranks, plan_warnings
 from trainer.memory.stack import Stack
 from trainer.recipe import Recipe
+from trainer.report.card import model_card
 from trainer.report.loggers import make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.mistakes import write_mistakes
@@ -122,6 +123,10 @@ def write_recipe(session: Session, source: str | None) -> None:
     write_atomic(session.run_dir / "recipe.yaml", sealed(text))
 
 
+NAMES = ("config", "revision", "encoding", "separator", "task")
+"""Fields that name no file, though there may be one that is called so."""
+
+
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The recipe with every path in its model and data that exists as seen from the root."""
     return recipe.replace(model=_absolute(recipe.model), data=_absolute(recipe.data))
@@ -132,8 +137,11 @@ def _absolute(part: Any) -> Any:
     paths = {}
     for field in dataclasses.fields(part):
         text = getattr(part, field.name) if field.init else None
-        if isinstance(text, str) and text and field.name != "name" and not field.name.endswith("_column"):
+        is_name = field.name in NAMES or field.name.endswith(("_column", "_split"))
+        if isinstance(text, str) and text and not is_name:
             path = Path(text)
+            if field.name == "name" and not (field.type in ("str", str) and path.is_dir()):  # a size, a model type
+                continue
             if path.exists() or ("*" in text and path.parent.is_dir()):
                 paths[field.name] = str(path.absolute())
     return dataclasses.replace(part, **paths)
@@ -162,6 +170,7 @@ def write_results(
     if summary.status == "finished":
         with staged_folder(run_dir / "model") as folder:
             save_model(session.recipe.model, module, folder, state)
+            write_atomic(folder / "README.md", card_of(session, summary))  # a person may change it: it has no hash
     write_atomic(run_dir / "summary.json", summary.to_json())  # after the model, which "finished" promises
     if result is not None:
         write_evaluation(run_dir, result, session.recipe.data)
@@ -175,6 +184,20 @@ def write_results(
     except Exception as error:  # figures that no axis can hold: a picture is not the end of a run
         warn(f"the figures of this run cannot be drawn ({cause(error)}): they are in metrics.csv and summary.json")
     write_report(run_dir, summary_rows(summary), session.plan.describe(), summary.data, summary.versions)
+
+
+def card_of(session: Session, summary: Summary) -> str:
+    """The model card of what a finished run has trained."""
+    recipe, run_dir = session.recipe, session.run_dir
+    model: Any = recipe.model
+    kind = "token" if getattr(model, "task", None) == "token" else "text"
+    if model.tokenizer_or_none() is None:
+        kind = "image" if hasattr(recipe.data, "load_image") else ""
+    weights = getattr(model, "weights", None)
+    base = weights if isinstance(weights, str) and weights.count("/") == 1 and not Path(weights).exists() else None
+    library, task = "transformers" if model.own_format else None, f"{kind}-classification" if kind else None
+    text = (run_dir / "recipe.yaml").read_text(encoding="utf-8").partition("\n# sha256")[0]
+    return model_card(run_dir.name, summary, text, session.plan.describe(), task, library, base)
 
 
 def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:
