@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
@@ -36,11 +37,15 @@ commands:
   plan --script FILE [flags] -- ARGS
                             what a training script that is not ours would take of such a GPU
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
+  sweep RECIPE --over KEY=VALUES [flags]
+                            find good settings by many runs, by Optuna
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
   checkpoint list|verify|export DIR
                             look at the checkpoints of a run, check them, or make a model of one
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...] | PATH ...
                             classify files, folders, tables, texts or images with the trained model of a run directory
+  export RUN_DIR --to onnx|hf|hub [flags]
+                            write the trained model of a run directory for others, and check it
   runs [DIR ...]            a table of runs, with their figures; --compare two of them
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
@@ -61,9 +66,11 @@ COMMANDS = {
     "doctor": "commands.doctor:doctor",
     "plan": "commands.plan:plan",
     "ladder": "commands.ladder:ladder",
+    "sweep": "commands.sweep:sweep",
     "evaluate": "commands.runs:evaluate",
     "checkpoint": "commands.checkpoint:checkpoint",
     "predict": "commands.runs:predict",
+    "export": "commands.runs:export",
     "runs": "commands.list_runs:runs",
 }
 """What carries a command out: a function, imported when it is given, of the words after its name; and maybe a code."""
@@ -184,6 +191,8 @@ def _quiet_libraries() -> None:
     """Keep from stderr what libraries say to nobody: bars, each an endless line in a log file, and what torch says of
     torchao's classes, which come with every model of transformers."""
     logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_torchao)
+    # DDP's, of class tokens and convolutions of one pixel: strides of dimensions of 1, which mean nothing.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     os.environ["MPLBACKEND"] = "agg"  # for files; a name of no backend would end the import of torchmetrics
     if not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):  # read when the libraries are imported, which is later

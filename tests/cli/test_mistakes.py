@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.problems import tokenizer_folder
 
 from trainer.cli import run
 from trainer.commands.recipes import load_recipe
+from trainer.errors import RecipeError
 from trainer.memory.plan import decide_plan
+from trainer.models import MLP
 from trainer.recipe import Memory
 from trainer.run.directory import unmeant
 
@@ -147,11 +151,107 @@ BEFORE_TRAINING = {
 }
 
 
+TEXTS = "fit text_files --model.weights null --model.tokenizer TOKENIZER --run.progress false --data.train_file"
+OWN = """from torch.nn.functional import cross_entropy
+from trainer import Loss, Memory, Optim, Recipe, Run
+from trainer.data import Digits
+from trainer.models import MLP
+
+class Net(MLP):
+    def losses(self, module, batch):
+        loss = cross_entropy(module(batch["pixel_values"]), batch["labels"], reduction="sum")
+        {}
+
+recipe = Recipe(model=Net([8]), data=Digits(), batch_size=64, max_steps=1, memory=Memory(micro_batch_size=16),
+                run=Run(predict=False, evaluate=False, accelerator="cpu", progress=False))
+"""
+LOSSES = {
+    "mean": 'yield Loss(loss / len(batch["labels"]), weight=len(batch["labels"]))',
+    "tensor": "return loss",
+    "yielded": "yield loss",
+    "pair": "return loss, 16",
+    "item": 'yield Loss(loss.item(), weight=len(batch["labels"]))',
+    "detached": 'yield Loss(loss.detach(), weight=len(batch["labels"]))',
+    "vector": 'yield Loss(loss.expand(16), weight=len(batch["labels"]))',
+    "weight": "yield Loss(loss, weight=1)",
+    "named": 'yield Loss(loss, weight=len(batch["labels"]), name="ce")',
+    "forgotten": "return None",
+    "twice": "yield from [Loss(loss, weight=16)] * 2",
+}
+TABLES = {
+    "header.csv": "text,label\n",
+    "one.csv": "text,label\nein Film,gut\nnoch einer,gut\n",
+    "numbers.csv": "text,label\n" + "".join(f"film {i},{i / 7:.3f}\n" for i in range(40)),
+    "column.csv": "review,label\nein Film,gut\nnoch einer,schlecht\n",
+    "gap.csv": "text,label\nein Film,gut\nnoch einer,\n",
+}
+IN_TRAINING = {
+    "a mean": ("fit TMP/mean.py", "losses() must give the sum over the samples, not a mean (use reduction='sum')"),
+    "a tensor": (
+        "fit TMP/tensor.py",
+        "Net: losses() returns a Tensor: yield Loss(total, weight): the sum of",
+    ),
+    "a yielded tensor": ("fit TMP/yielded.py", "Net: losses() yields a Tensor: yield Loss(total, weight)"),
+    "a pair": ("fit TMP/pair.py", "Net: losses() yields a Tensor: yield Loss(total, weight)"),
+    "a number": ("fit TMP/item.py", "loss 'loss' has a total of type float: give the sum as a scalar tensor"),
+    "no graph": ("fit TMP/detached.py", "loss 'loss' has no graph, so nothing can be learned from it"),
+    "a loss a sample": (
+        "fit TMP/vector.py",
+        "a total of shape (16,): give the sum as a scalar tensor (reduction=",
+    ),
+    "another weight": ("fit TMP/weight.py", "reports weight 1 for a micro-batch that weigh() weighed 16"),
+    "another name": ("fit TMP/named.py", "losses() yields 'ce', loss_names are loss"),
+    "no losses": ("fit TMP/forgotten.py", "Net: losses() returns a NoneType: yield Loss(total, weight)"),
+    "a loss twice": ("fit TMP/twice.py", "losses() yields 'loss' twice for a micro-batch"),
+    "rows of a table": (f"{TEXTS} TMP/header.csv", "TMP/header.csv has no rows: add some"),
+    "a class": (f"{TEXTS} TMP/one.csv", "data.label_column='label' is 'gut' in every row"),
+    "numbers for classes": (f"{TEXTS} TMP/numbers.csv", "which looks like regression: say --model.task regression"),
+    "a column": (f"{TEXTS} TMP/column.csv", "data.text_column='text': TMP/column.csv has no such column"),
+    "a label": (f"{TEXTS} TMP/gap.csv", "TMP/gap.csv row 3 (the header is row 1"),
+    "a folder for a table": (f"{TEXTS} TMP/run", "TMP/run is a folder: give the file"),
+    "a table": (f"{TEXTS} TMP/nowhere.csv", "TMP/nowhere.csv"),
+    "a resume from nowhere": (
+        "fit TMP/mean.py --run.resume TMP/nowhere",
+        "TMP/nowhere: there is no checkpoint in",
+    ),
+    "a plan without a GPU": ("plan vit_digits", "no GPU is there: say which one is meant with --gpu"),
+    "a rung": ("ladder vit_digits --rungs bf16-mxied", "no rung 'bf16-mxied' here; did you mean bf16-mixed?"),
+}
+
+
+@pytest.mark.parametrize("name", IN_TRAINING)
+def test_a_mistake_in_data_or_model_is_a_line_that_says_what_to_do(made, tmp_path, monkeypatch, capsys, name):
+    command, expected = IN_TRAINING[name]
+    monkeypatch.chdir(tmp_path)  # runs are made here
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    words = command.replace("TMP", str(made)).replace("TOKENIZER", tokenizer_folder()).split()
+    assert run(words) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trainer: error: ")]
+    assert expected.replace("TMP", str(made)) in line
+
+
+def test_labels_that_are_called_otherwise_need_weigh():
+    with pytest.raises(RecipeError, match=r"micro-batches no tensor 'labels'.*define weigh\(batch\)"):
+        MLP([8]).weigh({"pixel_values": None, "target": None})
+
+
+def test_a_tensorboard_that_is_not_there_is_said_before_anything_is_started(made, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert run(["fit", "vit_digits", "--run.logger", "tensorboard", "--run.dir", str(made / "tb")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("trainer: error: run.logger=tensorboard needs the package tensorboard (")
+    assert not (made / "tb").exists()
+
+
 @pytest.fixture
 def made(tmp_path: Path) -> Path:
     """A folder with all files of the table, and a run."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(RECIPE.format(text) if name.endswith(".py") else text)
+    for name, line in LOSSES.items():
+        (tmp_path / f"{name}.py").write_text(OWN.format(line))
+    for name, text in TABLES.items():
+        (tmp_path / name).write_text(text)
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "recipe.yaml").write_text("recipe: vit_digits\n")
     return tmp_path

@@ -113,6 +113,8 @@ class Supervised(Model):
 
     def weigh(self, batch: Any) -> dict[str, float]:
         """As torch's mean divides: the sum of the classes' weights, or the number of samples, labels or words."""
+        if "labels" not in batch:
+            return super().weigh(batch)  # which says what is missing
         labels = batch["labels"]
         if "mixed_labels" in batch:
             return weigh_mixed(batch, self.weigh)

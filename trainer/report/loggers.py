@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ def require_loggers(names: Sequence[str]) -> None:
     """Refuse loggers whose package is missing, before anything is started."""
     if "wandb" in names and find_spec("wandb") is None:
         raise RecipeError("run.logger=wandb needs the package wandb: pip install 'exactbatch-trainer[wandb]'")
+    if "tensorboard" in names:
+        try:
+            import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            fix = "pip install tensorboard, or leave it out of run.logger"
+            raise RecipeError(f"run.logger=tensorboard needs the package tensorboard ({error}): {fix}") from error
 
 
 def close_loggers(loggers: Sequence[Logger], status: str) -> None:
