@@ -37,11 +37,15 @@ commands:
   plan --script FILE [flags] -- ARGS
                             what a training script that is not ours would take of such a GPU
   ladder RECIPE [flags]     measure the memory techniques on a recipe, one by one and stacked: memory, speed, loss
+  sweep RECIPE --over KEY=VALUES [flags]
+                            find good settings by many runs, by Optuna
   evaluate RUN_DIR [flags]  evaluate the trained model of a run directory
   checkpoint list|verify|export DIR
                             look at the checkpoints of a run, check them, or make a model of one
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...] | PATH ...
                             classify files, folders, tables, texts or images with the trained model of a run directory
+  export RUN_DIR --to onnx|hf|hub [flags]
+                            write the trained model of a run directory for others, and check it
   runs [DIR ...]            a table of runs, with their figures; --compare two of them
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
@@ -62,9 +66,11 @@ COMMANDS = {
     "doctor": "commands.doctor:doctor",
     "plan": "commands.plan:plan",
     "ladder": "commands.ladder:ladder",
+    "sweep": "commands.sweep:sweep",
     "evaluate": "commands.runs:evaluate",
     "checkpoint": "commands.checkpoint:checkpoint",
     "predict": "commands.runs:predict",
+    "export": "commands.runs:export",
     "runs": "commands.list_runs:runs",
 }
 """What carries a command out: a function, imported when it is given, of the words after its name; and maybe a code."""

@@ -97,6 +97,8 @@ def _in_words(hint: Any) -> str:
     if origin is Literal:
         return ", ".join(map(str, inner))
     names = {int: "an integer", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    if origin is list:
+        return f"a list, each {_in_words(inner[0])}"
     return names.get(hint) or f"a {(origin or hint).__name__}"
 
 

@@ -152,7 +152,7 @@ def test_a_set_of_one_class_has_no_curve_and_perplexity_is_of_the_loss():
         (lambda: Run(patience=2, best="last"), "run.patience=2 needs evaluations to compare: leave out run.best=last"),
         (lambda: Run(best="loss", evaluate=False), "run.best='loss' needs evaluations: leave out run.evaluate=false"),
         (lambda: Run(metrics=[Metric()]), "run.metrics: Metric.name='' must be a word of its own"),
-        (lambda: Run(metrics=[3]), r"run.metrics=\[3\] must be a list"),
+        (lambda: Run(metrics=[3]), r"run.metrics=\[3\] must be a list, each a text or a Metric"),
     ],
 )
 def test_a_figure_that_does_not_fit_is_refused(make, message):

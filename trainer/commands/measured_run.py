@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import shlex
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|Can(no|')t allocate 
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """For runs on a CPU: glibc keeps freed tensors, and resident memory would show the largest of everything so far."""
 CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
+SECONDS_BETWEEN_LOOKS = 1.0
 GRACE_SECONDS = 10.0
 """How long an interrupted run may take to write its summary."""
 
@@ -107,16 +109,20 @@ def run_trial(
     seconds: float | None = None,
     entry: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
+    watch: Callable[[], str | None] = lambda: None,
+    keeps_model: bool = False,
 ) -> Trial:
     """Train in a fresh process, and read what it measured.
 
     Args:
         arguments: of ``trainer fit``: the recipe and its flags, without ``run.dir``.
-        run_dir: which must not hold a run; the trained model is removed from it. What the process says goes to
-            ``run_dir.log`` beside it.
+        run_dir: which must not hold a run, unless that is resumed; the trained model is removed from it, unless
+            ``keeps_model``. What the process says goes to ``run_dir.log`` beside it.
         seconds: wall time after which the run is ended as too slow.
         entry: a script that does something before, with its arguments; without it, the package is started.
         environment: variables to set besides those of this process.
+        watch: asked every second: a word for why the run is to be ended, its status then, or ``None``.
+        keeps_model: whether the trained model stays.
     """
     words = ["fit", *arguments, f"--run.dir={run_dir}"]
     command = own_command(*words) if entry is None else [sys.executable, *entry, *words]
@@ -125,9 +131,10 @@ def run_trial(
     log = run_dir.with_name(f"{run_dir.name}.log")
     start = time.perf_counter()
     with _opened(log) as output:
-        code = _run(command, output, seconds, {**os.environ, "PYTHONPATH": path, **(environment or {})})
+        code = _run(command, output, seconds, {**os.environ, "PYTHONPATH": path, **(environment or {})}, watch)
     wall = time.perf_counter() - start
-    shutil.rmtree(run_dir / "model", ignore_errors=True)
+    if not keeps_model:
+        shutil.rmtree(run_dir / "model", ignore_errors=True)
     text = log.read_text(encoding="utf-8", errors="replace")
     status, reason = _outcome(code, text, seconds)
     plan = next((line.removeprefix("plan: ") for line in text.splitlines() if line.startswith("plan: ")), None)
@@ -146,12 +153,23 @@ def _opened(log: Path) -> TextIO:
     return output
 
 
-def _run(command: list[str], output: TextIO, seconds: float | None, environment: Mapping[str, str]) -> int | None:
-    """The exit code of ``command``, or ``None`` if it took too long. No process of it is left behind."""
-    watched = Watched(command, environment, stdout=output, stderr=output)
+def _run(
+    command: list[str],
+    output: TextIO,
+    seconds: float | None,
+    environment: Mapping[str, str],
+    watch: Callable[[], str | None],
+) -> int | str | None:
+    """The exit code of ``command``, ``None`` if it took too long, or why it was ended. No process of it is left."""
+    watched, until = Watched(command, environment, stdout=output, stderr=output), math.inf
+    if seconds is not None:
+        until = time.monotonic() + seconds
     try:
-        return watched.process.wait(seconds)
-    except subprocess.TimeoutExpired:
+        while (left := until - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                return watched.process.wait(min(left, SECONDS_BETWEEN_LOOKS))
+            if (why := watch()) is not None:
+                return why
         return None
     finally:
         if watched.process.poll() is None:
@@ -161,7 +179,9 @@ def _run(command: list[str], output: TextIO, seconds: float | None, environment:
         watched.kill()
 
 
-def _outcome(code: int | None, text: str, seconds: float | None) -> tuple[str, str | None]:
+def _outcome(code: int | str | None, text: str, seconds: float | None) -> tuple[str, str | None]:
+    if isinstance(code, str):
+        return code, None
     if code is None:
         return "too slow", f"not finished after {seconds:g} s"
     if code == 0:

@@ -26,6 +26,8 @@ class BuiltIn(Data):
 
     Args:
         val_fraction: share of the training samples held out for validation; always the same samples.
+        val_fold: which part of that size is held out, from 0, where the training samples are cut in such parts, for
+            cross-validation; val_fraction is then 1/2, 1/3, ... Null holds out one that overlaps with them all.
         workers: processes that load data; 0 loads in the main process.
         worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
         max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
@@ -35,10 +37,17 @@ class BuiltIn(Data):
     num_classes: int
     class_names: list[str]
     val_fraction: float = 0.0
+    val_fold: int | None = None
 
     def __post_init__(self) -> None:
         fraction, workers, seconds, bad = self.val_fraction, self.workers, self.worker_timeout, self.max_bad_samples
         require(0 <= fraction < 1, f"data.val_fraction={fraction} must be at least 0 and less than 1")
+        if (fold := self.val_fold) is not None:
+            why = f"data.val_fold={fold} is one of the parts of size data.val_fraction={fraction}"
+            parts = round(1 / fraction) if fraction else 0
+            whole = parts > 1 and math.isclose(parts * fraction, 1, abs_tol=1e-3)
+            require(whole, f"{why}, which must be 1/2, 1/3, ...: give 0.2 for five parts, say")
+            require(0 <= fold < parts, f"{why}: give 0 to {parts - 1}")
         require((workers or 0) >= 0, f"data.workers={workers} must not be negative; 0 loads in the main process")
         require(
             0 < seconds <= MOST_SECONDS,
@@ -119,11 +128,14 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def hold_out(labels: Sequence[int], fraction: float, key: str, seed: int = 0) -> tuple[Sequence[int], Sequence[int]]:
+def hold_out(
+    labels: Sequence[int], fraction: float, key: str, seed: int = 0, fold: int | None = None
+) -> tuple[Sequence[int], Sequence[int]]:
     """Cut the positions of ``labels`` in two: ``(kept, held out)``, both sorted, with each class in proportion.
 
     They do not follow the run's seed: runs with different seeds are measured on the same samples. They are those of
     scikit-learn's ``train_test_split``; to import it takes as long as all else before the first step of a small run.
+    With a ``fold``, that one of 1 / ``fraction`` parts is held out, each with its share of every class.
     """
     if fraction == 0:
         return range(len(labels)), []
@@ -139,6 +151,11 @@ def hold_out(labels: Sequence[int], fraction: float, key: str, seed: int = 0) ->
     fits = counts.min() >= 2 and min(sizes) >= len(classes)
     require(fits, f"{said}: use another fraction or more samples")
     generator = np.random.RandomState(seed)  # as scikit-learn does
+    if fold is not None:  # the classes one after the other, dealt out in turn
+        classwise = [np.flatnonzero(codes == code)[generator.permutation(count)] for code, count in enumerate(counts)]
+        parts, dealt = round(1 / fraction), np.concatenate(classwise)
+        place = np.arange(len(dealt)) % parts
+        return sorted(dealt[place != fold].tolist()), sorted(dealt[place == fold].tolist())
     kept_counts = _in_proportion(counts, sizes[0], generator)
     held_counts = _in_proportion(counts - kept_counts, sizes[1], generator)
     kept: list[int] = []

@@ -162,7 +162,9 @@ class _Images(Augmentation, Sampled):
         from trainer.data.arrays import ImageArrays
 
         labels = train.labels.tolist()
-        kept, held = hold_out([labels[row] for row in train.rows], self.val_fraction, "data.val_fraction")
+        kept, held = hold_out(
+            [labels[row] for row in train.rows], self.val_fraction, "data.val_fraction", fold=self.val_fold
+        )
         chosen, others = ([train.rows[i] for i in part] for part in (kept, held))
         self.train = ImageArrays(*train._replace(rows=chosen), self._pixels(augmented=True))
         self.val = ImageArrays(*train._replace(rows=others), self._pixels()) if held else None
@@ -182,6 +184,7 @@ class Digits(_Images):
     image_size: int = 8
     test_fraction: float = 0.2
     val_fraction: float = 0.0
+    val_fold: int | None = None
     workers: int = 0
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
@@ -216,6 +219,7 @@ class _Downloaded(_Images):
     download: bool = True
     image_size: int = 32
     val_fraction: float = 0.0
+    val_fold: int | None = None
     normalize: Normalize = "imagenet"
     workers: int | None = None
     worker_timeout: float = 300.0
@@ -339,6 +343,7 @@ class ImageFolder(_Images):
     root: str
     image_size: int | None = None
     val_fraction: float = 0.0
+    val_fold: int | None = None
     normalize: Normalize = "model"
     cache_dir: str | None = None
     workers: int | None = None
@@ -363,7 +368,9 @@ class ImageFolder(_Images):
         files = self._list()
         paths = [path for samples in files.values() for path, _ in samples]
         checked = check_images(paths, self.max_bad_samples, cache_folder(self.cache_dir))
-        kept, held = hold_out([label for _, label in files["train"]], self.val_fraction, "data.val_fraction")
+        kept, held = hold_out(
+            [label for _, label in files["train"]], self.val_fraction, "data.val_fraction", fold=self.val_fold
+        )
         if held:
             files["val"] = [files["train"][i] for i in held]
         self.train = ImageFiles([files["train"][i] for i in kept], self._pixels(augmented=True), checked)

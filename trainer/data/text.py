@@ -112,7 +112,7 @@ class _Tokenised(Sampled, Texts):
         said = self.label_column, classes, task
         labels = {part: label_numbers(tables[part], rows, *said) for part, rows in found.items()}
         strata: Any = labels["train"] if task == "single_label" else [0] * len(tables["train"])
-        kept, held = hold_out(strata, self.val_fraction, "data.val_fraction")
+        kept, held = hold_out(strata, self.val_fraction, "data.val_fraction", fold=self.val_fold)
 
         def split(part: str, chosen: Sequence[int] | None = None) -> Tokens | None:
             if part not in found:
@@ -174,6 +174,7 @@ class IMDb(_Tokenised):
     root: str = PUBLIC_IMDB
     max_length: int = 512
     val_fraction: float = 0.0
+    val_fold: int | None = None
     text_column: str = "text"
     label_column: str = "label"
     cache_dir: str | None = None
@@ -249,6 +250,7 @@ class TextFiles(_Tokenised):
     pair_column: str | None = None
     max_length: int = 512
     val_fraction: float = 0.0
+    val_fold: int | None = None
     encoding: str | None = None
     separator: str | None = None
     cache_dir: str | None = None
@@ -318,6 +320,7 @@ class HubText(_Tokenised):
     pair_column: str | None = None
     max_length: int = 512
     val_fraction: float = 0.0
+    val_fold: int | None = None
     cache_dir: str | None = None
     workers: int = 0
     worker_timeout: float = 300.0

@@ -47,6 +47,8 @@ class Training:
         self.session, self.progress, recipe = session, progress, session.recipe
         why = "optim.schedule=plateau needs a validation set: give the data one (data.val_fraction, say)"
         require(recipe.data.val is not None or recipe.optim.schedule != "plateau", why)
+        self.split = "val" if recipe.data.val is not None else "test"
+        self.best, self.resumption, own = Best(recipe, self.split), resumption, own_listeners(recipe.listeners)
         self.windows = training_windows(session)
         require_profilable(recipe.run.profile, count_steps(self.windows, recipe.epochs, recipe.max_steps))
         self.stopwatch = Stopwatch(session.forecast.peak_seconds if session.forecast else lambda: None)
@@ -71,7 +73,6 @@ class Training:
         )
         del optimizer, sync
         session.monitor.enter(None)
-        own = own_listeners(recipe.listeners)
         # Within a module that is compiled as a whole a hook would be compiled, too.
         self.attention = note_attention(self.stepper.module) if recipe.memory.compile != "model" else []
         self.schedule()
@@ -83,8 +84,6 @@ class Training:
             lines = [*describe_run(session, self.stack, self.windows), *describe_groups(self.stepper.optimizer)]
             for line in lines:
                 (progress.notice if line.startswith("warning: ") else progress.message)(line)
-        self.split = "val" if recipe.data.val is not None else "test"
-        self.best, self.resumption = Best(recipe, self.split), resumption
         self.logging = LoggingListener(self.loggers, self.stopwatch, self.split)
         shown = ProgressListener(progress, self.stopwatch, session.monitor, self.split)
         self.recovery = Recovery(session, tensors, self.windows, self.build_again, progress.notice)

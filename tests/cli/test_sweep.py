@@ -1,0 +1,203 @@
+"""``trainer sweep``: real runs of a small recipe, some of which fail; an interrupted sweep goes on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections import Counter
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+from cli.supervised import fork_processes
+
+from trainer.cli import run
+from trainer.commands import sweep
+from trainer.commands.recipes import load_recipe
+from trainer.commands.sweep import Chooser, Optuna, Sweep, parsed, slots_of
+from trainer.data import Digits
+from trainer.errors import RecipeError
+
+RECIPE = """
+import time
+from dataclasses import dataclass
+
+from trainer import Memory, Optim, Recipe, Run
+from trainer.data import Digits
+from trainer.models import MLP
+
+
+@dataclass
+class Fragile(MLP):
+    seconds: float = 0.0
+
+    def losses(self, module, batch):
+        time.sleep(self.seconds)
+        if self.hidden == [7]:
+            raise ValueError("seven is too few")
+        return super().losses(module, batch)
+
+
+recipe = Recipe(
+    model=Fragile([16]), data=Digits(val_fraction=0.5, test_fraction=0.94),
+    optim=Optim("sgd", momentum=0.9), batch_size=16, max_steps=3, epochs=3, eval_every=1, memory=Memory(),
+    run=Run(predict=False, progress=False),
+)
+"""
+OVER = ["--over=optim.lr=1e-3..1.0", "--over=memory.micro_batch_size=4,8"]
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("recipe") / "fragile.py"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    fork_processes(monkeypatch)
+    monkeypatch.setattr("trainer.commands.measured_run.SECONDS_BETWEEN_LOOKS", 0.05)
+
+
+def content_of(out: Path) -> dict[str, Any]:
+    return json.loads((out / "sweep.json").read_text())
+
+
+def test_trials_are_compared_and_the_same_command_goes_on(recipe_file, tmp_path, capsys):
+    words = ["sweep", str(recipe_file), *OVER, "--out", str(tmp_path / "s"), "--run.accelerator=cpu"]
+    assert run([*words, "--trials=2", "--parallel=2"]) == 0
+    told, before = capsys.readouterr().out, content_of(tmp_path / "s")
+    rows = content_of(tmp_path / "s")["trials"]
+    assert [row["status"] for row in rows] == ["finished"] * 2
+    best = max(rows, key=lambda row: row["value"])
+    assert before["figure"] == "val_accuracy"
+    assert rows[before["best"] - 1]["value"] == best["value"]
+    assert all(1e-3 <= row["settings"]["optim.lr"] <= 1 for row in rows)
+    assert all(row["value"] == max(row["scores"]) and len(row["scores"]) == 3 for row in rows)
+    command = shlex.split(before["best_command"])
+    assert before["best_command"] in told
+    assert run([*command[1:], "--run.dir", str(tmp_path / "again")]) == 0  # which finds the same
+    again = json.loads((tmp_path / "again/summary.json").read_text())["best"]
+    assert (again["best"], again["step"]) == (best["value"], best["step"])
+    assert (tmp_path / f"s/trial-{before['best']:03d}/model").is_dir()
+    # As if the machine had died in the second trial.
+    before["trials"][1]["status"] = "running"
+    (tmp_path / "s/sweep.json").write_text(json.dumps(before))
+    shutil.rmtree(tmp_path / "s/trial-002")
+    capsys.readouterr()
+    assert run([*words, "--trials=3"]) == 0
+    assert "1 of 3 trials are done" in capsys.readouterr().out
+    after = content_of(tmp_path / "s")["trials"]
+    kept = ("number", "settings", "status", "scores", "value", "step")
+    assert [[row[key] for key in kept] for row in after[:2]] == [[row[key] for key in kept] for row in rows]
+    assert [row["number"] for row in after] == [1, 2, 3]
+    assert run([*words, "--trials=3", "--batch_size=8"]) == 2
+    assert "holds another sweep: give its flags again, or another folder" in capsys.readouterr().err
+
+
+def test_a_trial_that_fails_is_a_row_and_ends_nothing(recipe_file, tmp_path, capsys):
+    words = ["sweep", str(recipe_file), "--over=model.hidden=[7],[12]", "--trials=4", "--run.accelerator=cpu"]
+    assert run([*words, "--run.best=val_loss", "--out", str(tmp_path / "s")]) == 0
+    rows = content_of(tmp_path / "s")["trials"]
+    found = Counter((row["settings"]["model.hidden"], row["status"]) for row in rows)
+    assert set(found) == {("[7]", "failed"), ("[12]", "finished")}
+    assert all("seven is too few" in row["reason"] for row in rows if row["status"] == "failed")
+    assert all(row["score"] == -row["value"] for row in rows if row["status"] == "finished")
+    assert "ValueError: seven is too few" in capsys.readouterr().out
+
+
+class Impatient(Chooser):
+    """One trial, ended after its second evaluation."""
+
+    told: Any = None
+
+    def ask(self, again: Any) -> tuple[Any, dict[str, Any]]:
+        return None, {"optim.lr": 0.1}
+
+    def report(self, trial: Any, score: float, number: int) -> bool:
+        return number == 1
+
+    def tell(self, trial: Any, row: Any) -> None:
+        self.told = row["status"], len(row["scores"])
+
+
+def test_a_trial_that_falls_behind_is_ended(recipe_file, tmp_path, capsys):
+    recipe, chooser = load_recipe(str(recipe_file))[0], Impatient()
+    words = [str(recipe_file), "--model.seconds=0.2", "--max_steps=200", "--epochs=200", "--run.accelerator=cpu"]
+    Sweep(recipe, words, tmp_path, chooser, {"command": words, "over": []}).run(1, [{}])
+    assert chooser.told == ("pruned", 2)
+    assert "trial 1/1: pruned · val_accuracy" in capsys.readouterr().out
+    found = Optuna(dict([parsed(recipe, str(recipe_file), "optim.lr=1e-3..1.0")]), seed=0)
+    for _ in range(6):
+        trial, settings = found.ask(None)
+        assert found.report(trial, 0.9, 0) is False
+        found.tell(trial, {"status": "finished", "score": 0.9, "settings": settings})
+    trial, _ = found.ask({"optim.lr": 0.5})
+    assert trial.params == {"optim.lr": 0.5}
+    assert found.report(trial, 0.1, 0) is True
+
+
+def test_folds_are_validated_once_each_and_their_spread_is_told(recipe_file, tmp_path, capsys):
+    splits = [Digits(val_fraction=0.2, val_fold=fold) for fold in range(5)]
+    for data in splits:
+        data.prepare()
+    held = [data.val.rows for data in splits]
+    everything = sorted([*splits[0].train.rows, *splits[0].val.rows])
+    assert sorted(row for rows in held for row in rows) == everything
+    counts = [Counter(map(int, data.val.labels)) for data in splits]
+    assert all(
+        max(count[label] for count in counts) - min(count[label] for count in counts) <= 1 for label in range(10)
+    )
+    words = ["sweep", str(recipe_file), "--folds=2", "--out", str(tmp_path / "s"), "--run.accelerator=cpu"]
+    assert run(words) == 0
+    content = content_of(tmp_path / "s")
+    values = [row["value"] for row in content["trials"]]
+    assert (content["mean"], content["deviation"]) == (mean(values), stdev(values))
+    told = f"val_accuracy over 2 folds: {mean(values):.4f} ± {stdev(values):.4f} (mean and standard deviation)"
+    assert told in capsys.readouterr().out
+    assert run(words) == 0  # nothing is left to do
+    assert content_of(tmp_path / "s") == content
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "sweep needs to know what to vary: give --over KEY=LOW..HIGH"),
+        (["--over=optim.lr"], "--over 'optim.lr': write it as KEY=LOW..HIGH or KEY=A,B,C"),
+        (["--over=optim.lrr=1,2"], "--over 'optim.lrr' is no setting of the recipe; did you mean optim.lr?"),
+        (["--over=optim.lr=1..1"], "leaves nothing to choose"),
+        (["--over=optim.lr=1..0.1"], "give the lower number first"),
+        (["--over=optim.schedule=cosine..linear"], "optim.schedule takes no numbers: give its values with commas"),
+        (["--over=optim.schedule=cosine,cosin"], "cosin"),
+        (["--over=optim.lr=-1..1"], "optim.lr=-1.0 must be greater than 0"),
+        (["--over=run.dir=a,b"], "--over run.dir: the trials are compared by it, or it is theirs"),
+        (["--over=optim.lr=1,2", "--folds=3"], "sweep needs to know what to vary"),
+        (["--over=optim.lr=1,2", "--run.best=last"], "a sweep compares by run.best: leave out run.best=last"),
+        (["--over=optim.lr=1,2", "--run.dir=x"], "--run.dir is the sweep's to set: use --out"),
+        (["--folds=1"], "--folds=1: each part is validated by a model of the others"),
+        (["--folds=2", "--data.val_fold=1", "--data.val_fraction=0.3"], "data.val_fold=1 is one of the parts of size"),
+    ],
+)
+def test_what_cannot_be_varied_is_refused_before_anything_runs(recipe_file, flags, message, tmp_path, capsys):
+    assert run(["sweep", str(recipe_file), f"--out={tmp_path / 's'}", *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("s/trial*"))
+
+
+def test_ranges_are_of_the_kind_of_their_setting_and_each_trial_at_once_has_a_device(recipe_file, monkeypatch):
+    recipe, source = load_recipe(str(recipe_file))
+    kinds = {text: parsed(recipe, source, text)[1] for text in ("optim.lr=1e-3..1", "batch_size=4..64", "seed=1..9")}
+    assert [(type(kind).__name__[:3], kind.log) for kind in kinds.values()] == [
+        ("Flo", True),
+        ("Int", True),
+        ("Int", False),
+    ]
+    monkeypatch.setattr(sweep, "probe_machine", lambda: {"accelerator": "cuda", "devices": 2})
+    assert slots_of(recipe, 2) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert slots_of(recipe, 2)[1] == {"CUDA_VISIBLE_DEVICES": "7"}
+    with pytest.raises(RecipeError, match="--parallel=3: each run has a GPU of its own, and there are 2"):
+        slots_of(recipe, 3)

@@ -1,0 +1,381 @@
+"""``trainer sweep``: good settings of a recipe, found by many runs that Optuna chooses, each a process of its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import shlex
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import mean, stdev
+from typing import Any, get_args
+
+from trainer.commands import OwnFlags
+from trainer.commands.measured_run import CPU, Trial, probe_machine, run_trial
+from trainer.commands.recipes import asked_for, count, resolve
+from trainer.contract import Metric
+from trainer.errors import RecipeError, RunError, require, require_package
+from trainer.recipe import HIGHER, Recipe
+from trainer.settings import did_you_mean, settings_of
+from trainer.system.files import make_folder, read_object, write_atomic
+from trainer.system.lock import RunLock
+from trainer.system.machine import cores
+from trainer.system.redact import redact_words
+from trainer.system.text import columns, escaped
+
+FLAGS = {
+    "over": "what is varied: KEY=LOW..HIGH, on a log scale if HIGH is at least ten times LOW, or KEY=A,B,C; repeat it",
+    "trials": "runs, those of an earlier start included (default: 20)",
+    "folds": "instead of --over: cross-validation, as many runs, each validated on another part of the training set",
+    "parallel": "runs at once, each on a GPU of its own, or on its share of the cores (default: 1)",
+    "out": "folder of sweep.json and the runs; the same command goes on there (default: runs/RECIPE-sweep)",
+}
+ABOUT = "Find good settings by many runs, each on its own settings; runs that fall behind are ended early."
+MOST_BYTES = 64 * 2**20
+TAKEN = ("run.dir", "run.resume", "run.best", "run.metrics")
+"""What the sweep sets, or compares by."""
+
+
+def sweep(argv: list[str]) -> None:
+    """Run, compare and write down the trials, whatever becomes of them; started again, go on."""
+    asked = asked_for("sweep", "RECIPE", argv, OwnFlags(FLAGS, about=ABOUT))
+    if asked is None:
+        return
+    recipe, source, reference, flags = asked
+    own = {name: text or "" for name, text in flags if name in FLAGS}
+    over = [text or "" for name, text in flags if name == "over"]
+    passed = [f"--{name}" if text is None else f"--{name}={text}" for name, text in flags if name not in FLAGS]
+    for name in TAKEN[:2]:
+        require(all(name != given for given, _ in flags), f"--{name} is the sweep's to set: use --out")
+    chosen = recipe.run.chosen()
+    compared = recipe.run.evaluate and chosen != "last"
+    require(compared, "a sweep compares by run.best: leave out run.best=last and run.evaluate=false")
+    both = "give --over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5"
+    require(bool(over) != ("folds" in own), f"sweep needs to know what to vary: {both}")
+    if "folds" in own:
+        trials = count("folds", own["folds"])
+        chooser: Chooser = Folds(recipe, trials)
+    else:
+        space = dict(parsed(recipe, source, text) for text in over)
+        chooser, trials = Optuna(space, recipe.seed), count("trials", own.get("trials", "20"))
+    parallel = count("parallel", own.get("parallel", "1"))
+    out = Path(own.get("out") or f"runs/{Path(reference).stem}-sweep").absolute()
+    make_folder("--out", out)
+    lock = RunLock(out)
+    lock.acquire()
+    try:
+        told = redact_words([reference, *passed])
+        settings = {"command": told, "over": over} | ({"folds": trials} if "folds" in own else {})
+        Sweep(recipe, [reference, *passed], out, chooser, settings).run(trials, slots_of(recipe, parallel))
+    finally:
+        lock.release()
+
+
+def parsed(recipe: Recipe, source: str, text: str) -> tuple[str, Any]:
+    """The setting and the values that one ``--over`` names, as Optuna has them; each end and choice is tried."""
+    require_package("trainer sweep", "optuna", "sweep")
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    key, equals, values = text.partition("=")
+    settings = settings_of(recipe)
+    require(bool(equals and values), f"--over {text!r}: write it as KEY=LOW..HIGH or KEY=A,B,C")
+    require(key in settings, f"--over {key!r} is no setting of the recipe{did_you_mean(key, settings)}")
+    require(key not in TAKEN, f"--over {key}: the trials are compared by it, or it is theirs; vary something else")
+    low, dots, high = values.partition("..")
+    choices = [low, high] if dots else [choice.strip() for choice in values.split(",")]
+    enough = len(set(choices)) > 1 and all(choices)
+    require(enough, f"--over {text!r} leaves nothing to choose: give two values at least, as in {key}=1,2")
+    for choice in choices:
+        resolve(recipe, source, [(key, choice)], "")
+    if not dots:
+        return key, CategoricalDistribution(choices)
+    hint = settings[key].hint
+    whole = float not in (hint, *get_args(hint)) and all(word.lstrip("-").isdecimal() for word in choices)
+    try:
+        first, last = (int(low), int(high)) if whole else (float(low), float(high))
+    except ValueError:
+        raise RecipeError(f"--over {text!r}: {key} takes no numbers: give its values with commas") from None
+    require(-math.inf < first < last < math.inf, f"--over {text!r}: give the lower number first, both of them finite")
+    log = first > 0 and last >= 10 * first
+    return key, IntDistribution(int(first), int(last), log=log) if whole else FloatDistribution(first, last, log=log)
+
+
+def slots_of(recipe: Recipe, parallel: int) -> list[dict[str, str]]:
+    """Where trials run that run at once: the variables that give each a GPU, or its share of the cores."""
+    if parallel == 1:
+        return [{}]
+    machine: dict[str, Any] = CPU if recipe.run.accelerator == "cpu" else probe_machine()
+    if machine["accelerator"] == "cpu":
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // parallel)))
+        return [{"OMP_NUM_THREADS": threads}] * parallel
+    found = machine["devices"]
+    require(parallel <= found, f"--parallel={parallel}: each run has a GPU of its own, and there are {found}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(found)))
+    return [{"CUDA_VISIBLE_DEVICES": device} for device in visible.split(",")[:parallel]]
+
+
+class Chooser:
+    """What the trials are: settings are asked for, and what came of them is told, by one thread at a time."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Know of a trial of an earlier start."""
+
+    def ask(self, again: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        """A trial and its settings; ``again`` are those of one that an earlier start has left unfinished."""
+        raise NotImplementedError
+
+    def report(self, trial: Any, score: float, number: int) -> bool:
+        """What the evaluation ``number`` of a trial has found, higher is better; whether the trial is to be ended."""
+        return False
+
+    def tell(self, trial: Any, row: Mapping[str, Any]) -> None:
+        """How a trial has ended."""
+
+
+class Folds(Chooser):
+    """One trial for each of ``folds`` parts of the training set, which is held out of it."""
+
+    def __init__(self, recipe: Recipe, folds: int) -> None:
+        known = {"data.val_fraction", "data.val_fold"} <= settings_of(recipe).keys()
+        name = type(recipe.data).__name__
+        require(known, f"--folds needs a dataset with val_fraction and val_fold, which {name} has not")
+        require(folds > 1, f"--folds={folds}: each part is validated by a model of the others: give 2 at least")
+        self.left = [{"data.val_fraction": repr(1 / folds), "data.val_fold": str(fold)} for fold in range(folds)]
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.left.remove(dict(row["settings"]))
+
+    def ask(self, again: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        settings = dict(again) if again is not None else self.left[0]
+        self.left.remove(settings)
+        return None, settings
+
+
+class Optuna(Chooser):
+    """Trials by Optuna: settings by its Tree-structured Parzen Estimator, ended early by the median of the others."""
+
+    def __init__(self, space: Mapping[str, Any], seed: int) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.space, self.states = dict(space), optuna.trial.TrialState
+        sampler = optuna.samplers.TPESampler(seed=seed % 2**32, constant_liar=True)
+        self.study = optuna.create_study(direction="maximize", sampler=sampler, pruner=optuna.pruners.MedianPruner())
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        from optuna.trial import create_trial
+
+        scores = dict(enumerate(row["scores"]))
+        state = self._state(row["status"])
+        value = row["score"] if state == self.states.COMPLETE else None
+        known: dict[str, Any] = {"params": dict(row["settings"]), "distributions": self.space}
+        self.study.add_trial(create_trial(state=state, value=value, intermediate_values=scores, **known))
+
+    def ask(self, again: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        if again is not None:
+            self.study.enqueue_trial(dict(again))
+        trial = self.study.ask(self.space)
+        return trial, dict(trial.params)
+
+    def report(self, trial: Any, score: float, number: int) -> bool:
+        trial.report(score, number)
+        return bool(trial.should_prune())
+
+    def tell(self, trial: Any, row: Mapping[str, Any]) -> None:
+        state = self._state(row["status"])
+        self.study.tell(trial, row["score"] if state == self.states.COMPLETE else None, state)
+
+    def _state(self, status: str) -> Any:
+        return {"finished": self.states.COMPLETE, "pruned": self.states.PRUNED}.get(status, self.states.FAIL)
+
+
+class Sweep:
+    """The trials of a recipe, each in a folder of ``out``, and ``sweep.json``, which an interrupted one goes on from.
+
+    Args:
+        recipe: with what all trials have.
+        words: of the command line that makes it.
+        out: the folder.
+        chooser: says what each trial varies.
+        settings: what another start must have alike to go on.
+    """
+
+    def __init__(
+        self, recipe: Recipe, words: Sequence[str], out: Path, chooser: Chooser, settings: Mapping[str, Any]
+    ) -> None:
+        self.recipe, self.words, self.out, self.chooser, self.settings = recipe, words, out, chooser, dict(settings)
+        before = read_object(out / "sweep.json", MOST_BYTES)
+        same = all(before.get(key) == self.settings.get(key) for key in ("command", "over", "folds"))
+        require(not before or same, f"--out={out} holds another sweep: give its flags again, or another folder")
+        self.rows: list[dict[str, Any]] = before.get("trials", [])
+        self.unfinished = [row for row in self.rows if row["status"] == "running"]
+        for row in self.rows:
+            if row["status"] != "running":
+                chooser.add(row)
+        self.guard, self.stop = threading.Lock(), threading.Event()
+        self.column = next((row["figure"] for row in self.rows if row["figure"]), None)
+
+    def run(self, trials: int, slots: Sequence[Mapping[str, str]]) -> None:
+        """Until there are so many."""
+        done = len(self.rows) - len(self.unfinished)
+        if self.rows:
+            print(escaped(f"going on in {self.out}: {done} of {trials} trials are done"), flush=True)
+        free: SimpleQueue[Mapping[str, str]] = SimpleQueue()
+        for slot in slots:
+            free.put(slot)
+        self.trials = trials
+        pool = ThreadPoolExecutor(len(slots))
+        running = [pool.submit(self._one, free) for _ in range(trials - done)]
+        try:
+            for one in running:
+                one.result()
+        except BaseException:
+            self.stop.set()  # the runs that are not done are taken up again when the sweep is
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+        self._end()
+
+    def _one(self, free: SimpleQueue[Mapping[str, str]]) -> None:
+        with self.guard:
+            old = self.unfinished.pop(0) if self.unfinished else None
+            trial, settings = self.chooser.ask(old["settings"] if old else None)
+            row: dict[str, Any] = old or {"number": 1 + max((row["number"] for row in self.rows), default=0)}
+            row |= {"settings": settings, "status": "running", "reason": None, "scores": [], "score": None}
+            row |= {"figure": None, "value": None, "step": None, "seconds": None}
+            if old is None:
+                self.rows.append(row)
+            self._write()
+        slot = free.get()
+        try:
+            words = [*self.words, *(f"--{key}={value}" for key, value in settings.items())]
+            run_dir = self.out / f"trial-{row['number']:03d}"
+            resumed = ["--run.resume=auto"] if (run_dir / "recipe.yaml").exists() else []
+            one = ["--run.devices=1"] if "CUDA_VISIBLE_DEVICES" in slot else []
+
+            def watch() -> str | None:
+                return "stopped" if self.stop.is_set() else self._look(trial, row, run_dir)
+
+            kept: dict[str, Any] = {"environment": slot, "watch": watch, "keeps_model": True}
+            found = run_trial([*words, *one, *resumed], run_dir, **kept)
+        finally:
+            free.put(slot)
+        if found.status not in ("stopped", "interrupted") and not self.stop.is_set():
+            self._note(trial, row, run_dir, found)
+
+    def _look(self, trial: Any, row: dict[str, Any], run_dir: Path) -> str | None:
+        """Tell the chooser of new evaluations; ``pruned`` where it wants no more of them."""
+        scores = [self._score(column, value) for column, value, _ in evaluations(run_dir, self.recipe)]
+        with self.guard:
+            for number in range(len(row["scores"]), len(scores)):
+                row["scores"].append(scores[number])
+                if self.chooser.report(trial, scores[number], number):
+                    return "pruned"
+        return None
+
+    def _note(self, trial: Any, row: dict[str, Any], run_dir: Path, found: Trial) -> None:
+        """Write down how a trial has ended; only its model and its figures stay."""
+        if found.status == "finished":
+            self._look(trial, row, run_dir)
+        best = read_object(run_dir / "summary.json", MOST_BYTES).get("best")
+        if found.status == "finished" and best is None:
+            raise RecipeError(
+                f"{run_dir.name} was not evaluated on a validation set, by which trials are compared: hold out a part "
+                "of the training set (--data.val_fraction 0.1, say), or say --run.best test_loss"
+            )
+        with self.guard:
+            row |= {"status": found.status, "reason": found.reason, "seconds": round(found.seconds, 1)}
+            if known := evaluations(run_dir, self.recipe):
+                column, value, step = max(known, key=lambda one: (self._score(*one[:2]), -one[2]))
+                row |= {"figure": column, "value": value, "step": step, "score": self._score(column, value)}
+                self.column = column
+            elif row["status"] == "finished":
+                row |= {"status": "failed", "reason": "no evaluation found a finite figure"}
+            self.chooser.tell(trial, row)
+            self._write()
+            print(escaped(f"trial {row['number']}/{self.trials}: {_told(row)}"), flush=True)
+        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+
+    def _score(self, column: str, value: float) -> float:
+        """The value of a figure, so that higher is better."""
+        name = column.partition("_")[2]
+        own = [metric for metric in self.recipe.run.metrics if isinstance(metric, Metric) and metric.name == name]
+        higher = name in HIGHER or any(metric.higher_is_better for metric in own)
+        return value if higher else -value
+
+    def _ranked(self) -> list[dict[str, Any]]:
+        """The trials that have a figure, the best first; those that were ended early after all others."""
+        rated = [row for row in self.rows if row["score"] is not None and row["status"] in ("finished", "pruned")]
+        return sorted(rated, key=lambda row: (row["status"] == "pruned", -row["score"]))
+
+    def _command(self, row: Mapping[str, Any]) -> str:
+        words = redact_words([*self.words, *(f"--{key}={value}" for key, value in row["settings"].items())])
+        return shlex.join(["trainer", "fit", *words])
+
+    def _write(self) -> None:
+        finished = [row for row in self._ranked() if row["status"] == "finished"]
+        found: dict[str, Any] = {}
+        if "folds" in self.settings:
+            values = [row["value"] for row in finished]
+            found = {"mean": mean(values), "deviation": stdev(values)} if len(values) > 1 else {}
+        elif finished:
+            found = {"best": finished[0]["number"], "best_command": self._command(finished[0])}
+        content = {**self.settings, "figure": self.column, **found, "trials": self.rows}
+        write_atomic(self.out / "sweep.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+    def _end(self) -> None:
+        """The table, and what to do next."""
+        ranked = self._ranked()
+        if not ranked:
+            raise RunError(f"none of {len(self.rows)} trials finished; {_told(self.rows[0])} (see {self.out}/*.log)")
+        keys = list(ranked[0]["settings"])
+        names = ["trial", *keys, str(self.column), "step", "status"]
+        others = [row for row in self.rows if row not in ranked]
+        table = []
+        for row in [*ranked, *others]:
+            value = "–" if row["value"] is None else f"{row['value']:.4f}"
+            cells = [str(row["number"]), *(_short(row["settings"][key]) for key in keys), value]
+            table.append([*cells, str(row["step"] or "–"), row["status"]])
+        for line in columns(names, table, ("status",)).splitlines():
+            print(escaped(line))
+        if "folds" in self.settings:
+            values = [row["value"] for row in ranked]
+            spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+            print(f"{self.column} over {len(values)} folds: {mean(values):.4f}{spread} (mean and standard deviation)")
+        else:
+            print(escaped(f"best: trial {ranked[0]['number']}, {self.column} {ranked[0]['value']:.4f}"))
+            print(escaped(f"  {self._command(ranked[0])}"))
+        print(escaped(f"files: {self.out}: sweep.json, and a folder and a log for each trial"))
+
+
+def evaluations(run_dir: Path, recipe: Recipe) -> list[tuple[str, float, int]]:
+    """The column, value and step of every evaluation of a run so far, of the figure that ``run.best`` compares, where
+    it is finite."""
+    with suppress(OSError), open(run_dir / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+        split = "test" if (recipe.run.best or "").startswith("test_") else "val"
+        name = recipe.run.chosen()
+        if name is None:
+            name = "accuracy" if any(row.get(f"{split}_accuracy") for row in rows) else "loss"
+        column = f"{split}_{name}"
+        found = [(column, float(row[column]), int(row["step"])) for row in rows if row.get(column)]
+        return [one for one in found if math.isfinite(one[1])]
+    return []
+
+
+def _told(row: Mapping[str, Any]) -> str:
+    settings = ", ".join(f"{key}={_short(value)}" for key, value in row["settings"].items())
+    figure = "" if row["value"] is None else f" · {row['figure']} {row['value']:.4f} after step {row['step']:,}"
+    why = f" ({row['reason']})" if row["reason"] else ""
+    return f"{row['status']}{why}{figure} · {settings}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
