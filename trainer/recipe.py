@@ -16,7 +16,7 @@ from trainer.system.text import parse_budget, parse_duration
 
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
-Schedule = Literal["constant", "cosine", "linear", "one_cycle", "plateau"]
+Schedule = Literal["constant", "cosine", "linear", "one_cycle", "plateau", "range_test"]
 Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
@@ -66,8 +66,8 @@ class Optim:
         betas: the two decay rates of the moments of adamw, adam and lion; null is the optimizer's own default.
         eps: what adamw, adam, adagrad and rmsprop add to the root that they divide by; null is their own default.
         schedule: constant; cosine or linear, over all steps, to min_lr once the last step is taken; one_cycle, up to lr
-            and down again (torch's OneCycleLR, its momentum left alone); or plateau, reduced when evaluations stop
-            improving.
+            and down again (torch's OneCycleLR, its momentum left alone); plateau, reduced when evaluations stop
+            improving; or range_test, growing from min_lr to lr to find out where training diverges.
         min_lr: learning rate that the schedule ends at, or goes no lower than; 0 is one_cycle's own, lr / 250,000.
         warmup_steps: steps over which the learning rate rises, linearly from 0 (one_cycle: by a cosine from lr / 25).
         warmup_ratio: the same as a fraction of all steps, from 0 to 1; null is no fraction (one_cycle: 0.3).
@@ -140,6 +140,8 @@ class Optim:
         require(0 <= least <= self.lr, f"optim.min_lr={least} must be between 0 and optim.lr={self.lr}")
         why = f"optim.min_lr={least} has no meaning for optim.schedule=constant: use 0, or another schedule"
         require(not least or self.schedule != "constant", why)
+        grows = "optim.schedule=range_test grows from optim.min_lr, which must be more than 0, and has no warm-up"
+        require(self.schedule != "range_test" or (least > 0 and not steps and ratio is None), grows)
         require(steps >= 0, f"optim.warmup_steps={steps} must not be negative")
         why = f"optim.warmup_ratio={ratio} must be a fraction of all steps, from 0 to less than 1"
         require(ratio is None or 0 <= ratio < 1, why)
