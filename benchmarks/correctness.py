@@ -71,6 +71,8 @@ VOCABULARY = 97
 CLASSES = 5
 DTYPE = torch.float64
 Sample = dict[str, Tensor]
+WEIGHTS = torch.tensor([0.2, 1.0, 5.0, 0.5, 2.0], dtype=DTYPE)
+"""Of the classes, where they are weighted."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -89,6 +91,14 @@ class BagOfWords(nn.Module):
         mask = attention_mask.unsqueeze(-1).to(DTYPE)
         logits = self.head((self.embed(input_ids) * mask).sum(1) / mask.sum(1))
         return {"logits": logits} if labels is None else {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+class WeightedBag(BagOfWords):
+    """The same with class weights, as torch's cross entropy takes them."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = super().forward(input_ids, attention_mask)["logits"]
+        return {"logits": logits} | ({} if labels is None else {"loss": cross_entropy(logits, labels, WEIGHTS)})
 
 
 def distilbert(cls: type) -> nn.Module:
@@ -203,12 +213,14 @@ CASES = (
     Case("even: 8 samples as 2+2+2+2", BagOfWords, 8, 2, 4),
     Case("ragged: 13 samples as 4+4+4+1", BagOfWords, 13, 4, 4),
     Case("last window: 1 of 4 micro-batches", BagOfWords, 2, 2, 4),
+    Case("class weights: 13 samples as 4+4+4+1", WeightedBag, 13, 4, 4),
     Case("HF sequence classifier, 8 micro-batches", sequence_classifier, 16, 2, 8),
     Case("HF token classifier, labels of −100", token_classifier, 8, 2, 4, labels="token"),
     Case("HF causal LM (Llama), labels of −100", llama, 8, 2, 4, labels="next"),
     Case("HF causal LM (GPT-2), labels of −100", gpt2, 8, 2, 4, labels="next"),
     Case("2 ranks, even: 16 samples", BagOfWords, 16, 2, 4, ranks=2),
     Case("2 ranks, ragged: 13 samples", BagOfWords, 13, 2, 4, ranks=2),
+    Case("2 ranks, class weights: 13 samples", WeightedBag, 13, 2, 4, ranks=2),
     Case("2 ranks, HF sequence classifier, 8 micro-batches", sequence_classifier, 32, 2, 8, ranks=2),
     Case("2 ranks, HF token classifier, labels of −100", token_classifier, 16, 2, 4, ranks=2, labels="token"),
 )
@@ -217,6 +229,11 @@ CASES = (
 def targets(case: Case, labels: Tensor) -> Tensor:
     """The labels that weigh: to a causal language model, the first token of a text is none."""
     return labels[:, 1:] if case.labels == "next" else labels
+
+
+def class_weights(case: Case) -> Tensor | None:
+    """What the classes weigh, where they differ."""
+    return WEIGHTS if case.build is WeightedBag else None
 
 
 def items(case: Case, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +248,7 @@ def reference(case: Case) -> Tensor:
     module = case.module()
     batch = collate(case.dataset())
     logits = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])["logits"]
-    loss = cross_entropy(*items(case, logits, batch["labels"]), ignore_index=IGNORED_LABEL)
+    loss = cross_entropy(*items(case, logits, batch["labels"]), class_weights(case), ignore_index=IGNORED_LABEL)
     return nn.utils.parameters_to_vector(torch.autograd.grad(loss, list(module.parameters())))
 
 
@@ -251,12 +268,14 @@ def job(case: Case, module: nn.Module) -> Job:
 
 def loss_sum(case: Case, outputs: Any, labels: Tensor) -> Tensor:
     """What the remedies add up."""
-    return cross_entropy(*items(case, outputs["logits"], labels), ignore_index=IGNORED_LABEL, reduction="sum")
+    logits, labels = items(case, outputs["logits"], labels)
+    return cross_entropy(logits, labels, class_weights(case), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 def count(case: Case, labels: Tensor) -> Tensor:
-    """How many losses that is the sum of."""
-    return (targets(case, labels) != IGNORED_LABEL).sum()
+    """How many losses that is the sum of, or the sum of the weights of their classes."""
+    labels, weights = targets(case, labels), class_weights(case)
+    return (labels != IGNORED_LABEL).sum() if weights is None else weights[labels].sum()
 
 
 def transformers_remedy(case: Case, module: nn.Module) -> None:
@@ -281,19 +300,18 @@ class CaseModel(Model):
 
     @property
     def blocks(self) -> Sequence[type]:  # type: ignore[override]
-        return (nn.Linear,) if self.case.build is BagOfWords else ()
+        return (nn.Linear,) if self.case.build in (BagOfWords, WeightedBag) else ()
 
     def build(self) -> nn.Module:
         return self.case.module()
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         logits = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])["logits"]
-        logits, labels = items(self.case, logits, batch["labels"])
-        total = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-        yield Loss(total, (labels != IGNORED_LABEL).sum())
+        total = loss_sum(self.case, {"logits": logits}, batch["labels"])
+        yield Loss(total, count(self.case, batch["labels"]))
 
     def weigh(self, batch: Any) -> dict[str, float]:
-        return {"loss": float((targets(self.case, batch["labels"]) != IGNORED_LABEL).sum())}
+        return {"loss": float(count(self.case, batch["labels"]))}
 
 
 @dataclass

@@ -134,6 +134,7 @@ LINES = {
     "ladder": ["ladder", "RECIPE", "--steps=1", "--rungs=baseline", "--out=out/ladder"],
     "evaluate": ["evaluate", "run", "--trust-recipe"],
     "predict": ["predict", "run", "--trust-recipe", "--image=digit.png"],
+    "export": ["export", "run", "--trust-recipe", "--to=hub", "--repo=me/model"],
     "runs": ["runs", "run", "--json"],
     "checkpoint": ["checkpoint", "export", "run", "--trust-recipe", "--out=out/model"],
 }
@@ -148,7 +149,7 @@ def tried():
     for name in LINES:
         for end in ENDS:
             slow = end not in QUICK.get(name, ["works"])
-            if name not in ("checkpoint", "predict", "runs") or end == "works":  # these read no data
+            if name not in ("checkpoint", "predict", "export", "runs") or end == "works":  # these read no data
                 yield pytest.param(name, end, marks=pytest.mark.slow if slow else ())
 
 
@@ -170,9 +171,12 @@ def test_no_command_writes_or_prints_a_secret(request, recipe_file, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     recipe_file.write_text(PLAIN)
-    if name in ("evaluate", "predict", "checkpoint", "runs"):
+    if name in ("evaluate", "predict", "checkpoint", "export", "runs"):
         shutil.copytree(request.getfixturevalue("trained"), "run")
         Image.new("L", (8, 8)).save("digit.png")
+        monkeypatch.setattr(
+            "trainer.run.exporting._to_hub", lambda folder, repo, public: f"{folder} is sent"
+        )  # no network
         if name == "checkpoint":  # its model comes of recipe.yaml, which lacks what was secret
             kept = (tmp_path / "run" / "recipe.yaml").read_text().partition("# sha256 ")[0]
             (tmp_path / "run" / "recipe.yaml").write_text(kept.replace(REDACTED, "given"))

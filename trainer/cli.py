@@ -44,6 +44,8 @@ commands:
                             look at the checkpoints of a run, check them, or make a model of one
   predict RUN_DIR --text TEXT [TEXT ...] | --image PATH [PATH ...] | PATH ...
                             classify files, folders, tables, texts or images with the trained model of a run directory
+  export RUN_DIR --to onnx|hf|hub [flags]
+                            write the trained model of a run directory for others, and check it
   runs [DIR ...]            a table of runs, with their figures; --compare two of them
 
 RECIPE is a packaged name, a .py file that defines `recipe`, or the recipe.yaml of a run. A .py file that a recipe.yaml
@@ -68,6 +70,7 @@ COMMANDS = {
     "evaluate": "commands.runs:evaluate",
     "checkpoint": "commands.checkpoint:checkpoint",
     "predict": "commands.runs:predict",
+    "export": "commands.runs:export",
     "runs": "commands.list_runs:runs",
 }
 """What carries a command out: a function, imported when it is given, of the words after its name; and maybe a code."""

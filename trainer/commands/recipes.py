@@ -69,7 +69,7 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str]:
         raise RecipeError(f"{code}, and is not executed: add --{TRUST} if you trust that file")
     tree, classes = taken_from(tree)
     recipe, needed = _with_classes_of(path, import_recipe(_path_of(named)), classes, trusted)
-    changes = yaml_changes(RecipeParser(recipe), path, tree)
+    changes = yaml_changes(RecipeParser(recipe), path, tree, trusted)
     require_given(recipe, needed, changes)
     return change(recipe, changes), named
 
@@ -105,15 +105,20 @@ def yaml_source(path: Path, tree: Mapping[Any, Any]) -> str | None:
         raise RecipeError(f"{path}: {error}") from error
 
 
-def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """The settings of a YAML file, without the name of its recipe; errors name the file."""
+def yaml_changes(parser: RecipeParser, path: Path, tree: Mapping[Any, Any], trusted: bool) -> dict[str, Any]:
+    """The settings of a YAML file, without the name of its recipe; errors name the file. An optimizer of anybody's own
+    is code, as a class is: refused unless the file is ``trusted``."""
     try:
-        return parser.read_yaml({key: value for key, value in tree.items() if key != "recipe"})
+        changes = parser.read_yaml({key: value for key, value in tree.items() if key != "recipe"})
+        name = changes.get("optim.name", "adamw")
+        why = f"optim.name={name!r} is Python code that only a file names, and is not imported: add --{TRUST} if you"
+        require(trusted or not Optim(name).is_code, f"{why} trust that file")
     except RecipeError as error:
         from trainer.commands.flags import line_of
 
         line = line_of(path, key) if (key := getattr(error, "key", "")) else None
         raise RecipeError(f"{path}{f' line {line}' if line else ''}: {error}") from error
+    return changes
 
 
 def import_recipe(path: Path) -> Recipe:
@@ -249,7 +254,7 @@ def resolve(recipe: Recipe, source: str, flags: Flags, usage: str, own: OwnFlags
         return None
     in_yaml: dict[str, Any] = {}
     for path, rest in trees:
-        in_yaml |= yaml_changes(parser, path, rest)
+        in_yaml |= yaml_changes(parser, path, rest, (TRUST, None) in flags)
     by_flags = parser.read_flags([(name, text) for name, text in flags if not _names_class(name)], in_yaml)
     require_given(recipe, needed, in_yaml, by_flags)
     resolved = change(recipe, in_yaml, by_flags)

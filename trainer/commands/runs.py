@@ -11,6 +11,7 @@ from trainer.commands import OwnFlags
 from trainer.commands.recipes import asked_for, count, resolve, source_of
 from trainer.errors import RecipeError, require
 from trainer.recipe import Recipe
+from trainer.system.text import escaped
 
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags
@@ -34,6 +35,16 @@ PREDICT_FLAGS = OwnFlags(
     several=("path", "text", "image"),
     words="path",
     about="Classify files, folders, tables, texts or images with the trained model of a run directory.",
+)
+FORMATS = ("onnx", "hf", "hub")
+EXPORT_FLAGS = OwnFlags(
+    {
+        "to": "onnx (a file), hf (a folder that transformers loads) or hub (a repository on the Hugging Face hub)",
+        "output": "the file or folder (default: model.onnx or hf in the run directory)",
+        "repo": "of --to hub: NAME/MODEL",
+    },
+    {"public": "make the repository a public one; it is private by default"},
+    about="Write the trained model of a run for others, and check that what was written gives its outputs.",
 )
 HOW = ("output", "top-k", "column", "batch-size", "device", "precision", "probabilities")
 
@@ -90,6 +101,23 @@ def predict(argv: list[str]) -> None:
         from trainer import predict
 
         predict(asked.recipe, Path(asked.reference), texts, images, paths, **given)
+
+
+def export(argv: list[str]) -> None:
+    """Write the trained model of a run directory for others: ONNX, transformers or the hub."""
+    if asked := asked_for("export", "RUN_DIR", argv, EXPORT_FLAGS, named=_recipe_of):
+        given = {name: text for name, text in asked.flags if name in EXPORT_FLAGS.valued and text}
+        to = given.get("to", "")
+        require(
+            to in FORMATS,
+            f"--to={to!r} must be one of {', '.join(FORMATS)}" if to else f"export needs --to {'|'.join(FORMATS)}",
+        )
+        for name, of in (("output", ("onnx", "hf")), ("repo", ("hub",))):
+            require(name not in given or to in of, f"--{name} is for --to {' and '.join(of)}, not for {to}")
+        from trainer.run.exporting import export
+
+        public = ("public", None) in asked.flags
+        print(escaped(export(asked.recipe, Path(asked.reference), to, given.get("output"), given.get("repo"), public)))
 
 
 def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:

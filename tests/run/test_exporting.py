@@ -1,0 +1,141 @@
+"""Exported models give the trained model's outputs, whatever the shape; what does not is refused and not kept."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.pretrained import text, vit
+
+from trainer import RecipeError
+from trainer.checkpoint.export import save_model
+from trainer.data import Digits, TextFiles
+from trainer.errors import RunError
+from trainer.models import MLP
+from trainer.recipe import Memory, Recipe
+from trainer.run import exporting
+from trainer.run.exporting import export, is_the_same
+
+NAMES = ["ant", "bee", "cat", "dog", "elk"]
+
+
+def made(folder: Path, kind: str) -> tuple[Any, Path]:
+    """The recipe and the directory of a run with an untrained model."""
+    torch.manual_seed(0)
+    model: Any
+    if kind == "text":
+        model, data = text(class_names=NAMES), TextFiles("absent.csv", max_length=32)
+    elif kind == "vit":
+        model, data = vit(), Digits(image_size=16)
+    else:
+        model, data = MLP([16], image_size=8, channels=1, num_classes=10), Digits()
+    module = model.build().eval()
+    for parameter in module.parameters():  # also heads that start at zero
+        torch.nn.init.normal_(parameter, std=0.2)
+    save_model(model, module, folder / "model")
+    return Recipe(model=model, data=data, batch_size=2, memory=Memory(micro_batch_size=2)), folder
+
+
+@pytest.mark.parametrize(
+    "kind", ["mlp", pytest.param("vit", marks=pytest.mark.slow), pytest.param("text", marks=pytest.mark.slow)]
+)
+def test_onnx_gives_the_outputs_for_any_number_and_length(tmp_path, kind):
+    pytest.importorskip("onnxscript", reason="the extra onnx is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
+    recipe, run_dir = made(tmp_path, kind)
+    said = export(recipe, run_dir, "onnx", None, None, False)
+    assert said.startswith(f"{run_dir / 'model.onnx'}: its outputs differ")
+    session = runtime.InferenceSession(run_dir / "model.onnx")
+    (output,) = session.get_outputs()
+    assert (output.name, output.shape[1]) == ("logits", 5 if kind != "mlp" else 10)
+    if kind == "mlp":
+        images = torch.randn(11, 1, 8, 8)
+        (found,) = session.run(None, {"pixel_values": images.numpy()})
+        module = exporting.load_model(recipe.model, run_dir / "model").eval()
+        wanted = next(recipe.model.losses(module, {"pixel_values": images, "labels": torch.zeros(11).long()})).logits
+        assert torch.allclose(torch.from_numpy(found), wanted, atol=1e-5)
+    with pytest.raises(RecipeError, match=r"--output=.*model.onnx exists: remove it"):
+        export(recipe, run_dir, "onnx", None, None, False)
+
+
+def test_a_folder_of_transformers_is_checked_by_loading_it(tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    recipe, run_dir = made(tmp_path, "text")
+    said = export(recipe, run_dir, "hf", str(tmp_path / "out"), None, False)
+    assert said.startswith(f"{tmp_path / 'out'}: its outputs differ from the trained model's by 0.0e+00")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert list(loaded.config.id2label.values()) == NAMES
+
+
+def test_what_gives_other_outputs_is_not_kept(tmp_path, monkeypatch):
+    recipe, run_dir = made(tmp_path, "text")
+    monkeypatch.setattr(exporting._Outputs, "of", lambda self, batch: torch.rand(1, 5))  # no two calls agree
+    with pytest.raises(RunError, match=r"out does not give the trained model's outputs \(they differ by"):
+        export(recipe, run_dir, "hf", str(tmp_path / "out"), None, False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_what_cannot_be_exported_is_refused_with_the_fix(tmp_path, monkeypatch):
+    recipe, run_dir = made(tmp_path, "mlp")
+    with pytest.raises(RecipeError, match="--to hf is for models of transformers, and MLP is none: --to onnx"):
+        export(recipe, run_dir, "hf", None, None, False)
+    with pytest.raises(RecipeError, match="--to hub needs --repo NAME/MODEL"):
+        export(recipe, run_dir, "hub", None, "model", False)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(
+        RecipeError, match=r"--to onnx needs the package onnx.*pip install 'exactbatch-trainer\[onnx\]'"
+    ):
+        export(recipe, run_dir, "onnx", None, None, False)
+
+
+class Hub:
+    """The hub's files, as ``HfApi`` tells of them."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken, self.asked, self.sent = broken, dict[str, Any](), Path()
+
+    def create_repo(self, repo: str, **how: Any) -> None:
+        self.asked = {"repo": repo, **how}
+
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> Any:
+        self.sent = Path(folder_path)
+        return SimpleNamespace(oid="c0ffee")
+
+    def get_paths_info(self, repo: str, names: list[str], revision: str) -> list[Any]:
+        assert revision == "c0ffee"
+        return [self.entry(name) for name in names]
+
+    def entry(self, name: str) -> Any:
+        content = (self.sent / name).read_bytes()
+        content = content[:-1] + b"!" if name == self.broken else content
+        blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        lfs = SimpleNamespace(sha256=hashlib.sha256(content).hexdigest()) if name.endswith(".safetensors") else None
+        return SimpleNamespace(path=name, size=len(content), blob_id=blob, lfs=lfs)
+
+
+def test_the_hub_must_hold_what_was_sent(tmp_path, monkeypatch):
+    recipe, run_dir = made(tmp_path, "mlp")
+    hub = Hub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    assert export(recipe, run_dir, "hub", None, "me/model", False).startswith(
+        "https://huggingface.co/me/model: 3 files"
+    )
+    assert hub.asked == {"repo": "me/model", "private": True, "exist_ok": True}
+    for broken in ("model.safetensors", "config.json"):
+        monkeypatch.setattr("huggingface_hub.HfApi", lambda broken=broken: Hub(broken))
+        with pytest.raises(RunError, match=f"does not hold what was sent: {broken}; send it again"):
+            export(recipe, run_dir, "hub", None, "me/model", True)
+    assert not is_the_same(run_dir / "model" / "config.json", None)
+
+
+def test_without_a_network_the_hub_is_refused_with_the_fix(tmp_path, monkeypatch):
+    recipe, run_dir = made(tmp_path, "mlp")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(RecipeError, match=r"--to hub: me/model could not be written \(.*HF_HUB_OFFLINE.*hf auth login"):
+        export(recipe, run_dir, "hub", None, "me/model", False)

@@ -1,0 +1,204 @@
+"""A trained model for others: as ONNX, as a folder of transformers, on the Hugging Face hub; each is checked after."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.checkpoint.export import CONFIG, load_model
+from trainer.errors import RecipeError, RunError, require, require_package
+from trainer.recipe import Recipe
+from trainer.run.prediction import Reader, checked
+from trainer.system.files import hash_file, staged_file, staged_folder
+from trainer.system.reports import cause
+from trainer.system.waiting import doing
+
+MOST_DIFFERENCE = 1e-3
+"""Of any output of the exported model from the trained one's, as a part of the largest: kernels round differently."""
+
+LENGTHS = ((3,), (12, 5), (7, 30, 2))
+"""Words of the texts, or numbers of the images, that outputs are compared on: no two batches have one shape."""
+
+
+def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, repo: str | None, public: bool) -> str:
+    """Write the model of ``run_dir`` for others, and check what was written; a line that says where it is.
+
+    Args:
+        recipe: of the run.
+        run_dir: of a finished run, or of one whose model ``trainer checkpoint export`` has written.
+        to: onnx (a file), hf (a folder that from_pretrained loads) or hub (a repository on the Hugging Face hub).
+        output: the file or folder; by default model.onnx or hf in the run directory.
+        repo: on the hub, such as name/model.
+        public: whether anybody may see a repository that is made for it.
+
+    Raises:
+        RecipeError: for what cannot work, a missing package among it.
+        RunError: when what was written does not give the trained model's outputs; it is not kept then.
+    """
+    if to == "hub":
+        return _to_hub(checked(run_dir), repo, public)
+    target = Path(output) if output else Path(run_dir) / ("model.onnx" if to == "onnx" else "hf")
+    require(
+        not target.exists(),
+        f"--output={target} exists: remove it, or give another {'file' if to == 'onnx' else 'folder'}",
+    )
+    if to == "onnx":
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            require_package("--to onnx", package, "onnx")
+    folder = checked(run_dir)
+    model: Any = recipe.model.saved_in(folder) if recipe.model.own_format else recipe.model
+    why = f"--to hf is for models of transformers, and {type(model).__name__} is none: --to onnx, or --to hub as it is"
+    require(to != "hf" or model.own_format, why)
+    doing("loading the model")
+    module, batches = (
+        load_model(model, folder).eval(),
+        _batches(Reader(model, recipe.replace(model=model).data, (), ())),
+    )
+    write = _to_onnx if to == "onnx" else _to_hf
+    far = write(_Outputs(model, module, list(batches[0])).eval(), batches, folder, target)
+    return f"{target}: its outputs differ from the trained model's by {far:.1e} of the largest, at most"
+
+
+class _Outputs(nn.Module):
+    """The logits of a model, of the tensors of a batch by their ``names``; no loss is read, so labels are made up."""
+
+    def __init__(self, model: Any, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module, self.model, self.names = module, model, list(names)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        batch, model = dict(zip(self.names, tensors, strict=True)), self.model
+        first, task = tensors[0], getattr(model, "task", "single_label")
+        if task in ("multi_label", "regression"):
+            labels = torch.zeros(first.shape[0], model.num_classes)
+        else:
+            labels = torch.zeros(first.shape[: 2 if task == "token" else 1], dtype=torch.long)
+        logits = next(iter(model.losses(self.module, {**batch, "labels": labels}))).logits
+        require(
+            logits is not None, f"{type(model).__name__}.losses gives no logits to export: yield Loss(..., logits=...)"
+        )
+        return logits
+
+    @torch.no_grad()
+    def of(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self(*batch.values())
+
+
+def _batches(reader: Reader) -> list[dict[str, Tensor]]:
+    """Batches of texts or images that are made up, as the model reads them."""
+    drawn = torch.Generator().manual_seed(0)
+    if reader.of_images:
+        from PIL import Image
+
+        with TemporaryDirectory() as scratch:
+            path = f"{scratch}/image.png"
+            Image.new("RGB", (64, 64)).save(path)
+            shape = reader.data.load_image(path).shape
+        return [{"pixel_values": torch.randn(len(lengths), *shape, generator=drawn)} for lengths in LENGTHS]
+    tokenizer, batches = reader.tokenizer, []
+    special, words = set(tokenizer.all_special_ids), [str(word) for word in tokenizer.get_vocab()]
+    plain = [word for word in words if tokenizer.convert_tokens_to_ids(word) not in special]
+    for lengths in LENGTHS:
+        picked = [torch.randint(0, len(plain), (length,), generator=drawn).tolist() for length in lengths]
+        texts = [
+            tokenizer.convert_tokens_to_string([plain[at] for at in places]).strip() or plain[0] for places in picked
+        ]
+        batch = reader.batch(texts)
+        batches.append({name: tensor for name, tensor in batch.items() if name != "words"})
+    return batches
+
+
+def _require_same(
+    outputs: _Outputs, batches: Sequence[Mapping[str, Tensor]], found: Sequence[Tensor], what: Path
+) -> float:
+    """How far outputs that were ``found`` are from the trained model's; a RunError where that is too far."""
+    most = 0.0
+    for batch, other in zip(batches, found, strict=True):
+        one = outputs.of(batch)
+        fits = one.shape == other.shape and bool(other.isfinite().all())
+        far = float((one - other).abs().max() / one.abs().max().clamp(min=1e-6)) if fits else float("inf")
+        why = f"{what} does not give the trained model's outputs (they differ by {far:.1e} of the largest)"
+        if far > MOST_DIFFERENCE:
+            raise RunError(f"{why}: it is not kept")
+        most = max(most, far)
+    return most
+
+
+def _to_onnx(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, target: Path) -> float:
+    import onnxruntime
+
+    doing("exporting to ONNX")
+    largest, dynamic = batches[-1], torch.export.Dim.DYNAMIC
+    texts = "pixel_values" not in largest
+    shapes = tuple({0: dynamic, 1: dynamic} if texts else {0: dynamic} for _ in largest)
+    with staged_file(target) as part:
+        try:
+            torch.onnx.export(
+                outputs,
+                tuple(largest.values()),
+                part,
+                input_names=list(largest),
+                output_names=["logits"],
+                dynamic_shapes=(shapes,),
+                external_data=False,
+                dynamo=True,
+                verbose=False,
+            )
+        except RecipeError:
+            raise
+        except Exception as error:  # of torch's exporter: anything
+            raise RunError(f"torch.onnx.export cannot export {type(outputs.model).__name__}: {cause(error)}") from error
+        session = onnxruntime.InferenceSession(part, providers=["CPUExecutionProvider"])
+        asked = {one.name for one in session.get_inputs()}  # one that changes nothing is left out
+        given = [{name: tensor.numpy() for name, tensor in batch.items() if name in asked} for batch in batches]
+        found = [torch.from_numpy(session.run(["logits"], inputs)[0]) for inputs in given]
+        return _require_same(outputs, batches, found, target)
+
+
+def _to_hf(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, target: Path) -> float:
+    import transformers
+
+    with staged_folder(target) as part:
+        shutil.copytree(folder, part, dirs_exist_ok=True)
+        named = json.loads((part / CONFIG).read_text())["architectures"][0]
+        loaded = getattr(transformers, named).from_pretrained(part, local_files_only=True).eval()
+        copied = _Outputs(outputs.model, loaded, outputs.names)
+        return _require_same(outputs, batches, [copied.of(batch) for batch in batches], target)
+
+
+def _to_hub(folder: Path, repo: str | None, public: bool) -> str:
+    from huggingface_hub import HfApi
+
+    why = "--to hub needs --repo NAME/MODEL, the repository on the Hugging Face hub"
+    require(repo is not None and repo.count("/") == 1, why)
+    assert repo is not None
+    api, names = HfApi(), sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    try:
+        api.create_repo(repo, private=not public, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="trainer export")
+        there = {one.path: one for one in api.get_paths_info(repo, names, revision=commit.oid)}
+    except Exception as error:  # no network, no token, no right to: each has an exception of its own
+        fix = "log in by `hf auth login`, or set HF_TOKEN, and look at the network (HF_HUB_OFFLINE must not be 1)"
+        raise RecipeError(f"--to hub: {repo} could not be written ({cause(error)}): {fix}") from error
+    wrong = [name for name in names if not is_the_same(folder / name, there.get(name))]
+    if wrong:
+        raise RunError(f"{repo} on the hub does not hold what was sent: {', '.join(wrong)}; send it again")
+    return f"https://huggingface.co/{repo}: {len(names)} files, each with the hash of what was sent"
+
+
+def is_the_same(path: Path, entry: Any) -> bool:
+    """Whether the hub's ``entry`` (its size, and a sha256 or git's hash of a blob) is of the file at ``path``."""
+    if entry is None or entry.size != path.stat().st_size:
+        return False
+    if entry.lfs is not None:
+        return entry.lfs.sha256 == hash_file(path)
+    content = path.read_bytes()
+    return entry.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
