@@ -88,7 +88,7 @@ def sweep(argv: list[str]) -> None:
         lock.release()
 
 
-def parsed(recipe: Recipe, source: str, text: str) -> tuple[str, Any]:
+def parsed(recipe: Recipe, source: str | None, text: str) -> tuple[str, Any]:
     """The setting and the values that one ``--over`` names, as Optuna has them; each end and choice is tried."""
     require_package("trainer sweep", "optuna", "sweep")
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution

@@ -180,6 +180,8 @@ def _draw_phases(axes: Axes, memory: Mapping[str, Any], kinds: Mapping[str, str]
 def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str = "step") -> None:
     axes.set_title(title, fontsize=13)
     axes.set_xlabel(x_label, fontsize=12)
+    if x_label == "step":
+        axes.locator_params(axis="x", integer=True)
     axes.set_ylabel(unit, fontsize=12)
     axes.grid(alpha=0.3)
     if not axes.lines and not axes.patches:
