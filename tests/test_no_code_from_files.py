@@ -34,6 +34,7 @@ ALLOWED = {
     ("benchmarks/checkpoint.py", "torch.distributed.checkpoint.load"): "reads what this benchmark has just written",
     ("trainer/commands/recipes.py", "exec_module"): "a recipe is a Python file, and running it is what is asked for",
     ("trainer/commands/classes.py", "importlib.import_module"): "that of a class named by a flag, or by a trusted file",
+    ("trainer/memory/own_optimizer.py", "importlib.import_module"): "that of an optimizer, likewise",
     ("trainer/planner/script.py", "import runpy"): "a script is one, too",
     ("trainer/planner/script_outlines.py", "from_pretrained"): "replaced for that script, and not called",
     ("trainer/planner/kept.py", "import pickle"): "writes what a digest is made of; nothing is read",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
@@ -16,7 +17,7 @@ from trainer.system.text import parse_budget, parse_duration
 
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
-Schedule = Literal["constant", "cosine", "linear", "one_cycle", "plateau"]
+Schedule = Literal["constant", "cosine", "linear", "one_cycle", "plateau", "range_test"]
 Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
@@ -39,6 +40,10 @@ NOT_OFFERED = {
 }
 """What others offer under a key, and why it is refused here: see docs/techniques.md."""
 
+OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion")
+TORCH = "torch.optim."
+"""Where every class is an optimizer, and no code of anybody's own."""
+
 GROUP_SETTINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "lr_scale": ("a factor greater than 0; frozen: true is none at all", lambda value: 0 < value < math.inf),
     "weight_decay": ("a number of at least 0", lambda value: 0 <= value < math.inf),
@@ -58,7 +63,11 @@ class Optim:
     """How the weights are updated. See docs/optimizers.md.
 
     Args:
-        name: the optimizer: adamw, adam, sgd, adafactor, adagrad or rmsprop (torch.optim's), or lion (timm's).
+        name: the optimizer: adamw, adam, sgd, adafactor, adagrad or rmsprop (torch.optim's), lion (timm's), or any
+            other by its full name, as in torch.optim.NAdam or my_package.Lion.
+        factory: in place of name, in Python only: a class, or a function of (groups, lr, **arguments) that makes a
+            torch.optim.Optimizer.
+        arguments: what an optimizer by its full name, or the factory, gets besides, such as {momentum_decay: 0.01}.
         lr: learning rate at the reference batch size.
         weight_decay: decay of matrices; biases and norm weights (tensors of fewer than 2 dimensions) never decay.
         momentum: momentum of sgd and rmsprop.
@@ -66,8 +75,8 @@ class Optim:
         betas: the two decay rates of the moments of adamw, adam and lion; null is the optimizer's own default.
         eps: what adamw, adam, adagrad and rmsprop add to the root that they divide by; null is their own default.
         schedule: constant; cosine or linear, over all steps, to min_lr once the last step is taken; one_cycle, up to lr
-            and down again (torch's OneCycleLR, its momentum left alone); or plateau, reduced when evaluations stop
-            improving.
+            and down again (torch's OneCycleLR, its momentum left alone); plateau, reduced when evaluations stop
+            improving; or range_test, growing from min_lr to lr to find out where training diverges.
         min_lr: learning rate that the schedule ends at, or goes no lower than; 0 is one_cycle's own, lr / 250,000.
         warmup_steps: steps over which the learning rate rises, linearly from 0 (one_cycle: by a cosine from lr / 25).
         warmup_ratio: the same as a fraction of all steps, from 0 to 1; null is no fraction (one_cycle: 0.3).
@@ -85,8 +94,10 @@ class Optim:
         reference_batch_size: the batch size that lr was chosen for; needed by scale_lr.
     """
 
-    name: Literal["adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion"] = "adamw"
+    name: str = "adamw"
     _: KW_ONLY
+    factory: Any = field(default=None, metadata={"setting": False})
+    arguments: dict[str, Any] = field(default_factory=dict)
     lr: float = 1e-3
     weight_decay: float = 0.0
     momentum: float = 0.0
@@ -113,6 +124,7 @@ class Optim:
         decay = self.weight_decay
         require(0 <= decay < math.inf, f"optim.weight_decay={decay} must not be negative, and be finite")
         require(0 <= self.momentum < 1, f"optim.momentum={self.momentum} must be in [0, 1)")
+        self._check_name()
         why = f"optim.momentum={self.momentum} has no meaning for {self.name}: use optim.name sgd or rmsprop"
         require(not self.momentum or self.name in ("sgd", "rmsprop"), why)
         why = "optim.nesterov=true is for optim.name sgd with optim.momentum: give both, or use false"
@@ -135,11 +147,46 @@ class Optim:
         why = f"optim.scale_lr={self.scale_lr} needs optim.reference_batch_size"
         require(is_known, f"{why}, the batch size that optim.lr was chosen for")
 
+    @property
+    def kind(self) -> str:
+        """The name of the optimizer, or of what makes it."""
+        return self.name if self.factory is None else getattr(self.factory, "__qualname__", "a factory")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is none of those that have a name here."""
+        return self.factory is not None or self.name not in OPTIMIZERS
+
+    @property
+    def is_code(self) -> bool:
+        """Whether ``name`` is of a module of anybody's own: importing that executes it."""
+        return self.name not in OPTIMIZERS and re.fullmatch(re.escape(TORCH) + r"[A-Za-z]\w*", self.name) is None
+
+    def _check_name(self) -> None:
+        close = get_close_matches(self.name.lower(), OPTIMIZERS, 1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        dotted = "." in self.name and all(word.isidentifier() for word in self.name.split("."))
+        why = f"optim.name={self.name!r} must be {'|'.join(OPTIMIZERS)}, or a full name as torch.optim.NAdam is{meant}"
+        require(dotted or self.name in OPTIMIZERS, why)
+        require(self.factory is None or callable(self.factory), f"optim.factory={self.factory!r} is no function")
+        why = "optim.factory makes the optimizer, and optim.name says another: leave out one"
+        require(self.factory is None or self.name == "adamw", why)
+        why = f"optim.arguments={self.arguments} are for an optimizer by its full name; {self.name} has fields of optim"
+        require(self.is_own or not self.arguments, why)
+        for name in ("params", "lr", "weight_decay"):
+            why = f"optim.arguments has {name}: that is " + ("what is trained" if name == "params" else f"optim.{name}")
+            require(name not in self.arguments, why)
+        for name in ("momentum", "nesterov", "betas", "eps"):
+            why = f"optim.{name} is for the optimizers with names of their own here: put it into optim.arguments"
+            require(not (self.is_own and getattr(self, name)), why)
+
     def _check_schedule(self) -> None:
         least, steps, ratio = self.min_lr, self.warmup_steps, self.warmup_ratio
         require(0 <= least <= self.lr, f"optim.min_lr={least} must be between 0 and optim.lr={self.lr}")
         why = f"optim.min_lr={least} has no meaning for optim.schedule=constant: use 0, or another schedule"
         require(not least or self.schedule != "constant", why)
+        grows = "optim.schedule=range_test grows from optim.min_lr, which must be more than 0, and has no warm-up"
+        require(self.schedule != "range_test" or (least > 0 and not steps and ratio is None), grows)
         require(steps >= 0, f"optim.warmup_steps={steps} must not be negative")
         why = f"optim.warmup_ratio={ratio} must be a fraction of all steps, from 0 to less than 1"
         require(ratio is None or 0 <= ratio < 1, why)

@@ -24,11 +24,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainer import Memory, Optim, RecipeError
 from trainer.api import fit
 from trainer.checkpoint.manifest import read_manifest
+from trainer.cli import run
 from trainer.data import Digits
 from trainer.engine.feed import fill_from_data
 from trainer.engine.order import batch_indices
 from trainer.engine.schedule import decay
+from trainer.memory.own_optimizer import trial_of
 from trainer.memory.parameter_groups import choose_trained, layers_of
+from trainer.memory.plan import decide_plan
 from trainer.memory.weight_averages import WeightAverages
 from trainer.models import VisionTransformer
 from trainer.run.resume import Found, load_whole_model
@@ -174,6 +177,64 @@ def with_warm_average(module: nn.Module) -> Textbook:
     return Textbook(book.optimizer, stepped)
 
 
+class SignMomentum(torch.optim.Optimizer):
+    """One of one's own: a moment, and a step by its sign."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, beta: float = 0.9, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.move(parameter, group)
+
+    def move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["moment"], state["steps"] = torch.zeros_like(parameter), 0
+        state["steps"] += 1
+        state["moment"].lerp_(parameter.grad, 1 - group["beta"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(state["moment"].tanh(), alpha=group["lr"])
+
+
+class ByNorm(SignMomentum):
+    """As LARS and LAMB: the step of a tensor is as long as the tensor."""
+
+    def move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(parameter.grad / parameter.grad.norm() * parameter.norm(), alpha=group["lr"])
+
+
+class Together(SignMomentum):
+    """Its step is relative to that of all parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        found = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self._length = torch.stack(found).norm()
+        super().step()
+
+    def move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(parameter.grad / self._length, alpha=group["lr"])
+
+
+class Counting(SignMomentum):
+    """Has state where nobody looks for it."""
+
+    count = 0
+
+    def move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        group["k"] = group.get("k", 0) + 1
+        super().move(parameter, group)
+
+
+def with_own(kind: Any, module: nn.Module, **arguments: Any) -> Textbook:
+    return Textbook(kind(decayed(module, 0.1), lr=1e-2, **arguments), lambda: None)
+
+
+OWN = Optim(factory=SignMomentum, lr=1e-2, weight_decay=0.1, arguments={"beta": 0.8}, clip_norm=1.0)
+NADAM = Optim("torch.optim.NAdam", lr=1e-2, weight_decay=0.1, arguments={"momentum_decay": 0.01})
 GROUPS = {
     "heads*": {"lr_scale": 10, "weight_decay": 0.2},
     "*pos_embedding": {"frozen": True},
@@ -195,33 +256,47 @@ CASES: dict[str, tuple[Optim, Callable[[nn.Module], Textbook]]] = {
     "plateau": (PLATEAU, with_plateau),
     "layers and groups": (GROUPED, with_groups),
     "averaged": (AVERAGED, with_average),
+    "NAdam": (NADAM, partial(with_own, torch.optim.NAdam, momentum_decay=0.01)),
+    "one's own": (replace(OWN, clip_norm=None), partial(with_own, SignMomentum, beta=0.8)),
     "averaged, warm": (dataclasses.replace(AVERAGED, ema_warmup=True), with_warm_average),
 }
-WORLDS = {"ddp": {"strategy": "ddp"}, "fsdp": {"strategy": "fsdp"}}
-SPLIT = {"tensor_parallel": 2}
+WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "host": (1, {"cpu_offload": "optimizer"}),
+    "ddp": (2, {"strategy": "ddp"}),
+    "fsdp": (2, {"strategy": "fsdp"}),
+    "split": (2, {"tensor_parallel": 2}),
+}
 
 
 def train(run_dir: Path, **changes: Any) -> None:
     fit(recipe(run_dir, **changes))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_equals_the_plain_loop(case, ranks, tmp_path):
+QUICK = {
+    ("layers and groups", "fsdp"),
+    ("averaged", "host"),
+    ("averaged", "fsdp"),
+    ("plateau", "ddp"),
+    ("one's own", "fsdp"),
+}
+QUICK |= {(case, "single") for case in CASES if case != "averaged"}
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        pytest.param(case, world, marks=() if (case, world) in QUICK else pytest.mark.slow)
+        for case in CASES
+        for world in WORLDS
+    ],
+)
+def test_a_run_equals_the_plain_loop(case, world, ranks, tmp_path):
     optim, book = CASES[case]
-    expected, settings = plain_run(optim, book), settings_of(optim)
-    train(tmp_path / "single", **settings)
-    for name, memory in WORLDS.items():
-        ranks(2).run(partial(train, tmp_path / name, **settings | {"memory": settings["memory"] | memory}))
-    train(tmp_path / "host", **settings | {"memory": settings["memory"] | {"cpu_offload": "optimizer"}})
-    found = {name: distance(tmp_path / name, expected) for name in ("single", "host", *WORLDS)}
-    assert {name: value for name, value in found.items() if not value < 1e-12} == {}
-
-
-@pytest.mark.slow
-def test_groups_of_split_layers_equal_the_plain_loop(ranks, tmp_path):
-    expected, settings = plain_run(GROUPED, with_groups), settings_of(GROUPED)
-    ranks(2).run(partial(train, tmp_path, **settings | {"memory": settings["memory"] | SPLIT}))
-    assert distance(tmp_path, expected) < 1e-12
+    settings, (size, memory) = settings_of(optim), WORLDS[world]
+    call = partial(train, tmp_path, **settings | {"memory": settings["memory"] | memory})
+    call() if size == 1 else ranks(size).run(call)
+    assert distance(tmp_path, plain_run(optim, book)) < 1e-12
 
 
 def test_layers_are_counted_from_the_embeddings_to_the_head():
@@ -283,6 +358,98 @@ def test_the_planner_counts_the_averages_where_they_are(offload):
     assert any(note.startswith("optim.ema: ") for note in averaged.notes)
 
 
+OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"name": "adamx"},
+        {},
+        "optim.name='adamx' must be adamw|adam|sgd|adafactor|adagrad|rmsprop|lion, or a full name as torch.op",
+    ),
+    (
+        {"name": "torch.optim.NAdm"},
+        {},
+        "optim.name=torch.optim.NAdm is no optimizer of this torch; did you mean torch.o",
+    ),
+    (
+        {"name": "torch.optim.LBFGS"},
+        {},
+        "optim.name=torch.optim.LBFGS calls forward and backward by itself (a closure)",
+    ),
+    (
+        {"name": "torch.optim.SparseAdam"},
+        {},
+        "optim.name=torch.optim.SparseAdam fails in a trial on two small matrices",
+    ),
+    ({"name": "nowhere.Lion"}, {}, "optim.name=nowhere.Lion cannot be imported (ModuleNotFoundError: No module named"),
+    ({"name": "os.path"}, {}, "optim.name=os.path is neither a class nor a function"),
+    ({"name": "pathlib.Path"}, {}, "optim.name=pathlib.Path with optim.arguments={}: TypeError"),
+    ({"factory": lambda groups, lr: 3}, {}, "optim.factory=<lambda> gives a int, not a torch.optim.Optimizer"),
+    (
+        {"arguments": {"betas": [0.9, 0.9]}},
+        {},
+        "optim.arguments={'betas': [0.9, 0.9]} are for an optimizer by its full",
+    ),
+    (
+        {"name": "torch.optim.NAdam", "betas": [0.9, 0.9]},
+        {},
+        "optim.betas is for the optimizers with names of their own",
+    ),
+    ({"name": "torch.optim.NAdam", "arguments": {"lr": 1}}, {}, "optim.arguments has lr: that is optim.lr"),
+    ({"name": "torch.optim.Rprop", "weight_decay": 0.1}, {}, "optim.name=torch.optim.Rprop knows no weight_decay"),
+    ({"factory": Counting}, {}, "optim.factory=Counting keeps param_groups.k outside of the state"),
+    ({"factory": ByNorm}, {"strategy": "fsdp"}, "optim.factory=ByNorm needs whole tensors"),
+    ({"factory": Together}, {"cpu_offload": "optimizer"}, "optim.factory=Together reads several parameters for one"),
+    ({"factory": SignMomentum}, {"optimizer_state_bits": 8}, "memory.optimizer_state_bits=8 is for adam and adamw"),
+]
+
+
+@pytest.mark.parametrize(("optim", "memory", "message"), OWN_BAD, ids=lambda value: str(value)[:40])
+def test_an_optimizer_that_could_not_be_exact_is_refused_by_its_name(optim, memory, message, tmp_path):
+    with pytest.raises(RecipeError, match=f"^{re.escape(message)}"):
+        decide_plan(recipe(tmp_path, optim=Optim(**optim), memory={"precision": "32-true"} | memory), 1)
+
+
+def test_an_argument_that_is_not_taken_is_named_with_the_nearest(tmp_path):
+    optim = replace(NADAM, arguments={"momentum_decy": 0.1})
+    with pytest.raises(RecipeError, match=r"^optim\.name=torch\.optim\.NAdam with .*did you mean momentum_decay\?$"):
+        decide_plan(recipe(tmp_path, optim=optim), 1)
+
+
+def test_optimizers_of_whole_tensors_train_where_tensors_are_whole():
+    for kind, one_by_one, by_element, moments in (
+        (SignMomentum, True, True, 1),
+        (ByNorm, True, False, 0),
+        (torch.optim.Adafactor, True, False, 0),
+        (torch.optim.Adamax, True, True, 2),
+    ):
+        tried = trial_of(Optim(factory=kind))
+        assert (tried.one_by_one, tried.by_element, tried.moments) == (one_by_one, by_element, moments), kind
+        assert not tried.hidden
+
+
+def test_the_planner_traces_the_state_of_an_optimizer_of_ones_own():
+    peaks = {}
+    for name, optim in {"sgd": Optim("sgd"), "one": replace(OWN, clip_norm=None), "two": NADAM}.items():
+        peaks[name] = prediction_of(recipe_of("tower", Memory(), optim)).allocated
+    size = 4 * sum(p.numel() for p in recipe_of("tower").model.build().parameters())
+    assert peaks["one"] - peaks["sgd"] == pytest.approx(size, rel=0.1)
+    assert peaks["two"] - peaks["sgd"] == pytest.approx(2 * size, rel=0.1)
+
+
+def test_an_optimizer_that_a_file_names_is_imported_only_if_the_file_is_trusted(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\n\nclass Mine(torch.optim.SGD):\n    pass\n\n\nopen('imported', 'w').close()\n"
+    )
+    (tmp_path / "run.yaml").write_text("recipe: vit_digits\noptim: {name: mine.Mine, schedule: constant}\n")
+    monkeypatch.chdir(tmp_path)
+    for flags in ([], ["--run.devices", "1"]):
+        assert run(["fit", "run.yaml", "--max_steps", "1", "--run.dir", "out", *flags]) == 2
+    assert run(["fit", "vit_digits", "--config", "run.yaml", "--max_steps", "1", "--run.dir", "out"]) == 2
+    assert not (tmp_path / "imported").exists()
+    short = ["--max_steps", "1", "--run.evaluate", "false", "--run.predict", "false"]
+    assert run(["fit", "run.yaml", "--trust-recipe", "--run.dir", "out", *short]) == 0
+    assert (tmp_path / "imported").exists()
+
+
 UNMATCHED = [
     ("head", r"optim.groups: no parameter is called 'head': patterns are of whole names, write '*head*'"),
     (
@@ -332,7 +499,7 @@ def test_another_layer_decay_is_refused_on_resume_until_it_is_allowed(tmp_path):
     assert min(rates) / sorted(rates)[1] == pytest.approx(1.0)
 
 
-USUAL = ("plateau", "layers and groups", "averaged")
+USUAL = ("plateau", "averaged", "one's own")
 
 
 @pytest.mark.parametrize(

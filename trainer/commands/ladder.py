@@ -113,7 +113,7 @@ def rungs_of(recipe: Recipe, base: Mapping[str, Any], machine: Mapping[str, Any]
     found += [
         _rung(knob, turn, cuda)
         for knob, turn in TURNS
-        if (cuda or not turn.needs_gpu) and (not knob.optimizers or recipe.optim.name in knob.optimizers)
+        if (cuda or not turn.needs_gpu) and (not knob.optimizers or recipe.optim.kind in knob.optimizers)
     ]
     if recipe.optim.name != "sgd":  # before the last, which is bf16-true
         found.insert(-1, Rung("sgd", {"optim.name": "sgd"}, note="another optimizer"))

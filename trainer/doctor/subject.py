@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.errors import RecipeError, RunError
 from trainer.launching.world import World
+from trainer.memory.own_optimizer import trial_of
 from trainer.memory.parameter_groups import choose_trained
 from trainer.memory.plan import Plan, decide_plan
 from trainer.memory.precision import weights_dtype
@@ -64,7 +65,8 @@ class Subject:
         """Of one checkpoint: weights, buffers and the optimizer's state."""
         optim, memory = self.recipe.optim, self.recipe.memory
         dtype = weights_dtype(memory)
-        tensors = STATE_TENSORS.get(optim.name, 0) + (optim.name in ("sgd", "rmsprop") and optim.momentum > 0)
+        tensors = trial_of(optim).moments if optim.is_own else STATE_TENSORS.get(optim.kind, 0)
+        tensors += optim.name in ("sgd", "rmsprop") and optim.momentum > 0
         total = sum(buffer.nbytes for buffer in self.module.buffers())
         for parameter in self.module.parameters():
             width = parameter.element_size() if dtype is None else dtype.itemsize

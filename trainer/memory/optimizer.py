@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainer.engine.sync import GradientSync
 from trainer.errors import RecipeError, require_package
+from trainer.memory.own_optimizer import make_own
 from trainer.memory.parameter_groups import Rule, grouped, rule_of
 from trainer.memory.sharding import local
 from trainer.recipe import Memory, Optim
@@ -52,7 +53,7 @@ def build_optimizer(
         raise RecipeError("every parameter is frozen: raise model.train_last_blocks, or mend optim.groups")
     rules = parameters if isinstance(parameters, Mapping) else {p: rule_of(p, optim) for p in parameters}
     groups = grouped(rules, optim.lr)
-    fused = fused and _has_fused_kernel(optim.name, device, list(rules))
+    fused = fused and _has_fused_kernel(optim.kind, device, list(rules))
     optimizer = _optimizer_of(groups, optim, memory, device, fused)
     return OptimizerInBackward(optimizer) if memory.optimizer_in_backward else optimizer
 
@@ -64,6 +65,8 @@ def _optimizer_of(groups: Any, optim: Optim, memory: Memory, device: torch.devic
         from trainer.memory.lean_adam import lean_adam
 
         return lean_adam(groups, optim, memory, device, **given(optim))
+    if optim.is_own:
+        return make_own(groups, optim)
     if optim.name == "lion":
         require_package("optim.name=lion", "timm", "lean")
         from timm.optim.lion import Lion
@@ -76,7 +79,7 @@ def _optimizer_of(groups: Any, optim: Optim, memory: Memory, device: torch.devic
     # Fused kernels want to unscale fp16 gradients themselves, which clipping comes too late for.
     if fused and memory.precision != "16-mixed":
         options["fused"] = True
-    return OPTIMIZERS[optim.name](groups, lr=optim.lr, **options)  # type: ignore[call-arg]
+    return OPTIMIZERS[optim.kind](groups, lr=optim.lr, **options)  # type: ignore[call-arg]
 
 
 def given(optim: Optim) -> dict[str, Any]:

@@ -31,6 +31,11 @@ def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> 
 
     ``cuts`` are how batches are cut, in every phase of an accumulation schedule.
     """
+    if recipe.optim.is_own:
+        from trainer.memory.own_optimizer import own_refusals
+
+        reason = next(own_refusals(recipe.optim, recipe.memory), None)
+        require(reason is None, str(reason))
     checks = [_strategy, _state]
     checks += [_tensor_parallel] if recipe.memory.tensor_parallel > 1 else []
     checks += [_meta] if recipe.memory.init == "meta" else []
@@ -100,7 +105,7 @@ def _tensor_parallel(recipe: Recipe, world_size: int, _: Sequence[Cut]) -> Itera
 
 
 def _state(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
-    memory, name, offload = recipe.memory, recipe.optim.name, f"memory.cpu_offload={recipe.memory.cpu_offload}"
+    memory, name, offload = recipe.memory, recipe.optim.kind, f"memory.cpu_offload={recipe.memory.cpu_offload}"
     on_host = memory.cpu_offload != "none"
     if memory.optimizer_state_bits < 32:
         key = f"memory.optimizer_state_bits={memory.optimizer_state_bits}"
@@ -275,7 +280,7 @@ def require_sparse(module: nn.Module, optim: Optim) -> None:
     decays = optim.weight_decay or any(settings.get("weight_decay") for settings in optim.groups.values())
     if names and (optim.name not in ("sgd", "adagrad") or decays):
         raise RecipeError(
-            f"optim.name={optim.name} with optim.weight_decay={optim.weight_decay} cannot update {min(names)}, which "
+            f"optim.name={optim.kind} with optim.weight_decay={optim.weight_decay} cannot update {min(names)}, which "
             "has sparse gradients: leave out sparse=True, or use sgd or adagrad without decay"
         )
 

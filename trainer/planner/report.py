@@ -183,7 +183,7 @@ def settings(report: PlanReport) -> str:
         ("micro-batches of a step, on each rank", plan.first_cut.accumulate),
         ("ranks", f"{report.devices}, {plan.strategy}"),
         ("precision", plan.memory.precision),
-        ("optimizer", recipe.optim.name),
+        ("optimizer", recipe.optim.kind),
         *((f"memory.{name}", as_text(getattr(plan.memory, name))) for name in OPEN if name != "strategy"),
     ]
     return columns(["knob", "value"], [[name, str(value)] for name, value in rows], ("knob", "value"))

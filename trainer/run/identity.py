@@ -60,6 +60,7 @@ def flat_settings(recipe: Recipe) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(chosen) if field.init]  # type: ignore[arg-type]
         settings |= {f"{part}.{name}": _name_of(getattr(chosen, name)) for name in names}
     settings |= {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
+    settings |= {"optim.factory": _name_of(recipe.optim.factory)} if recipe.optim.factory is not None else {}
     return json.loads(json.dumps(settings, default=str))
 
 
