@@ -16,17 +16,22 @@ def flags(name, data, folder):
     """What makes a recipe small, and where its data and vocabulary are here; ``folder`` gets some of the reviews."""
     names = f"--model.tokenizer={data}/tokenizers/"
     text = ["--model.weights=null", "--memory.precision=32-true", "--data.max_length=48", f"--data.cache_dir={folder}"]
-    if "imdb" in name:
+    if "imdb" in name or name == "text_files":
         (folder / "reviews").mkdir()
         for split, step in (("train", 20), ("test", 10)):
             with open(data / "imdb" / f"{split}.csv", newline="\n") as source:
                 head, *lines = source
             (folder / "reviews" / f"{split}.csv").write_text("".join([head, *lines[::step]]))
-        text.append(f"--data.root={folder}/reviews")
+        parts = [f"--data.{split}_file={folder}/reviews/{split}.csv" for split in ("train", "test")]
+        text += parts if name == "text_files" else [f"--data.root={folder}/reviews"]
     if "streaming" in name:
         shards = write_shards(folder / "shards", shards=5, rows=40, group=16)
         text += [f"--data.train_files={shards}/part-0[0-3].parquet", f"--data.test_files={shards}/part-04.parquet"]
-    if "distilbert" in name:
+    if name == "image_folder":
+        sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        shape = ["--model.name=vit", "--model.weights=null", f"--model.config={sizes}", "--data.image_size=32"]
+        return [f"--data.root={data}/cifar10/folder", f"--data.cache_dir={folder}", *shape]
+    if "distilbert" in name or name == "text_files":
         sizes = "--model.config={n_layers: 1, dim: 16, hidden_dim: 16, n_heads: 2}"
         return [*text, "--model.name=distilbert", f"{names}bert-base-uncased", sizes]
     if "bigbird" in name:
@@ -57,7 +62,7 @@ def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_
     assert f"loss {summary['metrics']['test']['loss']:.4f}" in capsys.readouterr().out
 
     sample = ["--image", str(next((sample_data / "cifar10" / "folder" / "test" / "frog").iterdir()))]
-    if any(model in name for model in ("distilbert", "bigbird")):
+    if any(model in name for model in ("distilbert", "bigbird", "text_files")):
         sample = ["--text", "a wonderful film", "dreadful"]
         shutil.rmtree(more)  # prediction needs the run directory only
     assert run(["predict", str(run_dir), *sample]) == 0

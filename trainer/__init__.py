@@ -18,9 +18,10 @@ from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.values import Loss, Outline, Pretrained, Stored
 
 if TYPE_CHECKING:
-    from trainer.api import evaluate, fit
+    from trainer.api import FinishedRun, evaluate, fit
     from trainer.cli import main
     from trainer.commands.recipes import load_recipe
+    from trainer.commands.runs import load
     from trainer.engine.accumulate import AccumulatingOptimizer
     from trainer.engine.events import Listener
     from trainer.planner.report import PlanReport
@@ -38,8 +39,10 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _LAZY = {
     "AccumulatingOptimizer": "trainer.engine.accumulate",
     "evaluate": "trainer.api",
+    "FinishedRun": "trainer.api",
     "fit": "trainer.api",
     "Listener": "trainer.engine.events",
+    "load": "trainer.commands.runs",
     "load_recipe": "trainer.commands.recipes",
     "PlanReport": "trainer.planner.report",
     "main": "trainer.cli",
@@ -52,6 +55,7 @@ __all__ = [
     "AccumulatingOptimizer",
     "Checkpoint",
     "Data",
+    "FinishedRun",
     "Listener",
     "Loss",
     "Memory",
@@ -67,6 +71,7 @@ __all__ = [
     "Stored",
     "evaluate",
     "fit",
+    "load",
     "load_recipe",
     "main",
     "plan",

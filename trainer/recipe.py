@@ -17,11 +17,11 @@ from trainer.system.text import parse_budget, parse_duration
 
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
-Schedule = Literal["constant", "cosine", "linear", "one_cycle", "plateau"]
+Schedule = Literal["constant", "cosine", "linear", "one_cycle", "plateau", "range_test"]
 Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
-LoggerName = Literal["csv", "tensorboard", "wandb"]
+LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 _BY_CLASS = tuple(f"{figure}{mean}" for figure in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
 _OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
 HIGHER = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy", *_BY_CLASS, "f1_weighted", *_OTHERS)
@@ -75,8 +75,8 @@ class Optim:
         betas: the two decay rates of the moments of adamw, adam and lion; null is the optimizer's own default.
         eps: what adamw, adam, adagrad and rmsprop add to the root that they divide by; null is their own default.
         schedule: constant; cosine or linear, over all steps, to min_lr once the last step is taken; one_cycle, up to lr
-            and down again (torch's OneCycleLR, its momentum left alone); or plateau, reduced when evaluations stop
-            improving.
+            and down again (torch's OneCycleLR, its momentum left alone); plateau, reduced when evaluations stop
+            improving; or range_test, growing from min_lr to lr to find out where training diverges.
         min_lr: learning rate that the schedule ends at, or goes no lower than; 0 is one_cycle's own, lr / 250,000.
         warmup_steps: steps over which the learning rate rises, linearly from 0 (one_cycle: by a cosine from lr / 25).
         warmup_ratio: the same as a fraction of all steps, from 0 to 1; null is no fraction (one_cycle: 0.3).
@@ -185,6 +185,8 @@ class Optim:
         require(0 <= least <= self.lr, f"optim.min_lr={least} must be between 0 and optim.lr={self.lr}")
         why = f"optim.min_lr={least} has no meaning for optim.schedule=constant: use 0, or another schedule"
         require(not least or self.schedule != "constant", why)
+        grows = "optim.schedule=range_test grows from optim.min_lr, which must be more than 0, and has no warm-up"
+        require(self.schedule != "range_test" or (least > 0 and not steps and ratio is None), grows)
         require(steps >= 0, f"optim.warmup_steps={steps} must not be negative")
         why = f"optim.warmup_ratio={ratio} must be a fraction of all steps, from 0 to less than 1"
         require(ratio is None or 0 <= ratio < 1, why)
@@ -325,7 +327,12 @@ class Run:
         dir: the run directory; by default runs/RECIPE/DATE-TIME.
         devices: devices on this machine, an integer or auto (all GPUs, or one CPU process).
         accelerator: auto, cpu or cuda.
-        logger: where metrics go besides metrics.csv: any of csv, tensorboard, wandb.
+        logger: where metrics go besides metrics.csv: any of csv, tensorboard, wandb, mlflow.
+        project: the project of wandb, and the experiment of mlflow.
+        entity: the user or team of wandb; null is its own default.
+        tags: of the run in wandb and mlflow.
+        tracking_uri: where mlflow keeps runs: a server's URL or a folder; null is MLFLOW_TRACKING_URI, or mlflow.db in
+            the run directory.
         metrics: figures of every evaluation besides the task's own, such as f1_macro, auroc, mcc, mae, r2 or
             perplexity; see docs/evaluation.md for all. In Python also objects of your own, of trainer.Metric.
         best: which weights model/ holds: those of the step with the best figure on the validation set (loss, accuracy
@@ -358,6 +365,10 @@ class Run:
     devices: int | Literal["auto"] = "auto"
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     logger: list[LoggerName] = field(default_factory=lambda: ["csv"])
+    project: str = "trainer"
+    entity: str | None = None
+    tags: list[str] = field(default_factory=list)
+    tracking_uri: str | None = None
     metrics: list[str | Metric] = field(default_factory=list)
     best: str | None = None
     patience: int | None = None
@@ -377,6 +388,7 @@ class Run:
         _check("run.", self, positive=("max_skipped_steps", "profile", "patience"))
         for logger in self.logger:
             require_choice("run.logger", logger, LoggerName)
+        require(bool(self.project.strip()), "run.project is empty: give a name, such as trainer")
         if self.devices != "auto":
             require_positive("run.devices", self.devices, MOST_WORKERS)
         known = "auto, none or the path of a checkpoint or run directory"

@@ -44,6 +44,10 @@ ELSEWHERE = {
     "run.devices": "gpus num_gpus nproc_per_node num_processes world_size ngpus",
     "run.accelerator": "device",
     "run.logger": "report_to log_with loggers",
+    "run.project": "wandb_project experiment_name mlflow_experiment_name",
+    "run.entity": "wandb_entity team",
+    "run.tags": "wandb_tags",
+    "run.tracking_uri": "mlflow_tracking_uri",
     "run.resume": "resume_from_checkpoint ckpt_path resume_from",
     "run.progress": "disable_tqdm enable_progress_bar",
     "data.workers": "num_workers dataloader_num_workers",
@@ -108,14 +112,14 @@ def dump_recipe(recipe: Recipe, source: str | None) -> str:
     """``recipe`` as YAML for ``trainer fit``: the name or path of its file first, then every field, secrets redacted,
     and the classes of model and data, but for those that are in its file.
 
-    Without a file (``None``) it is a record only: those classes are not in it.
+    Without a file (``None``) these classes say what it is a recipe of.
     """
     # Not with jsonargparse's dump, which writes the epochs of a schedule as strings: {'0': 8, '4': 2}.
     values = {key: redact_value(setting.value, key) for key, setting in settings_of(recipe).items()}
     tree = {"recipe": source, **_nest(values)}
-    for part in ("model", "data") if source else ():
+    for part in ("model", "data"):
         kind = type(getattr(recipe, part))
-        if getattr(sys.modules.get(kind.__module__), "__file__", None) != source:
+        if source is None or getattr(sys.modules.get(kind.__module__), "__file__", None) != source:
             tree[part] = {CLASS: class_of(getattr(recipe, part)), **tree.get(part, {})}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import shlex
 import shutil
 from collections import Counter
@@ -15,6 +17,7 @@ from cli.supervised import fork_processes
 
 from trainer.cli import run
 from trainer.commands import sweep
+from trainer.commands.find_lr import curve_of
 from trainer.commands.recipes import load_recipe
 from trainer.commands.sweep import Chooser, Optuna, Sweep, parsed, slots_of
 from trainer.data import Digits
@@ -201,3 +204,41 @@ def test_ranges_are_of_the_kind_of_their_setting_and_each_trial_at_once_has_a_de
     assert slots_of(recipe, 2)[1] == {"CUDA_VISIBLE_DEVICES": "7"}
     with pytest.raises(RecipeError, match="--parallel=3: each run has a GPU of its own, and there are 2"):
         slots_of(recipe, 3)
+
+
+def test_a_learning_rate_is_found_where_the_loss_falls_fastest(recipe_file, tmp_path, capsys):
+    words = [
+        "sweep",
+        str(recipe_file),
+        "--find-lr",
+        "--run.accelerator=cpu",
+        "--optim.schedule=cosine",
+        "--run.patience=2",
+    ]
+    assert run([*words, f"--out={tmp_path / 'lr'}"]) == 0
+    told = capsys.readouterr().out
+    with open(tmp_path / "lr/lr.csv", newline="") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    rates, losses = [row["lr"] for row in rows], [row["loss"] for row in rows]
+    assert rates == pytest.approx([1e-7 * 1e8 ** (step / 99) for step in range(len(rates))])
+    assert rows[20]["smoothed"] == pytest.approx(mean(losses[16:25]))
+    found = json.loads((tmp_path / "lr/lr.json").read_text())
+    assert 1e-5 < found["suggestion"] < found["least_loss_at"] < 10
+    assert f"trainer fit {recipe_file} --run.accelerator=cpu --optim.schedule=cosine" in told
+    assert f"--optim.lr={found['suggestion']:.1e}" in told
+    assert {path.name for path in (tmp_path / "lr").iterdir()} == {"lr.csv", "lr.json", "lr.png", "run", "run.log"}
+    assert run([*words, f"--out={tmp_path / 'lr'}"]) == 2
+    assert "already holds a lr: choose another folder" in capsys.readouterr().err
+    assert run([*words, "--trials=3"]) == 2
+    assert "--find-lr is one run: leave out --trials" in capsys.readouterr().err
+
+
+def test_the_curve_of_a_range_test_ends_where_training_diverges(tmp_path):
+    falling = [3 - 0.1 * step for step in range(20)]
+    for losses, diverged in ((falling, False), ([*falling, math.nan, 1.0], True), ([*falling, *[50.0] * 9], True)):
+        rows = [f"{10.0**-place},{loss}" for place, loss in zip(range(30, 0, -1), losses, strict=False)]
+        (tmp_path / "metrics.csv").write_text("\n".join(["lr,loss", *rows, ""]))
+        curve = curve_of(tmp_path)
+        assert (curve.diverged, curve.losses) == (diverged, falling)
+    assert curve.steepest() in curve.rates
+    assert curve_of(tmp_path / "nowhere").losses == []

@@ -20,7 +20,7 @@ from trainer.engine.order import batch_indices
 from trainer.engine.step import Stepper, StepResult
 from trainer.engine.window import Windows, decide_cut
 from trainer.memory.precision import precision_plugin
-from trainer.models import MLP, BigBird, Objective, TextClassifier, VisionTransformer
+from trainer.models import MLP, BigBird, ImageClassifier, Objective, TextClassifier, VisionTransformer
 from trainer.models.common import classification_loss
 from trainer.recipe import Memory
 from trainer.values import Loss
@@ -29,6 +29,11 @@ CLASSES = 5
 VOCABULARY = 120
 LR = 0.1
 CLASSIFIERS = ("distilbert", "bert", "roberta", "bigbird")  # of texts
+_DEIT = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "patch_size": 4}
+_DEIT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_TIMM = {"img_size": 8, "patch_size": 4, "depth": 2, "embed_dim": 24}
+OF_IMAGES: dict[str, dict[str, Any]] = {"deit": _DEIT, "timm/vit_tiny_patch16_224": {"model_args": _TIMM}}
+"""Classifiers of images, of transformers and timm, and their configuration."""
 WEIGHTS = [0.5, 2.0, 1.1, 0.25, 3.7]
 OBJECTIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "weighted": ("vit", "single_label", {"class_weights": WEIGHTS}),
@@ -87,6 +92,8 @@ def make_model(name: str) -> Model:
     if name == "vit":
         sizes = {"image_size": 8, "patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32}
         return VisionTransformer("custom", num_classes=CLASSES, **sizes)
+    if name in OF_IMAGES:
+        return ImageClassifier(name, num_classes=CLASSES, image_size=8, config=OF_IMAGES[name])
     if name == "mlp":
         return MLP([16, 16], image_size=4, channels=3, num_classes=CLASSES)
     common = {"num_classes": CLASSES, "dropout": 0.0}
@@ -210,7 +217,7 @@ def make_samples(problem: Problem) -> list[dict[str, Tensor]]:
         labels = 3 * torch.randn(problem.size, CLASSES, generator=generator) - 100  # which is ignored elsewhere
         labels[0] = -100.0
     if kind not in (*CLASSIFIERS, "tagger"):
-        side = 8 if kind == "vit" else 4
+        side = 8 if kind in ("vit", *OF_IMAGES) else 4
         images = torch.randn(problem.size, 3, side, side, generator=generator)
         return [{"pixel_values": image, "labels": label} for image, label in zip(images, labels, strict=True)]
     lengths = torch.randint(3, 41, (problem.size,), generator=generator).tolist()
@@ -271,6 +278,8 @@ def textbook_loss(name: str, module: nn.Module, batch: dict[str, Tensor]) -> Ten
         return textbook_objective(logits, labels, task, **loss)
     if name in ("vit", "mlp"):
         return cross_entropy(module(batch["pixel_values"]), labels)
+    if name in OF_IMAGES:
+        return cross_entropy(module(pixel_values=batch["pixel_values"]).logits, labels)
     if name == "tagger":
         return cross_entropy(module(batch["input_ids"]).flatten(0, 1), labels.flatten())
     if name in CLASSIFIERS:

@@ -404,7 +404,7 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("optim", "memory", "message"), OWN_BAD, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("optim", "memory", "message"), OWN_BAD, ids=[case[2][:60] for case in OWN_BAD])
 def test_an_optimizer_that_could_not_be_exact_is_refused_by_its_name(optim, memory, message, tmp_path):
     with pytest.raises(RecipeError, match=f"^{re.escape(message)}"):
         decide_plan(recipe(tmp_path, optim=Optim(**optim), memory={"precision": "32-true"} | memory), 1)

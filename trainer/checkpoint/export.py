@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from trainer.checkpoint.manifest import MOST_BYTES
 from trainer.checkpoint.seal import seal_folder
 from trainer.errors import RunError, require
-from trainer.system.files import staged_file, write_atomic
+from trainer.system.files import read_object, staged_file, write_atomic
 from trainer.system.redact import redact_value
 from trainer.weights.blocks import as_it_came
 from trainer.weights.files import read_weights, shortened
@@ -61,6 +62,18 @@ def load_model(model: Model, folder: Path) -> nn.Module:
     module = model.build()
     load_weights(module, folder / WEIGHTS)
     return module
+
+
+def filled_as_saved(model: Model, folder: Path) -> Model:
+    """``model`` with its open fields as the model in ``folder`` has them, which was filled from its data; one with
+    ``own_format`` takes all that it reads from there."""
+    if model.own_format:
+        return model.saved_in(folder)
+    saved = read_object(folder / CONFIG, MOST_BYTES).get("fields", {})
+    own: Any = dataclasses.fields(model) if dataclasses.is_dataclass(model) else ()
+    open_fields = [field.name for field in own if field.init and getattr(model, field.name) is None]
+    given = {name: saved[name] for name in open_fields if saved.get(name) is not None}
+    return dataclasses.replace(model, **given) if given else model  # type: ignore[type-var]
 
 
 def load_weights(module: nn.Module, path: Path) -> None:

@@ -88,6 +88,8 @@ def _imported(part: str, name: str, trusted: bool) -> type:
     """The class of anybody's own that ``module.Class`` names."""
     given, (_, base), known = f"{part}.{CLASS}={name!r}", PARTS[part], known_classes(part)
     module, _, last = name.rpartition(".")
+    nowhere = f"{given} was defined in a notebook, or in a script that was run, and no file that is imported has it"
+    require(module != "__main__", f"{nowhere}: in Python, say trainer.load(RUN_DIR, recipe)")
     near = get_close_matches(name.lower(), {one.lower(): one for one in known}, 1, 0.5)
     meant = next((f"; did you mean {one}?" for one in known if near == [one.lower()]), "")
     choices = f"{', '.join(sorted(known))}; or one of your own, as module.Class"

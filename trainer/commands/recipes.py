@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.commands import EVERY, NONE, TRUST, OwnFlags
 from trainer.commands.classes import PARTS, require_given, taken_from, with_classes
+from trainer.contract import Data, Model
 from trainer.errors import NothingNamed, RecipeError, require, text_of
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.settings import CLASS, change, did_you_mean, dump_recipe, settings_of
@@ -41,12 +42,14 @@ def packaged_recipes() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.py") if not path.stem.startswith("_"))
 
 
-def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str]:
-    """The recipe that ``reference`` names, and its source: a packaged name or the absolute path of a Python file.
+def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str | None]:
+    """The recipe that ``reference`` names, and its source: a packaged name or the absolute path of a Python file;
+    ``None`` of one that was made in Python.
 
     Args:
         reference: a packaged name, a path to a ``.py`` file that defines ``recipe``, or a path to a ``.yaml`` file
-            whose key ``recipe`` names one of these; the YAML file's other settings are then applied.
+            whose key ``recipe`` names one of these, or which names the classes of model and data; the YAML file's
+            other settings are then applied.
         trusted: whether a ``.py`` file that the YAML file names is executed (``--trust-recipe``). One that
             ``reference`` names itself is: nobody takes it for settings, nor for the files of a run.
 
@@ -61,15 +64,17 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str]:
     path = Path(reference)
     tree = load_yaml_file(path)
     named = yaml_source(path, tree)
-    if named is None:
-        missing = "the key recipe must name a packaged recipe or a .py file, to say which model and data are meant"
-        raise RecipeError(f"{path}: {missing}")
-    if os.path.isabs(named) and not trusted:
+    if named is not None and os.path.isabs(named) and not trusted:
         code = f"{path}: recipe={str(tree['recipe'])!r} is Python code, {os.path.realpath(named)!r}"
         raise RecipeError(f"{code}, and is not executed: add --{TRUST} if you trust that file")
     tree, classes = taken_from(tree)
-    recipe, needed = _with_classes_of(path, import_recipe(_path_of(named)), classes, trusted)
+    missing = "the key recipe must name a packaged recipe or a .py file, or model.class and data.class what are meant"
+    require(named is not None or classes.keys() == PARTS.keys(), f"{path}: {missing}")
+    base = import_recipe(_path_of(named)) if named is not None else Recipe(model=Model(), data=Data(), batch_size=1)
+    recipe, needed = _with_classes_of(path, base, classes, trusted)
     changes = yaml_changes(RecipeParser(recipe), path, tree, trusted)
+    why = f"{path}: batch_size is missing: give it, or give accumulate and memory.micro_batch_size"
+    require(named is not None or not changes.keys().isdisjoint({"batch_size", "accumulate"}), why)
     require_given(recipe, needed, changes)
     return change(recipe, changes), named
 
@@ -173,7 +178,7 @@ class Asked(NamedTuple):
     (or its run directory) on the command line, and all flags that were given."""
 
     recipe: Recipe
-    source: str
+    source: str | None
     reference: str
     flags: Flags
 
@@ -207,7 +212,7 @@ def asked_for(
         meant = f"; did you mean --{name} {value}?" if equals and name.replace(".", "").isidentifier() else ""
         raise RecipeError(f"unexpected {others[0]!r}: {command} takes one {what}, then flags{meant}")
     if (recipe := made(reference, flags)) is not None:
-        source = reference
+        source: str | None = reference
     else:
         recipe, source = load_recipe(named(reference), trusted=(TRUST, None) in flags)
     resolved = resolve(recipe, source, flags, f"trainer {command} {reference} [flags]", own)
@@ -232,7 +237,7 @@ def _own_page(command: str, what: str, own: OwnFlags) -> str:
     )
 
 
-def resolve(recipe: Recipe, source: str, flags: Flags, usage: str, own: OwnFlags = NONE) -> Recipe | None:
+def resolve(recipe: Recipe, source: str | None, flags: Flags, usage: str, own: OwnFlags = NONE) -> Recipe | None:
     """``recipe`` with the YAML files and flags applied, or ``None`` when printing was all that was asked for."""
     from trainer.commands.flags import RecipeParser, load_yaml_file
 

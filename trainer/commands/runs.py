@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.commands import OwnFlags
-from trainer.commands.recipes import asked_for, count, resolve, source_of
+from trainer.commands.recipes import asked_for, count, load_recipe, resolve, source_of
 from trainer.errors import RecipeError, require
 from trainer.recipe import Recipe
 from trainer.system.text import escaped
 
 if TYPE_CHECKING:
+    from trainer.api import FinishedRun
     from trainer.commands.flags import Flags
 
 # What trains imports torch: it is imported where it is used, so that --help answers at once.
@@ -70,7 +71,9 @@ def fit_script(recipe: Recipe) -> None:
 
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
-        raise RecipeError("main(recipe) is for recipe files that are run as scripts: call fit(recipe) instead")
+        raise RecipeError(
+            "main(recipe) is for recipe files that are run as scripts: in a notebook, say fitted = fit(recipe)"
+        )
     positionals, flags = scan(sys.argv[1:])
     if positionals:
         raise RecipeError(f"unexpected {positionals[0]!r}: python {sys.argv[0]} takes flags only")
@@ -134,6 +137,25 @@ def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
     for image in images:  # os.path also takes a name that no file can have
         require(os.path.isfile(image), f"image {image!r}: no such file")
     return texts, images, paths
+
+
+def load(run_dir: str | Path, recipe: Recipe | None = None, *, trusted: bool = False) -> FinishedRun:
+    """A finished run, by its directory: its model, its figures, and what predicts and evaluates.
+
+    Args:
+        run_dir: what ``fit``, or ``trainer fit``, has written.
+        recipe: what was trained, where that has classes of your own; by default as its ``recipe.yaml`` says.
+        trusted: whether Python code that its ``recipe.yaml`` names is imported, as by ``--trust-recipe``.
+
+    Raises:
+        RecipeError: when there is no finished run, or its recipe does not load.
+    """
+    found = _recipe_of(str(run_dir))
+    if recipe is None:
+        recipe = load_recipe(found, trusted=trusted)[0]
+    from trainer import api
+
+    return api.FinishedRun(recipe, run_dir)
 
 
 def _recipe_of(reference: str) -> str:

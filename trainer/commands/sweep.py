@@ -18,12 +18,14 @@ from statistics import mean, stdev
 from typing import Any, get_args
 
 from trainer.commands import OwnFlags
+from trainer.commands.find_lr import as_words, find_lr
 from trainer.commands.measured_run import CPU, Trial, probe_machine, run_trial
 from trainer.commands.recipes import asked_for, count, resolve
 from trainer.contract import Metric
 from trainer.errors import RecipeError, RunError, require, require_package
 from trainer.recipe import HIGHER, Recipe
 from trainer.settings import did_you_mean, settings_of
+from trainer.system import waiting
 from trainer.system.files import make_folder, read_object, write_atomic
 from trainer.system.lock import RunLock
 from trainer.system.machine import cores
@@ -37,6 +39,9 @@ FLAGS = {
     "parallel": "runs at once, each on a GPU of its own, or on its share of the cores (default: 1)",
     "out": "folder of sweep.json and the runs; the same command goes on there (default: runs/RECIPE-sweep)",
 }
+SWITCHES = {
+    "find-lr": "instead of --over: one run whose learning rate grows until it diverges, and a rate to begin with"
+}
 ABOUT = "Find good settings by many runs, each on its own settings; runs that fall behind are ended early."
 MOST_BYTES = 64 * 2**20
 TAKEN = ("run.dir", "run.resume", "run.best", "run.metrics")
@@ -45,19 +50,25 @@ TAKEN = ("run.dir", "run.resume", "run.best", "run.metrics")
 
 def sweep(argv: list[str]) -> None:
     """Run, compare and write down the trials, whatever becomes of them; started again, go on."""
-    asked = asked_for("sweep", "RECIPE", argv, OwnFlags(FLAGS, about=ABOUT))
+    asked = asked_for("sweep", "RECIPE", argv, OwnFlags(FLAGS, SWITCHES, about=ABOUT))
     if asked is None:
         return
+    waiting.end()
     recipe, source, reference, flags = asked
     own = {name: text or "" for name, text in flags if name in FLAGS}
     over = [text or "" for name, text in flags if name == "over"]
-    passed = [f"--{name}" if text is None else f"--{name}={text}" for name, text in flags if name not in FLAGS]
+    passed = [(name, text) for name, text in flags if name not in (*FLAGS, *SWITCHES)]
+    if ("find-lr", None) in flags:
+        require(not own.keys() - {"out"}, "--find-lr is one run: leave out --" + ", --".join(own.keys() - {"out"}))
+        find_lr(recipe, reference, passed, own.get("out"))
+        return
     for name in TAKEN[:2]:
         require(all(name != given for given, _ in flags), f"--{name} is the sweep's to set: use --out")
+    words = [reference, *as_words(passed)]
     chosen = recipe.run.chosen()
     compared = recipe.run.evaluate and chosen != "last"
     require(compared, "a sweep compares by run.best: leave out run.best=last and run.evaluate=false")
-    both = "give --over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5"
+    both = "give --over KEY=LOW..HIGH (or KEY=A,B,C), once or more, or --folds 5, or --find-lr"
     require(bool(over) != ("folds" in own), f"sweep needs to know what to vary: {both}")
     if "folds" in own:
         trials = count("folds", own["folds"])
@@ -71,14 +82,13 @@ def sweep(argv: list[str]) -> None:
     lock = RunLock(out)
     lock.acquire()
     try:
-        told = redact_words([reference, *passed])
-        settings = {"command": told, "over": over} | ({"folds": trials} if "folds" in own else {})
-        Sweep(recipe, [reference, *passed], out, chooser, settings).run(trials, slots_of(recipe, parallel))
+        settings = {"command": redact_words(words), "over": over} | ({"folds": trials} if "folds" in own else {})
+        Sweep(recipe, words, out, chooser, settings).run(trials, slots_of(recipe, parallel))
     finally:
         lock.release()
 
 
-def parsed(recipe: Recipe, source: str, text: str) -> tuple[str, Any]:
+def parsed(recipe: Recipe, source: str | None, text: str) -> tuple[str, Any]:
     """The setting and the values that one ``--over`` names, as Optuna has them; each end and choice is tried."""
     require_package("trainer sweep", "optuna", "sweep")
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution

@@ -24,6 +24,8 @@ def decay(optim: Optim, step: int, total_steps: int) -> float:
     A plateau's is left to :class:`Plateau`.
     """
     floor, ratio = optim.min_lr / optim.lr, optim.warmup_ratio
+    if optim.schedule == "range_test":  # Smith 2015: a rate for every step, the same factor apart
+        return floor ** (1 - min(1.0, step / max(1, total_steps - 1)))
     if optim.schedule == "one_cycle":  # Smith and Topin 2017, as torch's OneCycleLR counts
         share = ONE_CYCLE["rising"] if ratio is None else ratio
         peak, end = (optim.warmup_steps or share * total_steps) - 1, floor or ONE_CYCLE["end"]

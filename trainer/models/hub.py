@@ -312,6 +312,9 @@ class HubModel(Supervised, Adaptable):
             changes = {key: self.dropout for key in DROPOUT_FIELDS if getattr(config, key, None) is not None} | changes
         if kind is not None:  # settings that others are derived from must be there from the beginning
             config = AutoConfig.for_model(kind, **{**of_data, **changes})
+            config.architectures = (
+                config.architectures or []
+            )  # of several for a task (DeiT), transformers takes the first
         for key, value in changes.items():
             setattr(config, key, value)
         if self.num_classes is not None:

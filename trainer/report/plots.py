@@ -180,6 +180,8 @@ def _draw_phases(axes: Axes, memory: Mapping[str, Any], kinds: Mapping[str, str]
 def _finish(axes: Axes, title: str, unit: str, legend: bool = True, x_label: str = "step") -> None:
     axes.set_title(title, fontsize=13)
     axes.set_xlabel(x_label, fontsize=12)
+    if x_label == "step":
+        axes.locator_params(axis="x", integer=True)
     axes.set_ylabel(unit, fontsize=12)
     axes.grid(alpha=0.3)
     if not axes.lines and not axes.patches:
@@ -213,6 +215,22 @@ def plot_confusion(confusion: np.ndarray, names: Sequence[str], title: str, targ
     with warnings.catch_warnings():  # of letters that its font has not: the csv has them
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         _save(figure, target)
+
+
+def plot_rates(
+    rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float], found: float, target: Path
+) -> None:
+    """Draw the loss of a range test over its learning rates, and the one that was found: a PNG of 1200 × 600 pixels."""
+    figure = _new_figure(target.absolute().parent.name, height=6, margins=(0.11, 0.88, 0.2))
+    axes = figure.add_subplot()
+    axes.plot(rates, losses, color=BLUE, alpha=0.25, linewidth=1, label="each step")
+    axes.plot(rates, smoothed, color=BLUE, linewidth=2, label="smoothed")
+    axes.axvline(found, color=BLACK, linestyle="--", linewidth=1.5, label=f"falls fastest: {found:.1e}")
+    axes.set_xscale("log")
+    start, least = smoothed[0], min(smoothed)
+    axes.set_ylim(least - 0.3 * (start - least), start + 0.7 * (start - least))  # where it diverges is off the picture
+    _finish(axes, "Loss while the learning rate grows", "mean loss per weighted item", x_label="learning rate")
+    _save(figure, target)
 
 
 # ``ladder.png``: the memory of each rung of a ladder, side by side.

@@ -12,9 +12,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.errors import RecipeError
+from trainer.system.files import read_object
 from trainer.system.text import GB, escaped, gigabytes
 
 DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
+MOST_BYTES = 1 << 20
 LEAST_WHOLE = 10  # samples a second: fewer are shown with a fraction
 LEAST_DATA_SHARE = 0.05
 """Of the time, what waiting for data must take to be worth a person's attention at every step."""
@@ -83,6 +86,21 @@ class Summary:
         """Strict JSON: a figure that is not finite is written as null, for ``NaN`` is not JSON."""
         content = {field.name: _json_value(getattr(self, field.name)) for field in fields(self)}
         return json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def read_summary(path: Path) -> Summary:
+    """What ``to_json`` has written to ``path``.
+
+    Raises:
+        RecipeError: where there is no such file, or it is not that.
+    """
+    found = read_object(path, MOST_BYTES)
+    if isinstance(schedule := found.get("accumulate"), dict):  # by epoch: JSON has texts for keys alone
+        found["accumulate"] = {int(epoch): count for epoch, count in schedule.items() if epoch.isdecimal()}
+    try:
+        return Summary(**{field.name: found[field.name] for field in fields(Summary) if field.name in found})
+    except TypeError as error:
+        raise RecipeError(f"{path} is no summary of a run: it was not written by trainer fit") from error
 
 
 def versions() -> dict[str, str | None]:

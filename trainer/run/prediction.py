@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainer.checkpoint.export import load_model
+from trainer.checkpoint.export import filled_as_saved, load_model
 from trainer.checkpoint.seal import require_sealed, require_sealed_text
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.recipe import Precision, Recipe
@@ -70,7 +70,7 @@ def predict(
     asked = PredictOptions(**how)
     asked.check()
     folder = checked(run_dir)
-    model: Any = recipe.model.saved_in(folder) if recipe.model.own_format else recipe.model
+    model: Any = filled_as_saved(recipe.model, folder)
     recipe = recipe.replace(model=model)  # of which the data takes what it leaves open
     reader = Reader(model, recipe.data, texts or (), images or ())
     doing("loading the model")
@@ -120,6 +120,7 @@ class PredictOptions:
         batch_size: inputs that go through the model at once.
         device: auto (a GPU where there is one), cpu, cuda or cuda:1.
         precision: as memory.precision; that of training does not matter.
+        quiet: print no answers.
     """
 
     output: str | None = None
@@ -129,6 +130,7 @@ class PredictOptions:
     batch_size: int = 32
     device: str = "auto"
     precision: str = "32-true"
+    quiet: bool = False
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is loaded."""
@@ -439,7 +441,7 @@ Write = Callable[[Answer, Sequence[str]], None]
 
 def _writer(asked: PredictOptions, task: Task, tables: bool, names: Sequence[str]) -> AbstractContextManager[Write]:
     if asked.output is None:
-        return nullcontext(partial(_print, task))
+        return nullcontext((lambda answer, labels: None) if asked.quiet else partial(_print, task))
     return _file(Path(asked.output), asked, task, tables, names)
 
 

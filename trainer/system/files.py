@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -126,7 +127,9 @@ def make_folder(key: str, path: Path) -> None:
 
 def default_folder(reference: str | None, kind: str = "") -> str:
     """The folder of a run of the recipe that ``reference`` names, where none is given: another one every time."""
-    return f"runs/{Path(reference or 'recipe').stem}/{kind}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder = f"runs/{Path(reference or 'recipe').stem}/{kind}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    more = (f"{folder}-{number}" for number in itertools.count(2))  # of one process and second
+    return next(name for name in itertools.chain([folder], more) if not os.path.lexists(name))
 
 
 def hash_file(path: str | Path) -> str:

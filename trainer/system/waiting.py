@@ -16,7 +16,7 @@ from trainer.system.text import escaped
 
 SECONDS_BETWEEN = 1.8
 """Between two lines in a pipe, and how long anything else is left alone on a terminal."""
-LIBRARIES = ("torch", "lightning.fabric", "torchvision", "transformers", "datasets", "sklearn", "matplotlib", "peft")
+LIBRARIES = ("torch", "lightning.fabric", "torchvision", "transformers", "datasets", "peft")
 """Whose import takes long enough for a person to ask what goes on."""
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 

@@ -1,0 +1,182 @@
+"""Several datasets as one, each drawn from as often as its weight says."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from itertools import accumulate, chain
+from typing import Any, cast
+
+from trainer.contract import Data
+from trainer.errors import require
+from trainer.values import Mixing, Task
+
+ALIKE = ("num_classes", "class_names", "image_size", "channels", "max_length")
+"""What all datasets of a mixture must agree on."""
+
+
+GIVE = "give a dataset and its weight for each part, or [CLASS, {its settings}, weight]"
+
+
+@dataclass
+class Mixture(Data):
+    """Datasets with weights: ``Mixture([(photos, 0.7), (drawings, 0.3)])``.
+
+    A place of an epoch is drawn of a dataset by its weight, whatever its size, and there of all its training samples,
+    or as its own ``sampling`` says, with replacement. An epoch has as many draws as there are training samples in all.
+    The validation and test sets are those of all datasets that have one, one after the other.
+
+    Args:
+        parts: pairs of a dataset and a weight above 0, or, for YAML and flags, [[ImageFolder, {root: photos}, 0.7],
+            ...]. The weights need not sum to 1. All have the same classes, and samples of one size; the settings of
+            loading below hold for all of them.
+        workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
+        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
+        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
+    """
+
+    parts: list[Any]
+    workers: int | None = None
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.parts, list | tuple) and len(self.parts) > 0, f"data.parts={self.parts!r}: {GIVE}")
+        self._built = [_built(number, part) for number, part in enumerate(self.parts, start=1)]
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not here is that of the first dataset: ``class_names``, ``load_image``, ..."""
+        if name.startswith("_") or not self.__dict__.get("_built"):
+            raise AttributeError(f"Mixture has no {name}")
+        return getattr(self._built[0][0], name)
+
+    @property
+    def datasets(self) -> list[Data]:
+        """Those of the parts, which know what this one was told of the model."""
+        found = [data for data, _ in self.__dict__.get("_built", ())]  # there are none before its fields are filled
+        for data in found:
+            data.prepared_for, data.seen_by = self.prepared_for, self.seen_by
+        return found
+
+    @property
+    def tasks(self) -> Sequence[Task]:  # type: ignore[override]
+        """Those that every dataset has labels for."""
+        known = [data.tasks for data in self.datasets if data.tasks]
+        return [task for task in known[0] if all(task in tasks for tasks in known)] if known else ()
+
+    def require_files(self) -> None:
+        """Of all datasets."""
+        for data in self.datasets:
+            data.require_files()
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        """Prepare all, and see whether they go together."""
+        for data in self.datasets:
+            data.prepare(tokenizer)
+        first = self.datasets[0]
+        for number, data in enumerate(self.datasets[1:], start=2):
+            names = f"part {number} ({type(data).__name__}) and part 1 ({type(first).__name__})"
+            for key in ALIKE:
+                ours, theirs = getattr(data, key, None), getattr(first, key, None)
+                require(ours == theirs, f"Mixture: {names} differ in {key}, {ours} and {theirs}: make them the same")
+            same = type(data).collate is type(first).collate
+            require(same, f"Mixture: {names} make other batches of their samples: mix datasets of one kind")
+            said = f"Mixture: {names} differ in data.mixup, data.cutmix or data.mix_probability: a batch is of both"
+            require(data.mixing() == first.mixing(), f"{said}, so make them the same")
+        for number, data in enumerate(self.datasets, start=1):
+            streamed = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
+            require(getattr(data.train, "groups", None) is None, f"{streamed}, so none can be drawn by itself")
+        self.train = Joined([data.train for data in self.datasets], self.mixing())
+        held = ([getattr(data, part) for data in self.datasets] for part in ("val", "test"))
+        self.val, self.test = (
+            Joined(found) if (found := [split for split in splits if split is not None]) else None for splits in held
+        )
+
+    def chances(self) -> Sequence[float]:
+        """Of every training sample: its dataset's weight, times its chance among those of its dataset."""
+        import numpy as np
+
+        found = []
+        for data, weight in self._built:
+            own = data.chances()
+            relative = np.ones(len(data.train)) if own is None else np.asarray(own, dtype=np.float64)
+            found.append(weight * relative / relative.sum())
+        return cast(Any, np.concatenate(found))
+
+    def mixing(self) -> Mixing | None:
+        """That of every dataset."""
+        return self._built[0][0].mixing()
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """As every dataset does."""
+        return self._built[0][0].collate(samples)
+
+
+def _built(number: int, part: Any) -> tuple[Data, float]:
+    """A dataset and its weight, of what stands for them in ``data.parts``."""
+    import trainer.data
+
+    *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
+    data, named = given[0] if given else None, f"data.parts: part {number}"
+    if isinstance(data, str) and len(given) < 3:
+        known = [name for name in trainer.data.__all__ if name != "Mixture"]
+        require(data in known, f"{named}: there is no dataset {data}; there are {', '.join(known)}")
+        settings = given[1] if len(given) == 2 else {}
+        require(isinstance(settings, dict), f"{named}: {settings!r} must be a mapping of settings of {data}")
+        kind: Any = getattr(trainer.data, data)
+        names = [field.name for field in fields(kind) if field.init]
+        for key in settings:
+            require(key in names, f"{named}: {data} has no setting {key}; it has {', '.join(names)}")
+        required = [
+            field.name for field in fields(kind) if field.init and field.default is field.default_factory is MISSING
+        ]
+        for key in required:
+            require(key in settings, f"{named}: {data} needs the setting {key}: add it")
+        data = kind(**settings)
+    require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {GIVE}")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf
+    kind_of = type(data).__name__
+    require(is_number, f"{named} ({kind_of}) has the weight {weight!r}: it must be a number greater than 0")
+    return cast(Data, data), float(weight)
+
+
+class Joined:
+    """Splits, one after the other; ``settings`` are what its fingerprint is made of besides their content."""
+
+    def __init__(self, splits: Sequence[Any], settings: Any = None) -> None:
+        self.splits, self.settings = splits, settings
+        self.starts = [0, *accumulate(map(len, splits))]
+        self.augmented = any(getattr(split, "augmented", False) for split in splits)
+        if all(hasattr(split, "lengths") for split in splits):
+            self.lengths = list(map(int, chain.from_iterable(split.lengths for split in splits)))
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def _at(self, index: int) -> tuple[Any, int]:
+        number = bisect_right(self.starts, index) - 1
+        return self.splits[number], index - self.starts[number]
+
+    def __getitem__(self, index: int) -> Any:
+        split, own = self._at(index)
+        return split[own]
+
+    @property
+    def labels(self) -> list[Any]:
+        """The label of every sample."""
+        if not all(hasattr(split, "labels") for split in self.splits):
+            raise AttributeError("some of the datasets do not know their labels")
+        return list(chain.from_iterable(split.labels for split in self.splits))
+
+    def describe(self, index: int) -> str:
+        split, own = self._at(index)
+        named = f"sample {own} of {type(split).__name__} {self.splits.index(split) + 1}"
+        return split.describe(own) if hasattr(split, "describe") else named
+
+    def fingerprint(self) -> str:
+        """Of the content of all, in order."""
+        from trainer.data.fingerprint import Content, split_fingerprint
+
+        return Content("joined", self.settings, *map(split_fingerprint, self.splits)).hexdigest()
