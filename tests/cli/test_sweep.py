@@ -97,6 +97,7 @@ def test_trials_are_compared_and_the_same_command_goes_on(recipe_file, tmp_path,
     kept = ("number", "settings", "status", "scores", "value", "step")
     assert [[row[key] for key in kept] for row in after[:2]] == [[row[key] for key in kept] for row in rows]
     assert [row["number"] for row in after] == [1, 2, 3]
+    assert len({row["settings"]["optim.lr"] for row in after}) == 3  # not those of the earlier start again
     assert run([*words, "--trials=3", "--batch_size=8"]) == 2
     assert "holds another sweep: give its flags again, or another folder" in capsys.readouterr().err
 
