@@ -128,8 +128,19 @@ def _trial(name: str, factory: Any, lr: float, arguments: str, held: _Held) -> T
         whole = [weight.clone().requires_grad_() for weight in weights]
         optimizer = make_own(_group(whole, held.optim), held.optim)
         before = _outside(optimizer)
-        _take(optimizer, whole, slopes)
-        hidden = tuple(sorted(key for key, value in _outside(optimizer).items() if before.get(key) != value))
+        _take(optimizer, whole, slopes[:-1])
+        again = [weight.detach().clone().requires_grad_() for weight in whole]
+        resumed = make_own(_group(again, held.optim), held.optim)
+        resumed.state.update(
+            {new: copy.deepcopy(optimizer.state.get(old, {})) for old, new in zip(whole, again, strict=True)}
+        )
+        for one, parameters in ((optimizer, whole), (resumed, again)):
+            torch.default_generator.manual_seed(0)
+            _take(one, parameters, slopes[-1:])
+        goes_on = all(map(torch.equal, again, whole))
+        changed = sorted(key for key, value in _outside(optimizer).items() if before.get(key) != value)
+        # A private attribute may hold what every step computes anew; of others nobody knows what later steps do.
+        hidden = tuple(key for key in changed if not (goes_on and key[0] == "_")) or (() if goes_on else ("something",))
         values = optimizer.state.get(whole[0], {}).values()
         moments = sum(isinstance(value, Tensor) and value.shape == whole[0].shape for value in values)
 
@@ -162,12 +173,15 @@ def _take(optimizer: Optimizer, parameters: Sequence[Tensor], slopes: Sequence[S
         optimizer.step()
 
 
-def _outside(optimizer: Optimizer) -> dict[str, Any]:
-    """All that an optimizer has, but for the state of its parameters."""
+def _outside(optimizer: Optimizer) -> dict[str, str]:
+    """All that an optimizer has, but for the state of its parameters and what every optimizer of torch has."""
     found = {f"param_groups.{key}": value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    own = {key: value for key, value in vars(optimizer).items() if not key.startswith("_")}
-    found |= {key: value for key, value in own.items() if key not in ("state", "param_groups", "defaults")}
-    return {key: repr(copy.copy(value)) for key, value in found.items() if not callable(value)}
+    usual = vars(torch.optim.Adam([torch.zeros(())], fused=True))
+    found |= {key: value for key, value in vars(optimizer).items() if key not in usual and not callable(value)}
+    found |= {f"state[{key!r}]": value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    inner = {key: value.state for key, value in found.items() if isinstance(value, Optimizer)}  # of one that it wraps
+    found |= {f"{key}.state": state for key, state in inner.items() if state is not optimizer.state}
+    return {key: repr(copy.copy(value)) for key, value in found.items() if key not in inner}
 
 
 def own_refusals(optim: Optim, memory: Memory) -> Iterator[str]:
