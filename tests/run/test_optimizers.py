@@ -266,6 +266,8 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"strategy": "ddp"}),
     "fsdp": (2, {"strategy": "fsdp"}),
     "split": (2, {"tensor_parallel": 2}),
+    "streamed": (1, {"cpu_offload": "parameters"}),
+    "shards on the host": (2, {"strategy": "fsdp", "cpu_offload": "optimizer"}),
 }
 
 
