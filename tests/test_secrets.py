@@ -97,11 +97,17 @@ def test_no_file_of_a_run_holds_a_secret(recipe_file, tmp_path, monkeypatch, cap
     written = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     assert written["data"]["url"] == f"https://{REDACTED}@host/x?version=2&sig={REDACTED}"
 
-    repeated = ["fit", str(run_dir / "recipe.yaml"), f"--run.dir={tmp_path / 'again'}", "--run.logger=csv"]
+    repeated = [
+        "fit",
+        str(run_dir / "recipe.yaml"),
+        f"--run.dir={tmp_path / 'again'}",
+        "--run.logger=csv",
+        "--trust-recipe",
+    ]
     assert run(repeated) == 2
     message = "trainer: error: model.url was written without its credentials: give it again as --model.url\n"
     assert capfd.readouterr().err == message
-    assert run(["evaluate", str(run_dir)]) == 2
+    assert run(["evaluate", str(run_dir), "--trust-recipe"]) == 2
     assert run([*repeated, *command()]) == 0
 
 

@@ -133,7 +133,8 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
     """Evaluate the model of ``run_dir`` on the test set of ``recipe`` (or validation set), and print the report."""
     folder = checked(run_dir)
     if is_interactive():  # the result is the same on any number of ranks
-        recipe = recipe.replace(run=replace(recipe.run, devices=1))
+        alone = {"run": replace(recipe.run, devices=1), "memory": replace(recipe.memory, replicas=1)}
+        recipe = recipe.replace(**alone)
     with evaluation_session(recipe, folder) as session, matmul_precision(recipe.memory.matmul_precision):
         doing("loading the model")
         forward = _restore(session, folder)

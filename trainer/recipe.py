@@ -21,7 +21,7 @@ Schedule = Literal["constant", "cosine", "linear", "one_cycle", "plateau", "rang
 Compile = Literal["none", "blocks", "model", "cuda_graphs"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 ScaleLR = Literal["none", "linear", "sqrt"]
-LoggerName = Literal["csv", "tensorboard", "wandb"]
+LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 _BY_CLASS = tuple(f"{figure}{mean}" for figure in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
 _OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
 HIGHER = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy", *_BY_CLASS, "f1_weighted", *_OTHERS)
@@ -327,7 +327,12 @@ class Run:
         dir: the run directory; by default runs/RECIPE/DATE-TIME.
         devices: devices on this machine, an integer or auto (all GPUs, or one CPU process).
         accelerator: auto, cpu or cuda.
-        logger: where metrics go besides metrics.csv: any of csv, tensorboard, wandb.
+        logger: where metrics go besides metrics.csv: any of csv, tensorboard, wandb, mlflow.
+        project: the project of wandb, and the experiment of mlflow.
+        entity: the user or team of wandb; null is its own default.
+        tags: of the run in wandb and mlflow.
+        tracking_uri: where mlflow keeps runs: a server's URL or a folder; null is MLFLOW_TRACKING_URI, or mlflow.db in
+            the run directory.
         metrics: figures of every evaluation besides the task's own, such as f1_macro, auroc, mcc, mae, r2 or
             perplexity; see docs/evaluation.md for all. In Python also objects of your own, of trainer.Metric.
         best: which weights model/ holds: those of the step with the best figure on the validation set (loss, accuracy
@@ -360,6 +365,10 @@ class Run:
     devices: int | Literal["auto"] = "auto"
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     logger: list[LoggerName] = field(default_factory=lambda: ["csv"])
+    project: str = "trainer"
+    entity: str | None = None
+    tags: list[str] = field(default_factory=list)
+    tracking_uri: str | None = None
     metrics: list[str | Metric] = field(default_factory=list)
     best: str | None = None
     patience: int | None = None
@@ -379,6 +388,7 @@ class Run:
         _check("run.", self, positive=("max_skipped_steps", "profile", "patience"))
         for logger in self.logger:
             require_choice("run.logger", logger, LoggerName)
+        require(bool(self.project.strip()), "run.project is empty: give a name, such as trainer")
         if self.devices != "auto":
             require_positive("run.devices", self.devices, MOST_WORKERS)
         known = "auto, none or the path of a checkpoint or run directory"

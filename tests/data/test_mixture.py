@@ -9,6 +9,8 @@ from helpers.prepared import prepared
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.api import fit
+from trainer.commands.classes import with_classes
+from trainer.commands.flags import RecipeParser
 from trainer.contract import Data
 from trainer.data import CIFAR10, Digits, Mixture
 from trainer.data.fingerprint import fingerprint
@@ -16,6 +18,7 @@ from trainer.data.loader import Loader
 from trainer.engine.feed import windows_of
 from trainer.errors import RecipeError
 from trainer.models import MLP
+from trainer.settings import change, settings_of
 from trainer.values import Groups
 
 
@@ -56,6 +59,24 @@ def test_datasets_are_drawn_by_their_weights_whatever_their_sizes(drawn):
     counted = Counter(index >= 30 for piece in pieces for index in piece)
     assert sum(counted.values()) == 40 * 120
     assert 0.27 < counted[True] / 4800 < 0.33
+
+
+def test_parts_are_named_in_yaml_and_flags_too():
+    parts = [["Digits", {"augment": "crop_flip"}, 3], ["Digits", 1]]
+    data = prepared(Mixture(parts))
+    assert len(data.train) == 2 * 1437
+    named, own = (
+        Recipe(model=MLP(), data=data, batch_size=4),
+        Mixture([(Digits(augment="crop_flip"), 3), (Digits(), 1)]),
+    )
+    assert settings_of(named)["data.parts"].value == parts
+    assert fingerprint(data) == fingerprint(prepared(own))
+    recipe, needed = with_classes(named.replace(data=Digits()), {"data": "Mixture"}, trusted=False)
+    assert needed == {"data": ["data.parts"]}
+    flags = [("data.parts", "[[Digits, {augment: crop_flip}, 3], [Digits, 1]]")]
+    changed = change(recipe, RecipeParser(recipe).read_flags(flags, {}))
+    assert [type(data) for data in changed.data.datasets] == [Digits, Digits]
+    assert changed.data.datasets[0].augment == "crop_flip"
 
 
 def test_a_dataset_keeps_its_own_sampling_and_augmentation(drawn):
@@ -118,8 +139,12 @@ def test_what_does_not_go_together_is_refused_by_part(drawn):
     with pytest.raises(RecipeError, match=r"part 1 \(Data\) reads its samples group by group"):
         prepared(Mixture([(streamed, 1.0)]))
     for parts, message in (
-        ([], r"Mixture has no datasets"),
-        ([first], r"part 1 is CIFAR10.*give a pair"),
+        ([], r"data\.parts=\[\]: give a dataset and its weight for each part, or \[CLASS"),
+        ([first], r"part 1 is CIFAR10.*: give a dataset and its weight"),
+        ([["Digts", 1.0]], r"part 1: there is no dataset Digts; there are CIFAR10, Digits"),
+        ([["Digits", {"rot": "x"}, 1.0]], r"part 1: Digits has no setting rot; it has sampling, augment"),
+        ([["ImageFolder", 1.0]], r"part 1: ImageFolder needs the setting root: add it"),
+        ([["Digits", [1], 1.0]], r"part 1: \[1\] must be a mapping of settings of Digits"),
         ([(first, 0)], r"part 1 \(CIFAR10\) has the weight 0: it must be a number greater than 0"),
         ([(first, 0.5), (first, "0.5")], r"part 2 \(CIFAR10\) has the weight '0\.5'"),
     ):

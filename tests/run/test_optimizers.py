@@ -266,6 +266,8 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"strategy": "ddp"}),
     "fsdp": (2, {"strategy": "fsdp"}),
     "split": (2, {"tensor_parallel": 2}),
+    "streamed": (1, {"cpu_offload": "parameters"}),
+    "shards on the host": (2, {"strategy": "fsdp", "cpu_offload": "optimizer"}),
 }
 
 
@@ -402,7 +404,7 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("optim", "memory", "message"), OWN_BAD, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("optim", "memory", "message"), OWN_BAD, ids=[case[2][:60] for case in OWN_BAD])
 def test_an_optimizer_that_could_not_be_exact_is_refused_by_its_name(optim, memory, message, tmp_path):
     with pytest.raises(RecipeError, match=f"^{re.escape(message)}"):
         decide_plan(recipe(tmp_path, optim=Optim(**optim), memory={"precision": "32-true"} | memory), 1)

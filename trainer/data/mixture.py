@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from itertools import accumulate, chain
 from typing import Any, cast
 
@@ -17,6 +17,9 @@ ALIKE = ("num_classes", "class_names", "image_size", "channels", "max_length")
 """What all datasets of a mixture must agree on."""
 
 
+GIVE = "give a dataset and its weight for each part, or [CLASS, {its settings}, weight]"
+
+
 @dataclass
 class Mixture(Data):
     """Datasets with weights: ``Mixture([(photos, 0.7), (drawings, 0.3)])``.
@@ -26,8 +29,9 @@ class Mixture(Data):
     The validation and test sets are those of all datasets that have one, one after the other.
 
     Args:
-        parts: datasets, alike in their classes and in the size of their samples, and a weight above 0 for each; the
-            weights need not sum to 1. The settings of loading below hold for all of them.
+        parts: pairs of a dataset and a weight above 0, or, for YAML and flags, [[ImageFolder, {root: photos}, 0.7],
+            ...]. The weights need not sum to 1. All have the same classes, and samples of one size; the settings of
+            loading below hold for all of them.
         workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
         worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
         max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
@@ -39,28 +43,22 @@ class Mixture(Data):
     max_bad_samples: int = 0
 
     def __post_init__(self) -> None:
-        self.parts = list(self.parts)
-        require(len(self.parts) > 0, "Mixture has no datasets: give pairs of a dataset and its weight")
-        for number, pair in enumerate(self.parts, start=1):
-            is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], Data)
-            require(is_pair, f"Mixture: part {number} is {pair!r}: give a pair of a dataset and its weight")
-            weight = pair[1]
-            is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf
-            named = f"Mixture: part {number} ({type(pair[0]).__name__})"
-            require(is_number, f"{named} has the weight {weight!r}: it must be a number greater than 0")
+        require(isinstance(self.parts, list | tuple) and len(self.parts) > 0, f"data.parts={self.parts!r}: {GIVE}")
+        self._built = [_built(number, part) for number, part in enumerate(self.parts, start=1)]
 
     def __getattr__(self, name: str) -> Any:
         """What is not here is that of the first dataset: ``class_names``, ``load_image``, ..."""
-        if name.startswith("_") or "parts" not in self.__dict__:
+        if name.startswith("_") or not self.__dict__.get("_built"):
             raise AttributeError(f"Mixture has no {name}")
-        return getattr(self.parts[0][0], name)
+        return getattr(self._built[0][0], name)
 
     @property
     def datasets(self) -> list[Data]:
         """Those of the parts, which know what this one was told of the model."""
-        for data, _ in self.parts:
+        found = [data for data, _ in self.__dict__.get("_built", ())]  # there are none before its fields are filled
+        for data in found:
             data.prepared_for, data.seen_by = self.prepared_for, self.seen_by
-        return [data for data, _ in self.parts]
+        return found
 
     @property
     def tasks(self) -> Sequence[Task]:  # type: ignore[override]
@@ -90,7 +88,7 @@ class Mixture(Data):
         for number, data in enumerate(self.datasets, start=1):
             streamed = f"Mixture: part {number} ({type(data).__name__}) reads its samples group by group"
             require(getattr(data.train, "groups", None) is None, f"{streamed}, so none can be drawn by itself")
-        self.train = Joined([data.train for data in self.datasets], self.parts[0][0].mixing())
+        self.train = Joined([data.train for data in self.datasets], self.mixing())
         held = ([getattr(data, part) for data in self.datasets] for part in ("val", "test"))
         self.val, self.test = (
             Joined(found) if (found := [split for split in splits if split is not None]) else None for splits in held
@@ -101,7 +99,7 @@ class Mixture(Data):
         import numpy as np
 
         found = []
-        for data, weight in self.parts:
+        for data, weight in self._built:
             own = data.chances()
             relative = np.ones(len(data.train)) if own is None else np.asarray(own, dtype=np.float64)
             found.append(weight * relative / relative.sum())
@@ -109,11 +107,39 @@ class Mixture(Data):
 
     def mixing(self) -> Mixing | None:
         """That of every dataset."""
-        return self.datasets[0].mixing()
+        return self._built[0][0].mixing()
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """As every dataset does."""
-        return self.datasets[0].collate(samples)
+        return self._built[0][0].collate(samples)
+
+
+def _built(number: int, part: Any) -> tuple[Data, float]:
+    """A dataset and its weight, of what stands for them in ``data.parts``."""
+    import trainer.data
+
+    *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
+    data, named = given[0] if given else None, f"data.parts: part {number}"
+    if isinstance(data, str) and len(given) < 3:
+        known = [name for name in trainer.data.__all__ if name != "Mixture"]
+        require(data in known, f"{named}: there is no dataset {data}; there are {', '.join(known)}")
+        settings = given[1] if len(given) == 2 else {}
+        require(isinstance(settings, dict), f"{named}: {settings!r} must be a mapping of settings of {data}")
+        kind: Any = getattr(trainer.data, data)
+        names = [field.name for field in fields(kind) if field.init]
+        for key in settings:
+            require(key in names, f"{named}: {data} has no setting {key}; it has {', '.join(names)}")
+        required = [
+            field.name for field in fields(kind) if field.init and field.default is field.default_factory is MISSING
+        ]
+        for key in required:
+            require(key in settings, f"{named}: {data} needs the setting {key}: add it")
+        data = kind(**settings)
+    require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {GIVE}")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf
+    kind_of = type(data).__name__
+    require(is_number, f"{named} ({kind_of}) has the weight {weight!r}: it must be a number greater than 0")
+    return cast(Data, data), float(weight)
 
 
 class Joined:

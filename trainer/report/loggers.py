@@ -1,4 +1,4 @@
-"""Where the figures of a run go: ``metrics.csv`` always, TensorBoard and Weights & Biases when asked for."""
+"""Where the figures of a run go: ``metrics.csv`` always, TensorBoard, Weights & Biases and MLflow when asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -20,30 +20,57 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from trainer.errors import RecipeError
 from trainer.report.summary import Speed
 from trainer.system.files import naming, open_own
-from trainer.system.redact import redact_words
+from trainer.system.redact import redact, redact_words
 
 TRAINING_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", *Speed._fields)
 SECONDS_BETWEEN_WRITES = 3.0
 
 
+class Tracking(NamedTuple):
+    """Where and under which name Weights & Biases and MLflow keep a run.
+
+    Args:
+        run: which run it is, the same when it is resumed: it then goes on where it was.
+        project: of Weights & Biases, and the experiment of MLflow.
+        entity: of Weights & Biases.
+        tags: of the run.
+        uri: of MLflow.
+    """
+
+    run: str | None = None
+    project: str = "trainer"
+    entity: str | None = None
+    tags: Sequence[str] = ()
+    uri: str | None = None
+
+
+UNTRACKED = Tracking()
+
+
 def make_loggers(
-    names: Sequence[str],  # any of csv, tensorboard, wandb; csv is always there
+    names: Sequence[str],  # any of csv, tensorboard, wandb, mlflow; csv is always there
     run_dir: Path,  # metrics.csv and tensorboard/ are written in it
     config: Mapping[str, Any],  # the resolved recipe, shown beside the curves
     extra_columns: Sequence[str] = (),  # of metrics.csv
     figures: Sequence[str] = ("accuracy",),  # of an evaluation, besides the loss
     resumed_at: int = 0,  # the step that the run goes on from; TensorBoard hides what was logged after it before
+    tracking: Tracking = UNTRACKED,
 ) -> list[Logger]:
     """The loggers of a run, for ``Fabric(loggers=...)``; only the first rank writes."""
-    make: dict[str, Callable[..., Logger]] = {"tensorboard": partial(_tensorboard, resumed_at), "wandb": _wandb}
+    make: dict[str, Callable[..., Logger]] = {
+        "tensorboard": partial(_tensorboard, resumed_at),
+        "wandb": partial(_wandb, tracking),
+        "mlflow": partial(_mlflow, tracking),
+    }
     others = [make[name](run_dir, config) for name in dict.fromkeys(names) if name != "csv"]
     return [CSVMetrics(run_dir / "metrics.csv", extra_columns, figures), *others]
 
 
 def require_loggers(names: Sequence[str]) -> None:
     """Refuse loggers whose package is missing, before anything is started."""
-    if "wandb" in names and find_spec("wandb") is None:
-        raise RecipeError("run.logger=wandb needs the package wandb: pip install 'exactbatch-trainer[wandb]'")
+    for name in ("wandb", "mlflow"):
+        if name in names and find_spec(name) is None:
+            raise RecipeError(f"run.logger={name} needs the package {name}: pip install 'exactbatch-trainer[{name}]'")
     if "tensorboard" in names:
         try:
             import_module("torch.utils.tensorboard")
@@ -153,7 +180,7 @@ def _tensorboard(resumed_at: int, run_dir: Path, config: Mapping[str, Any]) -> L
     return logger
 
 
-def _wandb(run_dir: Path, config: Mapping[str, Any]) -> Logger:
+def _wandb(tracking: Tracking, run_dir: Path, config: Mapping[str, Any]) -> Logger:
     require_loggers(["wandb"])
     from lightning.pytorch.loggers import WandbLogger
     from wandb import Settings
@@ -161,10 +188,46 @@ def _wandb(run_dir: Path, config: Mapping[str, Any]) -> Logger:
 
     # Its description of the machine has the command line in it.
     settings = Settings(x_disable_meta=redact_words(sys.argv) != sys.argv)
+    where: dict[str, Any] = {"project": tracking.project, "name": run_dir.name, "save_dir": run_dir}
+    who: dict[str, Any] = {
+        "entity": tracking.entity,
+        "tags": list(tracking.tags) or None,
+        "id": tracking.run,
+        "resume": "allow",
+    }
     try:
-        where: dict[str, Any] = {"project": "trainer", "name": run_dir.name, "save_dir": run_dir}
-        logger = WandbLogger(**where, config=dict(config), settings=settings)
+        logger = WandbLogger(**where, **who, config=dict(config), settings=settings)
         _ = logger.experiment  # logs in
     except Error as error:
         raise RecipeError(f"run.logger=wandb: {error} (or set WANDB_MODE=offline)") from error
+    return logger
+
+
+RUN = "trainer.run"
+"""The tag of MLflow's runs by which one that is resumed is found again: MLflow gives ids of its own."""
+
+
+def _mlflow(tracking: Tracking, run_dir: Path, config: Mapping[str, Any]) -> Logger:
+    require_loggers(["mlflow"])
+    from lightning.pytorch.loggers import MLFlowLogger
+    from mlflow.exceptions import MlflowException
+
+    uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir / 'mlflow.db'}"
+    tags = {RUN: tracking.run or "", **({"tags": ", ".join(tracking.tags)} if tracking.tags else {})}
+    where: dict[str, Any] = {"experiment_name": tracking.project, "tracking_uri": uri}
+    try:
+        logger = MLFlowLogger(**where, run_name=run_dir.name, tags=tags)
+        known = logger._mlflow_client.get_experiment_by_name(tracking.project)
+        before = (
+            known
+            and tracking.run
+            and logger._mlflow_client.search_runs(
+                [known.experiment_id], filter_string=f"tags.`{RUN}` = '{tracking.run}'", max_results=1
+            )
+        )
+        if before:
+            return MLFlowLogger(**where, run_id=before[0].info.run_id)
+        logger.log_hyperparams(dict(config))  # makes the run
+    except MlflowException as error:
+        raise RecipeError(f"run.logger=mlflow: {error} (run.tracking_uri={redact(uri)})") from error
     return logger

@@ -29,7 +29,7 @@ from trainer.memory.plan import Plan, idle_ranks, plan_warnings
 from trainer.memory.stack import Stack
 from trainer.recipe import Recipe
 from trainer.report.card import model_card
-from trainer.report.loggers import make_loggers
+from trainer.report.loggers import Tracking, make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.mistakes import write_mistakes
 from trainer.report.page import write_report
@@ -147,8 +147,8 @@ def _absolute(part: Any) -> Any:
     return dataclasses.replace(part, **paths)
 
 
-def open_loggers(session: Session, resumed_at: int) -> list[Any]:
-    """The loggers that the recipe asks for, on the first rank, of a run that goes on from the step ``resumed_at``."""
+def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
+    """The loggers that the recipe asks for, on the first rank, of the ``run`` that goes on from step ``resumed_at``."""
     if not session.is_first:
         return []
     recipe, names = session.recipe, session.recipe.model.loss_names
@@ -159,7 +159,8 @@ def open_loggers(session: Session, resumed_at: int) -> list[Any]:
     task = None if getattr(recipe.model, "num_classes", None) is None else getattr(recipe.model, "task", "single_label")
     asked = [figure if isinstance(figure, str) else figure.name for figure in asked_figures(recipe)]
     figures = [name for name in dict.fromkeys((*FIGURES[task], *asked)) if name != "loss"]
-    return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at)
+    tracking = Tracking(run, recipe.run.project, recipe.run.entity, recipe.run.tags, recipe.run.tracking_uri)
+    return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at, tracking)
 
 
 def write_results(

@@ -78,7 +78,7 @@ class Training:
         self.schedule()
         tensors = Tensors(self.stack, self.stepper)
         resumption.restore_tensors(tensors)
-        self.loggers = open_loggers(session, resumption.step)
+        self.loggers = open_loggers(session, resumption.step, resumption.origin.run)
         if session.is_first:
             write_recipe(session, source)
             lines = [*describe_run(session, self.stack, self.windows), *describe_groups(self.stepper.optimizer)]

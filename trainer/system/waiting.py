@@ -11,12 +11,13 @@ from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
+from trainer.system.redact import redact
 from trainer.system.streams import Stream
 from trainer.system.text import escaped
 
 SECONDS_BETWEEN = 1.8
 """Between two lines in a pipe, and how long anything else is left alone on a terminal."""
-LIBRARIES = ("torch", "lightning.fabric", "torchvision", "transformers", "datasets", "sklearn", "matplotlib", "peft")
+LIBRARIES = ("torch", "lightning.fabric", "torchvision", "transformers", "datasets", "peft")
 """Whose import takes long enough for a person to ask what goes on."""
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
@@ -32,7 +33,7 @@ class Waiting(MetaPathFinder):
     """
 
     def __init__(self, subject: str) -> None:
-        self.subject, self.what, self.began = subject, "", time.monotonic()
+        self.subject, self.what, self.began = redact(subject), "", time.monotonic()
         self.terminal, self.drawn, self.last = os.isatty(2), False, 0.0
         self.ended = threading.Event()
         sys.meta_path.insert(0, self)
