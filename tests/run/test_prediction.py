@@ -57,7 +57,7 @@ def texts(tmp_path_factory) -> tuple[Any, Path]:
     run_dir = tmp_path_factory.mktemp("run")
     model = text(class_names=NAMES)
     save_model(model, model.build().eval(), run_dir / "model")
-    return Recipe(model=model, data=TextFiles("absent.csv", text_column="review", max_length=32), batch_size=1), run_dir
+    return Recipe(batch_size=1, model=model, data=TextFiles("absent.csv", text_column="review", max_length=32)), run_dir
 
 
 def read(path: Path) -> list[dict[str, Any]]:
