@@ -11,17 +11,17 @@ from typing import Any, cast
 
 from trainer.contract import Data
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
-from trainer.data.text import HubText, IMDb, StreamedText, TextFiles
+from trainer.data.text import HubText, IMDb, TextFiles
 from trainer.errors import require
 from trainer.values import Mixing, Task
-
-KINDS: list[type[Data]] = [CIFAR10, Digits, FashionMNIST, HubText, IMDb, ImageFolder, StreamedText, TextFiles]
-BUILT_IN = {kind.__name__: kind for kind in KINDS}
-"""The datasets that a name stands for."""
 
 ALIKE = ("num_classes", "class_names", "image_size", "channels", "max_length")
 """What all datasets of a mixture must agree on."""
 
+KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (CIFAR10, Digits, FashionMNIST, HubText, IMDb, ImageFolder, TextFiles)
+}
+"""The datasets of this package that a flag can name; streams have no samples that could be drawn."""
 
 GIVE = "give a dataset and its weight for each part, or [CLASS, {its settings}, weight]"
 
@@ -125,10 +125,10 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
     *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
     data, named = given[0] if given else None, f"data.parts: part {number}"
     if isinstance(data, str) and len(given) < 3:
-        require(data in BUILT_IN, f"{named}: there is no dataset {data}; there are {', '.join(BUILT_IN)}")
+        require(data in KINDS, f"{named}: there is no dataset {data}; there are {', '.join(KINDS)}")
         settings = given[1] if len(given) == 2 else {}
         require(isinstance(settings, dict), f"{named}: {settings!r} must be a mapping of settings of {data}")
-        kind: Any = BUILT_IN[data]
+        kind = KINDS[data]
         names = [field.name for field in fields(kind) if field.init]
         for key in settings:
             require(key in names, f"{named}: {data} has no setting {key}; it has {', '.join(names)}")
