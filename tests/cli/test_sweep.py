@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 from statistics import mean, stdev
@@ -243,3 +244,11 @@ def test_the_curve_of_a_range_test_ends_where_training_diverges(tmp_path):
         assert (curve.diverged, curve.losses) == (diverged, falling)
     assert curve.steepest() in curve.rates
     assert curve_of(tmp_path / "nowhere").losses == []
+
+
+def test_without_optuna_the_line_that_installs_it_is_told(recipe_file, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert run(["sweep", str(recipe_file), "--over=optim.lr=1e-3..1"]) == 2
+    said = capsys.readouterr().err
+    assert "trainer sweep needs the package optuna" in said
+    assert "pip install 'exactbatch-trainer[sweep]'" in said

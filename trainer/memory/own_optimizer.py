@@ -84,7 +84,7 @@ def _is_optimizer(kind: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Found:
     """What an optimizer was found to do in a few steps on two small matrices."""
 
     one_by_one: bool  # parameters may be updated one after the other: none reads another
@@ -93,7 +93,7 @@ class Trial:
     hidden: tuple[str, ...]  # what changes outside of the state of its parameters, where no checkpoint looks
 
 
-def trial_of(optim: Optim) -> Trial:
+def trial_of(optim: Optim) -> _Found:
     """Try it. It draws no number from torch's generator that a run would miss."""
     arguments = repr(sorted(optim.arguments.items(), key=str))
     try:
@@ -119,7 +119,7 @@ class _Held:
 
 
 @lru_cache
-def _trial(name: str, factory: Any, lr: float, arguments: str, held: _Held) -> Trial:
+def _trial(name: str, factory: Any, lr: float, arguments: str, held: _Held) -> _Found:
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     weights = [draw(shape) for shape in ((4, 6), (3, 5))]
@@ -159,7 +159,7 @@ def _trial(name: str, factory: Any, lr: float, arguments: str, held: _Held) -> T
         _take(make_own(_group(cut, held.optim), held.optim), cut, parts)
     joined = [torch.cat(cut[at : at + 2]) for at in (0, 2)]
     one_by_one = all(map(torch.allclose, alone, whole))
-    return Trial(one_by_one, one_by_one and all(map(torch.allclose, joined, whole)), moments, hidden)
+    return _Found(one_by_one, one_by_one and all(map(torch.allclose, joined, whole)), moments, hidden)
 
 
 def _group(parameters: Sequence[Tensor], optim: Optim) -> list[dict[str, Any]]:
