@@ -124,6 +124,10 @@ def test_timm_says_which_images_its_models_were_trained_on(tmp_path):
         (lambda: classifier(dropout=2.0), r"model\.dropout=2\.0 must be in \[0, 1\)"),
         (lambda: classifier(num_classes=None).build(), r"model\.num_classes of ImageClassifier is not set"),
         (lambda: classifier(config={"hidden_siz": 8}).prepare(), "no setting 'hidden_siz'; did you mean hidden_size"),
+        (
+            lambda: ImageClassifier("timm/resnet10t", config={"model_args": {"checkpoint_path": "x.pth"}}).prepare(),
+            r"name='timm/resnet10t': its configuration asks for timm's checkpoint_path, a file that may be a pickle",
+        ),
         (lambda: ImageClassifier("./nowhere").prepare(), r"model\.name=\./nowhere is not a folder"),
     ],
 )

@@ -133,6 +133,11 @@ def refuse_code(name: str, config: Any) -> None:
         f"{asks} quantised weights, which cannot be trained and may need code from the hub: give a model without "
         "quantization_config in its config.json",
     )
+    require(
+        "checkpoint_path" not in (getattr(config, "model_args", None) or {}),
+        f"{asks} timm's checkpoint_path, a file that may be a pickle: take it out of model_args, and give the weights "
+        "as a folder by model.weights",
+    )
 
 
 class HubModel(Supervised, Adaptable):
