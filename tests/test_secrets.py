@@ -138,6 +138,14 @@ LINES = {
     "plan": ["plan", "RECIPE", "--gpu=cpu", "--out=out/plan"],
     "scale": ["plan", "RECIPE", "--gpu=a100-80gb", "--devices=1,2", "--out=out/scale"],
     "ladder": ["ladder", "RECIPE", "--steps=1", "--rungs=baseline", "--out=out/ladder"],
+    "sweep": [
+        "sweep",
+        "RECIPE",
+        "--over=optim.weight_decay=0,0.1",
+        "--trials=1",
+        "--run.evaluate=true",
+        "--out=out/sweep",
+    ],
     "evaluate": ["evaluate", "run", "--trust-recipe"],
     "predict": ["predict", "run", "--trust-recipe", "--image=digit.png"],
     "export": ["export", "run", "--trust-recipe", "--to=hub", "--repo=me/model"],
@@ -148,7 +156,7 @@ LINES = {
 
 ENDS = {"works": "", "is refused": "absent", "breaks": "broken"}
 QUICK = {"fit": [*ENDS], "plan": ["works", "breaks"], "run": ["is refused"], "doctor": ["is refused"]}
-QUICK |= {"scale": [], "ladder": []}
+QUICK |= {"scale": [], "ladder": [], "sweep": ["is refused"]}
 
 
 def tried():

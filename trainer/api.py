@@ -28,7 +28,7 @@ with quick_imports():
     from trainer.report.progress import Progress, warn
     from trainer.report.summary import Summary, read_summary
     from trainer.run.directory import report_text, status_kept, write_evaluation, written_to
-    from trainer.run.notebook import fit_beside, has_several_ranks, is_interactive
+    from trainer.run.notebook import fit_beside, needs_processes
     from trainer.run.opening import evaluation_session, training_session
     from trainer.run.prediction import checked, predict
     from trainer.run.resume import Resumption
@@ -109,7 +109,7 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         Stopped: when it was asked to stop; everything is saved then.
     """
     require_failpoint()
-    if is_interactive() and has_several_ranks(recipe):
+    if needs_processes(recipe):
         return FinishedRun(recipe, fit_beside(recipe))
     with training_session(recipe, source) as session, session.guarded(), ExitStack() as closing:
         closing.enter_context(deterministic_algorithms(recipe.run.deterministic))
@@ -132,7 +132,7 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
 def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
     """Evaluate the model of ``run_dir`` on the test set of ``recipe`` (or validation set), and print the report."""
     folder = checked(run_dir)
-    if is_interactive():  # the result is the same on any number of ranks
+    if needs_processes(recipe):  # the result is the same on any number of ranks
         alone = {"run": replace(recipe.run, devices=1), "memory": replace(recipe.memory, replicas=1)}
         recipe = recipe.replace(**alone)
     with evaluation_session(recipe, folder) as session, matmul_precision(recipe.memory.matmul_precision):

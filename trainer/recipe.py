@@ -97,7 +97,7 @@ class Optim:
     name: str = "adamw"
     _: KW_ONLY
     factory: Any = field(default=None, metadata={"setting": False})
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict, hash=False)
     lr: float = 1e-3
     weight_decay: float = 0.0
     momentum: float = 0.0
@@ -111,7 +111,7 @@ class Optim:
     plateau_patience: int = 10
     plateau_factor: float = 0.1
     layer_decay: float | None = None
-    groups: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, Any] = field(default_factory=dict, hash=False)
     ema: float | None = None
     ema_warmup: bool = False
     clip_norm: float | None = None

@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 from statistics import mean, stdev
@@ -97,6 +98,7 @@ def test_trials_are_compared_and_the_same_command_goes_on(recipe_file, tmp_path,
     kept = ("number", "settings", "status", "scores", "value", "step")
     assert [[row[key] for key in kept] for row in after[:2]] == [[row[key] for key in kept] for row in rows]
     assert [row["number"] for row in after] == [1, 2, 3]
+    assert len({row["settings"]["optim.lr"] for row in after}) == 3  # not those of the earlier start again
     assert run([*words, "--trials=3", "--batch_size=8"]) == 2
     assert "holds another sweep: give its flags again, or another folder" in capsys.readouterr().err
 
@@ -242,3 +244,11 @@ def test_the_curve_of_a_range_test_ends_where_training_diverges(tmp_path):
         assert (curve.diverged, curve.losses) == (diverged, falling)
     assert curve.steepest() in curve.rates
     assert curve_of(tmp_path / "nowhere").losses == []
+
+
+def test_without_optuna_the_line_that_installs_it_is_told(recipe_file, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert run(["sweep", str(recipe_file), "--over=optim.lr=1e-3..1"]) == 2
+    said = capsys.readouterr().err
+    assert "trainer sweep needs the package optuna" in said
+    assert "pip install 'exactbatch-trainer[sweep]'" in said

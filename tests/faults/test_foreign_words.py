@@ -93,6 +93,8 @@ def stranger():
         ProcessId.own(), pid=pid, began=int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     )
     os.kill(pid, signal.SIGSTOP)
+    while process.state() != "stopped":  # on a busy machine that takes a while
+        time.sleep(0.01)
     yield process
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

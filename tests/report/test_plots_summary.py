@@ -169,7 +169,7 @@ def strict(text):
 
 KEYS = (
     "status steps skipped_steps recoveries world_size launcher nodes backend batch_size micro_batch_size accumulate "
-    "metrics best memory samples_per_second tokens_per_second data_share mfu seconds versions attention"
+    "metrics best memory samples_per_second tokens_per_second data_share mfu seconds versions data attention"
 )
 
 

@@ -229,6 +229,35 @@ class Counting(SignMomentum):
         super().move(parameter, group)
 
 
+class Private(SignMomentum):
+    """Hides it a little better."""
+
+    _count = 0
+
+    def move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        self._count += 1
+        parameter.sub_(parameter.grad, alpha=group["lr"] / self._count)
+
+
+class Common(SignMomentum):
+    """Keeps what belongs to no parameter."""
+
+    def move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        parameter.sub_(parameter.grad, alpha=group["lr"] / self.state["all"]["steps"])
+
+
+class Wrapper(SignMomentum):
+    """Lets another one take the steps."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, weight_decay=weight_decay)
+        self._inner = SignMomentum(self.param_groups)
+
+    def step(self, closure: Any = None) -> None:
+        self._inner.step()
+
+
 def with_own(kind: Any, module: nn.Module, **arguments: Any) -> Textbook:
     return Textbook(kind(decayed(module, 0.1), lr=1e-2, **arguments), lambda: None)
 
@@ -266,6 +295,8 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"strategy": "ddp"}),
     "fsdp": (2, {"strategy": "fsdp"}),
     "split": (2, {"tensor_parallel": 2}),
+    "streamed": (1, {"cpu_offload": "parameters"}),
+    "shards on the host": (2, {"strategy": "fsdp", "cpu_offload": "optimizer"}),
 }
 
 
@@ -396,6 +427,9 @@ OWN_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"name": "torch.optim.NAdam", "arguments": {"lr": 1}}, {}, "optim.arguments has lr: that is optim.lr"),
     ({"name": "torch.optim.Rprop", "weight_decay": 0.1}, {}, "optim.name=torch.optim.Rprop knows no weight_decay"),
     ({"factory": Counting}, {}, "optim.factory=Counting keeps param_groups.k outside of the state"),
+    ({"factory": Private}, {}, "optim.factory=Private keeps _count outside of the state"),
+    ({"factory": Common}, {}, "optim.factory=Common keeps state['all'] outside of the state"),
+    ({"factory": Wrapper}, {}, "optim.factory=Wrapper keeps _inner.state outside of the state"),
     ({"factory": ByNorm}, {"strategy": "fsdp"}, "optim.factory=ByNorm needs whole tensors"),
     ({"factory": Together}, {"cpu_offload": "optimizer"}, "optim.factory=Together reads several parameters for one"),
     ({"factory": SignMomentum}, {"optimizer_state_bits": 8}, "memory.optimizer_state_bits=8 is for adam and adamw"),
@@ -474,6 +508,8 @@ def test_groups_of_what_is_frozen_and_layers_of_what_has_none_are_refused(tmp_pa
     train(tmp_path / "two", model=model, optim=Optim(groups={"conv_proj.*": {"lr_scale": 2, "frozen": False}}))
     with pytest.raises(RecipeError, match=r"^optim\.layer_decay=0\.5 works on repeated modules, and Flat has none"):
         choose_trained(Flat(), make_model("mlp"), Optim(layer_decay=0.5))
+    with pytest.raises(RecipeError, match=r"^optim\.layer_decay=1e-200 leaves no learning rate to layer 0 of 3"):
+        train(tmp_path / "low", optim=Optim(layer_decay=1e-200))
     with pytest.raises(RecipeError, match=r"^every parameter is frozen: .*optim\.groups"):
         train(tmp_path / "three", model=model, optim=Optim(groups={"*": {"frozen": True}}))
 

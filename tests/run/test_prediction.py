@@ -6,7 +6,6 @@ import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas
@@ -16,7 +15,7 @@ from helpers.pretrained import text
 from PIL import Image
 from torch import nn
 
-from trainer import Data, Loss, Model, RecipeError, predict
+from trainer import Data, Loss, Model, Recipe, RecipeError, predict
 from trainer.checkpoint.export import save_model
 from trainer.data import ImageFolder, TextFiles
 from trainer.models import MLP
@@ -49,7 +48,7 @@ def images(tmp_path_factory) -> tuple[Any, Path, list[list[float]]]:
         "labels": torch.zeros(COUNT).long(),
     }
     wanted = next(model.losses(module, batch)).logits.softmax(-1).tolist()
-    return SimpleNamespace(model=model, data=data), run_dir, wanted
+    return Recipe(model=model, data=data, batch_size=1), run_dir, wanted
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def texts(tmp_path_factory) -> tuple[Any, Path]:
     run_dir = tmp_path_factory.mktemp("run")
     model = text(class_names=NAMES)
     save_model(model, model.build().eval(), run_dir / "model")
-    return SimpleNamespace(model=model, data=TextFiles("absent.csv", text_column="review", max_length=32)), run_dir
+    return Recipe(batch_size=1, model=model, data=TextFiles("absent.csv", text_column="review", max_length=32)), run_dir
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -213,7 +212,7 @@ def test_an_own_model_that_cannot_predict_hears_why(tmp_path):
 
     def refused(said: str, model: Model, data: Data, **inputs: Any) -> None:
         with pytest.raises(RecipeError, match=said):
-            predict(SimpleNamespace(model=model, data=data), tmp_path / "run", **inputs)
+            predict(Recipe(model=model, data=data, batch_size=1), tmp_path / "run", **inputs)
 
     refused("--text needs a text model: Regressor has no tokenizer$", model, Points(), texts=["a"])
     refused("--text needs.*; it reads images: --image", model, Pictures(), texts=["a"])

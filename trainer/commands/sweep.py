@@ -175,9 +175,15 @@ class Optuna(Chooser):
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.space, self.states = dict(space), optuna.trial.TrialState
-        sampler = optuna.samplers.TPESampler(seed=seed % 2**32, constant_liar=True)
-        self.study = optuna.create_study(direction="maximize", sampler=sampler, pruner=optuna.pruners.MedianPruner())
+        self.space, self.states, self.seed = dict(space), optuna.trial.TrialState, seed
+        self.study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner())
+        self._draw_on()
+
+    def _draw_on(self) -> None:
+        """Draw from a seed of its own after so many trials: the first one's would give an earlier start's again."""
+        from optuna.samplers import TPESampler
+
+        self.study.sampler = TPESampler(seed=(self.seed + len(self.study.trials)) % 2**32, constant_liar=True)
 
     def add(self, row: Mapping[str, Any]) -> None:
         from optuna.trial import create_trial
@@ -187,6 +193,7 @@ class Optuna(Chooser):
         value = row["score"] if state == self.states.COMPLETE else None
         known: dict[str, Any] = {"params": dict(row["settings"]), "distributions": self.space}
         self.study.add_trial(create_trial(state=state, value=value, intermediate_values=scores, **known))
+        self._draw_on()
 
     def ask(self, again: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         if again is not None:

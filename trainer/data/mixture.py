@@ -10,12 +10,18 @@ from itertools import accumulate, chain
 from typing import Any, cast
 
 from trainer.contract import Data
+from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
+from trainer.data.text import HubText, IMDb, TextFiles
 from trainer.errors import require
 from trainer.values import Mixing, Task
 
 ALIKE = ("num_classes", "class_names", "image_size", "channels", "max_length")
 """What all datasets of a mixture must agree on."""
 
+KINDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (CIFAR10, Digits, FashionMNIST, HubText, IMDb, ImageFolder, TextFiles)
+}
+"""The datasets of this package that a flag can name; streams have no samples that could be drawn."""
 
 GIVE = "give a dataset and its weight for each part, or [CLASS, {its settings}, weight]"
 
@@ -116,16 +122,13 @@ class Mixture(Data):
 
 def _built(number: int, part: Any) -> tuple[Data, float]:
     """A dataset and its weight, of what stands for them in ``data.parts``."""
-    import trainer.data
-
     *given, weight = part if isinstance(part, tuple | list) and part else (None, None)
     data, named = given[0] if given else None, f"data.parts: part {number}"
     if isinstance(data, str) and len(given) < 3:
-        known = [name for name in trainer.data.__all__ if name != "Mixture"]
-        require(data in known, f"{named}: there is no dataset {data}; there are {', '.join(known)}")
+        require(data in KINDS, f"{named}: there is no dataset {data}; there are {', '.join(KINDS)}")
         settings = given[1] if len(given) == 2 else {}
         require(isinstance(settings, dict), f"{named}: {settings!r} must be a mapping of settings of {data}")
-        kind: Any = getattr(trainer.data, data)
+        kind = KINDS[data]
         names = [field.name for field in fields(kind) if field.init]
         for key in settings:
             require(key in names, f"{named}: {data} has no setting {key}; it has {', '.join(names)}")

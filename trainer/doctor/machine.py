@@ -187,8 +187,9 @@ def space(subject: Subject) -> Finding:
     """Whether there is space for the checkpoints that are kept, and the one that is being written."""
     if not subject.ready:
         return skipped("the size of the model is not known")
-    wishes = subject.recipe.checkpoint
-    count = wishes.keep_last + wishes.keep_best + 1
+    wishes, run = subject.recipe.checkpoint, subject.recipe.run
+    has_best = run.evaluate and run.best != "last" and (subject.recipe.data.val is not None or run.best is not None)
+    count = wishes.keep_last + max(wishes.keep_best, int(has_best)) + 1
     needed, free = count * subject.checkpoint_bytes, shutil.disk_usage(subject.disk).free
     text = f"{gigabytes(free)} free, {count} checkpoints of about {gigabytes(subject.checkpoint_bytes)}"
     fix = f"free {needed - free:,} bytes on the file system of {subject.disk}, lower --checkpoint.keep_last"

@@ -84,7 +84,7 @@ def _is_optimizer(kind: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Trial:
+class _Found:
     """What an optimizer was found to do in a few steps on two small matrices."""
 
     one_by_one: bool  # parameters may be updated one after the other: none reads another
@@ -93,7 +93,7 @@ class Trial:
     hidden: tuple[str, ...]  # what changes outside of the state of its parameters, where no checkpoint looks
 
 
-def trial_of(optim: Optim) -> Trial:
+def trial_of(optim: Optim) -> _Found:
     """Try it. It draws no number from torch's generator that a run would miss."""
     arguments = repr(sorted(optim.arguments.items(), key=str))
     try:
@@ -119,7 +119,7 @@ class _Held:
 
 
 @lru_cache
-def _trial(name: str, factory: Any, lr: float, arguments: str, held: _Held) -> Trial:
+def _trial(name: str, factory: Any, lr: float, arguments: str, held: _Held) -> _Found:
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     weights = [draw(shape) for shape in ((4, 6), (3, 5))]
@@ -128,8 +128,19 @@ def _trial(name: str, factory: Any, lr: float, arguments: str, held: _Held) -> T
         whole = [weight.clone().requires_grad_() for weight in weights]
         optimizer = make_own(_group(whole, held.optim), held.optim)
         before = _outside(optimizer)
-        _take(optimizer, whole, slopes)
-        hidden = tuple(sorted(key for key, value in _outside(optimizer).items() if before.get(key) != value))
+        _take(optimizer, whole, slopes[:-1])
+        again = [weight.detach().clone().requires_grad_() for weight in whole]
+        resumed = make_own(_group(again, held.optim), held.optim)
+        resumed.state.update(
+            {new: copy.deepcopy(optimizer.state.get(old, {})) for old, new in zip(whole, again, strict=True)}
+        )
+        for one, parameters in ((optimizer, whole), (resumed, again)):
+            torch.default_generator.manual_seed(0)
+            _take(one, parameters, slopes[-1:])
+        goes_on = all(map(torch.equal, again, whole))
+        changed = sorted(key for key, value in _outside(optimizer).items() if before.get(key) != value)
+        # A private attribute may hold what every step computes anew; of others nobody knows what later steps do.
+        hidden = tuple(key for key in changed if not (goes_on and key[0] == "_")) or (() if goes_on else ("something",))
         values = optimizer.state.get(whole[0], {}).values()
         moments = sum(isinstance(value, Tensor) and value.shape == whole[0].shape for value in values)
 
@@ -148,7 +159,7 @@ def _trial(name: str, factory: Any, lr: float, arguments: str, held: _Held) -> T
         _take(make_own(_group(cut, held.optim), held.optim), cut, parts)
     joined = [torch.cat(cut[at : at + 2]) for at in (0, 2)]
     one_by_one = all(map(torch.allclose, alone, whole))
-    return Trial(one_by_one, one_by_one and all(map(torch.allclose, joined, whole)), moments, hidden)
+    return _Found(one_by_one, one_by_one and all(map(torch.allclose, joined, whole)), moments, hidden)
 
 
 def _group(parameters: Sequence[Tensor], optim: Optim) -> list[dict[str, Any]]:
@@ -162,12 +173,15 @@ def _take(optimizer: Optimizer, parameters: Sequence[Tensor], slopes: Sequence[S
         optimizer.step()
 
 
-def _outside(optimizer: Optimizer) -> dict[str, Any]:
-    """All that an optimizer has, but for the state of its parameters."""
+def _outside(optimizer: Optimizer) -> dict[str, str]:
+    """All that an optimizer has, but for the state of its parameters and what every optimizer of torch has."""
     found = {f"param_groups.{key}": value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    own = {key: value for key, value in vars(optimizer).items() if not key.startswith("_")}
-    found |= {key: value for key, value in own.items() if key not in ("state", "param_groups", "defaults")}
-    return {key: repr(copy.copy(value)) for key, value in found.items() if not callable(value)}
+    usual = vars(torch.optim.Adam([torch.zeros(())], fused=True))
+    found |= {key: value for key, value in vars(optimizer).items() if key not in usual and not callable(value)}
+    found |= {f"state[{key!r}]": value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    inner = {key: value.state for key, value in found.items() if isinstance(value, Optimizer)}  # of one that it wraps
+    found |= {f"{key}.state": state for key, state in inner.items() if state is not optimizer.state}
+    return {key: repr(copy.copy(value)) for key, value in found.items() if key not in inner}
 
 
 def own_refusals(optim: Optim, memory: Memory) -> Iterator[str]:

@@ -69,8 +69,11 @@ def rule_of(parameter: Tensor, optim: Optim, name: str = "", layers: Mapping[str
     settings = dict(_settings(name, optim))
     depth = max(layers.values(), default=0) if layers else 0
     scale = 1.0 if optim.layer_decay is None or not layers else optim.layer_decay ** (depth - layers[name])
+    scale *= settings.get("lr_scale", 1.0)
     decay = settings.get("weight_decay", optim.weight_decay if parameter.ndim >= 2 else 0.0)
-    return Rule(float(decay), scale * settings.get("lr_scale", 1.0))
+    why = f"optim.layer_decay={optim.layer_decay} leaves no learning rate to layer {layers and layers[name]} of {depth}"
+    require(scale > 0, f"{why}: raise it, or freeze the layer by optim.groups")
+    return Rule(float(decay), scale)
 
 
 def grouped(rules: Mapping[Tensor, Rule], lr: float) -> list[dict[str, object]]:

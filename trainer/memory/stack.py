@@ -200,7 +200,9 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
     if any(isinstance(p, DTensor) for p in stack.module.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         with averages.applied() if averages is not None else nullcontext():
-            gathered = get_model_state_dict(stack.module, options=options)
+            gathered: dict[str, Any] = get_model_state_dict(stack.module, options=options)
+            if averages is not None:  # what was whole in host memory is still the model's own
+                gathered = {name: value.clone() for name, value in gathered.items()}
         first = {name: names[0] for names in tied_names(stack.module) for name in names}
         state: dict[str, Any] = {name: gathered.get(first.get(name, name), value) for name, value in gathered.items()}
         for name, stretch in stretches(stack.module).items():  # in their order

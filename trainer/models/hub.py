@@ -298,7 +298,7 @@ class HubModel(Supervised, Adaptable):
             of_data = self._of_data()
             config = AutoConfig.for_model(kind, **of_data)
         elif self.weights is None and self.revision is None and (folder := published(self.name)):
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             config.name_or_path = self.name
         else:
             config = self._load("name", self.name, AutoConfig.from_pretrained, trust_remote_code=False)

@@ -169,7 +169,8 @@ def _to_hf(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, ta
     with staged_folder(target) as part:
         shutil.copytree(folder, part, dirs_exist_ok=True)
         named = json.loads((part / CONFIG).read_text())["architectures"][0]
-        loaded = getattr(transformers, named).from_pretrained(part, local_files_only=True).eval()
+        load = getattr(transformers, named)
+        loaded = load.from_pretrained(part, local_files_only=True, trust_remote_code=False, use_safetensors=True).eval()
         copied = _Outputs(outputs.model, loaded, outputs.names)
         return _require_same(outputs, batches, [copied.of(batch) for batch in batches], target)
 

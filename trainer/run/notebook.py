@@ -29,8 +29,10 @@ def is_interactive() -> bool:
     return not os.path.isfile(script) and "LOCAL_RANK" not in os.environ
 
 
-def has_several_ranks(recipe: Recipe) -> bool:
-    """Whether a run from here takes processes that no launcher has started."""
+def needs_processes(recipe: Recipe) -> bool:
+    """Whether a run takes several ranks that neither a launcher has started nor Fabric can start from here."""
+    if not is_interactive():
+        return False
     world = find_world(recipe)[1]
     return world.started_by_fabric and world.size > 1
 

@@ -250,8 +250,8 @@ class Training:
             tensors = self.checkpointer.state.tensors
             if problem := self.resumption.restore_best(step, tensors):
                 self.progress.warning(f"{problem}: model/ has the weights of the last step instead of the best")
-                step = counters.step
-            self.engine.last_result = best.result if step == best.step else last
+                return None
+            self.engine.last_result = best.result
         return {"step": step, "figure": best.column, "best": best.figure, "last": figures.get(str(best.name))}
 
     def _test(self) -> EvaluationResult | None:

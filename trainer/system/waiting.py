@@ -11,6 +11,7 @@ from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
+from trainer.system.redact import redact
 from trainer.system.streams import Stream
 from trainer.system.text import escaped
 
@@ -32,7 +33,7 @@ class Waiting(MetaPathFinder):
     """
 
     def __init__(self, subject: str) -> None:
-        self.subject, self.what, self.began = subject, "", time.monotonic()
+        self.subject, self.what, self.began = redact(subject), "", time.monotonic()
         self.terminal, self.drawn, self.last = os.isatty(2), False, 0.0
         self.ended = threading.Event()
         sys.meta_path.insert(0, self)
