@@ -494,7 +494,8 @@ class Recipe:
 
 
 def _require_figure(said: str, name: str, known: list[str]) -> None:
-    near = [f"; did you mean {close}?" for close in get_close_matches(name, known, 1)]
+    begun = [one for one in known if one.startswith(name)][:1]  # acc
+    near = [f"; did you mean {close}?" for close in begun or get_close_matches(name, known, 1)]
     require(name in known, f"{said} is no figure that is known{''.join(near)} (there are {', '.join(known)})")
 
 

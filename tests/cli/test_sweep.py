@@ -70,6 +70,7 @@ def content_of(out: Path) -> dict[str, Any]:
     return json.loads((out / "sweep.json").read_text())
 
 
+@pytest.mark.slow
 def test_trials_are_compared_and_the_same_command_goes_on(recipe_file, tmp_path, capsys):
     words = ["sweep", str(recipe_file), *OVER, "--out", str(tmp_path / "s"), "--run.accelerator=cpu"]
     assert run([*words, "--trials=2", "--parallel=2"]) == 0
@@ -103,6 +104,7 @@ def test_trials_are_compared_and_the_same_command_goes_on(recipe_file, tmp_path,
     assert "holds another sweep: give its flags again, or another folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_is_a_row_and_ends_nothing(recipe_file, tmp_path, capsys):
     words = ["sweep", str(recipe_file), "--over=model.hidden=[7],[12]", "--trials=4", "--run.accelerator=cpu"]
     assert run([*words, "--run.best=val_loss", "--out", str(tmp_path / "s")]) == 0

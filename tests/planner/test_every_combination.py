@@ -71,6 +71,7 @@ def fault_of(result: Any) -> str:
     return "" if plausible else f"{result['allocated']} bytes of {result['reserved']}, {cost['step_ms']} ms"
 
 
+@pytest.mark.slow
 def test_every_value_of_every_knob_is_predicted():
     quick = [name for name in MODELS if name != "bigbird"]
     check(covering(accepted(1_500, quick), 1))

@@ -73,6 +73,7 @@ def same_loop() -> dict:
     return gpu.to_json()
 
 
+@pytest.mark.slow
 def test_a_plain_loop_takes_what_the_same_loop_takes_in_fake_gpu(written, capsys):
     found = planned(written(LOOP), "64")
     assert "RTX 4090" in capsys.readouterr().out

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
-from importlib import import_module
 from typing import Any
 
 import trainer.data
 import trainer.models
 from trainer.commands import TRUST
 from trainer.contract import Data, Model
-from trainer.errors import RecipeError, require
+from trainer.errors import require
 from trainer.recipe import Recipe
 from trainer.settings import CLASS, class_of
+from trainer.system.imports import imported
 
 PARTS: dict[str, tuple[Any, type]] = {"model": (trainer.models, Model), "data": (trainer.data, Data)}
 """The sections whose class may be another, where those of this package are, and what one of anybody's own must be."""
@@ -87,7 +85,7 @@ def _at_defaults(kind: type) -> Any:
 def _imported(part: str, name: str, trusted: bool) -> type:
     """The class of anybody's own that ``module.Class`` names."""
     given, (_, base), known = f"{part}.{CLASS}={name!r}", PARTS[part], known_classes(part)
-    module, _, last = name.rpartition(".")
+    module = name.rpartition(".")[0]
     nowhere = f"{given} was defined in a notebook, or in a script that was run, and no file that is imported has it"
     require(module != "__main__", f"{nowhere}: in Python, say trainer.load(RUN_DIR, recipe)")
     near = get_close_matches(name.lower(), {one.lower(): one for one in known}, 1, 0.5)
@@ -98,13 +96,7 @@ def _imported(part: str, name: str, trusted: bool) -> type:
     )
     code = f"{given} is Python code that only a file names, and is not imported: add --{TRUST} if you trust that file"
     require(trusted, code)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: what lies there goes before no package
-    try:
-        kind = getattr(import_module(module), last)
-    except Exception as error:  # whatever the user's own code raises
-        fix = "start in the folder that it is in, or put that on PYTHONPATH"
-        raise RecipeError(f"{given} cannot be imported ({type(error).__name__}: {error}): {fix}") from error
+    kind = imported(given, name)
     fits = isinstance(kind, type) and issubclass(kind, base) and is_dataclass(kind)
     require(fits, f"{given} is no dataclass that subclasses trainer.{base.__name__}: see docs/your-own-model.md")
     return kind

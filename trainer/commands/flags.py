@@ -327,10 +327,16 @@ def _explain(key: str, hint: Any, value: Any) -> str:
     if (reason := NOT_OFFERED.get((key, str(value)))) is not None:
         return f"{key}={value} is refused: {reason}"
     wanted = _describe(hint)
-    choices = findall(r"[\w.-]+", wanted)
+    choices = _choices(hint)
     words = [word for word in findall(r"[\w.-]+", str(value)) if word not in choices]
     close = get_close_matches(words[0].lower(), choices, 1) if words else []
     return f"{key}={value!r} must be {wanted}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _choices(hint: Any) -> list[str]:
+    """The words that ``hint`` offers: none of the names of types, such as float, is meant by anything."""
+    inner = get_args(hint)
+    return list(map(str, inner)) if get_origin(hint) is Literal else [word for one in inner for word in _choices(one)]
 
 
 def _members(hint: Any) -> list[Any]:

@@ -135,7 +135,8 @@ def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
     ways = "either --text TEXT or --image PATH, or files and folders after RUN_DIR"
     require(sum(map(bool, found)) == 1, f"predict needs {ways}{several}")
     for image in images:  # os.path also takes a name that no file can have
-        require(os.path.isfile(image), f"image {image!r}: no such file")
+        why = "is a folder: give it after RUN_DIR, without --image" if os.path.isdir(image) else "no such file"
+        require(os.path.isfile(image), f"image {image!r}: {why}")
     return texts, images, paths
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache, partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainer.errors import RecipeError, require
 from trainer.recipe import TORCH, Memory, Optim
+from trainer.system.imports import imported
 
 TRIED_STEPS = 3
 
@@ -54,7 +52,7 @@ def describe_own(optim: Optim) -> str:
 def _maker(optim: Optim) -> Callable[..., Any]:
     if optim.factory is not None:
         return optim.factory
-    module, _, last = optim.name.rpartition(".")
+    last = optim.name.rpartition(".")[2]
     given = f"optim.name={optim.name}"
     if optim.name.startswith(TORCH):
         kinds = {name: kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind)}
@@ -63,13 +61,7 @@ def _maker(optim: Optim) -> Callable[..., Any]:
         require(last in kinds, f"{given} is no optimizer of this torch; {meant}")
         kind: Any = kinds[last]
     else:
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # last: what lies there goes before no package
-        try:
-            kind = getattr(import_module(module), last)
-        except Exception as error:  # whatever the user's own code raises
-            fix = "start in the folder that it is in, or put that on PYTHONPATH"
-            raise RecipeError(f"{given} cannot be imported ({type(error).__name__}: {error}): {fix}") from error
+        kind = imported(given, optim.name)
         require(callable(kind), f"{given} is neither a class nor a function that makes an optimizer")
     if _is_optimizer(kind):
         closure = inspect.signature(kind.step).parameters.get("closure")

@@ -152,7 +152,7 @@ class PredictOptions:
             raise RecipeError(f"--device={text!r} is no device: say auto, cpu, cuda or cuda:1") from None
         count = torch.cuda.device_count() if device.type == "cuda" else 1
         require(device.type in ("cpu", "cuda"), f"--device={text!r} is not supported: say auto, cpu or cuda")
-        require((device.index or 0) < count, f"--device={text!r}: this machine has {count} such device(s)")
+        require((device.index or 0) < count, f"--device={text!r}: this machine has {count} of them: say auto or cpu")
         return device
 
 

@@ -1,14 +1,30 @@
-"""Imports for a command that is to answer soon, and needs little of what the packages that it uses import."""
+"""Imports: quick ones, for a command that is to answer soon, and those of the user's own code."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec
 from typing import Any
+
+from trainer.errors import RecipeError
+
+
+def imported(given: str, name: str) -> Any:
+    """What ``module.name`` stands for, of the user's own code; ``given`` is the setting that asks for it, in words."""
+    module, _, last = name.rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: what lies there goes before no package
+    try:
+        return getattr(import_module(module), last)
+    except Exception as error:  # whatever that code raises
+        fix = "start in the folder that it is in, or put that on PYTHONPATH"
+        raise RecipeError(f"{given} cannot be imported ({type(error).__name__}: {error}): {fix}") from error
 
 
 @contextmanager
