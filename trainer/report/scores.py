@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -117,9 +118,10 @@ class Scores:
             there = targets != IGNORED_LABEL
             predictions, targets = predictions[there], targets[there]
         found = {}
-        for name in self.names:
-            with_name = f"run.metrics={name}"
-            found[name] = _named(with_name, partial(self._figure, name, predictions, targets))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torchmetrics', of a set in which a class does not occur
+            for name in self.names:
+                found[name] = _named(f"run.metrics={name}", partial(self._figure, name, predictions, targets))
         for metric in self.own:
             found[metric.name] = _named(f"metric {metric.name}", partial(metric.compute, predictions, targets))
         return found
