@@ -33,7 +33,7 @@ BUDGETS = {
     "data": 3540,
     "models": 2200,
     "checkpoint": 1010,
-    "report": 890,
+    "report": 1710,
     "settings.py": 160,
     "recipe.py": 320,
     "contract.py": 180,
@@ -42,7 +42,7 @@ BUDGETS = {
     "system": 1500,
     "errors.py": 130,
 }
-TOTAL = 31290
+TOTAL = 32110
 """Of all floors."""
 
 
