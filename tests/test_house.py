@@ -17,32 +17,32 @@ FILES = {
 
 # Lines that each floor may have. Who raises one says why in the message of that commit.
 BUDGETS = {
-    "__init__.py": 70,
+    "__init__.py": 90,
     "__main__.py": 20,
     "cli.py": 230,
     "commands": 2850,
     "supervise": 550,
-    "doctor": 630,
-    "api.py": 150,
+    "doctor": 640,
+    "api.py": 170,
     "run": 3650,
-    "planner": 6360,
+    "planner": 6380,
     "faults": 980,
     "launching": 770,
     "memory": 3640,
     "engine": 2780,
     "data": 3540,
     "models": 2200,
-    "checkpoint": 1010,
+    "checkpoint": 1030,
     "report": 1710,
-    "settings.py": 160,
-    "recipe.py": 320,
-    "contract.py": 180,
+    "settings.py": 220,
+    "recipe.py": 520,
+    "contract.py": 250,
     "weights": 480,
-    "values.py": 140,
-    "system": 1500,
+    "values.py": 210,
+    "system": 1730,
     "errors.py": 130,
 }
-TOTAL = 33960
+TOTAL = 34680
 """Of all floors."""
 
 
