@@ -42,7 +42,7 @@ BUDGETS = {
     "system": 1730,
     "errors.py": 130,
 }
-TOTAL = 34680
+TOTAL = 34660
 """Of all floors."""
 
 
