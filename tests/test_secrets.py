@@ -144,6 +144,7 @@ LINES = {
         "--over=optim.weight_decay=0,0.1",
         "--trials=1",
         "--run.evaluate=true",
+        "--run.best=test_loss",
         "--out=out/sweep",
     ],
     "evaluate": ["evaluate", "run", "--trust-recipe"],

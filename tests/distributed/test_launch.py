@@ -124,8 +124,10 @@ def test_single_on_two_ranks_is_refused(recipe_file, tmp_path):
     ],
 )
 def test_what_only_the_first_rank_or_the_launcher_knows_ends_all(flags, messages, tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(RECIPE.replace("Digits()", 'ImageFolder("nowhere")').replace("Digits", "ImageFolder"))
+    path, folder = tmp_path / "own.py", tmp_path / "nowhere"
+    for part in ("train", "test"):  # it is there, but what is in it the first rank looks at alone
+        (folder / part / "cat").mkdir(parents=True)
+    path.write_text(RECIPE.replace("Digits()", f"ImageFolder({str(folder)!r})").replace("Digits", "ImageFolder"))
     run_dir = tmp_path / "r"
     done = start([*TORCHRUN, "-m", "trainer", "fit", str(path), *flags, "--run.dir", str(run_dir)])
     assert done.returncode != 0
