@@ -12,7 +12,7 @@ from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
 from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.system.files import require_regular
-from trainer.system.hub import ADVICE, away, tell_of_cache
+from trainer.system.hub import advice, away, tell_of_cache
 from trainer.values import Pretrained
 from trainer.weights.blocks import find_blocks, switch_cache_off
 
@@ -84,7 +84,7 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         if why_not and isinstance(error, OSError):
             reason = f"it is no folder here, nor in the hub's cache, and {why_not}."
             kind = ", or a model type such as distilbert" if key == "name" else ""
-            fix = f"Give a local folder as save_pretrained writes it{kind}; {ADVICE}"
+            fix = f"Give a local folder as save_pretrained writes it{kind}; {advice()}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code that comes with it (auto_map), and no such remote code is executed."
             fix = (
