@@ -96,7 +96,7 @@ def test_who_asked_to_be_offline_is_told_so():
         TextClassifier("nobody/absent", tokenizer="none").prepare()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "bert" in name])
 def test_the_configuration_of_a_packaged_recipe_is_here_and_is_that_of_transformers(name):
     folder = published(name)
     assert folder is not None

@@ -45,8 +45,12 @@ def local_folder(source: str) -> str:
 PUBLISHED = {
     **dict.fromkeys(("distilbert/distilbert-base-uncased", "distilbert-base-uncased"), "distilbert-base-uncased"),
     "google/bigbird-roberta-base": "bigbird-roberta-base",
+    **{f"HuggingFaceTB/SmolLM2-{size}": f"SmolLM2-{size}" for size in ("135M", "135M-Instruct", "360M", "1.7B")},
+    **{f"meta-llama/Llama-{size}": f"Llama-{size}" for size in ("3.1-8B", "3.2-1B", "3.2-3B")},
+    **{f"Qwen/Qwen{size}": f"Qwen{size}" for size in ("2.5-7B", "3-0.6B", "3-1.7B", "3-4B", "3-8B")},
 }
-"""Of the packaged recipes, the hub ids and the folders here with their ``config.json`` as it was published."""
+"""Hub ids of the packaged recipes and of language models, and the folders here with their ``config.json`` as it was
+published."""
 
 
 def published(source: str) -> Path | None:
