@@ -28,6 +28,7 @@ TASKS = {
     "token": (*SINGLE, *MULTI, "perplexity"),
     "multi_label": (*MULTI, "subset_accuracy"),
     "regression": REGRESSION,
+    "language": FIGURES["language"],
 }
 """What each task has, besides the loss."""
 
@@ -58,7 +59,8 @@ class Scores:
         decide: Callable[[Callable[[], dict[str, float]]], dict[str, float]] = lambda compute: compute(),
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
-        names = [metric for metric in wanted if isinstance(metric, str)]
+        always = FIGURES["language"] if task == "language" else ()  # of the loss alone: nothing else is kept of logits
+        names = [*always, *(metric for metric in wanted if isinstance(metric, str))]
         offered = TASKS.get(self.task or "", (*HIGHER, *LOWER))
         for name in names:
             known = name == "loss" or name in offered
