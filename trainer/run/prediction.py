@@ -199,7 +199,8 @@ class PredictOptions:
             raise RecipeError(f"--device={text!r} is no device: say auto, cpu, cuda or cuda:1") from None
         count = torch.cuda.device_count() if device.type == "cuda" else 1
         require(device.type in ("cpu", "cuda"), f"--device={text!r} is not supported: say auto, cpu or cuda")
-        require((device.index or 0) < count, f"--device={text!r}: this machine has {count} of them: say auto or cpu")
+        has = f"{count} GPU{'s' * (count > 1)}, counted from cuda:0" if count else "no GPU that torch can use"
+        require((device.index or 0) < count, f"--device={text!r}: this machine has {has}: say auto or cpu")
         return device
 
 
@@ -269,6 +270,8 @@ class Reader:
         require(name is not None, f"--column is missing: which column of {path} names the {kind}? It has {has}")
         hint = did_you_mean(str(name), table.column_names)
         require(name in table.column_names, f"--column={name!r}: {path} has no such column; it has {has}{hint}")
+        if self.of_images:
+            _require_paths(path, str(name), table.select_columns([name])[:MOST_WARNED][name])
 
         def each() -> Iterator[Input]:
             cells = chain.from_iterable(part[name] for part in table.select_columns([name]).iter(1000))
@@ -280,6 +283,16 @@ class Reader:
                 yield Input(str("" if cell is None else cell), f"{path} row {number}", read)
 
         return Inputs(len(table), each(), True)
+
+
+def _require_paths(path: Path, column: str, first: Sequence[Any]) -> None:
+    """Refuse a column of something else than images, by its first cells: else each row is a warning."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    cells = [str(cell) for cell in first if cell]
+    fits = any(cell.lower().endswith(IMG_EXTENSIONS) or os.path.isfile(path.parent / cell) for cell in cells)
+    why = f"--column={column!r}: {path} holds no paths of images there (the first is {''.join(cells[:1])[:40]!r})"
+    require(fits or not cells, f"{why}, and this model reads images: name the column that has them")
 
 
 def _text_file(path: Path) -> Input:
