@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,23 @@ from trainer.weights.blocks import as_it_came
 
 NEW_TOKENS = 128
 """Tokens that are written after a text, at most, where nobody says."""
+
+
+class Drawn(NamedTuple):
+    """How tokens are chosen.
+
+    Args:
+        temperature: that scores are divided by before a token is drawn; 0 takes the likeliest.
+        top_p: the probability of the likeliest tokens that one is drawn of; ``None`` draws of all.
+        seed: of what is drawn.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    seed: int = 0
+
+
+LIKELIEST = Drawn()
 
 
 def require_room(batch: Mapping[str, Tensor], module: nn.Module) -> None:
@@ -30,10 +47,7 @@ def write(
     batch: Mapping[str, Tensor],
     places: Sequence[int],
     most: int,
-    *,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    seed: int = 0,
+    drawn: Drawn = LIKELIEST,
 ) -> list[str]:
     """What ``module``, a causal language model of transformers, writes after each text of ``batch``, without the text.
 
@@ -43,9 +57,7 @@ def write(
         batch: ``input_ids`` and ``attention_mask``, (n, tokens), padded on the right.
         places: of the texts among all that are asked about: what is drawn for one depends on its place and the seed.
         most: tokens to write, as far as the model has positions; fewer where it ends by itself.
-        temperature: that scores are divided by before a token is drawn; 0 takes the likeliest.
-        top_p: the probability of the likeliest tokens that one is drawn of; ``None`` draws of all.
-        seed: of what is drawn.
+        drawn: how tokens are chosen.
     """
     from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
@@ -62,15 +74,15 @@ def write(
         pad_token_id=next((one for one in (tokenizer.pad_token_id, *sorted(ends)) if one is not None), 0),
     )
     draw = LogitsProcessorList()
-    if temperature:
-        draw += [TemperatureLogitsWarper(float(temperature)), TopPLogitsWarper(1.0 if top_p is None else float(top_p))]
-        draw.append(cast(Any, _Drawn(places, seed)))
+    if drawn.temperature:
+        draw += [TemperatureLogitsWarper(float(drawn.temperature)), TopPLogitsWarper(float(drawn.top_p or 1.0))]
+        draw.append(cast(Any, _Noise(places, drawn.seed)))
     with as_it_came(module):
         found = own.generate(ids.to(device), attention_mask=mask.to(device), logits_processor=draw)
     return tokenizer.batch_decode(found[:, length:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-class _Drawn:
+class _Noise:
     """Adds Gumbel noise, of which each text has a generator of its own: the largest score is then a draw from their
     softmax (Gumbel 1954; Maddison et al. 2014, A* sampling), the same in any batch."""
 
