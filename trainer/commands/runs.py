@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # What trains imports torch: it is imported where it is used, so that --help answers at once.
 
-OF_LANGUAGE = ("max-new-tokens", "temperature", "top-p", "seed")
 EVALUATE_FLAGS = OwnFlags(about="Evaluate the trained model of a run directory on its test set, or its validation set.")
 PREDICT_FLAGS = OwnFlags(
     {
@@ -29,9 +28,8 @@ PREDICT_FLAGS = OwnFlags(
         "output": "write the predictions to a .csv, .jsonl or .parquet file, instead of printing them",
         "top-k": "tell so many of the most probable classes (default: 1)",
         "max-new-tokens": "of a language model: tokens that it writes after a text, at most (default: 128)",
-        "temperature": "of a language model: draw tokens, from scores divided by this (default: 0, the likeliest)",
+        "temperature": "draw tokens, by --seed, from scores that are divided by this (default: 0, the likeliest)",
         "top-p": "draw of the likeliest tokens that together have this probability (default: of all)",
-        "seed": "of what is drawn (default: 0)",
         "column": "of a table: the texts, or the paths of the images (default: data.text_column)",
         "batch-size": "inputs that go through the model at once (default: 32)",
         "device": "auto, cpu, cuda or cuda:1 (default: auto, a GPU where there is one)",
@@ -52,7 +50,18 @@ EXPORT_FLAGS = OwnFlags(
     {"public": "make the repository a public one; it is private by default"},
     about="Write the trained model of a run for others, and check that what was written gives its outputs.",
 )
-HOW = ("output", "top-k", "column", "batch-size", "device", "precision", "probabilities", *OF_LANGUAGE)
+HOW = (
+    "output",
+    "top-k",
+    "column",
+    "batch-size",
+    "device",
+    "precision",
+    "probabilities",
+    "max-new-tokens",
+    "temperature",
+    "top-p",
+)
 
 
 def fit(argv: list[str]) -> None:
@@ -107,16 +116,16 @@ def predict(argv: list[str]) -> None:
         given: dict[str, Any] = {name: True if text is None else text for name, text in chosen}
         counts = ("top_k", "batch_size", "max_new_tokens")
         given |= {key: count(key.replace("_", "-"), given[key]) for key in counts if key in given}
-        given |= {key: _number(key, given[key]) for key in ("temperature", "top_p", "seed") if key in given}
+        given |= {key: _number(key, given[key]) for key in ("temperature", "top_p") if key in given}
         from trainer import predict
 
         predict(asked.recipe, Path(asked.reference), texts, images, paths, **given)
 
 
-def _number(key: str, text: str) -> float | int:
-    """The number that a flag gives; PredictOptions says which are too large."""
+def _number(key: str, text: str) -> float:
+    """What a flag gives; PredictOptions says what is too large."""
     try:
-        return int(text) if text.isdecimal() and len(text) < 20 else float(text)
+        return float(text)
     except ValueError:
         raise RecipeError(f"--{key.replace('_', '-')}={text[:40]!r} must be a number") from None
 

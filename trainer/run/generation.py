@@ -75,7 +75,8 @@ def write(
     )
     draw = LogitsProcessorList()
     if drawn.temperature:
-        draw += [TemperatureLogitsWarper(float(drawn.temperature)), TopPLogitsWarper(float(drawn.top_p or 1.0))]
+        draw.append(TemperatureLogitsWarper(float(drawn.temperature)))
+        draw += [] if drawn.top_p is None else [TopPLogitsWarper(float(drawn.top_p))]
         draw.append(cast(Any, _Noise(places, drawn.seed)))
     with as_it_came(module):
         found = own.generate(ids.to(device), attention_mask=mask.to(device), logits_processor=draw)

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
 from itertools import chain, islice
@@ -76,6 +76,8 @@ def predict(
     recipe = recipe.replace(model=model)  # of which the data takes what it leaves open
     reader = Reader(model, recipe.data, texts or (), images or ())
     doing("loading the model")
+    if asked.temperature and asked.seed is None:
+        asked = replace(asked, seed=recipe.seed)
     return classify(model, load_model(model, folder), reader, asked, paths, texts or images or ())
 
 
@@ -124,7 +126,7 @@ class PredictOptions:
         max_new_tokens: most tokens that a language model writes after a text; ``None`` is 128.
         temperature: draw each token, from scores that are divided by it; ``None``, or 0, writes the likeliest.
         top_p: draw of the likeliest tokens only, those that together have this probability; ``None`` draws of all.
-        seed: of what is drawn; ``None`` is 0.
+        seed: of what is drawn; ``None`` is that of the recipe.
         column: of tables: the texts, or the paths of the images.
         batch_size: inputs that go through the model at once.
         device: auto (a GPU where there is one), cpu, cuda or cuda:1.
