@@ -155,7 +155,14 @@ def test_texts_of_tables_and_files_are_those_of_the_command_line(texts, tmp_path
         ({"batch_size": 0}, r"--batch-size=0 must be an integer of at least 1"),
         ({"precision": "fp8"}, r"--precision='fp8' is not one of 32-true"),
         ({"device": "gpu"}, r"--device='gpu' is no device"),
-        ({"device": "cuda:99"}, r"--device='cuda:99': this machine has \d+ of them: say auto or cpu"),
+        (
+            {"device": "cuda:99"},
+            r"--device='cuda:99': this machine has (no GPU that torch can use|\d+ GPUs?, .*): say auto or cpu",
+        ),
+        (
+            {"paths": ["there.csv"], "column": "a"},
+            r"--column='a': there.csv holds no paths of images there \(the first is '1'\), and this model reads",
+        ),
         ({"paths": ["none/*.png"]}, r"'none/\*.png': there is no such file or folder"),
         ({"paths": ["empty"]}, r"empty: the folder holds no images \(.jpg"),
         (
