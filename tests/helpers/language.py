@@ -56,7 +56,7 @@ def language_model(family: str, **options: Any) -> CausalLM:
 
 
 def language_samples(size: int, seed: int = 0, most: int = 40) -> list[dict[str, Tensor]]:
-    """Samples as data of :class:`CausalLM` has them, to be padded by ``problems.collate``; ``tiny.InMemory`` holds them.
+    """Samples of a language model, to be padded by ``problems.collate``; ``tiny.InMemory`` holds them.
 
     Sequences of 1 to ``most`` tokens; of every third one the first half is not to be predicted, of one nothing.
     """

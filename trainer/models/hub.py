@@ -12,7 +12,7 @@ from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
 from trainer.models.lora import Adaptable, LoRA, add_adapters
 from trainer.system.files import require_regular
-from trainer.system.hub import ADVICE, away, tell_of_cache
+from trainer.system.hub import advice, away, tell_of_cache
 from trainer.values import Pretrained
 from trainer.weights.blocks import find_blocks, switch_cache_off
 
@@ -45,8 +45,12 @@ def local_folder(source: str) -> str:
 PUBLISHED = {
     **dict.fromkeys(("distilbert/distilbert-base-uncased", "distilbert-base-uncased"), "distilbert-base-uncased"),
     "google/bigbird-roberta-base": "bigbird-roberta-base",
+    **{f"HuggingFaceTB/SmolLM2-{size}": f"SmolLM2-{size}" for size in ("135M", "135M-Instruct", "360M", "1.7B")},
+    **{f"meta-llama/Llama-{size}": f"Llama-{size}" for size in ("3.1-8B", "3.2-1B", "3.2-3B")},
+    **{f"Qwen/Qwen{size}": f"Qwen{size}" for size in ("2.5-7B", "3-0.6B", "3-1.7B", "3-4B", "3-8B")},
 }
-"""Of the packaged recipes, the hub ids and the folders here with their ``config.json`` as it was published."""
+"""Hub ids of the packaged recipes and of language models, and the folders here with their ``config.json`` as it was
+published."""
 
 
 def published(source: str) -> Path | None:
@@ -84,7 +88,7 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         if why_not and isinstance(error, OSError):
             reason = f"it is no folder here, nor in the hub's cache, and {why_not}."
             kind = ", or a model type such as distilbert" if key == "name" else ""
-            fix = f"Give a local folder as save_pretrained writes it{kind}; {ADVICE}"
+            fix = f"Give a local folder as save_pretrained writes it{kind}; {advice()}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code that comes with it (auto_map), and no such remote code is executed."
             fix = (
