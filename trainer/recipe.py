@@ -35,6 +35,7 @@ REPORTED = {
     "token": _SINGLE,
     "multi_label": (*_MEANS, "subset_accuracy"),
     "regression": REGRESSION,
+    "language": ("perplexity",),
 }
 """What the evaluations of each task may have, besides the loss."""
 

@@ -144,7 +144,7 @@ def refuse_code(name: str, config: Any) -> None:
     )
 
 
-class HubModel(Supervised, Adaptable):
+class HubModel(Adaptable):
     """What the models share that a class of transformers makes, of a configuration or of weights.
 
     Args:
@@ -152,8 +152,6 @@ class HubModel(Supervised, Adaptable):
         weights: a hub id or a local folder, as save_pretrained writes it; null for random weights.
         config: entries of the configuration to override, such as {num_hidden_layers: 2}.
         revision: of everything that comes from the hub: a branch, tag or commit.
-        num_classes: null takes the dataset's.
-        class_names: null takes the dataset's; saved with the model.
         dropout: sets all dropout rates of the configuration; null leaves them.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
         lora: train adapters in the blocks, and the head, instead of all weights.
@@ -163,8 +161,6 @@ class HubModel(Supervised, Adaptable):
     weights: str | None
     config: dict[str, Any]
     revision: str | None
-    num_classes: int | None
-    class_names: list[str] | None
     dropout: float | None
     train_last_blocks: int | None
 
@@ -172,8 +168,10 @@ class HubModel(Supervised, Adaptable):
     auto: ClassVar[str]
     """The class of transformers, an ``AutoModelFor…``, that makes the module."""
 
+    head_is_new: ClassVar[bool] = True
+    """Whether weights may be without the head, which then trains beside adapters, too."""
+
     def __post_init__(self) -> None:
-        self.loss.require_fit(self.task)
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
         self.lora.require_alone(self.train_last_blocks)
 
@@ -184,10 +182,9 @@ class HubModel(Supervised, Adaptable):
             self._folder(self.weights)
 
     def build(self) -> nn.Module:
-        """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes); of the task
-        token (n, tokens, classes)."""
+        """The module that transformers makes, with adapters if some are to train."""
         module = self.skeleton() if self.weights is None else self._from_pretrained(self.weights)
-        add_adapters(module, self.lora, self.blocks)
+        add_adapters(module, self.lora, self.blocks, head=self.head_is_new)
         return module
 
     def _from_pretrained(self, weights: str) -> nn.Module:
@@ -196,7 +193,7 @@ class HubModel(Supervised, Adaptable):
 
         from trainer.weights.streaming import draw_new, skeleton_on_meta
 
-        require_filled(type(self).__name__, num_classes=self.num_classes)
+        self._require_complete()
         require(
             not Path(local_folder(weights), "adapter_config.json").exists(),  # transformers would load what it names
             f"model.weights={weights} is or holds a PEFT adapter: merge it into its model and save that",
@@ -224,8 +221,11 @@ class HubModel(Supervised, Adaptable):
 
     def skeleton(self) -> nn.Module:
         """The module with random weights, without adapters."""
-        require_filled(type(self).__name__, num_classes=self.num_classes)
+        self._require_complete()
         return self._finished(self._from_configuration(self.auto))
+
+    def _require_complete(self) -> None:
+        """Refuse to build while a setting is open that the dataset should have filled."""
 
     def _from_configuration(self, auto: str) -> nn.Module:
         """What the class of transformers with that name makes of the configuration, with random weights."""
@@ -271,14 +271,14 @@ class HubModel(Supervised, Adaptable):
         return module
 
     def _require_body(self, module: nn.Module, new: Collection[str]) -> None:
-        """Only the head may be new; transformers would fill anything else with random numbers as well."""
+        """Only a head may be new; transformers would fill anything else with random numbers as well."""
         from trainer.weights.files import shortened
 
         blocks = find_blocks(module, self.blocks)
         last = list(blocks[-1].parameters())[-1] if blocks else None
         names, parameters = zip(*module.named_parameters(), strict=True)
         end = next((at for at, parameter in enumerate(parameters, 1) if parameter is last), len(names))
-        lost = sorted(set(new) & set(names[:end]))
+        lost = sorted(set(new) & set(names[: end if self.head_is_new else None]))
         foreign = f"model.weights={self.weights!r} are not those of this {cast(Any, module).config.model_type}"
         require(not lost, f"{foreign}: {shortened(lost)} are missing or of another shape")
 
@@ -326,14 +326,37 @@ class HubModel(Supervised, Adaptable):
             )  # of several for a task (DeiT), transformers takes the first
         for key, value in changes.items():
             setattr(config, key, value)
+        refuse_code(self.name, config)
+        layers = getattr(config, "num_hidden_layers", None) or 0
+        require(layers <= MOST_LAYERS, f"model.name={self.name!r} is configured with {layers:,} layers: take another")
+        return config
+
+
+class HubClassifier(HubModel, Supervised):
+    """What the classifiers of transformers share.
+
+    Args:
+        num_classes: null takes the dataset's.
+        class_names: null takes the dataset's; saved with the model.
+    """
+
+    num_classes: int | None
+    class_names: list[str] | None
+
+    def __post_init__(self) -> None:
+        self.loss.require_fit(self.task)
+        super().__post_init__()
+
+    def _require_complete(self) -> None:
+        require_filled(type(self).__name__, num_classes=self.num_classes)
+
+    def _configuration(self) -> Any:
+        config = super()._configuration()
         if self.num_classes is not None:
             names = self.class_names or [f"LABEL_{number}" for number in range(self.num_classes)]
             config.id2label = dict(enumerate(names))
             config.label2id = {name: number for number, name in enumerate(names)}
         config.problem_type = cast(Any, PROBLEM_TYPES.get(self.task))
-        refuse_code(self.name, config)
-        layers = getattr(config, "num_hidden_layers", None) or 0
-        require(layers <= MOST_LAYERS, f"model.name={self.name!r} is configured with {layers:,} layers: take another")
         return config
 
 

@@ -64,12 +64,17 @@ class Adaptable(Model):
 
 
 def add_adapters(
-    module: nn.Module, lora: LoRA, blocks: Sequence[type] = (), defaults: Sequence[str] | None = None
+    module: nn.Module,
+    lora: LoRA,
+    blocks: Sequence[type] = (),
+    defaults: Sequence[str] | None = None,
+    head: bool = True,
 ) -> None:
     """Give linear layers of the blocks of ``module`` adapters, in place, and freeze all but these and the head.
 
     The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before. At rank 0 nothing is
-    done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted.
+    done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted. A
+    ``head`` that is not new is frozen as well.
     """
     if not lora.rank:
         return
@@ -79,11 +84,11 @@ def add_adapters(
     found = find_blocks(module, blocks)
     adapted = set(map(id, _choose(_linear_layers(found), lora.targets or defaults)))
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
-    head = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad]
+    trained = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad and head]
     alpha: Any = lora.alpha or 2 * lora.rank
     config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=names)
     inject_adapter_in_model(config, module, ADAPTER)
-    for parameter in head:  # peft froze whatever is not an adapter
+    for parameter in trained:  # peft froze whatever is not an adapter
         parameter.requires_grad_(True)
 
 

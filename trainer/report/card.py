@@ -41,6 +41,7 @@ def card_of(recipe: Recipe, run_dir: Path, trained: Trained) -> str:
     weights = getattr(model, "weights", None)
     base = weights if isinstance(weights, str) and weights.count("/") == 1 and not Path(weights).exists() else None
     library, task = "transformers" if model.own_format else None, f"{kind}-classification" if kind else None
+    task = "text-generation" if getattr(model, "task", None) == "language" else task
     text = (run_dir / "recipe.yaml").read_text(encoding="utf-8").partition("\n# sha256")[0]
     return model_card(run_dir.name, trained, text, task, library, base)
 

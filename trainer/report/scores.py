@@ -48,7 +48,8 @@ class Scores:
         decide: Callable[[Callable[[], dict[str, float]]], dict[str, float]] = lambda compute: compute(),
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
-        names = [metric for metric in wanted if isinstance(metric, str)]
+        always = FIGURES["language"] if task == "language" else ()  # of the loss alone: nothing else is kept of logits
+        names = [*always, *(metric for metric in wanted if isinstance(metric, str))]
         summed = (*FROM_SUMS, *(FIGURES[self.task] if num_classes else ()))
         self.sums = [name for name in dict.fromkeys(names) if name in summed]
         self.names = [name for name in dict.fromkeys(names) if name not in summed]

@@ -156,7 +156,8 @@ def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
     parts = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     # Sections as text, without their secrets.
     config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
-    task = None if getattr(recipe.model, "num_classes", None) is None else getattr(recipe.model, "task", "single_label")
+    task = getattr(recipe.model, "task", "single_label")
+    task = task if task == "language" or getattr(recipe.model, "num_classes", None) is not None else None
     asked = [figure if isinstance(figure, str) else figure.name for figure in recipe.run.asked_figures()]
     figures = [name for name in dict.fromkeys((*FIGURES[task], *asked)) if name != "loss"]
     tracking = Tracking(run, recipe.run.project, recipe.run.entity, recipe.run.tags, recipe.run.tracking_uri)
