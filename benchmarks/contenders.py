@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
 from lightning import LightningModule, Trainer
 from lightning.fabric import Fabric
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ class Job:
         accelerator: where it trains.
         precision: in Lightning's words; the weights are float32 (or what ``module`` has, for 32-true).
         order: for transformers' Trainer, in the place of the dataset's: what its ``group_by_length`` made.
+        even_batches: Accelerate's, and transformers': a rank that has nothing left repeats samples.
     """
 
     module: nn.Module
@@ -56,6 +58,7 @@ class Job:
     accelerator: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     order: Sequence[int] | None = None
+    even_batches: bool = True
 
     def loader(self, sampler: Sampler | None = None) -> DataLoader:
         """Micro-batches in the dataset's order."""
@@ -150,6 +153,7 @@ def _accelerator(job: Job) -> Accelerator:
         cpu=job.accelerator == "cpu",
         gradient_accumulation_steps=job.accumulate,
         mixed_precision="bf16" if job.precision == "bf16-mixed" else "no",
+        dataloader_config=DataLoaderConfiguration(even_batches=job.even_batches),
     )
 
 
@@ -256,13 +260,62 @@ def transformers_trainer(job: Job, compute_loss_func: Callable[..., Tensor] | No
             gradient_accumulation_steps=job.accumulate,
             train_sampling_strategy="sequential",
             remove_unused_columns=False,
+            accelerator_config={"even_batches": job.even_batches},
         )
         trainer.order = job.order
         trainer.train()
 
 
+def trl_sft(job: Job, padding_free: bool = False, pack: int | None = None) -> None:
+    """TRL's SFTTrainer with its own loss, on tokens and labels that are there already.
+
+    Args:
+        job: what is to be trained; its ``collate`` is not used, TRL has its own.
+        padding_free: the texts of a micro-batch one after another, in one row.
+        pack: tokens of a pack of best fit ("bfd"), which is then what a micro-batch has ``micro_batch_size`` of.
+    """
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    forget_accelerators()
+    words = Tokenizer(WordLevel({"[PAD]": 0}, unk_token="[PAD]"))  # only its padding token is asked for
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", eos_token="[PAD]")
+    given = {"train_dataset": Dataset.from_list(sft_rows(job)), "processing_class": tokenizer}
+    with tempfile.TemporaryDirectory() as folder:
+        bare_trainer(
+            partial(SFTTrainer, **given),
+            job.module,
+            job.optimizer(job.module),
+            folder,
+            config=SFTConfig,
+            use_cpu=job.accelerator == "cpu",
+            bf16=job.precision == "bf16-mixed",
+            gradient_checkpointing=False,
+            per_device_train_batch_size=job.micro_batch_size,
+            gradient_accumulation_steps=job.accumulate,
+            train_sampling_strategy="sequential",
+            padding_free=padding_free,
+            packing=pack is not None,
+            max_length=pack,
+        ).train()
+
+
+def sft_rows(job: Job) -> list[dict[str, list[int]]]:
+    """The samples of a job as TRL takes them: ``input_ids`` and ``labels``."""
+    samples = (job.dataset[index] for index in range(len(job.dataset)))
+    return [{key: torch.as_tensor(sample[key]).tolist() for key in ("input_ids", "labels")} for sample in samples]
+
+
 def bare_trainer(
-    kind: Callable[..., Any], module: nn.Module, optimizer: Optimizer, folder: str, **arguments: Any
+    kind: Callable[..., Any],
+    module: nn.Module,
+    optimizer: Optimizer,
+    folder: str,
+    config: type[TrainingArguments] = TrainingArguments,
+    **arguments: Any,
 ) -> Any:
     """transformers' Trainer of a class, for an epoch, with a learning rate that stays, and all off that can be.
 
@@ -271,10 +324,11 @@ def bare_trainer(
         module: whose forward returns the loss.
         optimizer: of its parameters.
         folder: where it may write.
-        arguments: more of ``TrainingArguments``.
+        config: the class of its arguments.
+        arguments: more of them.
     """
     off = {"max_grad_norm": 0.0, "logging_strategy": "no", "save_strategy": "no", "eval_strategy": "no"}
-    bare = TrainingArguments(folder, num_train_epochs=1, report_to="none", disable_tqdm=True, **off, **arguments)
+    bare = config(folder, num_train_epochs=1, report_to="none", disable_tqdm=True, **off, **arguments)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     trainer = kind(model=module, args=bare, optimizers=(optimizer, constant))
     trainer.remove_callback(PrinterCallback)

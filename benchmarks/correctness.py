@@ -19,8 +19,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -38,13 +38,16 @@ from contenders import (
     keras_fit,
     lightning_trainer,
     quiet,
+    sft_rows,
     transformers_trainer,
+    trl_sft,
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import SGD, Optimizer
 from transformers import (
+    DataCollatorWithFlattening,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     DistilBertForTokenClassification,
@@ -70,6 +73,10 @@ from trainer.values import IGNORED_LABEL, Loss
 VOCABULARY = 97
 CLASSES = 5
 DTYPE = torch.float64
+PACK = 32
+"""Tokens of a pack, where a contender packs the whole dataset."""
+PEERS = ("keras", "trl")
+"""Contenders that not everybody has."""
 Sample = dict[str, Tensor]
 WEIGHTS = torch.tensor([0.2, 1.0, 5.0, 0.5, 2.0], dtype=DTYPE)
 """Of the classes, where they are weighted."""
@@ -152,6 +159,7 @@ class Case:
         accumulate: micro-batches a step on each rank.
         ranks: processes.
         labels: one class a ``sample``, one a ``token`` (with -100 for some), or the ``next`` token (likewise).
+        packed: the texts of a micro-batch lie one after another in a row, without padding.
     """
 
     name: str
@@ -161,6 +169,7 @@ class Case:
     accumulate: int
     ranks: int = 1
     labels: str = "sample"
+    packed: bool = False
 
     def module(self) -> nn.Module:
         """The module with the weights that everybody starts from."""
@@ -223,6 +232,16 @@ CASES = (
     Case("2 ranks, class weights: 13 samples", WeightedBag, 13, 2, 4, ranks=2),
     Case("2 ranks, HF sequence classifier, 8 micro-batches", sequence_classifier, 32, 2, 8, ranks=2),
     Case("2 ranks, HF token classifier, labels of −100", token_classifier, 16, 2, 4, ranks=2, labels="token"),
+    *(
+        Case(f"{start}{name}{', packed' * packed}", build, samples, 2, accumulate, ranks, "next", packed)
+        for start, samples, accumulate, ranks in (
+            ("ragged: 11 texts as 2+2+2+2+2+1, ", 11, 6, 1),
+            ("2 ranks, even: 16 texts, ", 16, 4, 2),
+            ("2 ranks, ragged: 13 texts, ", 13, 4, 2),
+        )
+        for name, build in (("Llama", llama), ("GPT-2", gpt2))
+        for packed in (False, True)
+    ),
 )
 
 
@@ -262,8 +281,9 @@ def sgd(module: nn.Module) -> Optimizer:
 
 
 def job(case: Case, module: nn.Module) -> Job:
-    """A case for those in ``contenders.py``."""
-    return Job(module, case.dataset(), collate, case.micro_batch_size, case.accumulate, sgd, case.ranks)
+    """A case for those in ``contenders.py``; packed as transformers packs."""
+    joined = DataCollatorWithFlattening() if case.packed else collate
+    return Job(module, case.dataset(), joined, case.micro_batch_size, case.accumulate, sgd, case.ranks)
 
 
 def loss_sum(case: Case, outputs: Any, labels: Tensor) -> Tensor:
@@ -278,18 +298,34 @@ def count(case: Case, labels: Tensor) -> Tensor:
     return (labels != IGNORED_LABEL).sum() if weights is None else weights[labels].sum()
 
 
-def transformers_remedy(case: Case, module: nn.Module) -> None:
+def transformers_remedy(case: Case, module: nn.Module, even_batches: bool = True) -> None:
     """transformers' Trainer with a ``compute_loss_func`` that divides by ``num_items_in_batch``, as documented."""
 
     def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
         return loss_sum(case, outputs, labels) / num_items_in_batch
 
-    transformers_trainer(job(case, module), compute_loss)
+    transformers_trainer(replace(job(case, module), even_batches=even_batches), compute_loss)
 
 
-def accelerate_remedy(case: Case, module: nn.Module) -> None:
-    """Accelerate with items counted ahead, gathered and divided by, as its page on gradient accumulation says."""
-    accelerate_by_hand(job(case, module), partial(loss_sum, case), partial(count, case))
+def accelerate_remedy(case: Case, module: nn.Module, even_batches: bool = True) -> None:
+    """Accelerate with items counted ahead, gathered and divided by, as its page on gradient accumulation says.
+
+    Without a cache of keys, as transformers' Trainer has it: with one, transformers makes no mask for packed texts.
+    """
+    if case.packed:
+        module.config.use_cache = False  # type: ignore[union-attr]
+    own = replace(job(case, module), even_batches=even_batches)
+    accelerate_by_hand(own, partial(loss_sum, case), partial(count, case))
+
+
+def trl_packing(case: Case, module: nn.Module) -> None:
+    """TRL's SFTTrainer with ``packing``: as many packs a step as there are."""
+    from datasets import Dataset
+    from trl import pack_dataset
+
+    plain = job(case, module)
+    packs = len(pack_dataset(Dataset.from_list(sft_rows(plain)), PACK))
+    trl_sft(replace(plain, micro_batch_size=1, accumulate=-(-packs // case.ranks)), pack=PACK)
 
 
 @dataclass
@@ -372,6 +408,16 @@ def on_ranks(case: Case) -> bool:
     return case.ranks > 1
 
 
+def left_over(case: Case) -> bool:
+    """Whether some ranks have a micro-batch less than others."""
+    return -(-case.samples // case.micro_batch_size) % case.ranks > 0 or case.samples % case.micro_batch_size > 0
+
+
+def in_trl(case: Case) -> bool:
+    """TRL's SFTTrainer is for language models."""
+    return case.labels == "next" and find_spec("trl") is not None
+
+
 def in_keras(case: Case) -> bool:
     """Keras computes the loss itself, from logits and one label a sample; on torch it has no data parallelism."""
     return case.build is BagOfWords and case.ranks == 1 and find_spec("keras") is not None
@@ -382,11 +428,24 @@ CONTENDERS: dict[str, tuple[Callable[[Case, nn.Module], None], Callable[[Case], 
     "transformers Trainer, compute_loss_func": (transformers_remedy, everywhere),
     "Accelerate": (lambda case, module: accelerate(job(case, module)), everywhere),
     "Accelerate, items counted by hand": (accelerate_remedy, everywhere),
+    "transformers Trainer, compute_loss_func, even_batches=False": (
+        partial(transformers_remedy, even_batches=False),
+        lambda case: on_ranks(case) and left_over(case),
+    ),
+    "Accelerate, items counted by hand, even_batches=False": (
+        partial(accelerate_remedy, even_batches=False),
+        lambda case: on_ranks(case) and left_over(case),
+    ),
     "Lightning Trainer": (lambda case, module: lightning_trainer(job(case, module)), everywhere),
     "Lightning Trainer, manual optimization": (
         lambda case, module: lightning_trainer(job(case, module), ManualLit),
         everywhere,
     ),
+    "TRL SFTTrainer": (
+        lambda case, module: trl_sft(job(case, module), padding_free=case.packed),
+        in_trl,
+    ),
+    "TRL SFTTrainer, packing": (trl_packing, lambda case: in_trl(case) and case.packed),
     "Keras": (lambda case, module: keras_fit(job(case, module)), in_keras),
     "ours": (ours, everywhere),
     "ours, FSDP": (partial(ours, strategy="fsdp"), on_ranks),
@@ -433,12 +492,12 @@ def measure(contender: str, case: Case) -> Result:
     )
 
 
-def measure_all(ranks: int) -> Iterator[Result]:
-    """All cases of that many ranks, contender by contender."""
+def measure_all(ranks: int, known: Collection[tuple[str, str]]) -> Iterator[Result]:
+    """All cases of that many ranks, contender by contender, but those that are ``known``."""
     for case in CASES:
         if case.ranks == ranks:
             for contender, (_, is_meant) in CONTENDERS.items():
-                if is_meant(case):
+                if is_meant(case) and (case.name, contender) not in known:
                     yield measure(contender, case)
 
 
@@ -455,7 +514,7 @@ def _figures(result: Result) -> tuple[str, str]:
     return error, f"{result.length_ratio:.3f}"
 
 
-def run_ranks(ranks: int) -> list[Result]:
+def run_ranks(ranks: int, *arguments: str) -> list[Result]:
     """Measure the cases of several ranks in a torchrun of this file."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "results.json"
@@ -463,7 +522,7 @@ def run_ranks(ranks: int) -> list[Result]:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         ended = subprocess.run(
-            [sys.executable, *command, "--worker", str(found)],
+            [sys.executable, *command, "--worker", str(found), *arguments],
             env=environment,
             check=False,
             timeout=300,
@@ -475,10 +534,10 @@ def run_ranks(ranks: int) -> list[Result]:
         return [Result(**result) for result in json.loads(found.read_text())]
 
 
-def worker(path: Path) -> None:
+def worker(path: Path, known: Collection[tuple[str, str]]) -> None:
     """One rank: measure, let the first write, and leave."""
     torch.distributed.init_process_group("gloo")
-    results = [asdict(result) for result in measure_all(torch.distributed.get_world_size())]
+    results = [asdict(result) for result in measure_all(torch.distributed.get_world_size(), known)]
     if torch.distributed.get_rank() == 0:
         path.write_text(json.dumps(results))
     torch.distributed.barrier()
@@ -487,24 +546,42 @@ def worker(path: Path) -> None:
     os._exit(0)  # gloo's threads abort at random while the interpreter is taken down
 
 
+def begun(add: bool) -> tuple[Record, list[Result]]:
+    """The file of results, and of the rows that it has those that stay."""
+    record = Record("correctness", {"dtype": str(DTYPE).removeprefix("torch.")})
+    found = {name: version(name) if find_spec(name) else "not installed: its rows are missing" for name in PEERS}
+    record.content["versions"] |= found
+    if not add:
+        return record, []
+    before = json.loads(record.path.read_text())
+    now = {key: record.content[key] for key in ("date", "command", "commit", "machine", "versions")}
+    record.content = before | {"added": [*before.get("added", []), now]}
+    return record, [Result(**row) for row in before["results"]]
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", action="store_true", help="measure only the rows that the file of results lacks")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     quiet()
     torch.set_num_threads(1)
+    record, results = begun(arguments.add)
+    known = {(result.case, result.contender) for result in results}
     if arguments.worker:
-        worker(arguments.worker)
-    keras = version("keras") if find_spec("keras") is not None else "not installed: its rows are missing"
-    record = Record("correctness", {"dtype": str(DTYPE).removeprefix("torch.")})
-    record.content["versions"] |= {"keras": keras}
-    results: list[Result] = []
-    for result in measure_all(ranks=1):
-        results.append(result)
-        record.write(results=[asdict(result) for result in results])
-    results += run_ranks(2)
-    record.write(complete=True, results=[asdict(result) for result in results])
+        worker(arguments.worker, known)
+
+    def keep(found: Iterable[Result]) -> None:
+        for result in found:
+            results.append(result)
+            if arguments.add:
+                record.content["added"][-1].setdefault("rows", []).append(f"{result.case}: {result.contender}")
+            record.write(results=[asdict(result) for result in results])
+
+    keep(measure_all(1, known))
+    keep(run_ranks(2, *["--add"] * arguments.add))
+    record.write(complete=True)
     print(report(results))
 
 

@@ -27,6 +27,17 @@ _OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
 HIGHER = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy", *_BY_CLASS, "f1_weighted", *_OTHERS)
 LOWER = ("loss", "perplexity", "mae", "mse", "rmse")
 """The figures of an evaluation by name: those that are better the higher, and those that are better the lower."""
+_MEANS = (*(name for name in HIGHER if name.startswith(("f1_", "precision_", "recall_"))), "auroc", "average_precision")
+_SINGLE = ("accuracy", "balanced_accuracy", "top5_accuracy", "mcc", "f1", "precision", "recall", *_MEANS, "perplexity")
+REGRESSION = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
+REPORTED = {
+    "single_label": _SINGLE,
+    "token": _SINGLE,
+    "multi_label": (*_MEANS, "subset_accuracy"),
+    "regression": REGRESSION,
+    "language": ("perplexity",),
+}
+"""What the evaluations of each task may have, besides the loss."""
 
 _hints: Any = cache(get_type_hints)
 MOST_WORKERS = 1024
@@ -53,6 +64,13 @@ GROUP_SETTINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 ALSO_CALLED = {("memory.precision", "bf16"): "bf16-mixed", ("memory.precision", "fp16"): "16-mixed"}
 """What everybody else calls a value of a key; as flags, in YAML and in Python it is the same."""
+
+MEANT = {
+    ("run.resume", word): meant
+    for meant, words in (("auto", ("yes", "true")), ("none", ("no", "false", "null")))
+    for word in words
+}
+"""Values that a key never has, and what who writes them means."""
 
 MOST_SECONDS = 10**9
 """That anything may be waited for: threads can count a little further."""
@@ -393,9 +411,8 @@ class Run:
             require_positive("run.devices", self.devices, MOST_WORKERS)
         known = "auto, none or the path of a checkpoint or run directory"
         require(bool(self.resume), f"run.resume is empty: give {known}")
-        for word, meant in (("yes", "auto"), ("true", "auto"), ("no", "none"), ("false", "none"), ("null", "none")):
-            why = f"run.resume={self.resume!r} must be {known}; did you mean {meant}?"
-            require(str(self.resume).lower() != word, why)
+        meant = MEANT.get(("run.resume", str(self.resume).lower()))
+        require(meant is None, f"run.resume={self.resume!r} must be {known}; did you mean {meant}?")
         figures, own = [*HIGHER, *LOWER], [metric for metric in self.metrics if isinstance(metric, Metric)]
         for metric in own:
             name = str(getattr(metric, "name", ""))
@@ -419,6 +436,24 @@ class Run:
     def chosen(self) -> str | None:
         """The figure that ``best`` names, without the split that may stand before it."""
         return self.best if self.best is None else self.best.removeprefix("val_").removeprefix("test_")
+
+    def asked_figures(self) -> list[str | Metric]:
+        """What every evaluation has besides the task's own figures: ``metrics``, and what ``best`` needs."""
+        names = {metric if isinstance(metric, str) else metric.name for metric in self.metrics}
+        chosen = self.chosen()
+        return [*self.metrics, *([] if chosen in (None, "last", *names) else [str(chosen)])]
+
+    def require_figures(self, task: str | None, num_classes: int | None) -> None:
+        """Refuse figures that a model of ``task`` has not; ``None`` is one of anybody's own that does not say so."""
+        task = task or ("single_label" if num_classes else None)
+        offered = REPORTED.get(task or "", (*HIGHER, *LOWER))
+        for name in (figure for figure in self.asked_figures() if isinstance(figure, str)):
+            key = f"run.metrics={name}" if name in self.metrics else f"run.best={self.best}"
+            known = name == "loss" or name in offered
+            require(known, f"{key} is not for {task} models: choose of {', '.join(sorted(offered))}")
+            for_two = name not in ("f1", "precision", "recall") or num_classes in (None, 2)
+            fix = f"say {name}_macro, the mean over the classes, or {name}_micro"
+            require(for_two, f"{key} is of class 1 of two, and there are {num_classes}: {fix}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,6 +503,7 @@ class Recipe:
             why = f"model.task={task} does not fit the data, {has}: use one of these, or other data (docs/tasks.md)"
             require(not known or task in known, why)
             self.data.prepared_for = task
+        self.run.require_figures(task, getattr(self.model, "num_classes", None))
         workers = getattr(self.data, "workers", 0)
         fits = workers is None or (isinstance(workers, int) and workers <= MOST_WORKERS)
         require(fits, f"data.workers={workers}: each is a process; say an integer of {MOST_WORKERS} at most")

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 IGNORED_LABEL = -100
 """The label that carries no weight: the convention of torch's cross entropy and of transformers."""
 
-Task = Literal["single_label", "multi_label", "regression", "token"]
-"""What a model says of a sample: one class of several, any number of labels, numbers, or a class of every token."""
+Task = Literal["single_label", "multi_label", "regression", "token", "language"]
+"""What a model says of a sample: one class of several, any number of labels, numbers, a class of every token, or the
+next token of every token."""
 
 FIGURES: Mapping[str | None, tuple[str, ...]] = {
     "single_label": ("accuracy",),
     "multi_label": ("f1_micro", "f1_macro", "subset_accuracy"),
     "regression": ("mae", "rmse", "r2"),
     "token": ("accuracy", "f1_macro"),
+    "language": ("perplexity",),
     None: (),
 }
 """What an evaluation finds for each task besides the loss, the most telling first; of accuracies 1 is 100 %."""

@@ -163,6 +163,9 @@ def test_export_makes_the_model_that_the_run_made(copied, tmp_path, capsys):
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert (tmp_path / "model/config.json").read_bytes() == (copied / "model/config.json").read_bytes()
+    ours, theirs = ((folder / "README.md").read_text() for folder in (tmp_path / "model", copied / "model"))
+    assert "| status | checkpoint of step 4 |" in ours
+    assert ours.partition("## Recipe")[2] == theirs.partition("## Recipe")[2]  # and versions
 
 
 def test_an_unfinished_run_is_evaluated_after_an_export_from_the_folder_it_lies_in(copied, capsys, monkeypatch):

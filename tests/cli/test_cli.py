@@ -169,9 +169,13 @@ def test_evaluate_and_predict_take_flags_and_predict_texts_or_images(run_dir, ca
     files = ["a.png", "more/*.png", "--output", "out.csv", "--top-k=3", "--probabilities", "--batch-size", "7"]
     assert run([*trusted, *files, "--batch_size", "9"]) == 0
     how = {"output": "out.csv", "top_k": 3, "probabilities": True, "batch_size": 7}
+    drawn = ["--max-new-tokens", "5", "--temperature=0.8", "--top-p", ".9"]
+    assert run([*trusted, "--text", "def", *drawn]) == 0
     asked = [(["one", "two", "--three"], [], [], {}), ([], [str(image)], [], {}), ([], [], files[:2], how)]
+    asked.append((["def"], [], [], {"max_new_tokens": 5, "temperature": 0.8, "top_p": 0.9}))
     assert [call[3:] for call in calls] == asked
-    assert [(call[1].seed, call[1].batch_size) for call in calls] == [(3, 64), (7, 64), (7, 9)]
+    assert [(call[1].seed, call[1].batch_size) for call in calls] == [(3, 64), (7, 64), (7, 9), (7, 64)]
+    assert "--temperature='hot' must be a number" in error_of(capsys, *trusted, "--text", "a", "--temperature", "hot")
     assert "--top-k='none' must be an integer" in error_of(capsys, *trusted, "a.png", "--top-k", "none")
     assert "not both" in error_of(capsys, *trusted, "a.png", "--text", "a")
     assert "either --text TEXT or --image PATH" in error_of(capsys, *trusted)

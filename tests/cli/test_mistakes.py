@@ -175,7 +175,10 @@ BEFORE_TRAINING = {
         "fit vit_digits --run.resume False",
         "run.resume='False' must be auto, none or the path of a checkpoint or run directory; did you mean none?",
     ),
-    "resume in YAML": ("fit TMP/resume.yaml", "TMP/resume.yaml line 3: run.resume=True must be str"),
+    "resume in YAML": (
+        "fit TMP/resume.yaml",
+        "TMP/resume.yaml line 3: run.resume=True must be str; did you mean auto?",
+    ),
     "fp8": (
         "fit vit_digits --memory.precision fp8",
         "memory.precision='fp8' must be 32-true|64-true|bf16-mixed|16-mixed|bf16-true|16-true",
@@ -195,6 +198,15 @@ BEFORE_TRAINING = {
             "unknown flag --model.width (value '64'); TextClassifier has no width, VisionTransformer has it: take "
             "--model VisionTransformer"
         ),
+    ),
+    "sampling of streamed texts": (
+        "fit distilbert_streaming --data.sampling balanced",
+        "unknown flag --data.sampling (value 'balanced'); StreamedText has no sampling, HubText and IMDb and TextFiles "
+        "have it: take --data TextFiles",
+    ),
+    "cross-validation": (
+        "fit vit_digits --data.folds 5",
+        "unknown flag --data.folds (value '5'); it is a flag of another command: trainer sweep RECIPE --folds",
     ),
     "csv in YAML": (
         "fit TMP/other.yaml",
@@ -332,6 +344,10 @@ BEFORE_TRAINING = {
     "a figure of Lightning": (
         "fit vit_digits --run.metrics acc",
         "run.metrics='acc' is no figure that is known; did you mean accuracy? (there are …)",
+    ),
+    "a figure of another task": (
+        "fit vit_digits --run.metrics rmse",
+        "run.metrics=rmse is not for single_label models: choose of accuracy, auroc, …",
     ),
     "a file of streamed texts": (
         "fit distilbert_streaming --data.train_files TMP/nope",
@@ -512,7 +528,8 @@ IN_TRAINING = {
     "a typo in a hub name": (
         "fit text_files --data.train_file TMP/semicolon.csv --model.tokenizer distilbert/distilbert-base-uncasd",
         "model.tokenizer='distilbert/distilbert-base-uncasd' cannot be loaded: it is no folder here, nor in the hub's "
-        "cache, and …",
+        "cache, and HF_HUB_OFFLINE is set, so the hub is not asked. Give a local folder as save_pretrained writes it; "
+        "unset HF_HUB_OFFLINE to ask the hub",
     ),
     "plateau without validation": (
         "fit vit_digits --optim.schedule plateau",

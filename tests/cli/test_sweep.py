@@ -20,7 +20,7 @@ from trainer.cli import run
 from trainer.commands import sweep
 from trainer.commands.find_lr import curve_of
 from trainer.commands.recipes import load_recipe
-from trainer.commands.sweep import Chooser, Optuna, Sweep, parsed, slots_of
+from trainer.commands.sweep import NOT_COMPARED, Chooser, Optuna, Sweep, parsed, slots_of
 from trainer.data import Digits
 from trainer.errors import RecipeError
 
@@ -184,6 +184,11 @@ def test_folds_are_validated_once_each_and_their_spread_is_told(recipe_file, tmp
         (["--over=optim.lr=1,2", "--folds=3"], "sweep needs to know what to vary"),
         (["--over=optim.lr=1,2", "--run.best=last"], "a sweep compares by run.best: leave out run.best=last"),
         (["--over=optim.lr=1,2", "--run.dir=x"], "--run.dir is the sweep's to set: use --out"),
+        (
+            ["--over=optim.lr=1,2", "--data.val_fraction=0"],
+            NOT_COMPARED[:70],
+        ),
+        (["--over=data.val_fraction=0,0.5"], NOT_COMPARED[:70]),
         (["--folds=1"], "--folds=1: each part is validated by a model of the others"),
         (["--folds=2", "--data.val_fold=1", "--data.val_fraction=0.3"], "data.val_fold=1 is one of the parts of size"),
     ],
@@ -192,6 +197,32 @@ def test_what_cannot_be_varied_is_refused_before_anything_runs(recipe_file, flag
     assert run(["sweep", str(recipe_file), f"--out={tmp_path / 's'}", *flags]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("s/trial*"))
+    assert not (tmp_path / "s/sweep.json").exists()
+
+
+DONE = {"number": 1, "settings": {"optim.lr": 0.5}, "status": "finished", "reason": None, "scores": [0.5]}
+DONE |= {"score": 0.5, "figure": "val_accuracy", "value": 0.5, "step": 3, "seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"settings": {"optim.lr": 7.0}}, "trial 2: ValueError: "),
+        ({"score": "best"}, "trial 2: score cannot be that"),
+        ({"scores": ["x"]}, "trial 2: scores cannot be that"),
+        (None, "trial 1: it is no JSON object"),
+    ],
+)
+def test_a_sweep_that_somebody_has_changed_is_refused(recipe_file, tmp_path, changes, why):
+    command = {"command": ["x"], "over": ["optim.lr=1e-3..1.0"]}
+    content = json.dumps(command | {"trials": [DONE, DONE | (changes or {})]})
+    (tmp_path / "sweep.json").write_text(content[: None if changes else -1])
+    recipe, source = load_recipe(str(recipe_file))
+    space = dict([parsed(recipe, source, command["over"][0])])
+    with pytest.raises(RecipeError) as caught:
+        Sweep(recipe, ["x"], tmp_path, Optuna(space, 0), command)
+    assert f"{tmp_path / 'sweep.json'} is not as a sweep has left it ({why}" in str(caught.value)
+    assert str(caught.value).endswith("put a copy of it back, or begin anew by another folder, with --out")
 
 
 def test_ranges_are_of_the_kind_of_their_setting_and_each_trial_at_once_has_a_device(recipe_file, monkeypatch):

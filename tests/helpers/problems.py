@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, huber_loss, l1_loss, mse_loss
 from torch.utils.data import default_collate
 
+from helpers.language import FAMILIES, language_model, language_samples, textbook_of_module
 from trainer.contract import Model
 from trainer.engine.order import batch_indices
 from trainer.engine.step import Stepper, StepResult
@@ -55,7 +56,7 @@ OBJECTIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
 class Problem:
     """What is trained, for three SGD steps; picklable, so that every rank can set it up."""
 
-    name: str  # vit, mlp, one of CLASSIFIERS or OBJECTIVES, tagger, two_losses, unused, branch or undeclared
+    name: str  # vit, mlp, one of CLASSIFIERS, OBJECTIVES or FAMILIES, tagger, two_losses, unused, branch or undeclared
     size: int  # training samples
     batch_size: int  # samples per step over all ranks
     micro_batch_size: int  # most samples of a micro-batch
@@ -89,6 +90,8 @@ def make_model(name: str) -> Model:
     if name in OBJECTIVES:
         base, task, loss = OBJECTIVES[name]
         return dataclasses.replace(make_model(base), task=task, loss=Objective(**loss))  # type: ignore[type-var]
+    if name in FAMILIES:
+        return language_model(name)
     if name == "vit":
         sizes = {"image_size": 8, "patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32}
         return VisionTransformer("custom", num_classes=CLASSES, **sizes)
@@ -208,6 +211,8 @@ class UndeclaredBranch(Model):
 
 def make_samples(problem: Problem) -> list[dict[str, Tensor]]:
     """Random samples: images, or texts of 3 to 40 tokens."""
+    if problem.name in FAMILIES:
+        return language_samples(problem.size, problem.seed)
     generator = torch.Generator().manual_seed(problem.seed + 1)
     kind, task, _ = OBJECTIVES.get(problem.name, (problem.name, "", {}))
     labels = torch.randint(CLASSES, (problem.size,), generator=generator)
@@ -276,6 +281,8 @@ def textbook_loss(name: str, module: nn.Module, batch: dict[str, Tensor]) -> Ten
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         logits = module(**inputs).logits if base in CLASSIFIERS else module(batch["pixel_values"])
         return textbook_objective(logits, labels, task, **loss)
+    if name in FAMILIES:
+        return textbook_of_module(module, batch)
     if name in ("vit", "mlp"):
         return cross_entropy(module(batch["pixel_values"]), labels)
     if name in OF_IMAGES:

@@ -22,29 +22,7 @@ from trainer.planner.report import Candidate, PlanReport
 from trainer.weights.streaming import on_meta
 
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 1024, "vocab_size": 50257}
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "hidden_act": "silu"}
 PUBLISHED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "Qwen3-4B": (
-        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2560, "head_dim": 128}
-        | {"intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
-        | {"max_position_embeddings": 40960, "tie_word_embeddings": True, "vocab_size": 151936, "rope_theta": 1000000},
-        4_022_468_096,
-        "Qwen3ForCausalLM",
-    ),
-    "Llama-3.1-8B": (
-        {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-        | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": False}
-        | {"vocab_size": 128256, "rope_theta": 500000.0},
-        8_030_261_248,
-        "LlamaForCausalLM",
-    ),
-    "SmolLM2-135M": (
-        {**LLAMA, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-        | {"num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True}
-        | {"vocab_size": 49152, "rope_theta": 100000},
-        134_515_008,
-        "LlamaForCausalLM",
-    ),
     "gpt2": ({**GPT2, "n_embd": 768, "n_head": 12, "n_layer": 12}, 124_439_808, "GPT2LMHeadModel"),
     "vit-base-patch16-224": (
         {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 768, "image_size": 224}
@@ -54,6 +32,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, str]] = {
         "ViTForImageClassification",
     ),
 }
+SHIPPED = {
+    **dict.fromkeys(("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct"), 134_515_008),
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+}
+"""Parameters of the language models whose configuration is here, as their cards have them; tied ones once."""
 TINY = GPT2Config(n_embd=32, n_head=2, n_layer=2, n_positions=64, vocab_size=97, architectures=["GPT2LMHeadModel"])
 TINY_SIZE = (97 + 64) * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32  # words, positions; blocks; the last norm
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -97,6 +89,18 @@ def test_a_configuration_gives_the_published_model(name, tmp_path):
         assert sample == dict.fromkeys(("input_ids", "labels"), ((tokens,), torch.int64))
         assert recipe.data.notes[0] == GUESSED
         assert recipe.data.notes[1].startswith(f"--tokens is {tokens:,}: the model takes ")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_language_models_that_are_named_most_need_no_network(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    recipe = hub_recipe(name)
+    model: Any = recipe.model
+    layers = model._configuration().num_hidden_layers
+    model.config = {"num_hidden_layers": 1}  # all are alike
+    module = on_meta(prepared(recipe, outlines=True).model.unloaded().build)
+    block, whole = (sum(p.numel() for p in one.parameters()) for one in (module.model.layers[0], module))
+    assert whole + (layers - 1) * block == SHIPPED[name]
 
 
 @pytest.mark.parametrize("task", ["masked-lm", "token-classification", "sequence-classification"])

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from huggingface_hub import ModelCard
 
-from trainer.report.card import model_card
-from trainer.report.summary import Summary
+from trainer.report.card import Trained, model_card
+from trainer.report.summary import Summary, summary_rows
 
+METRICS = {"test": {"accuracy": 0.875, "loss": 0.25, "auroc": float("nan"), "f1_macro": None}}
 SECRET = "hf_" + "abcdefgh" * 4
 FACTS = {"steps": 12, "skipped_steps": 0, "world_size": 2, "launcher": "torchrun", "nodes": 1, "backend": "gloo"}
 FACTS |= {"batch_size": 64, "micro_batch_size": 16, "accumulate": 2, "memory": {"host_peak_gb": 1.5}, "seconds": 3.0}
 
 
-def card(**changes) -> str:
-    metrics = {"test": {"accuracy": 0.875, "loss": 0.25, "auroc": float("nan"), "f1_macro": None}}
+def card(metrics=METRICS) -> str:
     data = {"class": "IMDb", "train": 25000, "val": None, "fingerprint": "c0ffee"}
-    given = {"status": "finished", "metrics": metrics, "data": data, "samples_per_second": 9.0, **FACTS, **changes}
+    given = {"status": "finished", "metrics": metrics, "data": data, "samples_per_second": 9.0, **FACTS}
     recipe = f"recipe: distilbert_imdb\nnote: |\n  ```\n  {SECRET}\n"
     summary = Summary(**given, versions={"torch": "2.11", "timm": None})
-    return model_card("a|b", summary, recipe, "batch 64 = 2 ranks", "text-classification", "transformers", "org/base")
+    trained = Trained(dict(summary_rows(summary)), metrics, data, summary.versions)
+    return model_card("a|b", trained, recipe, "text-classification", "transformers", "org/base")
 
 
 def test_the_hub_reads_task_base_and_figures():

@@ -208,6 +208,7 @@ def test_the_text_holds_every_figure_with_its_unit_and_the_files(tmp_path):
         "97.50 %",
         "0.1234",
         "960, 2 skipped",
+        "step 960, the last; there is no validation set that could choose another",
         "1,234 samples/s, data 0 %, 43.2 s",
         "520 MB host peak",
     )

@@ -142,11 +142,21 @@ def test_a_set_of_one_class_has_no_curve_and_perplexity_is_of_the_loss():
     assert found["perplexity"] == math.exp(0.5)
 
 
+def fits(metrics, task, num_classes):
+    Run(metrics=metrics).require_figures(task, num_classes)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Scores(["mae"], "single_label", 3), "run.metrics=mae is not for single_label models: choose of acc"),
-        (lambda: Scores(["f1"], None, 3), "run.metrics=f1 is of class 1 of two, and there are 3: say f1_macro"),
+        (
+            lambda: fits(["mae"], "single_label", 3),
+            "run.metrics=mae is not for single_label models: choose of acc",
+        ),
+        (
+            lambda: fits(["f1"], None, 3),
+            "run.metrics=f1 is of class 1 of two, and there are 3: say f1_macro",
+        ),
         (lambda: Run(metrics=["f1-macro"]), "run.metrics='f1-macro' is no figure that is known; did you mean f1_macro"),
         (lambda: Run(best="val_acuracy"), "run.best='val_acuracy' is no figure .* did you mean accuracy"),
         (lambda: Run(patience=2, best="last"), "run.patience=2 needs evaluations to compare: leave out run.best=last"),

@@ -137,5 +137,5 @@ def test_the_hub_must_hold_what_was_sent(tmp_path, monkeypatch):
 def test_without_a_network_the_hub_is_refused_with_the_fix(tmp_path, monkeypatch):
     recipe, run_dir = made(tmp_path, "mlp")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(RecipeError, match=r"--to hub: me/model could not be written \(.*HF_HUB_OFFLINE.*hf auth login"):
+    with pytest.raises(RecipeError, match=r"written \(HF_HUB_OFFLINE is set, .*\): unset HF_HUB_OFFLINE to ask"):
         export(recipe, run_dir, "hub", None, "me/model", False)

@@ -152,10 +152,22 @@ def test_texts_of_tables_and_files_are_those_of_the_command_line(texts, tmp_path
         ({"output": "out.xlsx"}, r"--output=out.xlsx must end in one of .csv, .jsonl, .parquet"),
         ({"output": "there.csv"}, r"--output=there.csv exists: remove it"),
         ({"top_k": 6}, r"--top-k=6 is more than the 5 classes"),
+        ({"max_new_tokens": 5}, r"--max-new-tokens=5 is for language models, and this model's task is single_label"),
+        ({"temperature": 0.5}, r"--temperature=0.5 is for language models"),
+        ({"temperature": "hot"}, r"--temperature='hot' must be a number from 0 to 100"),
+        ({"top_p": 1.5}, r"--top-p=1.5 must be a number from 0 to 1"),
+        ({"seed": -1}, r"--seed=-1 must be an integer from 0"),
         ({"batch_size": 0}, r"--batch-size=0 must be an integer of at least 1"),
         ({"precision": "fp8"}, r"--precision='fp8' is not one of 32-true"),
         ({"device": "gpu"}, r"--device='gpu' is no device"),
-        ({"device": "cuda:99"}, r"--device='cuda:99': this machine has \d+ of them: say auto or cpu"),
+        (
+            {"device": "cuda:99"},
+            r"--device='cuda:99': this machine has (no GPU that torch can use|\d+ GPUs?, .*): say auto or cpu",
+        ),
+        (
+            {"paths": ["there.csv"], "column": "a"},
+            r"--column='a': there.csv holds no paths of images there \(the first is '1'\), and this model reads",
+        ),
         ({"paths": ["none/*.png"]}, r"'none/\*.png': there is no such file or folder"),
         ({"paths": ["empty"]}, r"empty: the folder holds no images \(.jpg"),
         (

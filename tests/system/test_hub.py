@@ -92,11 +92,11 @@ def test_a_hub_that_answers_anything_is_there(online):
 
 
 def test_who_asked_to_be_offline_is_told_so():
-    with pytest.raises(RecipeError, match="HF_HUB_OFFLINE is set, so the hub is not asked"):
+    with pytest.raises(RecipeError, match=r"so the hub is not asked\. .*; unset HF_HUB_OFFLINE to ask the hub$"):
         TextClassifier("nobody/absent", tokenizer="none").prepare()
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "bert" in name])
 def test_the_configuration_of_a_packaged_recipe_is_here_and_is_that_of_transformers(name):
     folder = published(name)
     assert folder is not None

@@ -154,11 +154,17 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
         print(f"warning: {unsealed}")
     from trainer.checkpoint.export import save_model
     from trainer.commands.recipes import load_recipe
+    from trainer.report.card import Trained, card_of
     from trainer.run.resume import Found, load_whole_model
-    from trainer.system.files import staged_folder
+    from trainer.system.files import staged_folder, write_atomic
 
     recipe, _ = load_recipe(str(stored), trusted=trusted)
-    module = load_whole_model(Found(path, read_manifest(path)), recipe.model)
+    manifest = read_manifest(path)
+    module = load_whole_model(Found(path, manifest), recipe.model)
+    figures, data = dict(manifest.figures or {}), {"class": type(recipe.data).__name__, "fingerprint": manifest.dataset}
+    facts = {"status": f"checkpoint of step {manifest.step:,}", "plan": manifest.plan, "saved": manifest.created}
+    trained = Trained({**facts, **figures}, {}, data, manifest.versions)  # of which split they are nobody has written
     with staged_folder(target) as folder:
         save_model(recipe.model, module, folder)
+        write_atomic(folder / "README.md", card_of(recipe, run_dir, trained))
     print(escaped(f"the model of {path.name} is in {target}"))

@@ -20,7 +20,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_lo
 from trainer.commands import EVERY, NONE, OwnFlags
 from trainer.commands.classes import PARTS, known_classes
 from trainer.errors import RecipeError, require
-from trainer.recipe import ALSO_CALLED, NOT_OFFERED, Recipe
+from trainer.recipe import ALSO_CALLED, MEANT, NOT_OFFERED, Recipe
 from trainer.settings import did_you_mean, settings_of
 from trainer.system.files import read_regular
 
@@ -31,6 +31,13 @@ MOST_BYTES = 1_000_000
 """Of a YAML file: read at some 100 kB a second."""
 MOST_NODES = 100_000
 """In a YAML file, aliases counted as often as they are used: a few lines of them can stand for billions."""
+
+OF_A_SWEEP = {
+    word: flag
+    for flag, words in (("folds", "folds n_folds num_folds k_folds kfold n_splits cv"), ("trials", "trials n_trials"))
+    for word in words.split()
+}
+"""What is asked for of ``fit``, and is no setting of one run."""
 
 Flags = list[tuple[str, str | None]]
 """Names and values of flags, in the order given; the value is ``None`` for a switch."""
@@ -158,20 +165,20 @@ class RecipeParser:
         return ALSO_CALLED.get((key, str(value)), _as_list(self.settings[key].hint, value))
 
     def _elsewhere(self, key: str) -> str:
-        """Who has a setting ``key`` that the recipe's model or data has not: other classes of the package."""
-        section, _, name = key.partition(".")
+        """Who has a setting ``key`` that the recipe's model or data has not: a flag of another command, or other
+        classes of the package, of those the ones that read what the recipe's own does."""
+        section, _, name = key.rpartition(".")
+        if (flag := OF_A_SWEEP.get(name.replace("-", "_"))) and flag not in self.valued:
+            return f"; it is a flag of another command: trainer sweep RECIPE --{flag}"
         if section not in PARTS or not name:
             return ""
-        owners = (one.owner.__name__ for known, one in self.settings.items() if known.startswith(f"{section}."))
-        kinds: list[str] = [
-            one for one, kind in known_classes(section).items() if name in vars(kind)["__dataclass_fields__"]
-        ]
-        has = (
-            f"{' and '.join(kinds)} ha{'ve' if len(kinds) > 1 else 's'} it: take --{section} {kinds[0]}"
-            if kinds
-            else ""
-        )
-        return f"; {next(owners, 'it')} has no {name}, {has}" if kinds else ""
+        own = next((one.owner for known, one in self.settings.items() if known.startswith(f"{section}.")), None)
+        having = [kind for kind in known_classes(section).values() if name in vars(kind)["__dataclass_fields__"]]
+        alike = [kind for kind in having if own is not None and kind.__module__ == own.__module__] or having
+        kinds = [kind.__name__ for kind in alike]
+        has = f"{' and '.join(kinds)} ha{'ve' if len(kinds) > 1 else 's'} it"
+        whose = own.__name__ if own is not None else "it"
+        return f"; {whose} has no {name}, {has}: take --{section} {kinds[-1]}" if kinds else ""
 
     def _convert(self, parse: Callable[[], Namespace], given: Mapping[str, Any]) -> dict[str, Any]:
         """The settings that ``parse`` finds; jsonargparse's messages of many lines become one."""
@@ -326,8 +333,9 @@ def _explain(key: str, hint: Any, value: Any) -> str:
     """Why ``value`` was refused, with the choice that is nearest to it."""
     if (reason := NOT_OFFERED.get((key, str(value)))) is not None:
         return f"{key}={value} is refused: {reason}"
-    wanted = _describe(hint)
-    choices = _choices(hint)
+    wanted, choices = _describe(hint), _choices(hint)
+    if (meant := MEANT.get((key, str(value).lower()))) is not None:  # of YAML, in which yes is no text
+        return f"{key}={value!r} must be {wanted}; did you mean {meant}?"
     words = [word for word in findall(r"[\w.-]+", str(value)) if word not in choices]
     close = get_close_matches(words[0].lower(), choices, 1) if words else []
     return f"{key}={value!r} must be {wanted}" + (f"; did you mean {close[0]}?" if close else "")

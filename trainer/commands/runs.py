@@ -23,10 +23,13 @@ EVALUATE_FLAGS = OwnFlags(about="Evaluate the trained model of a run directory o
 PREDICT_FLAGS = OwnFlags(
     {
         "path": "files, folders, patterns and tables (.csv, .jsonl, .parquet) to classify; needs no --path",
-        "text": "texts to classify",
+        "text": "texts to classify, or to go on from by a language model",
         "image": "image files to classify",
         "output": "write the predictions to a .csv, .jsonl or .parquet file, instead of printing them",
         "top-k": "tell so many of the most probable classes (default: 1)",
+        "max-new-tokens": "of a language model: tokens that it writes after a text, at most (default: 128)",
+        "temperature": "draw tokens, by --seed, from scores that are divided by this (default: 0, the likeliest)",
+        "top-p": "draw of the likeliest tokens that together have this probability (default: of all)",
         "column": "of a table: the texts, or the paths of the images (default: data.text_column)",
         "batch-size": "inputs that go through the model at once (default: 32)",
         "device": "auto, cpu, cuda or cuda:1 (default: auto, a GPU where there is one)",
@@ -35,7 +38,7 @@ PREDICT_FLAGS = OwnFlags(
     {"probabilities": "tell the probability of every class"},
     several=("path", "text", "image"),
     words="path",
-    about="Classify files, folders, tables, texts or images with the trained model of a run directory.",
+    about="Classify files, folders, tables, texts or images with the trained model of a run directory, or write on.",
 )
 FORMATS = ("onnx", "hf", "hub")
 EXPORT_FLAGS = OwnFlags(
@@ -47,7 +50,18 @@ EXPORT_FLAGS = OwnFlags(
     {"public": "make the repository a public one; it is private by default"},
     about="Write the trained model of a run for others, and check that what was written gives its outputs.",
 )
-HOW = ("output", "top-k", "column", "batch-size", "device", "precision", "probabilities")
+HOW = (
+    "output",
+    "top-k",
+    "column",
+    "batch-size",
+    "device",
+    "precision",
+    "probabilities",
+    "max-new-tokens",
+    "temperature",
+    "top-p",
+)
 
 
 def fit(argv: list[str]) -> None:
@@ -100,10 +114,20 @@ def predict(argv: list[str]) -> None:
         texts, images, paths = inputs(asked.flags)
         chosen = [(name.replace("-", "_"), text) for name, text in asked.flags if name in HOW]
         given: dict[str, Any] = {name: True if text is None else text for name, text in chosen}
-        given |= {key: count(key.replace("_", "-"), given[key]) for key in ("top_k", "batch_size") if key in given}
+        counts = ("top_k", "batch_size", "max_new_tokens")
+        given |= {key: count(key.replace("_", "-"), given[key]) for key in counts if key in given}
+        given |= {key: _number(key, given[key]) for key in ("temperature", "top_p") if key in given}
         from trainer import predict
 
         predict(asked.recipe, Path(asked.reference), texts, images, paths, **given)
+
+
+def _number(key: str, text: str) -> float:
+    """What a flag gives; PredictOptions says what is too large."""
+    try:
+        return float(text)
+    except ValueError:
+        raise RecipeError(f"--{key.replace('_', '-')}={text[:40]!r} must be a number") from None
 
 
 def export(argv: list[str]) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import mean, stdev
@@ -30,6 +31,7 @@ from trainer.system.files import make_folder, read_object, write_atomic
 from trainer.system.lock import RunLock
 from trainer.system.machine import cores
 from trainer.system.redact import redact_words
+from trainer.system.reports import cause
 from trainer.system.text import columns, escaped
 
 FLAGS = {
@@ -46,6 +48,14 @@ ABOUT = "Find good settings by many runs, each on its own settings; runs that fa
 MOST_BYTES = 64 * 2**20
 TAKEN = ("run.dir", "run.resume", "run.best", "run.metrics")
 """What the sweep sets, or compares by."""
+NUMBER, TEXT = (int, float, type(None)), (str, type(None))
+ROW: dict[str, Any] = {"number": int, "settings": dict, "status": str, "reason": TEXT, "scores": list, "score": NUMBER}
+ROW |= {"figure": TEXT, "value": NUMBER, "step": NUMBER, "seconds": NUMBER}
+"""What a trial is in ``sweep.json``."""
+NOT_COMPARED = (
+    "a sweep compares trials by a validation set, and the data has none: hold out a part of the training set "
+    "(--data.val_fraction 0.1, say), or say --run.best test_loss"
+)
 
 
 def sweep(argv: list[str]) -> None:
@@ -137,6 +147,10 @@ class Chooser:
     def add(self, row: Mapping[str, Any]) -> None:
         """Know of a trial of an earlier start."""
 
+    def example(self) -> dict[str, Any]:
+        """Settings that a trial may have."""
+        return {}
+
     def ask(self, again: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         """A trial and its settings; ``again`` are those of one that an earlier start has left unfinished."""
         raise NotImplementedError
@@ -161,6 +175,9 @@ class Folds(Chooser):
 
     def add(self, row: Mapping[str, Any]) -> None:
         self.left.remove(dict(row["settings"]))
+
+    def example(self) -> dict[str, Any]:
+        return dict(self.left[0])
 
     def ask(self, again: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         settings = dict(again) if again is not None else self.left[0]
@@ -194,6 +211,10 @@ class Optuna(Chooser):
         known: dict[str, Any] = {"params": dict(row["settings"]), "distributions": self.space}
         self.study.add_trial(create_trial(state=state, value=value, intermediate_values=scores, **known))
         self._draw_on()
+
+    def example(self) -> dict[str, Any]:
+        ends = {key: getattr(values, "choices", None) or [values.low] for key, values in self.space.items()}
+        return {key: first for key, (first, *_) in ends.items()}
 
     def ask(self, again: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         if again is not None:
@@ -231,11 +252,20 @@ class Sweep:
         before = read_object(out / "sweep.json", MOST_BYTES)
         same = all(before.get(key) == self.settings.get(key) for key in ("command", "over", "folds"))
         require(not before or same, f"--out={out} holds another sweep: give its flags again, or another folder")
-        self.rows: list[dict[str, Any]] = before.get("trials", [])
+        self.rows: list[dict[str, Any]] = []
+        try:
+            require(bool(before) or not os.path.lexists(out / "sweep.json"), "it is no JSON object")
+            for row in before.get("trials", []):
+                wrong = [name for name, kind in ROW.items() if not isinstance(row[name], kind)]
+                numbers = all(isinstance(score, int | float) for score in row["scores"])
+                require(not wrong and numbers, f"{', '.join(wrong) or 'scores'} cannot be that")
+                if row["status"] != "running":
+                    chooser.add(row)
+                self.rows.append(row)
+        except (LookupError, TypeError, ValueError) as error:  # RecipeError is one
+            why = f"{out / 'sweep.json'} is not as a sweep has left it (trial {len(self.rows) + 1}: {cause(error)})"
+            raise RecipeError(f"{why}: put a copy of it back, or begin anew by another folder, with --out") from error
         self.unfinished = [row for row in self.rows if row["status"] == "running"]
-        for row in self.rows:
-            if row["status"] != "running":
-                chooser.add(row)
         self.guard, self.stop = threading.Lock(), threading.Event()
         self.column = next((row["figure"] for row in self.rows if row["figure"]), None)
 
@@ -248,6 +278,8 @@ class Sweep:
         for slot in slots:
             free.put(slot)
         self.trials = trials
+        if self.column is None and trials > done:
+            self._require_compared()
         pool = ThreadPoolExecutor(len(slots))
         running = [pool.submit(self._one, free) for _ in range(trials - done)]
         try:
@@ -259,6 +291,19 @@ class Sweep:
         finally:
             pool.shutdown(cancel_futures=True)
         self._end()
+
+    def _require_compared(self) -> None:
+        """Prepare the data as a trial does, and refuse what has no set by which trials are compared."""
+        from trainer.commands.flags import Flags
+        from trainer.planner.predict import prepared
+        from trainer.run.best import Best
+
+        example: Flags = [(key, str(value)) for key, value in self.chooser.example().items()]
+        recipe = resolve(self.recipe, None, example, "")
+        assert recipe is not None
+        data = prepared(recipe.replace(data=deepcopy(recipe.data))).data
+        best = Best(recipe, "val" if data.val is not None else "test")
+        require(best.is_chosen and (data.val or data.test) is not None, NOT_COMPARED)
 
     def _one(self, free: SimpleQueue[Mapping[str, str]]) -> None:
         with self.guard:
@@ -301,12 +346,6 @@ class Sweep:
         """Write down how a trial has ended; only its model and its figures stay."""
         if found.status == "finished":
             self._look(trial, row, run_dir)
-        best = read_object(run_dir / "summary.json", MOST_BYTES).get("best")
-        if found.status == "finished" and best is None:
-            raise RecipeError(
-                f"{run_dir.name} was not evaluated on a validation set, by which trials are compared: hold out a part "
-                "of the training set (--data.val_fraction 0.1, say), or say --run.best test_loss"
-            )
         with self.guard:
             row |= {"status": found.status, "reason": found.reason, "seconds": round(found.seconds, 1)}
             if known := evaluations(run_dir, self.recipe):

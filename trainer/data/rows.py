@@ -25,7 +25,8 @@ from trainer.data.cache import checksums, content_of, hash_of
 from trainer.data.common import reason
 from trainer.errors import RecipeError, require
 from trainer.system.files import open_regular, read_regular
-from trainer.system.hub import ADVICE, away, tell_of_cache
+from trainer.system.hub import advice as of_hub
+from trainer.system.hub import away, tell_of_cache
 
 _KINDS = {
     ".csv": ("csv", 2, "the header is row 1, blank lines are not counted"),
@@ -285,7 +286,7 @@ def find_hub(
             raise RecipeError(f"data.{key}={name!r} could not be loaded ({why}): check the folder, {advice}") from error
         raise RecipeError(
             f"data.{key}={name!r} is no folder here and could not be loaded from https://huggingface.co/datasets/"
-            f"{name} ({why}): check the name and the network, {advice}; {ADVICE}"
+            f"{name} ({why}): check the name and the network, {advice}; {of_hub()}"
         ) from error
     if why_not:
         tell_of_cache()

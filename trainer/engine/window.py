@@ -5,6 +5,7 @@ A step is exact however its batch is cut, so the cut is free to serve speed and 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -120,9 +121,11 @@ def cut_batch(
     if lengths is None or cut.micro_batch_tokens is None:
         bounds = _equal_bounds(len(order), cut.micro_batch_size, world_size)
         if lengths is not None and packs:
-            return _dealt(order, len(bounds), lengths)
+            return _dealt(order, len(bounds), -(-len(order) // len(bounds)), lengths)
         return [order[start:end] for start, end in bounds]
-    return _pieces_by_tokens(order, cut, world_size, lengths, packs)
+    if packs:
+        return _packs(order, cut.micro_batch_tokens, cut.micro_batch_size, world_size, lengths)
+    return _pieces_by_tokens(order, cut, world_size, lengths)
 
 
 @lru_cache  # nearly all batches have the same size
@@ -133,11 +136,10 @@ def _equal_bounds(size: int, micro_batch_size: int, world_size: int) -> list[tup
     return list(zip(bounds, bounds[1:], strict=False))
 
 
-def _dealt(by_length: list[int], count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """``count`` micro-batches, those with the most tokens first: every sample, the longest first, goes to the one with
-    the fewest that has room (Graham's rule, 1969)."""
+def _dealt(by_length: Sequence[int], count: int, most: int, lengths: Sequence[int]) -> list[list[int]]:
+    """``count`` micro-batches of at most ``most`` samples, those with the most tokens first: every sample, the longest
+    first, goes to the one with the fewest that has room (Graham's rule, 1969)."""
     pieces: list[list[int]] = [[] for _ in range(count)]
-    most = -(-len(by_length) // count)
     waiting = [(0, number) for number in range(count)]
     for index in by_length:
         tokens, number = heappop(waiting)
@@ -147,21 +149,68 @@ def _dealt(by_length: list[int], count: int, lengths: Sequence[int]) -> list[lis
     return sorted(pieces, key=lambda piece: -tokens_of(piece, lengths, packs=True))
 
 
-def _pieces_by_tokens(
-    by_length: list[int], cut: Cut, world_size: int, lengths: Sequence[int], packs: bool
+def _packs(
+    by_length: Sequence[int], budget: int, most: int, world_size: int, lengths: Sequence[int]
 ) -> list[list[int]]:
+    """As few packs of at most ``budget`` tokens and ``most`` samples as best-fit decreasing finds, rounded up to a
+    multiple of ``world_size``: filled evenly where they then hold all, else with the fullest of them halved."""
+    packs = _best_fit(by_length, budget, most, lengths)
+    count = len(packs) + -len(packs) % world_size
+    even = _dealt(by_length, count, most, lengths)
+    if all(tokens_of(pack, lengths, True) <= budget for pack in even if len(pack) > 1):
+        packs = even
+    while len(packs) < count:
+        fullest = max(
+            range(len(packs)), key=lambda place: (len(packs[place]) > 1, tokens_of(packs[place], lengths, True))
+        )
+        packs += _dealt(packs.pop(fullest), 2, most, lengths)
+    packs.sort(key=lambda pack: -tokens_of(pack, lengths, True))
+    # Of packs that the ranks compute at once, and so of about as many tokens, the fullest goes to who has had least.
+    totals, dealt = [0] * world_size, []
+    for start in range(0, count, world_size):
+        takers = sorted(range(world_size), key=totals.__getitem__)
+        taken = dict(zip(takers, packs[start : start + world_size], strict=True))
+        totals = [total + tokens_of(taken[rank], lengths, True) for rank, total in enumerate(totals)]
+        dealt += [taken[rank] for rank in range(world_size)]
+    return dealt
+
+
+def _best_fit(by_length: Sequence[int], budget: int, most: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Best-fit decreasing (Johnson 1974): each sample, the longest first, goes to the pack with the least room that has
+    enough; a sample longer than ``budget`` makes a pack of its own."""
+    packs: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # from tokens to the packs that have room for so many more
+    rooms: list[int] = []  # those keys in order: there are no more than tokens in a budget, however many samples
+    for index in by_length:
+        place = bisect_left(rooms, lengths[index])
+        room = rooms[place] if place < len(rooms) else budget
+        if place == len(rooms):
+            packs.append([])
+            number = len(packs) - 1
+        else:
+            number = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        packs[number].append(index)
+        left = room - lengths[index]
+        if left > 0 and len(packs[number]) < most:
+            if left not in with_room:
+                insort(rooms, left)
+            with_room.setdefault(left, []).append(number)
+    return packs
+
+
+def _pieces_by_tokens(by_length: list[int], cut: Cut, world_size: int, lengths: Sequence[int]) -> list[list[int]]:
     """Fill micro-batches greedily; halve the largest, where they stand, to a multiple of ``world_size``."""
     assert cut.micro_batch_tokens is not None
     pieces: list[list[int]] = []
     tokens = longest = 0  # of the last piece; a sample longer than the budget makes one of its own
     for index in by_length:
-        more = lengths[index] if packs else longest
-        if not pieces or len(pieces[-1]) == cut.micro_batch_size or tokens + more > cut.micro_batch_tokens:
+        if not pieces or len(pieces[-1]) == cut.micro_batch_size or tokens + longest > cut.micro_batch_tokens:
             pieces.append([])
             tokens, longest = 0, padded(lengths[index])
-            more = lengths[index] if packs else longest
         pieces[-1].append(index)
-        tokens += more
+        tokens += longest
     while len(pieces) % world_size:
         largest = max(range(len(pieces)), key=lambda place: len(pieces[place]))
         middle = (len(pieces[largest]) + 1) // 2

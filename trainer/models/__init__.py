@@ -1,6 +1,7 @@
 """Models: build, losses and blocks. Importing this loads no torch."""
 
 from trainer.models.bigbird import BigBird
+from trainer.models.causal import CausalLM
 from trainer.models.common import Objective
 from trainer.models.image import ImageClassifier
 from trainer.models.lora import LoRA
@@ -8,4 +9,13 @@ from trainer.models.mlp import MLP
 from trainer.models.text import TextClassifier
 from trainer.models.vision import VisionTransformer
 
-__all__ = ["MLP", "BigBird", "ImageClassifier", "LoRA", "Objective", "TextClassifier", "VisionTransformer"]
+__all__ = [
+    "MLP",
+    "BigBird",
+    "CausalLM",
+    "ImageClassifier",
+    "LoRA",
+    "Objective",
+    "TextClassifier",
+    "VisionTransformer",
+]

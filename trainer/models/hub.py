@@ -12,7 +12,7 @@ from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
 from trainer.models.lora import OWN, Adaptable, LoRA, reset_adapters
 from trainer.system.files import require_regular
-from trainer.system.hub import ADVICE, away, tell_of_cache
+from trainer.system.hub import advice, away, tell_of_cache
 from trainer.values import Pretrained
 from trainer.weights.blocks import find_blocks, switch_cache_off
 
@@ -45,8 +45,12 @@ def local_folder(source: str) -> str:
 PUBLISHED = {
     **dict.fromkeys(("distilbert/distilbert-base-uncased", "distilbert-base-uncased"), "distilbert-base-uncased"),
     "google/bigbird-roberta-base": "bigbird-roberta-base",
+    **{f"HuggingFaceTB/SmolLM2-{size}": f"SmolLM2-{size}" for size in ("135M", "135M-Instruct", "360M", "1.7B")},
+    **{f"meta-llama/Llama-{size}": f"Llama-{size}" for size in ("3.1-8B", "3.2-1B", "3.2-3B")},
+    **{f"Qwen/Qwen{size}": f"Qwen{size}" for size in ("2.5-7B", "3-0.6B", "3-1.7B", "3-4B", "3-8B")},
 }
-"""Of the packaged recipes, the hub ids and the folders here with their ``config.json`` as it was published."""
+"""Hub ids of the packaged recipes and of language models, and the folders here with their ``config.json`` as it was
+published."""
 
 
 def published(source: str) -> Path | None:
@@ -84,7 +88,7 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         if why_not and isinstance(error, OSError):
             reason = f"it is no folder here, nor in the hub's cache, and {why_not}."
             kind = ", or a model type such as distilbert" if key == "name" else ""
-            fix = f"Give a local folder as save_pretrained writes it{kind}; {ADVICE}"
+            fix = f"Give a local folder as save_pretrained writes it{kind}; {advice()}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code that comes with it (auto_map), and no such remote code is executed."
             fix = (
@@ -140,7 +144,7 @@ def refuse_code(name: str, config: Any) -> None:
     )
 
 
-class HubModel(Supervised, Adaptable):
+class HubModel(Adaptable):
     """What the models share that a class of transformers makes, of a configuration or of weights.
 
     Args:
@@ -148,8 +152,6 @@ class HubModel(Supervised, Adaptable):
         weights: a hub id or a local folder, as save_pretrained writes it; null for random weights.
         config: entries of the configuration to override, such as {num_hidden_layers: 2}.
         revision: of everything that comes from the hub: a branch, tag or commit.
-        num_classes: null takes the dataset's.
-        class_names: null takes the dataset's; saved with the model.
         dropout: sets all dropout rates of the configuration; null leaves them.
         train_last_blocks: freeze all but the last n blocks and the head; null trains everything.
         lora: train adapters in the blocks, and the head, instead of all weights.
@@ -159,8 +161,6 @@ class HubModel(Supervised, Adaptable):
     weights: str | None
     config: dict[str, Any]
     revision: str | None
-    num_classes: int | None
-    class_names: list[str] | None
     dropout: float | None
     train_last_blocks: int | None
 
@@ -169,7 +169,6 @@ class HubModel(Supervised, Adaptable):
     """The class of transformers, an ``AutoModelFor…``, that makes the module."""
 
     def __post_init__(self) -> None:
-        self.loss.require_fit(self.task)
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
         self.lora.require_alone(self.train_last_blocks)
 
@@ -180,8 +179,7 @@ class HubModel(Supervised, Adaptable):
             self._folder(self.weights)
 
     def build(self) -> nn.Module:
-        """The module: from ``input_ids`` and ``attention_mask`` (n, tokens) to logits (n, classes); of the task
-        token (n, tokens, classes)."""
+        """The module that transformers makes, with adapters if some are to train."""
         if self.weights is None:
             return self.adapt(self.skeleton())
         # What is quantised is whole nowhere, not here either.
@@ -191,7 +189,7 @@ class HubModel(Supervised, Adaptable):
         import torch
         import transformers
 
-        require_filled(type(self).__name__, num_classes=self.num_classes)
+        self._require_complete()
         require(
             not Path(local_folder(weights), "adapter_config.json").exists(),  # transformers would load what it names
             f"model.weights={weights} is or holds a PEFT adapter: merge it into its model and save that",
@@ -216,8 +214,11 @@ class HubModel(Supervised, Adaptable):
 
     def skeleton(self) -> nn.Module:
         """The module with random weights, without adapters."""
-        require_filled(type(self).__name__, num_classes=self.num_classes)
+        self._require_complete()
         return self._finished(self._from_configuration(self.auto))
+
+    def _require_complete(self) -> None:
+        """Refuse to build while a setting is open that the dataset should have filled."""
 
     def _from_configuration(self, auto: str) -> nn.Module:
         """What the class of transformers with that name makes of the configuration, with random weights."""
@@ -263,14 +264,14 @@ class HubModel(Supervised, Adaptable):
         return module
 
     def _require_body(self, module: nn.Module, new: Collection[str]) -> None:
-        """Only the head may be new; transformers would fill anything else with random numbers as well."""
+        """Only a head may be new; transformers would fill anything else with random numbers as well."""
         from trainer.weights.files import shortened
 
         blocks = find_blocks(module, self.blocks)
         last = list(blocks[-1].parameters())[-1] if blocks else None
         names, parameters = zip(*module.named_parameters(), strict=True)
         end = next((at for at, parameter in enumerate(parameters, 1) if parameter is last), len(names))
-        lost = sorted(set(new) & set(names[:end]))
+        lost = sorted(set(new) & set(names[: end if self.head_is_new else None]))
         foreign = f"model.weights={self.weights!r} are not those of this {cast(Any, module).config.model_type}"
         require(not lost, f"{foreign}: {shortened(lost)} are missing or of another shape")
 
@@ -318,14 +319,37 @@ class HubModel(Supervised, Adaptable):
             )  # of several for a task (DeiT), transformers takes the first
         for key, value in changes.items():
             setattr(config, key, value)
+        refuse_code(self.name, config)
+        layers = getattr(config, "num_hidden_layers", None) or 0
+        require(layers <= MOST_LAYERS, f"model.name={self.name!r} is configured with {layers:,} layers: take another")
+        return config
+
+
+class HubClassifier(HubModel, Supervised):
+    """What the classifiers of transformers share.
+
+    Args:
+        num_classes: null takes the dataset's.
+        class_names: null takes the dataset's; saved with the model.
+    """
+
+    num_classes: int | None
+    class_names: list[str] | None
+
+    def __post_init__(self) -> None:
+        self.loss.require_fit(self.task)
+        super().__post_init__()
+
+    def _require_complete(self) -> None:
+        require_filled(type(self).__name__, num_classes=self.num_classes)
+
+    def _configuration(self) -> Any:
+        config = super()._configuration()
         if self.num_classes is not None:
             names = self.class_names or [f"LABEL_{number}" for number in range(self.num_classes)]
             config.id2label = dict(enumerate(names))
             config.label2id = {name: number for number, name in enumerate(names)}
         config.problem_type = cast(Any, PROBLEM_TYPES.get(self.task))
-        refuse_code(self.name, config)
-        layers = getattr(config, "num_hidden_layers", None) or 0
-        require(layers <= MOST_LAYERS, f"model.name={self.name!r} is configured with {layers:,} layers: take another")
         return config
 
 

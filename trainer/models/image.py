@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import require, require_choice, require_package
 from trainer.models.common import ImageTask, Objective
-from trainer.models.hub import HubModel, is_local
+from trainer.models.hub import HubClassifier, is_local
 from trainer.models.lora import LoRA
 from trainer.system.files import read_object
 from trainer.values import ImageInput, Loss
@@ -27,7 +27,7 @@ TIMM = "timm/"
 
 
 @dataclass
-class ImageClassifier(HubModel):
+class ImageClassifier(HubClassifier):
     """Any ``AutoModelForImageClassification`` of transformers: ViT, DINOv2, Swin, ConvNeXt, ResNet; or any of timm.
 
     The loss is computed here from the logits, never by the model itself.

@@ -70,6 +70,9 @@ class Adaptable(Model):
     adapted: ClassVar[Sequence[str] | None] = None
     """The layers that get an adapter where ``lora.targets`` says nothing; ``None`` for those of the attention."""
 
+    head_is_new: ClassVar[bool] = True
+    """Whether weights may be without the head, which then trains beside adapters, too."""
+
     @property
     def lossy(self) -> Sequence[str]:  # type: ignore[override]
         """That adapters train, if they do, and what they are beside."""
@@ -78,7 +81,7 @@ class Adaptable(Model):
 
     def adapt(self, module: nn.Module) -> nn.Module:
         """``module`` with adapters, if they train."""
-        add_adapters(module, self.lora, self.blocks, self.adapted)
+        add_adapters(module, self.lora, self.blocks, self.adapted, self.head_is_new)
         return module
 
     def as_adapted(self, found: Pretrained, skeleton: nn.Module) -> Pretrained:
@@ -111,13 +114,18 @@ class Adaptable(Model):
 
 
 def add_adapters(
-    module: nn.Module, lora: LoRA, blocks: Sequence[type] = (), defaults: Sequence[str] | None = None
+    module: nn.Module,
+    lora: LoRA,
+    blocks: Sequence[type] = (),
+    defaults: Sequence[str] | None = None,
+    head: bool = True,
 ) -> None:
     """Give linear layers of the blocks of ``module`` adapters, in place, and freeze all but these and the head.
 
     The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before. At rank 0 nothing is
-    done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted. With
-    ``lora.base`` nf4 all linear layers of the blocks are quantised, one after the other.
+    done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted. A
+    ``head`` that is not new is frozen as well. With ``lora.base`` nf4 all linear layers of the blocks are quantised, one
+    after the other.
     """
     if not lora.rank:
         return
@@ -128,11 +136,11 @@ def add_adapters(
     layers = _linear_layers(found)
     adapted = set(map(id, _choose(layers, lora.targets or defaults)))
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
-    head = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad]
+    trained = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad and head]
     alpha: Any = lora.alpha or 2 * lora.rank
     config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=names)
     inject_adapter_in_model(config, module, ADAPTER)
-    for parameter in head:  # peft froze whatever is not an adapter
+    for parameter in trained:  # peft froze whatever is not an adapter
         parameter.requires_grad_(True)
     if lora.base == "nf4":
         _quantise(module, [layer for _, layer in layers])

@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.errors import require, require_choice
 from trainer.models.common import Objective
-from trainer.models.hub import HubModel, is_local, is_model_type, positions
+from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, positions
 from trainer.models.lora import LoRA
-from trainer.values import Loss, Outline, Task
+from trainer.values import Loss, Outline
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor, nn
+    from typing_extensions import Self
 
 _BERT = {f"encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")}
 _BERT |= {"encoder.layer.*.attention.output.dense": "rowwise", "encoder.layer.*.intermediate.dense": "colwise"}
@@ -36,13 +36,87 @@ DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 _NORMS = {f"layers.*.{part}_layernorm": "sequence_parallel" for part in ("input", "post_attention")}
 """Types whose plan of transformers splits layers, and whose blocks compute all else token by token."""
 
+TextTask = Literal["single_label", "multi_label", "regression", "token"]
 NO_TOKENIZER = "none"
 PACKED = ("distilbert", "bert", "roberta", "xlm-roberta")
 """Types of models that compute without padding, as transformers makes them."""
 
 
+class TextModel(HubModel):
+    """What the models of texts share: a tokenizer.
+
+    Args:
+        tokenizer: a hub id or a local folder; null takes that of weights, or of name. A plan can do with none.
+    """
+
+    tokenizer: str | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._cached_tokenizer: Any = None
+
+    def prepare(self) -> None:
+        """Fetch configuration, tokenizer and weights into the hub's cache."""
+        self.tokenizer_or_none()
+        super().prepare()
+
+    def tokenizer_or_none(self) -> Any:
+        """The tokenizer, loaded once."""
+        if self._cached_tokenizer is None and self.tokenizer != NO_TOKENIZER:
+            source = self.tokenizer or self.weights or self.name
+            has_none = f"model.tokenizer is missing: model.name={source} is a model type and has no tokenizer"
+            require(is_local(source) or not is_model_type(source), has_none)
+            self._cached_tokenizer = self._load_tokenizer(source)
+            # Of a folder that has a configuration only, transformers makes one to which every word is unknown.
+            words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
+            fix = "give a folder or hub id with a tokenizer"
+            require(words > 0, f"model.tokenizer={source!r} has no vocabulary: {fix}")
+        return self._cached_tokenizer
+
+    def _load_tokenizer(self, source: str, **options: Any) -> Any:
+        from transformers import AutoTokenizer
+
+        return self._load("tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False, **options)
+
+    def unloaded(self) -> Self:
+        """This model with random weights, and the tokenizer that it has."""
+        model = copy.copy(self)  # with the tokenizer that is loaded already
+        model.tokenizer, model.weights = self.tokenizer or self.weights, None
+        return model
+
+    def outlined(self, outline: Outline) -> Self:
+        """This model without the tokenizer, unless one is named: the configuration knows how many words it has."""
+        model = self if self.tokenizer else replace(cast(Any, self), tokenizer=NO_TOKENIZER)
+        most = positions(model._configuration().to_dict())
+        long = f"data.max_length={outline.length} is more than the {most} tokens that model.name={self.name!r} takes"
+        require(not most or not outline.length or outline.length <= most, f"{long}: lower it")
+        return model
+
+    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
+        """Attention by heads, the MLP by hidden features: transformers' own plan, or for those without one ours."""
+        config, prefix = cast(Any, module).config, cast(Any, module).base_model_prefix
+        layers = ENCODERS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
+        layers = _NORMS | layers if config.model_type in DECODERS else layers
+        return {f"{prefix}.{name}": style for name, style in layers.items()}
+
+    def _of_data(self) -> dict[str, Any]:
+        tokenizer = self.tokenizer_or_none()
+        return {} if tokenizer is None else {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+
+    def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write a folder that ``from_pretrained`` of the class ``auto`` and ``AutoTokenizer`` load."""
+        super().save(module, folder, state)
+        if (tokenizer := self.tokenizer_or_none()) is not None:
+            tokenizer.save_pretrained(folder)
+
+    def saved_in(self, folder: Path) -> Self:
+        """The model whose configuration, weights and tokenizer ``save`` wrote to ``folder``."""
+        tokenizer = NO_TOKENIZER if self.tokenizer == NO_TOKENIZER else str(folder)
+        return replace(cast(Any, super().saved_in(folder)), tokenizer=tokenizer)
+
+
 @dataclass
-class TextClassifier(HubModel):
+class TextClassifier(TextModel, HubClassifier):
     """Any ``AutoModelForSequenceClassification``: DistilBERT, BERT, RoBERTa, ... With the task token any
     ``AutoModelForTokenClassification``.
 
@@ -50,7 +124,6 @@ class TextClassifier(HubModel):
     classifiers are means that ignore how many micro-batches a step has.
 
     Args:
-        tokenizer: a hub id or a local folder; null takes that of weights, or of name. A plan can do with none.
         config: entries of the configuration to override, such as {n_layers: 2, dim: 128}.
         padding_free: compute on the tokens that are there only, which changes no result but the masks of dropout; null
             does so for DistilBERT, BERT, RoBERTa, XLM-RoBERTa and BigBird with full attention, but not for the task
@@ -69,15 +142,14 @@ class TextClassifier(HubModel):
     padding_free: bool | None = None
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
-    task: Task = "single_label"
+    task: TextTask = "single_label"
     loss: Objective = field(default_factory=Objective)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("model.task", self.task, Task)
+        require_choice("model.task", self.task, TextTask)
         all_tokens = "model.padding_free=true computes the last block for the first token only, and model.task=token"
         require(not (self.padding_free and self.task == "token"), f"{all_tokens} reads all: leave it at null")
-        self._cached_tokenizer: Any = None
         self._can_pack: bool | None = None  # not looked for yet
 
     @property
@@ -85,43 +157,11 @@ class TextClassifier(HubModel):
         """The class of transformers for the task."""
         return f"AutoModelFor{'Token' if self.task == 'token' else 'Sequence'}Classification"
 
-    def prepare(self) -> None:
-        """Fetch configuration, tokenizer and weights into the hub's cache."""
-        self.tokenizer_or_none()
-        super().prepare()
-
-    def tokenizer_or_none(self) -> Any:
-        """The tokenizer, loaded once."""
-        if self._cached_tokenizer is None and self.tokenizer != NO_TOKENIZER:
-            from transformers import AutoTokenizer
-
-            source = self.tokenizer or self.weights or self.name
-            has_none = f"model.tokenizer is missing: model.name={source} is a model type and has no tokenizer"
-            require(is_local(source) or not is_model_type(source), has_none)
-            load = partial(self._load, "tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False)
-            found = load()
-            if self.task == "token" and getattr(found, "add_prefix_space", None) is False:  # RoBERTa's
-                found = load(add_prefix_space=True)  # without it, it takes no words
-            self._cached_tokenizer = found
-            # Of a folder that has a configuration only, transformers makes one to which every word is unknown.
-            words = len(self._cached_tokenizer) - len(self._cached_tokenizer.all_special_tokens)
-            fix = "give a folder or hub id with a tokenizer"
-            require(words > 0, f"model.tokenizer={source!r} has no vocabulary: {fix}")
-        return self._cached_tokenizer
-
-    def unloaded(self) -> TextClassifier:
-        """This classifier with random weights, and the tokenizer that it has."""
-        model = copy.copy(self)  # with the tokenizer that is loaded already
-        model.tokenizer, model.weights = self.tokenizer or self.weights, None
-        return model
-
-    def outlined(self, outline: Outline) -> TextClassifier:
-        """This classifier without the tokenizer, unless one is named: the configuration knows how many words it has."""
-        model = self if self.tokenizer else replace(self, tokenizer=NO_TOKENIZER)
-        most = positions(model._configuration().to_dict())
-        long = f"data.max_length={outline.length} is more than the {most} tokens that model.name={self.name!r} takes"
-        require(not most or not outline.length or outline.length <= most, f"{long}: lower it")
-        return model
+    def _load_tokenizer(self, source: str, **options: Any) -> Any:
+        found = super()._load_tokenizer(source, **options)
+        if self.task == "token" and getattr(found, "add_prefix_space", None) is False:  # RoBERTa's
+            return super()._load_tokenizer(source, add_prefix_space=True)  # without it, it takes no words
+        return found
 
     def packs(self) -> bool:
         """Whether micro-batches are packed, as ``padding_free`` says."""
@@ -158,13 +198,6 @@ class TextClassifier(HubModel):
 
         return pack(batch, self._padding_idx) or batch
 
-    def tensor_parallel_plan(self, module: nn.Module) -> Mapping[str, str]:
-        """Attention by heads, the MLP by hidden features: transformers' own plan, or for those without one ours."""
-        config, prefix = cast(Any, module).config, cast(Any, module).base_model_prefix
-        layers = ENCODERS.get(config.model_type) or getattr(config, "base_model_tp_plan", None) or {}
-        layers = _NORMS | layers if config.model_type in DECODERS else layers
-        return {f"{prefix}.{name}": style for name, style in layers.items()}
-
     def _finished(self, module: nn.Module) -> nn.Module:
         """The module, computing without padding where it can."""
         module = super()._finished(module)
@@ -174,21 +207,7 @@ class TextClassifier(HubModel):
             unpad(module)
         return module
 
-    def _of_data(self) -> dict[str, Any]:
-        tokenizer = self.tokenizer_or_none()
-        return {} if tokenizer is None else {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """That of the task, from the logits; the batch is a tokenizer's output plus ``labels``."""
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         yield self.loss_of(module(**inputs).logits, batch["labels"])
-
-    def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``AutoModelForSequenceClassification.from_pretrained`` and ``AutoTokenizer`` load."""
-        super().save(module, folder, state)
-        if (tokenizer := self.tokenizer_or_none()) is not None:
-            tokenizer.save_pretrained(folder)
-
-    def saved_in(self, folder: Path) -> TextClassifier:
-        """The classifier whose configuration, weights and tokenizer ``save`` wrote to ``folder``."""
-        return replace(super().saved_in(folder), tokenizer=str(folder))

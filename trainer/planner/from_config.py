@@ -15,7 +15,7 @@ from trainer.models.text import NO_TOKENIZER, TextClassifier
 from trainer.planner.made_up import MadeUp
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.files import parsed_object, read_regular
-from trainer.system.hub import ADVICE, away
+from trainer.system.hub import advice, away
 from trainer.values import IGNORED_LABEL, Loss, Outline
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], P
             why = why_not or next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RecipeError(
                 f"{said}: there is no such folder, and its {CONFIG} could not be had from the hub ({why}): save that "
-                f"one file in a folder and plan {PREFIX}./FOLDER; a gated model needs HF_TOKEN; {ADVICE}"
+                f"one file in a folder and plan {PREFIX}./FOLDER; a gated model needs HF_TOKEN; {advice()}"
             ) from error
     try:
         config = parsed_object(read_regular(folder / CONFIG, MOST_TEXT), MOST_TEXT) or {}

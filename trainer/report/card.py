@@ -4,43 +4,75 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from trainer.report.summary import Summary, summary_rows
+from trainer.recipe import Recipe
 from trainer.system.redact import redact
 from trainer.system.text import escaped
 
 NO_FENCE = "`" * 3
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a card says of how the model was trained.
+
+    Args:
+        facts: rows of the first table: the plan, steps, figures.
+        metrics: figures by split, as in ``summary.json``.
+        data: its class, sizes and fingerprint, likewise.
+        versions: of the libraries; ``None`` for one that was not there.
+    """
+
+    facts: Mapping[str, Any]
+    metrics: Mapping[str, Mapping[str, float | None]]
+    data: Mapping[str, Any]
+    versions: Mapping[str, str | None]
+
+
+def card_of(recipe: Recipe, run_dir: Path, trained: Trained) -> str:
+    """The model card of what the run in ``run_dir``, which has its ``recipe.yaml``, has trained."""
+    model: Any = recipe.model
+    kind = "token" if getattr(model, "task", None) == "token" else "text"
+    if model.tokenizer_or_none() is None:
+        kind = "image" if hasattr(recipe.data, "load_image") else ""
+    weights = getattr(model, "weights", None)
+    base = weights if isinstance(weights, str) and weights.count("/") == 1 and not Path(weights).exists() else None
+    library, task = "transformers" if model.own_format else None, f"{kind}-classification" if kind else None
+    task = "text-generation" if getattr(model, "task", None) == "language" else task
+    text = (run_dir / "recipe.yaml").read_text(encoding="utf-8").partition("\n# sha256")[0]
+    return model_card(run_dir.name, trained, text, task, library, base)
+
+
 def model_card(
-    name: str, summary: Summary, recipe: str, plan: str, pipeline: str | None, library: str | None, base: str | None
+    name: str, trained: Trained, recipe: str, pipeline: str | None, library: str | None, base: str | None
 ) -> str:
     """The card of the model of a run: a YAML header and Markdown.
 
     Args:
         name: of the run.
-        summary: of the run.
+        trained: how.
         recipe: its settings as YAML.
-        plan: how the batch was cut, and what saved memory.
         pipeline: the hub's name of the task, such as text-classification.
         library: what loads the model, such as transformers; ``None`` for none but this.
         base: the model on the hub that it was fine-tuned from.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
-    data = str(summary.data.get("class", "data"))
+    data = str(trained.data.get("class", "data"))
     results = [
         EvalResult(
             task_type=pipeline or "other",
             dataset_type=data.lower(),
             dataset_name=data,
             dataset_split=split,
-            dataset_revision=summary.data.get("fingerprint"),
+            dataset_revision=trained.data.get("fingerprint"),
             metric_type=metric,
             metric_value=float(value),
         )
-        for split, figures in summary.metrics.items()
+        for split, figures in trained.metrics.items()
         for metric, value in figures.items()
         if value is not None and math.isfinite(value)
     ]
@@ -53,16 +85,16 @@ def model_card(
         metrics=sorted({result.metric_type for result in results}) or None,
         eval_results=results or None,
     )
-    versions = {library: version for library, version in summary.versions.items() if version}
+    versions = {library: version for library, version in trained.versions.items() if version}
     return redact(
         "\n".join(
             [
                 f"---\n{header.to_yaml()}\n---\n",
                 f"# {escaped(name)}\n",
                 "Fine-tuned with exact gradients: each step is that of the whole batch, however it was cut.\n",
-                _table({"plan": plan, **dict(summary_rows(summary))}),
+                _table(trained.facts),
                 "## Data\n",
-                _table({key: value for key, value in summary.data.items() if value is not None}),
+                _table({key: value for key, value in trained.data.items() if value is not None}),
                 "## Recipe\n",
                 f"{NO_FENCE}yaml\n{escaped(recipe.strip(), keep=LINES).replace(NO_FENCE, '')}\n{NO_FENCE}\n",
                 "## Versions\n",

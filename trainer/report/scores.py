@@ -13,23 +13,13 @@ from torch import Tensor
 
 from trainer.contract import Metric
 from trainer.errors import RecipeError, require
-from trainer.recipe import HIGHER, LOWER
+from trainer.recipe import HIGHER, REGRESSION
 from trainer.system.reports import cause
 from trainer.values import FIGURES, IGNORED_LABEL, Loss
 
 FROM_SUMS = ("loss", "accuracy", "subset_accuracy", "perplexity")
-REGRESSION = ("mae", "mse", "rmse", "r2", "pearson", "spearman")
 OF_SCORES = ("auroc", "average_precision", "top5_accuracy")
 """Of the scores of all classes; the others of a classifier are of the class with the largest."""
-SINGLE = ("accuracy", "balanced_accuracy", "top5_accuracy", "mcc", "f1", "precision", "recall")
-MULTI = tuple(name for name in HIGHER if name.startswith(("f1_", "precision_", "recall_"))) + OF_SCORES[:2]
-TASKS = {
-    "single_label": (*SINGLE, *MULTI, "perplexity"),
-    "token": (*SINGLE, *MULTI, "perplexity"),
-    "multi_label": (*MULTI, "subset_accuracy"),
-    "regression": REGRESSION,
-}
-"""What each task has, besides the loss."""
 
 
 def is_higher_better(name: str, own: Sequence[Metric] = ()) -> bool:
@@ -41,8 +31,8 @@ class Scores:
     """The figures that ``wanted`` asks for, of one evaluation after the other.
 
     Args:
-        wanted: names, of the tables of :mod:`trainer.recipe`, and metrics of one's own.
-        task: of the model: a key of ``TASKS``; ``None`` for a model of one's own that does not say so.
+        wanted: names, of the tables of :mod:`trainer.recipe`, which fit the task, and metrics of one's own.
+        task: of the model: a key of ``REPORTED``; ``None`` for a model of one's own that does not say so.
         num_classes: of the model; ``None`` for one that does not classify.
         gather: from the rows of this rank (``None`` where it has none) to those of all ranks, on the first one at
             least; a collective.
@@ -58,14 +48,8 @@ class Scores:
         decide: Callable[[Callable[[], dict[str, float]]], dict[str, float]] = lambda compute: compute(),
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
-        names = [metric for metric in wanted if isinstance(metric, str)]
-        offered = TASKS.get(self.task or "", (*HIGHER, *LOWER))
-        for name in names:
-            known = name == "loss" or name in offered
-            require(known, f"run.metrics={name} is not for {self.task} models: choose of {', '.join(sorted(offered))}")
-            for_two = name not in ("f1", "precision", "recall") or num_classes in (None, 2)
-            fix = f"say {name}_macro, the mean over the classes, or {name}_micro"
-            require(for_two, f"run.metrics={name} is of class 1 of two, and there are {num_classes}: {fix}")
+        always = FIGURES["language"] if task == "language" else ()  # of the loss alone: nothing else is kept of logits
+        names = [*always, *(metric for metric in wanted if isinstance(metric, str))]
         summed = (*FROM_SUMS, *(FIGURES[self.task] if num_classes else ()))
         self.sums = [name for name in dict.fromkeys(names) if name in summed]
         self.names = [name for name in dict.fromkeys(names) if name not in summed]

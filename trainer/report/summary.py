@@ -123,7 +123,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("status", summary.status),
         *((f"{split} {name}", _metric(name, value)) for split, name, value in figures),
-        *([("model/", _best(summary.best))] if summary.best else []),
+        *([("model/", _kept(summary))] if summary.status == "finished" else []),
         ("steps", f"{summary.steps:,}{skipped}"),
         ("batch", f"{summary.batch_size:,} samples a step on {ranks}"),
         ("speed", ", ".join([*speed.describe(0.0), f"{_number(summary.seconds, ',.1f')} s"])),
@@ -142,7 +142,12 @@ def summary_text(summary: Summary, run_dir: Path) -> str:
     return "\n".join(escaped(f"{label:<{width}}  {value}") for label, value in rows)
 
 
-def _best(best: Mapping[str, Any]) -> str:
+def _kept(summary: Summary) -> str:
+    """Which step's weights are in ``model/``, and why."""
+    best = summary.best
+    if best is None:
+        alone = "" if summary.data.get("val") else "; there is no validation set that could choose another"
+        return f"step {summary.steps:,}, the last{alone}"
     name = best["figure"]
     found, last = (_metric(name.partition("_")[2], best[which]) for which in ("best", "last"))
     return f"step {best['step']:,}, best {name} {found}" + (f"; last {last}" if best["last"] is not None else "")

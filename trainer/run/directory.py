@@ -28,7 +28,7 @@ from trainer.errors import RunError, Stopped, require
 from trainer.memory.plan import Plan, idle_ranks, plan_warnings
 from trainer.memory.stack import Stack
 from trainer.recipe import Recipe
-from trainer.report.card import model_card
+from trainer.report.card import Trained, card_of
 from trainer.report.loggers import Tracking, make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.mistakes import write_mistakes
@@ -36,7 +36,7 @@ from trainer.report.page import write_report
 from trainer.report.plots import plot_curves, plot_memory
 from trainer.report.progress import warn
 from trainer.report.summary import Summary, summary_rows
-from trainer.run.session import Session, asked_figures, from_all, from_first, on_first
+from trainer.run.session import Session, from_all, from_first, on_first
 from trainer.settings import dump_recipe
 from trainer.system.files import default_folder, make_folder, read_object, staged_folder, write_atomic
 from trainer.system.redact import redact
@@ -157,8 +157,9 @@ def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
     parts = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
     # Sections as text, without their secrets.
     config = {name: redact(str(part)) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
-    task = None if getattr(recipe.model, "num_classes", None) is None else getattr(recipe.model, "task", "single_label")
-    asked = [figure if isinstance(figure, str) else figure.name for figure in asked_figures(recipe)]
+    task = getattr(recipe.model, "task", "single_label")
+    task = task if task == "language" or getattr(recipe.model, "num_classes", None) is not None else None
+    asked = [figure if isinstance(figure, str) else figure.name for figure in recipe.run.asked_figures()]
     figures = [name for name in dict.fromkeys((*FIGURES[task], *asked)) if name != "loss"]
     tracking = Tracking(run, recipe.run.project, recipe.run.entity, recipe.run.tags, recipe.run.tracking_uri)
     return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at, tracking)
@@ -172,7 +173,10 @@ def write_results(
     if summary.status == "finished":
         with staged_folder(run_dir / "model") as folder:
             save_model(session.recipe.model, module, folder, state)
-            write_atomic(folder / "README.md", card_of(session, summary))  # a person may change it: it has no hash
+            facts = {"plan": session.plan.describe(), **dict(summary_rows(summary))}
+            trained = Trained(facts, summary.metrics, summary.data, summary.versions)
+            card = card_of(session.recipe, run_dir, trained)
+            write_atomic(folder / "README.md", card)  # a person may change it: it has no hash
     write_atomic(run_dir / "summary.json", summary.to_json())  # after the model, which "finished" promises
     if result is not None:
         write_evaluation(run_dir, result, session.recipe.data)
@@ -186,20 +190,6 @@ def write_results(
     except Exception as error:  # figures that no axis can hold: a picture is not the end of a run
         warn(f"the figures of this run cannot be drawn ({cause(error)}): they are in metrics.csv and summary.json")
     write_report(run_dir, summary_rows(summary), session.plan.describe(), summary.data, summary.versions)
-
-
-def card_of(session: Session, summary: Summary) -> str:
-    """The model card of what a finished run has trained."""
-    recipe, run_dir = session.recipe, session.run_dir
-    model: Any = recipe.model
-    kind = "token" if getattr(model, "task", None) == "token" else "text"
-    if model.tokenizer_or_none() is None:
-        kind = "image" if hasattr(recipe.data, "load_image") else ""
-    weights = getattr(model, "weights", None)
-    base = weights if isinstance(weights, str) and weights.count("/") == 1 and not Path(weights).exists() else None
-    library, task = "transformers" if model.own_format else None, f"{kind}-classification" if kind else None
-    text = (run_dir / "recipe.yaml").read_text(encoding="utf-8").partition("\n# sha256")[0]
-    return model_card(run_dir.name, summary, text, session.plan.describe(), task, library, base)
 
 
 def write_evaluation(folder: Path, result: EvaluationResult, data: Any) -> None:

@@ -18,6 +18,7 @@ from trainer.errors import RecipeError, RunError, require, require_package
 from trainer.recipe import Recipe
 from trainer.run.prediction import Reader, checked
 from trainer.system.files import hash_file, staged_file, staged_folder
+from trainer.system.hub import advice, away
 from trainer.system.reports import cause
 from trainer.system.waiting import doing
 
@@ -77,6 +78,8 @@ class _Outputs(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor:
         batch, model = dict(zip(self.names, tensors, strict=True)), self.model
         first, task = tensors[0], getattr(model, "task", "single_label")
+        if task == "language":
+            return self.module(**batch).logits
         if task in ("multi_label", "regression"):
             labels = torch.zeros(first.shape[0], model.num_classes)
         else:
@@ -187,8 +190,9 @@ def _to_hub(folder: Path, repo: str | None, public: bool) -> str:
         commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="trainer export")
         there = {one.path: one for one in api.get_paths_info(repo, names, revision=commit.oid)}
     except Exception as error:  # no network, no token, no right to: each has an exception of its own
-        fix = "log in by `hf auth login`, or set HF_TOKEN, and look at the network (HF_HUB_OFFLINE must not be 1)"
-        raise RecipeError(f"--to hub: {repo} could not be written ({cause(error)}): {fix}") from error
+        why_not = away()
+        fix = advice() if why_not else "log in by `hf auth login`, or set HF_TOKEN to one that may write there"
+        raise RecipeError(f"--to hub: {repo} could not be written ({why_not or cause(error)}): {fix}") from error
     wrong = [name for name in names if not is_the_same(folder / name, there.get(name))]
     if wrong:
         raise RunError(f"{repo} on the hub does not hold what was sent: {', '.join(wrong)}; send it again")

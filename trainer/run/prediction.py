@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
 from itertools import chain, islice
@@ -26,6 +26,7 @@ from trainer.checkpoint.seal import require_sealed, require_sealed_text
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.recipe import Precision, Recipe
 from trainer.report.progress import Progress, warn
+from trainer.run.generation import NEW_TOKENS, Drawn, require_room, write
 from trainer.settings import did_you_mean
 from trainer.system.environment import first_here
 from trainer.system.files import read_regular, staged_file
@@ -62,18 +63,21 @@ def predict(
 
     Returns:
         Of each input the most probable class and its probability, or what :func:`classify` says for the model's task;
-        empty where a file was written.
+        of a language model the text that follows. Empty where a file was written.
 
     Raises:
         RecipeError: when some inputs cannot be read, naming them: the others are answered all the same.
     """
     asked = PredictOptions(**how)
     asked.check()
+    asked.check_task(getattr(recipe.model, "task", "single_label"))
     folder = checked(run_dir)
     model: Any = filled_as_saved(recipe.model, folder)
     recipe = recipe.replace(model=model)  # of which the data takes what it leaves open
     reader = Reader(model, recipe.data, texts or (), images or ())
     doing("loading the model")
+    if asked.temperature and asked.seed is None:
+        asked = replace(asked, seed=recipe.seed)
     return classify(model, load_model(model, folder), reader, asked, paths, texts or images or ())
 
 
@@ -108,6 +112,9 @@ class Inputs:
     tables: bool
 
 
+DTYPES = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+
+
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
     """How to predict.
@@ -116,6 +123,10 @@ class PredictOptions:
         output: a .csv, .jsonl or .parquet file for the predictions; ``None`` prints them.
         top_k: how many of the most probable classes of each input are told; by single_label only.
         probabilities: tell those of all classes, or of all labels.
+        max_new_tokens: most tokens that a language model writes after a text; ``None`` is 128.
+        temperature: draw each token, from scores that are divided by it; ``None``, or 0, writes the likeliest.
+        top_p: draw of the likeliest tokens only, those that together have this probability; ``None`` draws of all.
+        seed: of what is drawn; ``None`` is that of the recipe.
         column: of tables: the texts, or the paths of the images.
         batch_size: inputs that go through the model at once.
         device: auto (a GPU where there is one), cpu, cuda or cuda:1.
@@ -126,6 +137,10 @@ class PredictOptions:
     output: str | None = None
     top_k: int = 1
     probabilities: bool = False
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
     column: str | None = None
     batch_size: int = 32
     device: str = "auto"
@@ -137,11 +152,45 @@ class PredictOptions:
         require_positive("--top-k", self.top_k)
         require_positive("--batch-size", self.batch_size)
         require_choice("--precision", self.precision, Precision)
+        if self.max_new_tokens is not None:
+            require_positive("--max-new-tokens", self.max_new_tokens)
+        for flag, value, most in (("temperature", self.temperature, 100.0), ("top-p", self.top_p, 1.0)):
+            fits = value is None or (type(value) in (int, float) and 0 <= value <= most)
+            require(fits, f"--{flag}={value!r} must be a number from 0 to {most:g}")
+        fits = self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**31)
+        require(fits, f"--seed={self.seed!r} must be an integer from 0 to {2**31 - 1:,}")
         if self.output is not None:
             path = Path(self.output)
             why = f"--output={self.output} must end in one of {', '.join(TABLES)}"
             require(path.suffix.lower() in TABLES, why)
             require(not path.exists(), f"--output={self.output} exists: remove it, or give another file")
+
+    def check_task(self, task: str) -> None:
+        """Refuse what means nothing for a model of ``task``."""
+        flags = {"max-new-tokens": self.max_new_tokens, "temperature": self.temperature}
+        flags |= {"top-p": self.top_p, "seed": self.seed}
+        for flag, value in flags.items():
+            why = f"--{flag}={value} is for language models, and this model's task is {task}: leave it out"
+            require(value is None or task == "language", why)
+            if flag in ("top-p", "seed"):
+                fix = "without --temperature the likeliest token is written: give that too, as in --temperature 0.8"
+                require(
+                    value is None or bool(self.temperature), f"--{flag}={value} is for tokens that are drawn; {fix}"
+                )
+        plain, what = self.top_k == 1 or task == "single_label", f"this model's task is {task}: leave it out"
+        require(plain, f"--top-k={self.top_k} is for model.task=single_label, and {what}")
+        plain = not self.probabilities or task in ("single_label", "multi_label")
+        require(plain, f"--probabilities is for classes and labels, and {what}")
+
+    @property
+    def own_kind(self) -> torch.dtype | None:
+        """What weights and inputs are made; ``None`` where they stay as they are."""
+        return None if self.precision.endswith("-mixed") else DTYPES[self.precision.partition("-")[0]]
+
+    def context(self, device: torch.device) -> AbstractContextManager[object]:
+        """In which is computed."""
+        kind = DTYPES[self.precision.partition("-")[0]]
+        return torch.autocast(device.type, kind) if self.own_kind is None else nullcontext()
 
     def on(self) -> torch.device:
         """The device, which is there."""
@@ -152,7 +201,8 @@ class PredictOptions:
             raise RecipeError(f"--device={text!r} is no device: say auto, cpu, cuda or cuda:1") from None
         count = torch.cuda.device_count() if device.type == "cuda" else 1
         require(device.type in ("cpu", "cuda"), f"--device={text!r} is not supported: say auto, cpu or cuda")
-        require((device.index or 0) < count, f"--device={text!r}: this machine has {count} of them: say auto or cpu")
+        has = f"{count} GPU{'s' * (count > 1)}, counted from cuda:0" if count else "no GPU that torch can use"
+        require((device.index or 0) < count, f"--device={text!r}: this machine has {has}: say auto or cpu")
         return device
 
 
@@ -222,6 +272,8 @@ class Reader:
         require(name is not None, f"--column is missing: which column of {path} names the {kind}? It has {has}")
         hint = did_you_mean(str(name), table.column_names)
         require(name in table.column_names, f"--column={name!r}: {path} has no such column; it has {has}{hint}")
+        if self.of_images:
+            _require_paths(path, str(name), table.select_columns([name])[:MOST_WARNED][name])
 
         def each() -> Iterator[Input]:
             cells = chain.from_iterable(part[name] for part in table.select_columns([name]).iter(1000))
@@ -233,6 +285,16 @@ class Reader:
                 yield Input(str("" if cell is None else cell), f"{path} row {number}", read)
 
         return Inputs(len(table), each(), True)
+
+
+def _require_paths(path: Path, column: str, first: Sequence[Any]) -> None:
+    """Refuse a column of something else than images, by its first cells: else each row is a warning."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    cells = [str(cell) for cell in first if cell]
+    fits = any(cell.lower().endswith(IMG_EXTENSIONS) or os.path.isfile(path.parent / cell) for cell in cells)
+    why = f"--column={column!r}: {path} holds no paths of images there (the first is {''.join(cells[:1])[:40]!r})"
+    require(fits or not cells, f"{why}, and this model reads images: name the column that has them")
 
 
 def _text_file(path: Path) -> Input:
@@ -260,7 +322,8 @@ def _cell_image(data: Any, folder: Path, cell: Any) -> Tensor:
 
 class Answer(NamedTuple):
     """What is said of one input, by the task, or why nothing is: its most probable classes, the most probable first;
-    the labels that it has, likewise; its numbers; or the class of each word, ``None`` for one that is cut off."""
+    the labels that it has, likewise; its numbers; the class of each word, ``None`` for one that is cut off; or the text
+    that follows."""
 
     given: Input
     classes: Sequence[int | None]
@@ -268,36 +331,48 @@ class Answer(NamedTuple):
     all_of: Sequence[float] = ()  # the probabilities of all classes or labels, in their order, if asked for
     words: Sequence[str] = ()  # that have classes
     error: str = ""
+    written: str = ""  # by a language model
+    before: str = ""  # the text that goes on with it
 
 
 def answers(
     model: Any, module: nn.Module, reader: Reader, inputs: Iterable[Input], asked: PredictOptions
 ) -> Iterator[list[Answer]]:
     """The answers to ``inputs``, in order, a batch at a time."""
-    waiting = iter(inputs)
+    waiting, done, writes = iter(inputs), 0, getattr(model, "task", None) == "language"
+
+    def batch_of(samples: Sequence[Any]) -> dict[str, Any]:
+        batch = reader.batch(samples)
+        if writes:
+            require_room(batch, module)
+        return batch
+
     while chunk := list(islice(waiting, asked.batch_size)):
         read = [_tried(given.read) for given in chunk]
-        batch, refusal = _tried(partial(_batch, reader, read))
+        batch, refusal = _tried(partial(_batch, batch_of, read))
         if refusal:  # of one of them, or of more: which?
-            read = [(sample, error or _tried(partial(reader.batch, [sample]))[1]) for sample, error in read]
-            batch = _batch(reader, read)
+            read = [(sample, error or _tried(partial(batch_of, [sample]))[1]) for sample, error in read]
+            batch = _batch(batch_of, read)
         rows: Iterator[Any] = iter(())
-        if batch is not None:
+        if batch is not None and writes:
+            places = [done + at for at, (_, error) in enumerate(read) if not error]
+            rows = iter(_written(model, module, batch, places, asked))
+        elif batch is not None:
             rows = iter(_said(model, module, batch, asked))
+        done += len(chunk)
         yield [
-            Answer(given, [], [], error=error) if error else _answer(given, next(rows), _words(model, sample))
+            Answer(given, [], [], error=error) if error else _answer(model, given, next(rows), sample)
             for given, (sample, error) in zip(chunk, read, strict=True)
         ]
 
 
-def _answer(given: Input, said: Said, words: Sequence[str]) -> Answer:
+def _answer(model: Any, given: Input, said: Said | str, sample: Any) -> Answer:
+    if isinstance(said, str):
+        return Answer(given, [], [], written=said, before=sample)
+    words = sample.split() if getattr(model, "task", None) == "token" else []
     classes, values, all_of = said
     cut_off = max(0, len(words) - len(classes))
     return Answer(given, [*classes, *[None] * cut_off], [*values, *[0.0] * cut_off], all_of, words)
-
-
-def _words(model: Any, sample: Any) -> list[str]:
-    return sample.split() if getattr(model, "task", None) == "token" else []
 
 
 def _tried(make: Callable[[], Any]) -> tuple[Any, str]:
@@ -308,9 +383,9 @@ def _tried(make: Callable[[], Any]) -> tuple[Any, str]:
         return None, str(error)
 
 
-def _batch(reader: Reader, read: Sequence[tuple[Any, str]]) -> dict[str, Any] | None:
+def _batch(make: Callable[[Sequence[Any]], Any], read: Sequence[tuple[Any, str]]) -> dict[str, Any] | None:
     samples = [sample for sample, error in read if not error]
-    return reader.batch(samples) if samples else None
+    return make(samples) if samples else None
 
 
 Said = tuple[list[int | None], list[float], list[float]]
@@ -325,10 +400,9 @@ def _said(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOp
     like = {"token": words, "multi_label": torch.zeros(count, model.num_classes) if task == "multi_label" else None}
     like["regression"] = torch.zeros(count, model.num_classes) if task == "regression" else None
     labels = torch.zeros_like(like[task]) if like.get(task) is not None else torch.zeros(count, dtype=torch.long)
-    kind, mixed = DTYPES[asked.precision.partition("-")[0]], asked.precision.endswith("-mixed")
     packed = model.packed({**batch, "labels": labels})
-    packed = tree_map(partial(_placed, device=device, kind=None if mixed else kind), packed)
-    with torch.autocast(device.type, kind) if mixed else nullcontext():
+    packed = tree_map(partial(_placed, device=device, kind=asked.own_kind), packed)
+    with asked.context(device):
         logits = next(iter(model.losses(module, packed))).logits
     name = type(model).__name__
     require(logits is not None, f"{name}.losses gives no logits to predict with: yield Loss(..., logits=...)")
@@ -349,6 +423,17 @@ def _said(model: Any, module: nn.Module, batch: dict[str, Any], asked: PredictOp
     return found
 
 
+def _written(
+    model: Any, module: nn.Module, batch: dict[str, Any], places: Sequence[int], asked: PredictOptions
+) -> list[str]:
+    """What a language model writes after each text, of these places among all that are asked about."""
+    device = next(module.parameters()).device
+    new, tokenizer = asked.max_new_tokens or NEW_TOKENS, model.tokenizer_or_none()
+    drawn = Drawn(temperature=asked.temperature or 0.0, top_p=asked.top_p, seed=asked.seed or 0)
+    with asked.context(device):
+        return write(module, tokenizer, batch, places, new, drawn)
+
+
 def _of_words(shares: Tensor, words: Tensor) -> list[Said]:
     """The class of each word, by its first token: ``words`` has its number there, -100 elsewhere."""
     values, classes = (part.tolist() for part in shares.max(-1))
@@ -359,9 +444,6 @@ def _of_words(shares: Tensor, words: Tensor) -> list[Said]:
         tags = [None if place is None else classes[row][place] for place in places]
         found.append((tags, [0.0 if place is None else values[row][place] for place in places], []))
     return found
-
-
-DTYPES = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 
 
 def _placed(value: Any, device: torch.device, kind: torch.dtype | None) -> Any:
@@ -378,21 +460,17 @@ def classify(
 
     Returns:
         Of each input that could be read, by the task, its most probable class and its probability; a list of such
-        pairs, one for each label that it has, or each word; or a list of numbers. Empty where a file was written.
+        pairs, one for each label that it has, or each word; a list of numbers; or the text that follows. Empty where a
+        file was written.
 
     Raises:
         RecipeError: at the end, when some inputs could not be read, naming the first: the others are answered.
     """
-    kind = None if asked.precision.endswith("-mixed") else DTYPES[asked.precision.partition("-")[0]]
-    module.to(asked.on(), kind).eval()
+    module.to(asked.on(), asked.own_kind).eval()
     names, classes = list(model.class_names or []), getattr(model, "num_classes", None) or len(model.class_names or [])
     why = f"--top-k={asked.top_k} is more than the {classes} classes of the model"
     require(not classes or asked.top_k <= classes, why)
     task: Task = getattr(model, "task", "single_label")
-    plain = asked.top_k == 1 or task == "single_label"
-    require(plain, f"--top-k={asked.top_k} is for model.task=single_label, and this model's is {task}: leave it out")
-    plain = not asked.probabilities or task in ("single_label", "multi_label")
-    require(plain, f"--probabilities is for classes and labels, and this model's task is {task}: leave it out")
     found, bad, done, begun = list[Any](), list[str](), 0, time.monotonic()
 
     def name_of(number: int | None) -> str:
@@ -416,8 +494,8 @@ def classify(
                         warn(f"left out: {bad[-1]}")
                 elif asked.output is None:
                     pairs: Any = list(zip(labels, answer.values, strict=True))
-                    told = {"single_label": pairs[:1], "regression": answer.values}.get(task, pairs)
-                    found.append(told[0] if task == "single_label" else told)
+                    told = {"regression": answer.values, "language": answer.written}.get(task, pairs)
+                    found.append(pairs[0] if task == "single_label" else told)
                 write(answer, labels)
             done += len(chunk)
             progress.count(done, inputs.count, f"{done / max(1e-9, time.monotonic() - begun):,.1f} inputs/s")
@@ -446,8 +524,11 @@ def _writer(asked: PredictOptions, task: Task, tables: bool, names: Sequence[str
 
 
 def _print(task: Task, answer: Answer, labels: Sequence[str]) -> None:
-    """A line for each input, or for each word, and a blank one behind the last."""
+    """A line for each input, or for each word, and a blank one behind the last, as behind what was written."""
     if answer.error:
+        return
+    if task == "language":
+        print(escaped(answer.before + answer.written, keep="\n\t"), end="\n\n")
         return
     told = [f"{escaped(name)}\t{share:.4f}" for name, share in zip(labels, answer.values, strict=True)]
     if task == "token":
@@ -465,7 +546,9 @@ def _file(path: Path, asked: PredictOptions, task: Task, tables: bool, names: Se
     all_of = [f"p_{name}" for name in names] if asked.probabilities else []
     columns: dict[str, type] = dict.fromkeys(texts, str)
     joined = {"multi_label": ("labels", "|"), "token": ("tags", " ")}  # as TextFiles reads them
-    if task == "regression":
+    if task == "language":
+        columns["generated_text"] = str
+    elif task == "regression":
         columns |= {f"predicted_{name}": float for name in names}
     elif task in joined:
         columns[joined[task][0]] = str
@@ -482,6 +565,7 @@ def _file(path: Path, asked: PredictOptions, task: Task, tables: bool, names: Se
             values[name] = separator.join(labels)
         values |= {f"predicted_{label}": value for label, value in zip(labels, answer.values, strict=True)}
         values |= zip(all_of, answer.all_of, strict=False)
+        values["generated_text"] = None if answer.error else _printable(answer.written)
         return {name: values.get(name) for name in columns} | {"error": _printable(answer.error) or None}
 
     with staged_file(path) as part, ExitStack() as closing:

@@ -15,7 +15,6 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from trainer.contract import Metric
 from trainer.data.loader import Loader, loader_of
 from trainer.data.workers import decide_workers
 from trainer.engine.feed import evaluation_cut, evaluation_micro_batches, windows_of
@@ -152,7 +151,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task)
     mistakes = Mistakes(task == "single_label" and classes is not None, fabric.device)
     gather, decide = partial(rows_of_all, fabric), partial(on_first, fabric)
-    scores = Scores(asked_figures(session.recipe), getattr(model, "task", None), classes, gather, decide)
+    scores = Scores(session.recipe.run.asked_figures(), getattr(model, "task", None), classes, gather, decide)
     memory, rank = session.recipe.memory, fabric.global_rank
     share, shares = share_of(memory, rank, fabric.world_size)
     once = counted_once(memory, rank, _sum_over(fabric, fabric.device))
@@ -178,13 +177,6 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
         return result
 
     return run
-
-
-def asked_figures(recipe: Recipe) -> list[str | Metric]:
-    """What every evaluation says besides the task's own figures: by ``run.metrics``, and what ``run.best`` needs."""
-    names = {metric if isinstance(metric, str) else metric.name for metric in recipe.run.metrics}
-    chosen = recipe.run.chosen()
-    return [*recipe.run.metrics, *([] if chosen in (None, "last", *names) else [str(chosen)])]
 
 
 class Evaluated(NamedTuple):

@@ -12,7 +12,6 @@ from trainer.system.text import escaped
 
 SECONDS = 3.0
 """That the hub may take to answer."""
-ADVICE = "HF_ENDPOINT names a mirror of the hub, and HF_HUB_OFFLINE=1 asks nobody"
 
 
 def away() -> str:
@@ -31,11 +30,20 @@ def away() -> str:
     return f"{constants.ENDPOINT} does not answer within {SECONDS:g} s" if _gone_offline() else ""
 
 
+def advice() -> str:
+    """What to do where something cannot be had from the hub."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE and not _gone_offline():
+        return "unset HF_HUB_OFFLINE to ask the hub"
+    return "HF_ENDPOINT names a mirror of the hub, and HF_HUB_OFFLINE=1 asks nobody"
+
+
 @cache
 def tell_of_cache() -> None:
     """Say, once, that files are of the hub's cache because the hub did not answer."""
     if _gone_offline():
-        said = f"{away()}: what its cache holds is taken; {ADVICE}"
+        said = f"{away()}: what its cache holds is taken; {advice()}"
         print(escaped(f"trainer: warning: {said}"), file=sys.stderr, flush=True)
 
 

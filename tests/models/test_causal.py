@@ -1,0 +1,91 @@
+"""Language models: the loss is that of transformers' logits, however a batch is cut, and nothing of it is averaged."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.language import EXACT, FAMILIES, language_model, language_samples, textbook_of_module
+from helpers.problems import Problem, collate, engine_run, errors, plain_run
+from helpers.tiny import InMemory
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from trainer import Memory, Optim, Recipe, Run, fit
+from trainer.checkpoint.export import load_model
+from trainer.models import CausalLM
+
+
+def built(model, seed=0):
+    torch.manual_seed(seed)
+    module = model.build().double().train()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return module
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_a_plain_loop_over_transformers_logits(family):
+    name, config = FAMILIES[family]
+    model, batch = CausalLM(name, config=config, tokenizer="none", dropout=0.0), collate(language_samples(7))
+    module = built(model)
+    theirs = AutoModelForCausalLM.from_config(module.config).double().train()
+    theirs.load_state_dict(module.state_dict())
+    assert type(theirs) is not type(module)
+    assert type(theirs).__name__ == type(module).__name__
+    (loss,) = model.losses(module, batch)
+    loss.total.backward()
+    weight = model.weigh(batch)["loss"]
+    mean = textbook_of_module(theirs, batch)
+    (weight * mean).backward()
+    assert weight == sum(int((sample["labels"][1:] != -100).sum()) for sample in language_samples(7))
+    torch.testing.assert_close(loss.total, weight * mean, rtol=1e-12, atol=0)
+    for (name, ours), expected in zip(module.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("family", EXACT)
+@pytest.mark.parametrize("cut", [{"micro_batch_size": 3}, {"micro_batch_size": 4, "micro_batch_tokens": 90}])
+def test_steps_are_those_of_whole_batches(family, cut):
+    problem = Problem(family, 19, 8, **cut)
+    assert max(errors(engine_run(problem), plain_run(problem)).values()) < 1e-12
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_steps_of_several_ranks_are_those_of_one(world_size, ranks):
+    problem = Problem("gemma3", 19, 8, 2)
+    ours = ranks(world_size).run(engine_run, problem, world_size)[0]
+    assert max(errors(ours, plain_run(problem)).values()) < 1e-12
+
+
+def recipe_of(model, tmp_path, samples=None, memory=None, **settings):
+    """Two epochs of little, evaluated on the first samples."""
+    return Recipe(
+        model=model,
+        data=InMemory(samples=samples or language_samples(17)),
+        optim=Optim("adamw", lr=1e-2),
+        batch_size=6,
+        epochs=2,
+        memory=memory or Memory(precision="64-true", micro_batch_size=2),
+        run=Run(dir=str(tmp_path / "run"), predict=False, **settings),
+    )
+
+
+def test_an_evaluation_says_the_perplexity_of_all_tokens_once(tmp_path):
+    """Not the mean over micro-batches, which hold between 1 and 39 tokens that are predicted."""
+    model = language_model("qwen3")
+    summary = fit(recipe_of(model, tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float64)
+    total, tokens = 0.0, 0
+    for sample in language_samples(17)[:7]:
+        logits = loaded(sample["input_ids"][None]).logits
+        total += cross_entropy(logits[0, :-1], sample["labels"][1:], reduction="sum").item()
+        tokens += int((sample["labels"][1:] != -100).sum())
+    assert summary.metrics["val"]["loss"] == pytest.approx(total / tokens, rel=1e-6)
+    assert summary.metrics["val"]["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-6)
+    assert "perplexity" in (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0]
+    module = load_model(model, tmp_path / "run" / "model")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter.float(), module.get_parameter(name)), name

@@ -1,0 +1,74 @@
+"""Any language model of transformers that predicts the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trainer.errors import require
+from trainer.models.lora import LoRA
+from trainer.models.text import TextModel
+from trainer.values import Loss, Task
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass
+class CausalLM(TextModel):
+    """Any ``AutoModelForCausalLM``: GPT-2, Llama, Qwen3, Gemma, SmolLM2, ...
+
+    The loss is computed here, never by the model itself: the sum of the cross entropy of every token that is to be
+    predicted from those before it. Its weight is the number of these tokens. Auxiliary losses of mixtures of experts,
+    which depend on how a batch is cut, are left out.
+
+    Args:
+        config: entries of the configuration to override, such as {num_hidden_layers: 2, hidden_size: 128}.
+        train_last_blocks: freeze all but the last n blocks and what follows them; a head that is tied to the embedding
+            stays frozen with it. null trains everything.
+        lora: train adapters in the blocks instead of all weights.
+    """
+
+    name: str = "llama"
+    weights: str | None = None
+    tokenizer: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    revision: str | None = None
+    dropout: float | None = None
+    train_last_blocks: int | None = None
+    lora: LoRA = field(default_factory=LoRA)
+
+    auto = "AutoModelForCausalLM"
+    head_is_new = False
+    task: ClassVar[Task] = "language"
+
+    def weigh(self, batch: Any) -> dict[str, float]:
+        """The number of tokens that are predicted: the labels that are not -100, but for the first of each row."""
+        return super().weigh({"labels": batch["labels"][:, 1:]} if "labels" in batch else batch)
+
+    def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
+        """The cross entropy of the next tokens, from ``input_ids``, ``attention_mask`` and ``labels``, int64
+        ``(n, length)``: position t predicts label t + 1, and -100 is not to be predicted."""
+        yield Loss(module(**batch), targets=batch["labels"][:, 1:])
+
+    def _of_data(self) -> dict[str, Any]:
+        """The size of the vocabulary, and the special tokens, of which a configuration has those of another."""
+        tokenizer = self.tokenizer_or_none()
+        if tokenizer is None:
+            return {}
+        special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        if special["pad_token_id"] == special["eos_token_id"]:  # or no gradient would reach the end's embedding
+            special["pad_token_id"] = None
+        return {"vocab_size": len(tokenizer), **special}
+
+    def _finished(self, module: nn.Module) -> nn.Module:
+        """The module, which gives the summed loss where it gets labels."""
+        from trainer.models.token_loss import give_loss
+
+        module = super()._finished(module)
+        tokenizer, words = self.tokenizer_or_none(), module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        few = f"model.tokenizer has {len(tokenizer or ())} words, and model.name={self.name!r} is made for {words}"
+        require(tokenizer is None or len(tokenizer) <= words, f"{few}: take the tokenizer that belongs to it")
+        give_loss(module)
+        return module

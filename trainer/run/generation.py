@@ -1,0 +1,108 @@
+"""What a language model writes after a text, by transformers' ``generate``: drawn alike however texts are batched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import require
+from trainer.models.hub import positions
+from trainer.weights.blocks import as_it_came
+
+NEW_TOKENS = 128
+"""Tokens that are written after a text, at most, where nobody says."""
+
+
+class Drawn(NamedTuple):
+    """How tokens are chosen.
+
+    Args:
+        temperature: that scores are divided by before a token is drawn; 0 takes the likeliest.
+        top_p: the probability of the likeliest tokens that one is drawn of; ``None`` draws of all.
+        seed: of what is drawn.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    seed: int = 0
+
+
+LIKELIEST = Drawn()
+
+
+def require_room(batch: Mapping[str, Tensor], module: nn.Module) -> None:
+    """Refuse texts that leave a model no position to write at."""
+    most, length = positions(cast(Any, module).config.to_dict()), int(batch["attention_mask"].sum(-1).max())
+    require(length > 0, "it has no tokens to go on from: give a text")
+    require(most is None or length < most, f"it has {length:,} tokens, and the model takes {most:,}: shorten it")
+
+
+@torch.no_grad()
+def write(
+    module: nn.Module,
+    tokenizer: Any,
+    batch: Mapping[str, Tensor],
+    places: Sequence[int],
+    most: int,
+    drawn: Drawn = LIKELIEST,
+) -> list[str]:
+    """What ``module``, a causal language model of transformers, writes after each text of ``batch``, without the text.
+
+    Args:
+        module: its parameters say on which device.
+        tokenizer: that the texts were made into tokens by.
+        batch: ``input_ids`` and ``attention_mask``, (n, tokens), padded on the right.
+        places: of the texts among all that are asked about: what is drawn for one depends on its place and the seed.
+        most: tokens to write, as far as the model has positions; fewer where it ends by itself.
+        drawn: how tokens are chosen.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+    own, device = cast(Any, module), next(module.parameters()).device
+    ids, mask = _padded_left(batch["input_ids"], batch["attention_mask"])
+    length, there = ids.shape[1], positions(own.config.to_dict())
+    ends = {*_listed(own.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
+    # Nothing of what comes with the weights, such as a penalty of repetitions: the likeliest, or the draw asked for.
+    own.generation_config = GenerationConfig(
+        max_new_tokens=most if there is None else min(most, there - length),
+        do_sample=False,
+        use_cache=True,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=next((one for one in (tokenizer.pad_token_id, *sorted(ends)) if one is not None), 0),
+    )
+    draw = LogitsProcessorList()
+    if drawn.temperature:
+        draw.append(TemperatureLogitsWarper(float(drawn.temperature)))
+        draw += [] if drawn.top_p is None else [TopPLogitsWarper(float(drawn.top_p))]
+        draw.append(cast(Any, _Noise(places, drawn.seed)))
+    with as_it_came(module):
+        found = own.generate(ids.to(device), attention_mask=mask.to(device), logits_processor=draw)
+    return tokenizer.batch_decode(found[:, length:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class _Noise:
+    """Adds Gumbel noise, of which each text has a generator of its own: the largest score is then a draw from their
+    softmax (Gumbel 1954; Maddison et al. 2014, A* sampling), the same in any batch."""
+
+    def __init__(self, places: Sequence[int], seed: int) -> None:
+        self.generators = [torch.Generator().manual_seed(seed * 1_000_003 + place) for place in places]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows = [torch.empty(scores.shape[-1]).exponential_(generator=one) for one in self.generators]
+        return scores.float() - torch.stack(rows).log().to(scores.device)
+
+
+def _padded_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Texts whose last tokens are in the last column, as one that goes on needs it; no more columns than the longest
+    has tokens."""
+    lengths = mask.sum(-1)
+    most = int(lengths.max())
+    shift = (torch.arange(most) + lengths[:, None] - most) % ids.shape[1]
+    return ids.gather(1, shift), mask.gather(1, shift)
+
+
+def _listed(value: Any) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
