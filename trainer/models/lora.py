@@ -124,8 +124,8 @@ def add_adapters(
 
     The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before. At rank 0 nothing is
     done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted. A
-    ``head`` that is not new is frozen as well. With ``lora.base`` nf4 all linear layers of the blocks are quantised, one
-    after the other.
+    ``head`` that is not new is frozen as well. With ``lora.base`` nf4 all linear layers of the blocks are quantised,
+    one after the other.
     """
     if not lora.rank:
         return

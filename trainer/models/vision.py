@@ -179,8 +179,8 @@ class VisionTransformer(Supervised, Adaptable):
             transform = partial(self._interpolated, skeleton.patch_size)
             stored[POSITIONS], known[POSITIONS] = replace(stored[POSITIONS], transform=transform), shapes[POSITIONS]
         new = self._new_parameters(shapes, known)
-        found = Pretrained({key: stored[key] for key in stored if key not in new}, new, _initialise_head)
-        return self.as_adapted(found, skeleton)
+        places = {key: stored[key] for key in stored if key not in new}
+        return self.as_adapted(Pretrained(places, new, _initialise_head), skeleton)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """That of the task; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""

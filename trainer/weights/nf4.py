@@ -111,9 +111,9 @@ class NF4Linear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """From ``(..., in_features)`` to ``(..., out_features)``, in the type of the inputs, or autocast's."""
-        kind, bias = inputs.device.type, self.bias
+        kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
-        bias = None if bias is None else bias.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
         return _Linear.apply(inputs.to(dtype), self.codes, bias, self.shape, self.transposed)
 
     def extra_repr(self) -> str:

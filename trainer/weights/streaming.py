@@ -230,7 +230,7 @@ def fill(module: nn.Module, model: Model, seed: int) -> None:
             tensor = buffers[names[0]] if names[0] in buffers else module.get_parameter(names[0])
             part, shape = own_part(tensor), tuple(tensor.shape)
             path, _, leaf = names[0].rpartition(".")
-            layer = module.get_submodule(path)
+            layer: Any = module.get_submodule(path)
             if names[0] in parts:
                 offset, shape = parts[names[0]].place(part.offset, shape)
                 part = Slice(part.local, offset)
