@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -255,6 +255,13 @@ class HubModel(Adaptable):
 
         options = {"revision": self.revision, "allow_patterns": ["*.json", "*.safetensors", "*.txt", "*.model"]}
         return Path(from_hub("weights", weights, snapshot_download, weights, **options))
+
+    def weight_files(self) -> Sequence[Path]:
+        """The safetensors files of ``weights``."""
+        from trainer.weights.streaming import stored_in
+
+        found = stored_in(self._folder(self.weights)) if self.weights is not None else {}
+        return sorted({place.file for place, _ in found.values()})
 
     def _finished(self, module: nn.Module) -> nn.Module:
         """The module without a cache, and with the parameters frozen that do not train."""

@@ -16,6 +16,8 @@ from trainer.values import Pretrained
 from trainer.weights.blocks import find_blocks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
 
 ADAPTER = "default"
@@ -95,6 +97,21 @@ class Adaptable(Model):
             names = {plain_name(name): name for name, _ in self.adapt(skeleton).named_parameters()}
         stored = {names.get(name, name): place for name, place in found.stored.items()}
         return Pretrained(stored, {*found.new, *adapters_of(skeleton)}, found.initialise)
+
+    def weight_files(self) -> Sequence[Path]:
+        """The files of ``weights``; none where they are random."""
+        return ()
+
+    def base_files(self) -> Sequence[Path]:
+        """Those that hold what adapters train beside, if they do; of random weights a checkpoint holds all."""
+        return self.weight_files() if self.lora.rank else ()
+
+    def in_base(self, module: nn.Module) -> Collection[str]:
+        """All that is frozen but what belongs to a head that may be new."""
+        if not self.base_files():
+            return ()
+        head = set(head_parameters(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
+        return {name for name, p in module.named_parameters() if not p.requires_grad and p not in head}
 
     def draw_new(self, module: nn.Module, initialise: Callable[[nn.Module], object], new: Collection[str] = ()) -> None:
         """Draw the adapters of ``module``, and what else is ``new``, again, as when weights are streamed: the way of
