@@ -134,7 +134,7 @@ class LanguageData(BuiltIn):
     def prepare(self, tokenizer: Any = None) -> None:
         """Read, check and tokenise; what was tokenised before is taken from the cache. Says what there is to learn."""
         from trainer.data.cache import cache_folder
-        from trainer.data.sequences import Survey, Sequences, padder, tokenised
+        from trainer.data.sequences import Sequences, Survey, padder, tokenised
 
         self.require_files()
         self._pad = padder(tokenizer, self.max_length)
