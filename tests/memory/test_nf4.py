@@ -171,7 +171,7 @@ def built(model, ranks, **knobs):
     return whole_state(stack), live.peak, own
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", ["vit", pytest.param("text", marks=pytest.mark.slow)])
 def test_the_codes_are_those_of_the_whole_file_on_any_number_of_ranks(kind, files, ranks):
     weights, _ = files[kind]
     model, places = adapted(kind, weights), stored_in(weights)
