@@ -198,7 +198,7 @@ def most_bytes(build, model, count):
 
 
 def test_no_rank_ever_holds_more_than_its_codes_and_what_becomes_of_one_weight(ranks, tmp_path):
-    config = {"n_layers": 3, "dim": 256, "hidden_dim": 256, "n_heads": 2, "max_position_embeddings": 16}
+    config = {"n_layers": 4, "dim": 256, "hidden_dim": 256, "n_heads": 2, "max_position_embeddings": 16}
     weights = saved(tmp_path, "text", config=config)
     model = text(config=config, weights=weights, lora=LoRA(rank=2, base="nf4"))
     whole, largest = 4 * count_weights(model.build()), 4 * 256 * 256
