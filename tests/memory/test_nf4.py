@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.language import language_model, language_samples
 from helpers.live_bytes import LiveBytes
 from helpers.matrix import TYPES, Case, batch_indices, difference, launched, stacked_run, steps_of
 from helpers.pretrained import saved, text, vit
@@ -22,7 +23,7 @@ from trainer.memory.plan import decide_plan
 from trainer.memory.sharding import local
 from trainer.memory.stack import apply_stack, whole_state
 from trainer.models import LoRA
-from trainer.models.lora import plain_name
+from trainer.models.lora import adapters_of, as_in_nf4, plain_name
 from trainer.weights.nf4 import BLOCK, GROUP, ROW, VALUES, NF4Linear, count_weights, dequantise, quantise
 from trainer.weights.streaming import WeightFiles, stored_in
 
@@ -239,6 +240,43 @@ def test_zeros_and_equal_weights_stay_what_they_are():
     for value in (0.0, -0.5, 3e-39):
         weight = torch.full((GROUP + 3,), value)
         assert torch.equal(dequantise(quantise(weight), (GROUP + 3,), torch.float32)[:GROUP], weight[:GROUP])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gemma"])
+def test_language_models_stream_in_and_learn_as_beside_the_weights_that_the_codes_stand_for(family, tmp_path):
+    plain = language_model(family)
+    plain.save(module := plain.build(), tmp_path, module.state_dict())
+    model = dataclasses.replace(plain, name=str(tmp_path), weights=str(tmp_path), config={}, lora=LoRA(2, base="nf4"))
+    runs, batch = [], collate(language_samples(5))
+    torch.set_default_dtype(torch.float64)
+    try:
+        for base in ("nf4", "full"):
+            torch.manual_seed(0)
+            module = dataclasses.replace(model, lora=LoRA(2, base=base)).build().train()
+            if base == "full":
+                as_in_nf4(module)
+            trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            assert set(adapters_of(module)) == trained.keys()  # and no head
+            optimizer, losses = torch.optim.SGD(trained.values(), lr=0.01), []
+            for _ in range(3):
+                (loss,) = model.losses(module, dict(batch))
+                loss.total.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.total.item())
+            runs.append({"state": {name: p.detach() for name, p in trained.items()}, "losses": losses})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert max(difference(*runs).values()) < 1e-12
+    assert runs[0]["losses"][2] < runs[0]["losses"][0]
+
+
+def test_a_pickle_is_quantised_as_a_file_that_can_be_streamed_is(files, tmp_path):
+    torch.save(load_file(files["vit"][0]), tmp_path / "w.pth")
+    ours, theirs = (adapted("vit", str(path)).build().state_dict() for path in (tmp_path / "w.pth", files["vit"][0]))
+    codes = [name for name in theirs if name.endswith(".codes")]
+    assert len(codes) == 6
+    assert all(torch.equal(ours[name], theirs[name]) for name in codes)
 
 
 def test_weights_that_are_not_finite_are_refused_with_file_and_tensor(tmp_path):

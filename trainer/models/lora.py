@@ -189,10 +189,11 @@ def _plain(layers: Sequence[nn.Module]) -> list[Any]:
 
 
 def as_in_nf4(module: nn.Module, blocks: Sequence[type] = ()) -> None:
-    """Make the linear layers of the blocks of ``module`` what NF4 makes of them, in full."""
+    """Make the weights that ``lora.base`` nf4 quantises what becomes of them, in full."""
     from trainer.weights.nf4 import NF4Linear
 
-    for layer in _plain([layer for _, layer in _linear_layers(find_blocks(module, blocks))]):
+    layers = _linear_layers(find_blocks(module, blocks))
+    for layer in _plain([layer for name, layer in layers if OWN not in name]):
         layer.weight.data = NF4Linear(layer).weight
 
 

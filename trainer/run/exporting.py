@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -207,7 +208,10 @@ def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], 
     half = any(value.dtype in (torch.bfloat16, torch.float16) for value in saved.values())
     with staged_folder(target) as part:
         shutil.copytree(folder / ADAPTER_FOLDER, part, dirs_exist_ok=True)
-        loaded = _Outputs(outputs.model, PeftModel.from_pretrained(base, str(part)).eval(), outputs.names)
+        with warnings.catch_warnings():  # peft asks transformers for what goes by another name now
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = PeftModel.from_pretrained(base, str(part)).eval()
+        loaded = _Outputs(outputs.model, adapted, outputs.names)
         found = [loaded.of(batch) for batch in batches]
         return _require_same(outputs, batches, found, target, MOST_ROUNDED if half else MOST_DIFFERENCE)
 
