@@ -114,6 +114,18 @@ def test_a_checkpoint_of_an_earlier_version_which_holds_all_is_resumed(weights, 
     assert not any(name.endswith("base_layer.weight") for name in names_in(tmp_path / "rest", 4))
 
 
+def test_what_is_frozen_and_in_no_file_is_saved(weights, tmp_path):
+    optim = Optim("adamw", lr=1e-2, groups={"*.lora_A.*": {"frozen": True}, "heads.*": {"frozen": True}})
+    changes = {"model": adapted(weights), "optim": optim}
+    fit(recipe(tmp_path / "whole", **changes))
+    names = names_in(tmp_path / "whole")
+    assert {"weights/heads.head.weight", "weights/heads.head.bias"} < names
+    assert sum(".lora_A." in name and name.startswith("weights/") for name in names) == 4
+    assert not any(name.endswith(".codes") for name in names)
+    resume(tmp_path / "whole", tmp_path / "rest", 2, **changes)
+    assert saved(tmp_path / "rest", 6) == saved(tmp_path / "whole", 6)
+
+
 def test_what_is_in_nf4_cannot_be_thawed(weights, tmp_path):
     optim = Optim("adamw", groups={"*.codes": {"frozen": False}})
     with pytest.raises(RecipeError, match=r"optim\.groups cannot train .*mlp\.0\.base_layer\.codes, which is in NF4"):

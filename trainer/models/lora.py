@@ -109,11 +109,12 @@ class Adaptable(Model):
         return self.weight_files() if self.lora.rank else ()
 
     def in_base(self, module: nn.Module) -> Collection[str]:
-        """All that is frozen but what belongs to a head that may be new."""
+        """All that is frozen but adapters, and what belongs to a head that may be new."""
         if not self.base_files():
             return ()
         head = set(head_parameters(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
-        return {name for name, p in module.named_parameters() if not p.requires_grad and p not in head}
+        frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad and OWN not in name}
+        return {name for name, parameter in frozen.items() if parameter not in head}
 
     def draw_new(self, module: nn.Module, initialise: Callable[[nn.Module], object], new: Collection[str] = ()) -> None:
         """Draw the adapters of ``module``, and what else is ``new``, again, as when weights are streamed: the way of
