@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +23,21 @@ settings.register_profile(
     "trainer", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 settings.load_profile("trainer")
+
+SCRATCH = None
+"""The one folder for all that tests, the processes that they kill, and libraries leave behind."""
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    usual = tempfile.gettempdir()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{os.getuid()}")  # kept for the next time
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # where pytest keeps the folders of the last three runs
+    SCRATCH = tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="trainer-tests-")
+    os.chmod(SCRATCH, 0o755)  # Slurm's and munge's daemons are other users
+
+
+def pytest_unconfigure() -> None:
+    """The workers have ended by then."""
+    if SCRATCH is not None:
+        shutil.rmtree(SCRATCH, ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)
