@@ -112,7 +112,7 @@ def bounds(x: Tensor, weight: Tensor, targets: Tensor, mixed: bool) -> tuple[Ten
     ``mixed`` the factors it is summed of: it is off by d = u max |z| + mixed (2u + u²) Σ |x w|. Then the loss of a
     token is off by 2d, a probability p by p (e^2d - 1), and the error p - [is target] is rounded: off by e in all.
     Gradients are products of it with x and w (rounded again if mixed), are rounded, and that of x is a sum of rounded
-    parts, whose absolute values add up to Σ |error| |w|. Nothing of this depends on the chunks. All else is fp32: 2^-16.
+    parts, whose absolute values add up to Σ |error| |w|. Nothing of it depends on the chunks. All else is fp32: 2^-16.
     """
     u, fp32 = 2.0**-8, 2.0**-16
     logits = x @ weight.T
