@@ -123,7 +123,7 @@ def test_what_cannot_be_exported_is_refused_with_the_fix(tmp_path, monkeypatch):
     recipe, run_dir = made(tmp_path, "mlp")
     with pytest.raises(RecipeError, match="--to hf is for models of transformers, and MLP is none: --to onnx"):
         export(recipe, run_dir, "hf", None, None, False)
-    with pytest.raises(RecipeError, match=r"--to peft is for adapters beside the weights of a file.* --to hf, or hub"):
+    with pytest.raises(RecipeError, match=r"--to peft is for adapters beside the weights of a file.*: --to onnx, hf"):
         export(recipe, run_dir, "peft", None, None, False)
     with pytest.raises(RecipeError, match="--to hub needs --repo NAME/MODEL"):
         export(recipe, run_dir, "hub", None, "model", False)

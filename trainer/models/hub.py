@@ -399,7 +399,7 @@ def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
         if name not in own and key in own:
             return key
         several = f"{key} cannot be streamed: transformers computes {name} from several tensors of the file"
-        require(converter is None or name not in own, f"{several}; use memory.init device")
+        require(converter is None or name not in own, f"{several}; use memory.init device and model.lora.base full")
         return name
 
     return name_of

@@ -250,13 +250,16 @@ def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, **facts: Any) -> None:
     """Write what trained of ``module`` as peft does, in ``adapter_config.json`` and ``adapter_model.safetensors``:
-    adapters, and whole layers of a head.
+    adapters, and whole layers of a head. Where parts of adapted layers trained as well, peft has no place for them, and
+    nothing is written.
 
     ``state`` is as for :func:`merged_state`; ``facts`` are more of peft's configuration.
     """
     from safetensors.torch import save_file
 
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if any(BASE in name for name in trained):
+        return
     layers = {name.rpartition(".")[0]: None for name in trained if OWN not in name}
     configured: Any = module.peft_config
     config = replace(configured[ADAPTER], modules_to_save=list(layers) or None, inference_mode=True, **facts)

@@ -71,7 +71,8 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     if to == "peft":
         require_package("--to peft", "peft", "lora")
         adapts = "--to peft is for adapters beside the weights of a file, as model.lora.rank trains them in a model of"
-        require((folder / ADAPTER_FOLDER).is_dir(), f"{adapts} transformers, and {folder} has none: --to hf, or hub")
+        none = f"{adapts} transformers, and {folder} has none: --to onnx, hf or hub"
+        require((folder / ADAPTER_FOLDER).is_dir(), none)
     doing("loading the model")
     module, batches = (
         load_model(model, folder).eval(),
