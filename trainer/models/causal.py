@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,6 +28,8 @@ class CausalLM(TextModel):
         train_last_blocks: freeze all but the last n blocks and what follows them; a head that is tied to the embedding
             stays frozen with it. null trains everything.
         lora: train adapters in the blocks instead of all weights.
+        loss_chunk: how many tokens' logits are held at once; 0 holds those of all, which a long text and many words
+            make large. null is as many as take 64 MiB in fp32, or all of a model whose logits are no linear layer's.
     """
 
     name: str = "llama"
@@ -38,14 +40,29 @@ class CausalLM(TextModel):
     dropout: float | None = None
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
+    loss_chunk: int | None = None
 
     auto = "AutoModelForCausalLM"
     head_is_new = False
     task: ClassVar[Task] = "language"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole = isinstance(self.loss_chunk, int) and not isinstance(self.loss_chunk, bool) and self.loss_chunk >= 0
+        fix = "say how many tokens, 0 for all, or null"
+        require(self.loss_chunk is None or whole, f"model.loss_chunk={self.loss_chunk!r} is no number of tokens: {fix}")
+
     def weigh(self, batch: Any) -> dict[str, float]:
         """The number of tokens that are predicted: the labels that are not -100, but for the first of each row."""
         return super().weigh({"labels": batch["labels"][:, 1:]} if "labels" in batch else batch)
+
+    def packed(self, batch: Any) -> Any:
+        """The micro-batch, with the ``places`` of the tokens that predict: known on the host, they need no waiting."""
+        if not isinstance(batch, Mapping) or "labels" not in batch:
+            return batch
+        from trainer.models.token_loss import predicted_places
+
+        return {**batch, "places": predicted_places(batch["labels"])}
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """The cross entropy of the next tokens, from ``input_ids``, ``attention_mask`` and ``labels``, int64
@@ -70,5 +87,5 @@ class CausalLM(TextModel):
         tokenizer, words = self.tokenizer_or_none(), module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         few = f"model.tokenizer has {len(tokenizer or ())} words, and model.name={self.name!r} is made for {words}"
         require(tokenizer is None or len(tokenizer) <= words, f"{few}: take the tokenizer that belongs to it")
-        give_loss(module)
+        give_loss(module, self.loss_chunk)
         return module

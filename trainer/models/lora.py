@@ -144,8 +144,8 @@ def add_adapters(
 
     The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before. At rank 0 nothing is
     done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted. A
-    ``head`` that is not new is frozen as well. With ``lora.base`` nf4 all linear layers of the blocks are quantised,
-    one after the other.
+    ``head`` that is not new is frozen as well, but ``lora.targets`` may name it. With ``lora.base`` nf4 all linear
+    layers of the blocks are quantised, one after the other.
     """
     if not lora.rank:
         return
@@ -155,7 +155,14 @@ def add_adapters(
 
     found = find_blocks(module, blocks)
     layers = _linear_layers(found)
-    adapted = {id(layer): layer for layer in _choose(layers, lora.targets or defaults)}
+    inside = {id(layer) for _, layer in layers}
+    outside = [] if head else [(name, one) for name, one in _linear_layers([module]) if id(one) not in inside]
+    chosen = _choose([*layers, *outside] if lora.targets else layers, lora.targets or defaults)
+    adapted = {id(layer): layer for layer in chosen}
+    for name, layer in outside:
+        tied = any(getattr(part, "weight", None) is layer.weight and part is not layer for part in module.modules())
+        why = f"model.lora.targets: the weight of {name} is the embedding's, too, and a merged one would differ"
+        require(id(layer) not in adapted or not tied, f"{why}: leave it out")
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
     transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
     trained = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad and head]
