@@ -23,6 +23,7 @@ from trainer.models import MLP, LoRA
 from trainer.recipe import Memory, Recipe
 from trainer.run import exporting
 from trainer.run.exporting import export, is_the_same
+from trainer.weights.streaming import default_dtype
 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]
 WITH_BYTES = {"tokenizer": "bytes", "config": {"vocab_size": 300}}
@@ -77,9 +78,14 @@ def test_a_folder_of_transformers_is_checked_by_loading_it(tmp_path):
     assert list(loaded.config.id2label.values()) == NAMES
 
 
-@pytest.mark.parametrize("base", ["full", "nf4"])
-@pytest.mark.parametrize("kind", ["text", "language"])
-def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, base):
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "dtype"),
+    [("text", "full", None), ("text", "nf4", None), ("language", "full", None), ("language", "nf4", BF16)],
+)
+def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, base, dtype):
     import transformers
     from peft import PeftModel
 
@@ -88,7 +94,8 @@ def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, bas
     model.save(module := model.build(), tmp_path / "base", module.state_dict())
     model = dataclasses.replace(model, name=str(tmp_path / "base"), weights=str(tmp_path / "base"), config={})
     model = dataclasses.replace(model, lora=LoRA(rank=2, base=base))
-    module = model.build().eval()
+    with default_dtype(dtype):
+        module = model.build().eval()
     for parameter in module.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.2)

@@ -27,11 +27,12 @@ from trainer.system.files import hash_file, staged_file, staged_folder
 from trainer.system.hub import advice, away
 from trainer.system.reports import cause
 from trainer.system.waiting import doing
+from trainer.weights.streaming import default_dtype
 
 MOST_DIFFERENCE = 1e-3
 """Of any output of the exported model from the trained one's, as a part of the largest: kernels round differently."""
 
-MOST_ROUNDED = 0.05
+MOST_ROUNDED = 0.02
 """The same, where the trained model was saved with its adapters merged into weights of half precision."""
 
 LENGTHS = ((3,), (12, 5), (7, 30, 2))
@@ -202,11 +203,13 @@ def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], 
     from peft import PeftModel
 
     own = {"weights": trained.weights, "revision": trained.revision}
-    base = dataclasses.replace(outputs.model, **own).build()
-    if trained.lora.base == "nf4":  # beside what they were trained
+    dtype = next(iter(load_file(folder / ADAPTER_FOLDER / ADAPTERS).values())).dtype
+    with default_dtype(dtype):  # as they were trained beside them
+        base = dataclasses.replace(outputs.model, **own).build()
+    if trained.lora.base == "nf4":
         as_in_nf4(base, trained.blocks)
-    saved = load_file(folder / ADAPTER_FOLDER / ADAPTERS)
-    half = any(value.dtype in (torch.bfloat16, torch.float16) for value in saved.values())
+    half = dtype in (torch.bfloat16, torch.float16)
+    base = base.to(next(outputs.parameters()).dtype)
     with staged_folder(target) as part:
         shutil.copytree(folder / ADAPTER_FOLDER, part, dirs_exist_ok=True)
         with warnings.catch_warnings():  # peft asks transformers for what goes by another name now

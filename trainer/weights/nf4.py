@@ -53,7 +53,7 @@ def quantise(weights: Tensor) -> Tensor:
         values = functional.pad(some.float(), (0, -some.numel() % GROUP)).view(len(rows), GROUP // BLOCK, BLOCK)
         largest = values.abs().amax(-1)
         least, most = largest.amin(1, keepdim=True), largest.amax(1, keepdim=True)
-        step = (most - least) / 255
+        step = (most - least) * (1 / 255)  # a product: a GPU divides by a number otherwise than a CPU
         scales = ((largest - least) / step.where(step > 0, 1.0)).round().clamp(max=255)
         parts = values / largest.where(largest > 0, 1.0).unsqueeze(-1)
         found = torch.zeros(parts.shape, dtype=torch.uint8, device=parts.device)
