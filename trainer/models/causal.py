@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainer.errors import require
+from trainer.errors import RunError, require
 from trainer.models.lora import LoRA
-from trainer.models.text import TextModel
+from trainer.models.text import NO_TOKENIZER, TextModel
 from trainer.values import Loss, Task
 
 if TYPE_CHECKING:
-    from torch import nn
+    from pathlib import Path
+
+    from torch import Tensor, nn
 
 
 @dataclass
@@ -68,6 +70,42 @@ class CausalLM(TextModel):
         """The cross entropy of the next tokens, from ``input_ids``, ``attention_mask`` and ``labels``, int64
         ``(n, length)``: position t predicts label t + 1, and -100 is not to be predicted."""
         yield Loss(module(**batch), targets=batch["labels"][:, 1:])
+
+    def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write a folder that ``AutoModelForCausalLM`` and serving engines load, and read its weights again.
+
+        Raises:
+            RunError: when other values would be loaded than were saved.
+        """
+        super().save(module, folder, state)
+        wrong = self._misread(folder, self.merged_state(module, state))
+        fix = "look at the disk, and write it again by trainer checkpoint export"
+        if wrong is not None:
+            raise RunError(f"{folder} does not hold what was trained: {wrong} would be loaded with other values: {fix}")
+
+    def _misread(self, folder: Path, merged: Mapping[str, Tensor]) -> str | None:
+        """The name of the first tensor that is loaded from ``folder`` otherwise than it is in ``merged``. One is read
+        at a time, but all of a model of which transformers computes weights from several in a file."""
+        import torch
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        from trainer.weights.streaming import WeightFiles, skeleton_on_meta, tied_names
+
+        saved = self.saved_in(folder)
+        saved.tokenizer = NO_TOKENIZER
+        skeleton: Any = skeleton_on_meta(saved)
+        if any(isinstance(one, WeightConverter) for one in get_model_conversion_mapping(skeleton)):
+            loaded = saved.build().state_dict()
+            return next((name for name in loaded if not torch.equal(loaded[name], merged[name].to(loaded[name]))), None)
+        stored = saved.pretrained().stored
+        tied = {name: names for names in tied_names(skeleton) for name in names}
+        with WeightFiles() as files:
+            for name, place in stored.items():
+                value = files.read(place.file, place.key)
+                if any(not torch.equal(value, merged[one].cpu()) for one in tied.get(name, [name])):
+                    return name
+        return None
 
     def _of_data(self) -> dict[str, Any]:
         """The size of the vocabulary, and the special tokens, of which a configuration has those of another."""
