@@ -198,15 +198,15 @@ def most_bytes(build, model, count):
     return live.peak, sum(local(parameter).nbytes for parameter in stack.module.parameters())
 
 
-def test_no_rank_ever_holds_more_than_its_codes_and_what_becomes_of_one_weight(ranks, tmp_path):
-    config = {"n_layers": 4, "dim": 256, "hidden_dim": 256, "n_heads": 2, "max_position_embeddings": 16}
+@pytest.mark.parametrize(("count", "build"), [(2, built_sharded), pytest.param(1, built, marks=pytest.mark.slow)])
+def test_no_rank_ever_holds_more_than_its_codes_and_what_becomes_of_one_weight(count, build, ranks, tmp_path):
+    config = {"n_layers": 2, "dim": 256, "hidden_dim": 256, "n_heads": 2, "max_position_embeddings": 16}
     weights = saved(tmp_path, "text", config=config)
     model = text(config=config, weights=weights, lora=LoRA(rank=2, base="nf4"))
     whole, largest = 4 * count_weights(model.build()), 4 * 256 * 256
-    for count, build in ((1, built), (2, built_sharded)):
-        for peak, own in ranks(count).run(most_bytes, build, model, count):
-            assert own < 0.2 * whole / count
-            assert peak < min(own + 5 * largest, 0.4 * whole)  # worked on at a time, in several copies
+    for peak, own in ranks(count).run(most_bytes, build, model, count):
+        assert own < 0.25 * whole / count
+        assert peak < min(own + 5 * largest, 0.6 * whole)  # worked on at a time, in several copies
 
 
 def test_the_codes_are_those_of_torchao():
