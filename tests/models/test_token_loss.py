@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from helpers.language import EXACT, FAMILIES, WORDS, language_model, language_sa
 from helpers.live_bytes import LiveBytes
 from helpers.matrix import Case, difference, stacked_run
 from helpers.problems import Problem, collate, engine_run, errors, initial_module, plain_run
+from helpers.tiny import InMemory, target_of
+from helpers.traced import held, traces
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,10 +22,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer import Memory, RecipeError
+from trainer import Memory, Recipe, RecipeError
 from trainer.contract import Model
+from trainer.memory.plan import decide_plan
 from trainer.models import CausalLM, LoRA
 from trainer.models.token_loss import Transform, chunked_loss, give_loss, predicted_places, token_loss, transform_of
+from trainer.planner.events import Trace
+from trainer.planner.gpus import host_as_device
+from trainer.planner.predict import prepared
+from trainer.planner.target import Target
+from trainer.planner.trace import draw_samples, trace_run
 from trainer.weights.blocks import find_blocks
 
 TOKENS, WIDTH = 37, 12
@@ -167,6 +176,32 @@ def test_chunks_take_a_seventh_of_the_memory_of_whole_logits_at_least() -> None:
     assert whole > 2 * 4096 * 50_000 * 4
     assert 7 * by_itself < whole
     assert 40 * few < whole
+
+
+def long_recipe(chunk: int | None) -> Recipe:
+    """Of 4,096 tokens and 50,000 words a micro-batch."""
+    config = FAMILIES["llama"][1] | {"vocab_size": 50_000, "hidden_size": 64, "max_position_embeddings": 4096}
+    model = CausalLM("llama", config=config, tokenizer="none", loss_chunk=chunk)
+    samples = [{name: torch.zeros(4096, dtype=torch.long) for name in ("input_ids", "labels")} for _ in range(2)]
+    memory = Memory(micro_batch_size=1, precision="bf16-mixed")
+    return prepared(Recipe(model=model, data=InMemory(samples=samples), batch_size=2, memory=memory))
+
+
+def most_beside_weights(chunk: int | None, on_gpu: bool) -> Trace:
+    recipe = long_recipe(chunk)
+    plan = decide_plan(recipe, 1)
+    return trace_run(recipe, plan, draw_samples(recipe, plan), target_of() if on_gpu else Target(host_as_device()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_plans_see_what_chunks_save(on_gpu: bool) -> None:
+    """A run's forward, backward and step, on a GPU and on a CPU that nothing is computed on."""
+    found = traces({str(chunk): partial(most_beside_weights, chunk, on_gpu) for chunk in (0, None)})
+    whole, chunked = (max(held(found[chunk], "temporaries")) for chunk in ("0", "None"))
+    assert whole > 4096 * 50_000 * 4
+    assert 7 * chunked < whole
+    assert found["None"].guesses == 0
 
 
 @pytest.mark.parametrize("family", EXACT)

@@ -91,10 +91,8 @@ def _with_loss(kind: type[nn.Module]) -> type[nn.Module]:
             return token_loss(plain(self, *args, **kwargs).logits, labels)
         hidden = self.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
         places = predicted_places(labels) if places is None else places
-        targets = labels.flatten()[places + 1]
-        return chunked_loss(
-            hidden[places], self.get_output_embeddings(), targets, self.logit_transform, self.loss_chunk
-        )
+        hidden, targets = hidden.index_select(0, places), labels.flatten().index_select(0, places + 1)
+        return chunked_loss(hidden, self.get_output_embeddings(), targets, self.logit_transform, self.loss_chunk)
 
     # Of the same name: transformers writes it to config.json, and finds what may not be split by it.
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
