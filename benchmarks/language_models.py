@@ -23,10 +23,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 import trainer.api
 from trainer.contract import Data
+from trainer.engine.order import batch_indices
 from trainer.models import CausalLM, LoRA
 from trainer.recipe import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.system.machine import cores
@@ -287,13 +289,17 @@ KINDS: dict[str, tuple[str, ...]] = {
 """Of each question the contenders; the first is what the others are compared with."""
 
 
-def tokens_of(part: str, number: int) -> int:
-    """The tokens that the steps that count train on."""
+def tokens_of(part: str, number: int, kind: str) -> int:
+    """The tokens that the steps that count train on, without padding."""
     if part == "loss":
         return TOKENS
     if part == "adapters":
         return STEPS * ADAPTED[0] * ADAPTED[1]
-    return sum(len(sample["input_ids"]) for sample in chats(number)[CHATS:])
+    samples = chats(number)
+    taken: Iterable[int] = range(CHATS, len(samples))
+    if kind.startswith("ours"):  # whose order is its own
+        taken = chain.from_iterable(batch_indices(0, 0, step, len(samples), CHATS) for step in range(1, 1 + STEPS))
+    return sum(len(samples[index]["input_ids"]) for index in taken)
 
 
 def measure(part: str, kind: str, number: int, place: Path) -> dict[str, Any]:
@@ -303,11 +309,8 @@ def measure(part: str, kind: str, number: int, place: Path) -> dict[str, Any]:
     found = apart(trains[part])
     if "failure" in found:
         return found
-    # TRL makes its packs, and ours its batches, of other chats than the others take in the same step: what went through
-    # the embedding is counted, and what of it is padding is known of those that keep the order.
-    positions = found.get("positions") or tokens_of(part, number)
-    keeps_order = kind in (LOOP, "transformers Trainer")
-    tokens = tokens_of(part, number) if keeps_order else positions
+    # A step of TRL's packs has other chats than the others', without padding: what went through the embedding counts.
+    tokens = found["positions"] if kind == "TRL, packing" else tokens_of(part, number, kind)
     figures = {
         "tokens_per_second": round(tokens / found["seconds"], 2),
         "seconds": round(found["seconds"], 3),
