@@ -377,7 +377,7 @@ def ours(case: Case, module: nn.Module, strategy: Strategy = "auto") -> None:
     model: Any = CaseModel(case)
     if case.labels == "next":
         config = LANGUAGE[case.build.__name__] | {"vocab_size": VOCABULARY}
-        model = CausalLM(case.build.__name__, tokenizer="none", config=config)
+        model = CausalLM(case.build.__name__, tokenizer="none", config=config, padding_free=case.packed)
     recipe = Recipe(
         model=model,
         data=CaseData(case.dataset()),
@@ -464,8 +464,8 @@ CONTENDERS: dict[str, tuple[Callable[[Case, nn.Module], None], Callable[[Case], 
     ),
     "TRL SFTTrainer, packing": (trl_packing, lambda case: in_trl(case) and case.packed),
     "Keras": (lambda case, module: keras_fit(job(case, module)), in_keras),
-    "ours": (ours, lambda case: not case.packed),
-    "ours, FSDP": (partial(ours, strategy="fsdp"), lambda case: on_ranks(case) and not case.packed),
+    "ours": (ours, everywhere),
+    "ours, FSDP": (partial(ours, strategy="fsdp"), on_ranks),
 }
 """What it does, and in which cases."""
 

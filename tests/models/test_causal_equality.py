@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from trainer.contract import Model
 from trainer.engine.order import batch_indices
-from trainer.models import CausalLM, token_loss
+from trainer.models import CausalLM, packed_attention, token_loss
+from trainer.models.unpadded import Lengths
 from trainer.recipe import Memory, Optim
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -30,6 +31,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "checkpointing": ("none", "full"),
     "offload": ("none", "optimizer"),
     "chunk": (None, 0, 1, 7),
+    "packed": (False, True),
     "optim": ("sgd", "adamw"),
 }
 ALL = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
@@ -48,14 +50,16 @@ class Spoken(Case):
 
     Args:
         chunk: ``model.loss_chunk``.
+        packed: ``model.padding_free``.
     """
 
     size: int = 17
     chunk: int | None = 0
+    packed: bool = False
 
     @property
     def model(self) -> Model:
-        return language_model(self.name, loss_chunk=self.chunk)
+        return language_model(self.name, loss_chunk=self.chunk, padding_free=self.packed)
 
     @property
     def samples(self) -> list[dict[str, Tensor]]:
@@ -71,6 +75,7 @@ def case_of(
     checkpointing: str = "none",
     offload: str = "none",
     chunk: int | None = None,
+    packed: bool = True,
     optim: str = "sgd",
 ) -> Spoken:
     memory = Memory(
@@ -81,7 +86,7 @@ def case_of(
         activation_checkpointing=checkpointing,
         cpu_offload=offload,
     )
-    return Spoken(family, memory, place[1], chunk=chunk, optim=OPTIM[optim])
+    return Spoken(family, memory, place[1], chunk=chunk, packed=packed, optim=OPTIM[optim])
 
 
 @lru_cache
@@ -132,7 +137,7 @@ def test_the_steps_are_those_of_a_plain_loop_over_whole_logits(values, ranks):
 
 USUAL = (
     {"family": "gpt2", "cut": (8, 48), "chunk": 7},
-    {"family": "gemma", "place": ("ddp", 2), "cut": (1, None), "offload": "optimizer"},
+    {"family": "gemma", "place": ("ddp", 2), "cut": (1, None), "offload": "optimizer", "packed": False},
     {"family": "qwen3", "place": ("fsdp", 2), "cut": (8, 48), "checkpointing": "full", "optim": "adamw"},
     {"family": "llama", "place": ("fsdp", 3), "cut": (3, None), "chunk": 1},
 )
@@ -152,6 +157,27 @@ def plant_unshifted_weight(monkeypatch):
     monkeypatch.setattr(CausalLM, "weigh", lambda self, batch: {"loss": float((batch["labels"] != -100).sum())})
 
 
+def plant_leaking_mask(monkeypatch):
+    """Attention over the whole row, past the border of a document."""
+    attend = packed_attention.attend
+
+    def leaking(query, key, value, lengths, ends, *options):
+        return attend(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], *options)
+
+    monkeypatch.setattr(packed_attention, "attend", leaking)
+
+
+def plant_running_positions(monkeypatch):
+    """Positions that go on from document to document. Rotary ones are relative: there it is none."""
+    pack = packed_attention.pack_documents
+
+    def running(batch):
+        packed = pack(batch)
+        return packed | {"position_ids": torch.arange(packed["input_ids"].shape[1])[None]}
+
+    monkeypatch.setattr(packed_attention, "pack_documents", running)
+
+
 def plant_mean_of_chunks(monkeypatch):
     """Every chunk of tokens counts alike, the last one with fewer, too."""
     whole = token_loss.chunked_loss
@@ -168,6 +194,9 @@ def plant_mean_of_chunks(monkeypatch):
     ("plant", "family"),
     [
         (plant_unshifted_weight, "llama"),
+        (plant_leaking_mask, "llama"),
+        (plant_leaking_mask, "gpt2"),
+        (plant_running_positions, "gpt2"),
         (plant_mean_of_chunks, "gemma3"),
     ],
 )
