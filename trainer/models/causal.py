@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from trainer.errors import require
+from trainer.errors import RunError, require
 from trainer.models.lora import LoRA
 from trainer.models.text import TextModel
 from trainer.values import Loss, Task
 
 if TYPE_CHECKING:
-    from torch import nn
+    from pathlib import Path
+
+    from torch import Tensor, nn
 
 
 @dataclass
@@ -72,3 +74,35 @@ class CausalLM(TextModel):
         require(tokenizer is None or len(tokenizer) <= words, f"{few}: take the tokenizer that belongs to it")
         give_loss(module)
         return module
+
+    def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write a folder that ``AutoModelForCausalLM.from_pretrained`` and serving engines load, and see that all of
+        the model is in it. What is written with it ends where the tokenizer's texts do.
+
+        Raises:
+            RunError: when a weight is not in the files.
+        """
+        self._complete_generation(cast(Any, module))
+        super().save(module, folder, state)
+        lost = sorted(self.saved_in(folder).pretrained().new)
+        if lost:
+            raise RunError(f"{folder}: {', '.join(lost[:3])} of the model are not in what was written: save it again")
+
+    def _complete_generation(self, module: Any) -> None:
+        """Let ``generation_config.json`` say what the weights came with, and the token that ends a text here, which a
+        chat template may have changed: without it a served model would not stop."""
+        from transformers import GenerationConfig
+
+        published = None if self.weights is None else self._folder(self.weights) / "generation_config.json"
+        if published is not None and published.is_file():  # which nobody has read where weights were streamed
+            module.generation_config = GenerationConfig.from_pretrained(published.parent)
+        config, tokenizer = module.generation_config, self.tokenizer_or_none()
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+            ends = [tokenizer.eos_token_id, *(one for one in ends if one not in (None, tokenizer.eos_token_id))]
+            config.eos_token_id = ends if len(ends) > 1 else ends[0]
+            module.config.eos_token_id = tokenizer.eos_token_id
+        try:
+            config.validate(strict=True)
+        except ValueError:  # a temperature without do_sample, as some are published: it would not be saved
+            config.do_sample = True

@@ -467,7 +467,8 @@ def classify(
         RecipeError: at the end, when some inputs could not be read, naming the first: the others are answered.
     """
     module.to(asked.on(), asked.own_kind).eval()
-    names, classes = list(model.class_names or []), getattr(model, "num_classes", None) or len(model.class_names or [])
+    names = list(getattr(model, "class_names", None) or [])
+    classes = getattr(model, "num_classes", None) or len(names)
     why = f"--top-k={asked.top_k} is more than the {classes} classes of the model"
     require(not classes or asked.top_k <= classes, why)
     task: Task = getattr(model, "task", "single_label")
