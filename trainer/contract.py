@@ -76,8 +76,12 @@ class Model:
         parameters go to meta as soon as they are made, and buffers are real."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
+    def adapt(self, module: nn.Module) -> nn.Module:
+        """What trains of the module that ``skeleton`` makes, in place: with adapters, say. By default all of it."""
+        return module
+
     def pretrained(self) -> Pretrained:
-        """Say where each value of the module that ``skeleton`` makes comes from; reads no more than files' headers."""
+        """Say where each value of the adapted module that ``skeleton`` makes comes from; reads files' headers only."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
     def unloaded(self) -> Model:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
-from trainer.models.lora import Adaptable, LoRA, add_adapters
+from trainer.models.lora import OWN, Adaptable, LoRA, reset_adapters
 from trainer.system.files import require_regular
 from trainer.system.hub import advice, away, tell_of_cache
 from trainer.values import Pretrained
@@ -168,9 +168,6 @@ class HubModel(Adaptable):
     auto: ClassVar[str]
     """The class of transformers, an ``AutoModelFor…``, that makes the module."""
 
-    head_is_new: ClassVar[bool] = True
-    """Whether weights may be without the head, which then trains beside adapters, too."""
-
     def __post_init__(self) -> None:
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
         self.lora.require_alone(self.train_last_blocks)
@@ -183,15 +180,14 @@ class HubModel(Adaptable):
 
     def build(self) -> nn.Module:
         """The module that transformers makes, with adapters if some are to train."""
-        module = self.skeleton() if self.weights is None else self._from_pretrained(self.weights)
-        add_adapters(module, self.lora, self.blocks, head=self.head_is_new)
-        return module
+        if self.weights is None:
+            return self.adapt(self.skeleton())
+        # What is quantised is whole nowhere, not here either.
+        return super().build() if self.lora.base == "nf4" else self._from_pretrained(self.weights)
 
     def _from_pretrained(self, weights: str) -> nn.Module:
         import torch
         import transformers
-
-        from trainer.weights.streaming import draw_new, skeleton_on_meta
 
         self._require_complete()
         require(
@@ -212,12 +208,9 @@ class HubModel(Adaptable):
         wrong = [*found["missing_keys"], *found["mismatched_keys"]]
         new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
         self._require_body(module, new)
-        module = module.to(torch.get_default_device())
-        if new:  # drawn again, as when the weights are streamed: the way of loading then changes no result
-            with torch.no_grad():
-                for name, value in draw_new(skeleton_on_meta(self), new, _initialise, torch.initial_seed()).items():
-                    module.get_parameter(name).copy_(value)
-        return self._finished(module)
+        module = self.adapt(self._finished(module.to(torch.get_default_device())))
+        self.draw_new(module, _initialise, new)
+        return module
 
     def skeleton(self) -> nn.Module:
         """The module with random weights, without adapters."""
@@ -242,17 +235,17 @@ class HubModel(Adaptable):
 
     def pretrained(self) -> Pretrained:
         """The tensors of ``weights`` under the names that transformers loads them to; the head may be new."""
-        from trainer.weights.streaming import skeleton_on_meta, stored_in, tied_names
+        from trainer.weights.streaming import on_meta, stored_in, tied_names
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
-        skeleton = skeleton_on_meta(self)
+        skeleton = on_meta(self.skeleton)
         own = skeleton.state_dict()
         name_of = _renaming(skeleton, own)
         found = [(name_of(key), *value) for key, value in stored_in(self._folder(self.weights or "")).items()]
         stored = {name: place for name, place, shape in found if name in own and tuple(own[name].shape) == shape}
         new = {names[0] for names in tied_names(skeleton) if not stored.keys() & set(names)}
         self._require_body(skeleton, new)
-        return Pretrained(stored, new, _initialise)
+        return self.as_adapted(Pretrained(stored, new, _initialise), skeleton)
 
     def _folder(self, weights: str) -> Path:
         """Where the files of ``weights`` are: a local folder, or one in the hub's cache, which is filled."""
@@ -362,9 +355,10 @@ class HubClassifier(HubModel, Supervised):
 
 def _initialise(skeleton: Any) -> None:
     """Initialise as transformers does; parameters on meta stay there."""
-    for module in skeleton.modules():
-        module._is_hf_initialized = False  # set when the skeleton was made
+    for name, module in skeleton.named_modules():
+        module._is_hf_initialized = OWN in name  # set when the skeleton was made
     skeleton.initialize_weights()
+    reset_adapters(skeleton)
 
 
 def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
@@ -381,7 +375,7 @@ def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
         name, converter = rename_source_key(key, renamings, converters, prefix, own)  # type: ignore[arg-type]
         if name not in own and key in own:
             return key
-        several = f"memory.init=meta cannot stream {key}: transformers computes {name} from several tensors of the file"
+        several = f"{key} cannot be streamed: transformers computes {name} from several tensors of the file"
         require(converter is None or name not in own, f"{several}; use memory.init device")
         return name
 
