@@ -13,7 +13,9 @@ recipe = Recipe(
     optim=Optim("adamw", lr=2e-4, schedule="cosine", warmup_ratio=0.1, clip_norm=1.0),
     batch_size=16,
     epochs=1,
-    memory=Memory(micro_batch_size=1, precision="bf16-true", activation_checkpointing="full", init="meta"),
+    memory=Memory(
+        micro_batch_size=1, precision="bf16-true", activation_checkpointing="full", cpu_offload="optimizer"
+    ),  # of the adapters: the host keeps them in fp32
 )
 
 if __name__ == "__main__":
