@@ -137,7 +137,7 @@ class LanguageData(BuiltIn):
     def prepare(self, tokenizer: Any = None) -> None:
         """Read, check and tokenise; what was tokenised before is taken from the cache. Says what there is to learn."""
         from trainer.data.cache import cache_folder
-        from trainer.data.sequences import Report, Sequences, padder, tokenised
+        from trainer.data.sequences import Sequences, Survey, padder, tokenised
 
         self.require_files()
         self._pad = padder(tokenizer, self.max_length)
@@ -146,12 +146,12 @@ class LanguageData(BuiltIn):
             self._prepare_stream(reader, cache)
             return
         found = rows_of_hub(self) if self.name else {part: self._rows(part, reader, cache) for part in self._given()}
-        report, parts = Report(self._called, self.max_length), dict[str, Sequences]()
+        survey, parts = Survey(self._called, self.max_length), dict[str, Sequences]()
         for part, rows in found.items():
             several = rows if isinstance(rows, list) else [rows]
             every = Sequences([tokenised(one, reader, cache) for one in several], several, self._pad)
-            parts[part] = every.of(report(part, every))
-        report.check(self.max_bad_samples)
+            parts[part] = every.of(survey(part, every))
+        survey.check(self.max_bad_samples)
         for part, split in parts.items():
             require(len(split) > 0, f"{part}: there is no {self._called} to learn from: see what is said of it above")
         self.train, held = parts["train"].parted(self.val_fraction, self.val_fold)
@@ -256,12 +256,12 @@ class Conversations(LanguageData):
         require_choice("data.loss_on", self.loss_on, Literal["assistant", "all"])
 
     def _reader(self, tokenizer: Any) -> Any:
-        from trainer.data.sequences import Chat
+        from trainer.data.sequences import ChatReader
 
         pair, template = (self.prompt_column, self.completion_column), self.chat_template
         if self._pad is None and getattr(tokenizer, "chat_template", None):
             template = None  # to predict: the model was saved with it, and a file of it may be elsewhere
-        return Chat(tokenizer, self.max_length, self.messages_column, pair, template, self.loss_on)
+        return ChatReader(tokenizer, self.max_length, self.messages_column, pair, template, self.loss_on)
 
     def _prepare_stream(self, reader: Any, cache: Path) -> None:
         now = "data.chat_template: the template writes today's date (strftime_now), and a stream is tokenised anew in"
@@ -288,6 +288,6 @@ class Documents(LanguageData):
     _called = "document"
 
     def _reader(self, tokenizer: Any) -> Any:
-        from trainer.data.sequences import Read
+        from trainer.data.sequences import DocumentReader
 
-        return Read(tokenizer, self.max_length, self.text_column)
+        return DocumentReader(tokenizer, self.max_length, self.text_column)

@@ -68,7 +68,7 @@ class Sample(NamedTuple):
     bytes: int = 0  # of the document in UTF-8, at its first piece
 
 
-class Reader(Protocol):
+class RowReader(Protocol):
     """Makes samples of rows."""
 
     tokenizer: Any
@@ -114,7 +114,7 @@ def _require_text(text: Any, most: int) -> None:
     require(text.encode(errors="replace").decode() == text, "is not UTF-8 text")
 
 
-class Read:
+class DocumentReader:
     """A text, with the tokenizer's end of text behind it, in pieces that overlap by a token."""
 
     def __init__(self, tokenizer: Any, max_length: int, column: str) -> None:
@@ -163,7 +163,7 @@ class _Written(NamedTuple):
         return list(pairwise(sorted({0, len(self.text), *chain.from_iterable(self.spans)})))
 
 
-class Chat:
+class ChatReader:
     """A conversation as the chat template writes it, of which the assistant's words are to be predicted."""
 
     def __init__(
@@ -393,13 +393,13 @@ def _message(given: Any, name: str) -> dict[str, Any]:
 # Rows of files, as samples in a table on disk.
 
 
-def tokenised(rows: Rows, reader: Reader, cache: Path) -> datasets.Dataset:
+def tokenised(rows: Rows, reader: RowReader, cache: Path) -> datasets.Dataset:
     """The samples of all rows, from the cache on disk, with their ``row``; of a row without any, what the ``problem``
     is. Of documents without ``labels``: they are the tokens."""
     key = hash_of("sequences", rows.content, *reader.settings, words_of(reader.tokenizer))
     numbers = ("length", "predicted", "lost", "place", "bytes", "row")
     kinds: dict[str, Any] = {"input_ids": datasets.List(datasets.Value("int32")), "problem": datasets.Value("string")}
-    kinds |= {"labels": kinds["input_ids"]} if isinstance(reader, Chat) else {}
+    kinds |= {"labels": kinds["input_ids"]} if isinstance(reader, ChatReader) else {}
     kinds |= dict.fromkeys(numbers, datasets.Value("int64"))
 
     def pick(found: Sequence[str]) -> Sequence[str]:
@@ -500,7 +500,7 @@ class Sequences:
 class FromStream:
     """The first sample of every row of a stream."""
 
-    def __init__(self, reader: Reader, columns: Sequence[str]) -> None:
+    def __init__(self, reader: RowReader, columns: Sequence[str]) -> None:
         self.reader, self.columns, self.settings = reader, columns, reader.settings
 
     def __call__(self, rows: Sequence[tuple[Any, ...]], places: Sequence[Callable[[], str]]) -> Mapping[str, list[Any]]:
@@ -527,7 +527,7 @@ def _unlabelled(lost: int) -> str:
     return "has no word of the assistant within data.max_length" if lost else "has no word of the assistant"
 
 
-class Report:
+class Survey:
     """Says what each split holds, and what is cut off or left out of it."""
 
     def __init__(self, called: str, max_length: int) -> None:
