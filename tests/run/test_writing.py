@@ -57,8 +57,6 @@ def test_texts_are_gone_on_from_or_answered_and_files_hold_what_is_new(run, tmp_
     assert said.endswith("\n\n")
     table, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"say": text} for text in TEXTS] + [{"say": "a" * 300}]
-    if answers:
-        rows[1] = {"say": TEXTS[1]}
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(RecipeError, match=r"1 of 3 inputs .*row 3: it has 3\d\d tokens, and the model takes 64"):
         predict(recipe, folder, paths=[str(table)], column="say", output=str(out), max_new_tokens=NEW, batch_size=2)
@@ -68,10 +66,9 @@ def test_texts_are_gone_on_from_or_answered_and_files_hold_what_is_new(run, tmp_
     assert list(found[0]) == ["input", "source", "generated_text", "error"]
 
 
+@pytest.mark.parametrize("run", [Conversations], indirect=True)
 def test_messages_of_a_table_are_answered_without_the_answer_that_is_there(run, tmp_path):
     recipe, folder = run
-    if isinstance(recipe.data, Documents):
-        pytest.skip("documents have no messages")
     table = tmp_path / "in.jsonl"
     asked = {"role": "user", "content": TEXTS[0]}
     rows = [[asked], [asked, {"role": "assistant", "content": "yes"}]]
@@ -85,7 +82,7 @@ def test_what_only_classifiers_have_is_refused_by_name(run):
     for how, said in (
         ({"top_k": 3}, r"^--top-k=3 is for model.task=single_label, and this model's task is language: leave it out"),
         ({"probabilities": True}, r"^--probabilities is for classes and labels, and this model's task is language"),
-        ({"top_p": 0.9}, r"^--top-p=0.9 is for tokens that are drawn: give --temperature too"),
+        ({"top_p": 0.9}, r"^--top-p=0.9 is for tokens that are drawn; without --temperature"),
     ):
         with pytest.raises(RecipeError, match=said):
             predict(recipe, folder, texts=TEXTS, **how)
