@@ -26,7 +26,7 @@ from trainer.cli import run
 from trainer.commands.recipes import load_recipe
 from trainer.data import HubText, ImageFolder, Mixture, StreamedText, TextFiles
 from trainer.memory.initialize import build_on_meta, materialise
-from trainer.models import ImageClassifier
+from trainer.models import CausalLM, ImageClassifier
 from trainer.recipe import Memory
 from trainer.settings import settings_of
 from trainer.system.children import in_child
@@ -140,7 +140,7 @@ RECIPES = ("vit_digits", "mlp_fashion_mnist", "distilbert_imdb", "bigbird_imdb")
 
 def test_every_setting_that_a_page_names_exists():
     known = {key for name in RECIPES for key in settings_of(load_recipe(name)[0])}
-    kinds = (HubText, ImageFolder, Mixture, TextFiles, StreamedText, ImageClassifier)
+    kinds = (HubText, ImageFolder, Mixture, TextFiles, StreamedText, ImageClassifier, CausalLM)
     known |= {
         f"{part}.{field.name}" for part in ("data", "model") for kind in kinds for field in dataclasses.fields(kind)
     }

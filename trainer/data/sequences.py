@@ -557,7 +557,8 @@ class Survey:
 
     def _tell(self, part: str, every: Sequences, chosen: ndarray, what: str) -> None:
         if chosen.any():
-            names = ", ".join(every.describe(index) for index in np.flatnonzero(chosen)[:SHOWN].tolist())
+            found = [every.describe(index) for index in np.flatnonzero(chosen)[:SHOWN].tolist()]
+            names = ", ".join([found[0], *(name.partition(" (the first is")[0] for name in found[1:])])
             more = ", …" if chosen.sum() > SHOWN else ""
             say(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names}{more})")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
-from trainer.models.lora import OWN, Adaptable, LoRA, reset_adapters
+from trainer.models.lora import OWN, Adaptable, LoRA, reset_adapters, save_adapters
 from trainer.system.files import require_regular
 from trainer.system.hub import advice, away, tell_of_cache
 from trainer.values import Pretrained
@@ -32,6 +32,13 @@ DROPOUT_FIELDS = (
 PROBLEM_TYPES = {name: f"{name}_classification" for name in ("single_label", "multi_label")}
 PROBLEM_TYPES["regression"] = "regression"
 """How transformers calls the tasks of its classifiers of whole samples."""
+
+ADAPTER_FOLDER = "adapter"
+"""In the folder of a saved model."""
+
+PEFT_TASKS = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModelForTokenClassification": "TOKEN_CLS"}
+PEFT_TASKS["AutoModelForCausalLM"] = "CAUSAL_LM"
+"""What peft calls the task of a class of transformers."""
 
 MOST_TEXT = 500_000_000
 """Bytes of a file of settings or words; the largest vocabularies take some ten millions."""
@@ -256,6 +263,13 @@ class HubModel(Adaptable):
         options = {"revision": self.revision, "allow_patterns": ["*.json", "*.safetensors", "*.txt", "*.model"]}
         return Path(from_hub("weights", weights, snapshot_download, weights, **options))
 
+    def weight_files(self) -> Sequence[Path]:
+        """The safetensors files of ``weights``."""
+        from trainer.weights.streaming import stored_in
+
+        found = stored_in(self._folder(self.weights)) if self.weights is not None else {}
+        return sorted({place.file for place, _ in found.values()})
+
     def _finished(self, module: nn.Module) -> nn.Module:
         """The module without a cache, and with the parameters frozen that do not train."""
         switch_cache_off(module)
@@ -276,8 +290,17 @@ class HubModel(Adaptable):
         require(not lost, f"{foreign}: {shortened(lost)} are missing or of another shape")
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``from_pretrained`` of the class ``auto`` loads."""
+        """Write a folder that ``from_pretrained`` of the class ``auto`` loads. Where adapters have trained, ``adapter``
+        in it is what peft loads onto ``weights``."""
         module.save_pretrained(folder, state_dict=self.merged_state(module, state))  # type: ignore[operator]
+        if self.lora.rank and self.weights is not None:
+            source = str(Path(local_folder(self.weights)).absolute()) if is_local(self.weights) else self.weights
+            facts = {
+                "base_model_name_or_path": source,
+                "revision": self.revision,
+                "task_type": PEFT_TASKS.get(self.auto),
+            }
+            save_adapters(module, state, folder / ADAPTER_FOLDER, **facts)
 
     def saved_in(self, folder: Path) -> Self:
         """The model whose configuration and weights ``save`` wrote to ``folder``."""
@@ -376,7 +399,7 @@ def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
         if name not in own and key in own:
             return key
         several = f"{key} cannot be streamed: transformers computes {name} from several tensors of the file"
-        require(converter is None or name not in own, f"{several}; use memory.init device")
+        require(converter is None or name not in own, f"{several}; use memory.init device and model.lora.base full")
         return name
 
     return name_of

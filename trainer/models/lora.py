@@ -6,7 +6,7 @@ Importing this loads neither torch nor peft.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Model
@@ -16,11 +16,15 @@ from trainer.values import Pretrained
 from trainer.weights.blocks import find_blocks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
 
 ADAPTER = "default"
 BASE, OWN, CODES = ".base_layer.", ".lora_", ".codes"
 """In the names of parameters: of a layer that peft has wrapped, of what it has added, of a weight that is quantised."""
+
+ADAPTERS = "adapter_model.safetensors"
 
 Base = Literal["full", "nf4"]
 
@@ -96,6 +100,22 @@ class Adaptable(Model):
         stored = {names.get(name, name): place for name, place in found.stored.items()}
         return Pretrained(stored, {*found.new, *adapters_of(skeleton)}, found.initialise)
 
+    def weight_files(self) -> Sequence[Path]:
+        """The files of ``weights``; none where they are random."""
+        return ()
+
+    def base_files(self) -> Sequence[Path]:
+        """Those that hold what adapters train beside, if they do; of random weights a checkpoint holds all."""
+        return self.weight_files() if self.lora.rank else ()
+
+    def in_base(self, module: nn.Module) -> Collection[str]:
+        """All that is frozen but adapters, and what belongs to a head that may be new."""
+        if not self.base_files():
+            return ()
+        head = set(head_parameters(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
+        frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad and OWN not in name}
+        return {name for name, parameter in frozen.items() if parameter not in head}
+
     def draw_new(self, module: nn.Module, initialise: Callable[[nn.Module], object], new: Collection[str] = ()) -> None:
         """Draw the adapters of ``module``, and what else is ``new``, again, as when weights are streamed: the way of
         loading then changes no result."""
@@ -124,21 +144,31 @@ def add_adapters(
 
     The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before. At rank 0 nothing is
     done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted. A
-    ``head`` that is not new is frozen as well. With ``lora.base`` nf4 all linear layers of the blocks are quantised,
-    one after the other.
+    ``head`` that is not new is frozen as well, but ``lora.targets`` may name it. With ``lora.base`` nf4 all linear
+    layers of the blocks are quantised, one after the other.
     """
     if not lora.rank:
         return
     require_package(f"model.lora.rank={lora.rank}", "peft", "lora")
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
 
     found = find_blocks(module, blocks)
     layers = _linear_layers(found)
-    adapted = set(map(id, _choose(layers, lora.targets or defaults)))
+    inside = {id(layer) for _, layer in layers}
+    outside = [] if head else [(name, one) for name, one in _linear_layers([module]) if id(one) not in inside]
+    chosen = _choose([*layers, *outside] if lora.targets else layers, lora.targets or defaults)
+    adapted = {id(layer): layer for layer in chosen}
+    for name, layer in outside:
+        tied = any(getattr(part, "weight", None) is layer.weight and part is not layer for part in module.modules())
+        why = f"model.lora.targets: the weight of {name} is the embedding's, too, and a merged one would differ"
+        require(id(layer) not in adapted or not tied, f"{why}: leave it out")
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
+    transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
     trained = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad and head]
     alpha: Any = lora.alpha or 2 * lora.rank
-    config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=names)
+    settings: Any = {"lora_alpha": alpha, "lora_dropout": lora.dropout, "fan_in_fan_out": transposed}
+    config = LoraConfig(r=lora.rank, target_modules=names, **settings)
     inject_adapter_in_model(config, module, ADAPTER)
     for parameter in trained:  # peft froze whatever is not an adapter
         parameter.requires_grad_(True)
@@ -148,18 +178,31 @@ def add_adapters(
 
 def _quantise(module: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Put an ``NF4Linear`` in the place of each of ``layers``, wherever it is in ``module``."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
     from trainer.weights.nf4 import NF4Linear
 
-    plain = {id(layer) for layer in layers if type(layer).forward in (nn.Linear.forward, Conv1D.forward)}
-    made: dict[nn.Module, NF4Linear] = {}
+    plain, made = set(map(id, _plain(layers))), dict[Any, NF4Linear]()
     for part in list(module.modules()):
         for name, layer in part.named_children():
             if id(layer) in plain:
                 made[layer] = made.get(layer) or NF4Linear(layer)
                 setattr(part, name, made[layer])
+
+
+def _plain(layers: Sequence[nn.Module]) -> list[Any]:
+    """Those of ``layers`` that compute what their class says."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    return [layer for layer in layers if type(layer).forward in (nn.Linear.forward, Conv1D.forward)]
+
+
+def as_in_nf4(module: nn.Module, blocks: Sequence[type] = ()) -> None:
+    """Make the weights that ``lora.base`` nf4 quantises what becomes of them, in full."""
+    from trainer.weights.nf4 import NF4Linear
+
+    layers = _linear_layers(find_blocks(module, blocks))
+    for layer in _plain([layer for name, layer in layers if OWN not in name]):
+        layer.weight.data = NF4Linear(layer).weight
 
 
 def plain_name(name: str) -> str:
@@ -203,6 +246,27 @@ def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
             whole = whole + _update(module, path.removesuffix(BASE[:-1]), state)
         merged[plain_name(name)] = whole.to(dtype)  # rounded once
     return merged
+
+
+def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, **facts: Any) -> None:
+    """Write what trained of ``module`` as peft does, in ``adapter_config.json`` and ``adapter_model.safetensors``:
+    adapters, and whole layers of a head. Where parts of adapted layers trained as well, peft has no place for them, and
+    nothing is written.
+
+    ``state`` is as for :func:`merged_state`; ``facts`` are more of peft's configuration.
+    """
+    from safetensors.torch import save_file
+
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if any(BASE in name for name in trained):
+        return
+    layers = {name.rpartition(".")[0]: None for name in trained if OWN not in name}
+    configured: Any = module.peft_config
+    config = replace(configured[ADAPTER], modules_to_save=list(layers) or None, inference_mode=True, **facts)
+    config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(folder)
+    named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": state[name].detach().cpu() for name in trained}
+    save_file({name: value.contiguous() for name, value in named.items()}, folder / ADAPTERS, {"format": "pt"})
 
 
 def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor:

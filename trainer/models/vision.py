@@ -182,6 +182,10 @@ class VisionTransformer(Supervised, Adaptable):
         places = {key: stored[key] for key in stored if key not in new}
         return self.as_adapted(Pretrained(places, new, _initialise_head), skeleton)
 
+    def weight_files(self) -> Sequence[Path]:
+        """The file of ``weights``."""
+        return () if self.weights is None else (self._weights_file(),)
+
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """That of the task; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
         if self.drop_path and module.training:
