@@ -12,7 +12,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from trainer.checkpoint.export import load_model, save_model
-from trainer.errors import RunError
 
 END, OTHER_END = 5, 7
 
@@ -44,7 +43,7 @@ def test_transformers_loads_the_same_model_and_the_file_has_a_tied_head_once(tmp
         assert torch.allclose(wanted, module(ids).logits, rtol=1e-6, atol=1e-6)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         heads = sorted(name for name in file.keys() if file.get_slice(name).get_shape()[0] == WORDS)  # noqa: SIM118
-    assert len(heads) == (2 if family == "llama" else 1)
+    assert len(heads) == (1 if module.config.tie_word_embeddings else 2)
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == END
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == END
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == END
@@ -62,11 +61,3 @@ def test_what_the_weights_came_with_is_kept_and_a_temperature_alone_is_mended(tm
     found = json.loads((target / "generation_config.json").read_text())
     assert found["eos_token_id"] == [END, OTHER_END]
     assert (found["temperature"], found["repetition_penalty"], found["do_sample"]) == (0.6, 1.1, True)
-
-
-def test_a_weight_that_is_not_written_is_found(tmp_path, tokenizer):
-    model = language_model("llama", tokenizer=tokenizer)
-    module = model.build()
-    state = {name: tensor for name, tensor in module.state_dict().items() if "layers.1.mlp.up" not in name}
-    with pytest.raises(RunError, match=r"layers.1.mlp.up_proj.weight of the model are not in what was written"):
-        save_model(model, module, tmp_path, state)

@@ -77,6 +77,7 @@ class CausalLM(TextModel):
         Raises:
             RunError: when other values would be loaded than were saved.
         """
+        self._complete_generation(cast(Any, module))
         super().save(module, folder, state)
         wrong = self._misread(folder, self.merged_state(module, state))
         fix = "look at the disk, and write it again by trainer checkpoint export"
@@ -127,19 +128,6 @@ class CausalLM(TextModel):
         require(tokenizer is None or len(tokenizer) <= words, f"{few}: take the tokenizer that belongs to it")
         give_loss(module, self.loss_chunk)
         return module
-
-    def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``AutoModelForCausalLM.from_pretrained`` and serving engines load, and see that all of
-        the model is in it. What is written with it ends where the tokenizer's texts do.
-
-        Raises:
-            RunError: when a weight is not in the files.
-        """
-        self._complete_generation(cast(Any, module))
-        super().save(module, folder, state)
-        lost = sorted(self.saved_in(folder).pretrained().new)
-        if lost:
-            raise RunError(f"{folder}: {', '.join(lost[:3])} of the model are not in what was written: save it again")
 
     def _complete_generation(self, module: Any) -> None:
         """Let ``generation_config.json`` say what the weights came with, and the token that ends a text here, which a

@@ -277,6 +277,7 @@ class Reader:
 
         def each() -> Iterator[Input]:
             cells = chain.from_iterable(part[name] for part in table.select_columns([name]).iter(1000))
+            read: Callable[[], Any]
             for number, cell in enumerate(cells, rows.first):
                 if self.of_images:
                     read = partial(_cell_image, self.data, path.parent, cell)
