@@ -26,6 +26,7 @@ class Repeated(CausalLM):
 
         with no_init_weights():
             module = super().skeleton()
+            module.tie_weights()  # which else comes with drawing
         drawn = 0.02 * torch.randn(DRAWN, dtype=torch.float32, device="cpu")
         for name, weight in module.named_parameters():
             if weight.is_meta:
