@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +25,9 @@ class CausalLM(TextModel):
 
     Args:
         config: entries of the configuration to override, such as {num_hidden_layers: 2, hidden_size: 128}.
+        padding_free: compute on the tokens that are there only, the texts of a micro-batch one after another, each
+            attending to itself: the same gradient. null does so for the architectures that are certified for it
+            (docs/packing.md), but in no subclass with a module or losses of its own, unless it says true.
         train_last_blocks: freeze all but the last n blocks and what follows them; a head that is tied to the embedding
             stays frozen with it. null trains everything.
         lora: train adapters in the blocks instead of all weights.
@@ -36,6 +39,7 @@ class CausalLM(TextModel):
     config: dict[str, Any] = field(default_factory=dict)
     revision: str | None = None
     dropout: float | None = None
+    padding_free: bool | None = None
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
 
@@ -43,13 +47,39 @@ class CausalLM(TextModel):
     head_is_new = False
     task: ClassVar[Task] = "language"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._can_pack: bool | None = None  # not looked for yet
+
+    def packs(self) -> bool:
+        """Whether the texts of a micro-batch lie in one row, as ``padding_free`` says."""
+        if self._can_pack is None and self.padding_free is not False:
+            from trainer.models.packed_attention import why_not
+
+            why = why_not(self._configuration())
+            own = (getattr(type(self), name) is not getattr(CausalLM, name) for name in ("build", "skeleton", "losses"))
+            self._can_pack = why is None and (self.padding_free is True or not any(own))
+            leaks = f"model.padding_free=true cannot be for model.name={self.name!r}: {why}"
+            require(
+                self._can_pack or self.padding_free is None, f"{leaks}; leave it at null, which pads (docs/packing.md)"
+            )
+        return bool(self._can_pack)
+
+    def packed(self, batch: Any) -> Any:
+        """The micro-batch in one row without padding, where the module computes so."""
+        if not self.packs() or not isinstance(batch, Mapping) or not {"attention_mask", "labels"} <= batch.keys():
+            return batch
+        from trainer.models.packed_attention import pack_documents
+
+        return pack_documents(batch) or batch
+
     def weigh(self, batch: Any) -> dict[str, float]:
         """The number of tokens that are predicted: the labels that are not -100, but for the first of each row."""
         return super().weigh({"labels": batch["labels"][:, 1:]} if "labels" in batch else batch)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """The cross entropy of the next tokens, from ``input_ids``, ``attention_mask`` and ``labels``, int64
-        ``(n, length)``: position t predicts label t + 1, and -100 is not to be predicted."""
+        ``(n, length)``, or ``packed``: position t predicts label t + 1, and -100 is not to be predicted."""
         yield Loss(module(**batch), targets=batch["labels"][:, 1:])
 
     def _of_data(self) -> dict[str, Any]:
@@ -63,12 +93,17 @@ class CausalLM(TextModel):
         return {"vocab_size": len(tokenizer), **special}
 
     def _finished(self, module: nn.Module) -> nn.Module:
-        """The module, which gives the summed loss where it gets labels."""
+        """The module, which gives the summed loss where it gets labels, and takes packed texts where it can."""
         from trainer.models.token_loss import give_loss
 
         module = super()._finished(module)
         tokenizer, words = self.tokenizer_or_none(), module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         few = f"model.tokenizer has {len(tokenizer or ())} words, and model.name={self.name!r} is made for {words}"
         require(tokenizer is None or len(tokenizer) <= words, f"{few}: take the tokenizer that belongs to it")
+        if self.packs():
+            from trainer.models.packed_attention import NAME, register
+
+            register()
+            module.set_attn_implementation(NAME)  # type: ignore[operator]
         give_loss(module)
         return module
