@@ -372,7 +372,8 @@ class Run:
         resume: none; auto, from the newest valid checkpoint in run.dir, or from the start where there is none yet; or
             the path of a checkpoint, or of a run directory.
         allow_change: what may differ from the run that is resumed: settings, such as optim.lr, or whole sections, such
-            as memory; data and tokenizer stand for what is in the dataset and the tokenizer.
+            as memory; data, tokenizer and base stand for what is in the dataset, the tokenizer and the files of weights
+            that adapters train beside.
         hang_after: seconds that a step, an evaluation's micro-batch or a checkpoint may take before the run is ended
             with the cause named.
         deterministic: the same weights, bit for bit, on 1, 2, 4, ... ranks: slower, with more communication.

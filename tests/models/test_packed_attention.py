@@ -140,9 +140,10 @@ def test_a_row_has_the_documents_without_padding_and_predicts_nothing_across_a_b
     assert packed["lengths"].tokens == [*packing.LENGTHS]
     assert packed["cu_seq_lens"].tolist() == [0, 9, 22, 27, 28, 39]
     assert packed["labels"][0, [0, 9, 22, 27, 28]].tolist() == [-100] * 5
+    assert packed["places"].tolist() == [place for place in range(39) if place not in (8, 21, 26, 27, 38)]
     assert model.weigh(batch) == model.weigh(packed) == {"loss": 39.0 - 5}
     torn = {**batch, "attention_mask": batch["attention_mask"].flip(1)}
-    assert model.packed(torn) is torn
+    assert model.packed(torn)["input_ids"] is torn["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["bloom", "mamba", "xglm"])

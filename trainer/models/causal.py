@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainer.errors import require
+from trainer.errors import RunError, require
 from trainer.models.lora import LoRA
-from trainer.models.text import TextModel
+from trainer.models.text import NO_TOKENIZER, TextModel
 from trainer.values import Loss, Task
 
 if TYPE_CHECKING:
-    from torch import nn
+    from pathlib import Path
+
+    from torch import Tensor, nn
 
 
 @dataclass
@@ -31,6 +33,8 @@ class CausalLM(TextModel):
         train_last_blocks: freeze all but the last n blocks and what follows them; a head that is tied to the embedding
             stays frozen with it. null trains everything.
         lora: train adapters in the blocks instead of all weights.
+        loss_chunk: how many tokens' logits are held at once; 0 holds those of all, which a long text and many words
+            make large. null is as many as take 64 MiB in fp32, or all of a model whose logits are no linear layer's.
     """
 
     name: str = "llama"
@@ -42,6 +46,7 @@ class CausalLM(TextModel):
     padding_free: bool | None = None
     train_last_blocks: int | None = None
     lora: LoRA = field(default_factory=LoRA)
+    loss_chunk: int | None = None
 
     auto = "AutoModelForCausalLM"
     head_is_new = False
@@ -49,6 +54,9 @@ class CausalLM(TextModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        whole = isinstance(self.loss_chunk, int) and not isinstance(self.loss_chunk, bool) and self.loss_chunk >= 0
+        fix = "say how many tokens, 0 for all, or null"
+        require(self.loss_chunk is None or whole, f"model.loss_chunk={self.loss_chunk!r} is no number of tokens: {fix}")
         self._can_pack: bool | None = None  # not looked for yet
 
     def packs(self) -> bool:
@@ -57,30 +65,70 @@ class CausalLM(TextModel):
             from trainer.models.packed_attention import why_not
 
             why = why_not(self._configuration())
-            own = (getattr(type(self), name) is not getattr(CausalLM, name) for name in ("build", "skeleton", "losses"))
-            self._can_pack = why is None and (self.padding_free is True or not any(own))
-            leaks = f"model.padding_free=true cannot be for model.name={self.name!r}: {why}"
-            require(
-                self._can_pack or self.padding_free is None, f"{leaks}; leave it at null, which pads (docs/packing.md)"
-            )
+            refused = f"model.padding_free=true cannot be for model.name={self.name!r}: {why}"
+            require(why is None or self.padding_free is None, f"{refused}; leave it at null, which pads")
+            own = ("build", "skeleton", "losses")
+            plain = all(getattr(type(self), name) is getattr(CausalLM, name) for name in own)
+            self._can_pack = why is None and (plain or self.padding_free is True)
         return bool(self._can_pack)
-
-    def packed(self, batch: Any) -> Any:
-        """The micro-batch in one row without padding, where the module computes so."""
-        if not self.packs() or not isinstance(batch, Mapping) or not {"attention_mask", "labels"} <= batch.keys():
-            return batch
-        from trainer.models.packed_attention import pack_documents
-
-        return pack_documents(batch) or batch
 
     def weigh(self, batch: Any) -> dict[str, float]:
         """The number of tokens that are predicted: the labels that are not -100, but for the first of each row."""
         return super().weigh({"labels": batch["labels"][:, 1:]} if "labels" in batch else batch)
 
+    def packed(self, batch: Any) -> Any:
+        """The micro-batch, in one row where the module computes so, with the ``places`` of the tokens that predict:
+        known on the host, they need no waiting."""
+        if not isinstance(batch, Mapping) or "labels" not in batch:
+            return batch
+        from trainer.models.token_loss import predicted_places
+
+        if "attention_mask" in batch and self.packs():
+            from trainer.models.packed_attention import pack_documents
+
+            batch = pack_documents(batch) or batch
+        return {**batch, "places": predicted_places(batch["labels"])}
+
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """The cross entropy of the next tokens, from ``input_ids``, ``attention_mask`` and ``labels``, int64
         ``(n, length)``, or ``packed``: position t predicts label t + 1, and -100 is not to be predicted."""
         yield Loss(module(**batch), targets=batch["labels"][:, 1:])
+
+    def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write a folder that ``AutoModelForCausalLM`` and serving engines load, and read its weights again.
+
+        Raises:
+            RunError: when other values would be loaded than were saved.
+        """
+        super().save(module, folder, state)
+        wrong = self._misread(folder, self.merged_state(module, state))
+        fix = "look at the disk, and write it again by trainer checkpoint export"
+        if wrong is not None:
+            raise RunError(f"{folder} does not hold what was trained: {wrong} would be loaded with other values: {fix}")
+
+    def _misread(self, folder: Path, merged: Mapping[str, Tensor]) -> str | None:
+        """The name of the first tensor that is loaded from ``folder`` otherwise than it is in ``merged``. One is read
+        at a time, but all of a model of which transformers computes weights from several in a file."""
+        import torch
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        from trainer.weights.streaming import WeightFiles, skeleton_on_meta, tied_names
+
+        saved = self.saved_in(folder)
+        saved.tokenizer = NO_TOKENIZER
+        skeleton: Any = skeleton_on_meta(saved)
+        if any(isinstance(one, WeightConverter) for one in get_model_conversion_mapping(skeleton)):
+            loaded = saved.build().state_dict()
+            return next((name for name in loaded if not torch.equal(loaded[name], merged[name].to(loaded[name]))), None)
+        stored = saved.pretrained().stored
+        tied = {name: names for names in tied_names(skeleton) for name in names}
+        with WeightFiles() as files:
+            for name, place in stored.items():
+                value = files.read(place.file, place.key)
+                if any(not torch.equal(value, merged[one].cpu()) for one in tied.get(name, [name])):
+                    return name
+        return None
 
     def _of_data(self) -> dict[str, Any]:
         """The size of the vocabulary, and the special tokens, of which a configuration has those of another."""
@@ -105,5 +153,5 @@ class CausalLM(TextModel):
 
             register()
             module.set_attn_implementation(NAME)  # type: ignore[operator]
-        give_loss(module)
+        give_loss(module, self.loss_chunk)
         return module

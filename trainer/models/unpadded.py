@@ -178,20 +178,19 @@ def attend(
         As many rows as ``query``: (…, heads × size of a value).
     """
     first = len(query) == len(lengths.tokens)
-    shares_keys = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
+    options: dict[str, Any] = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
     plain = pattern.softcap is None and pattern.sinks is None
     if not dropout and plain and _has_varlen(query) and query.shape[-1] == value.shape[-1]:
         from torch.nn.attention.varlen import varlen_attn
 
-        if shares_keys and "enable_gqa" not in signature(varlen_attn).parameters:  # before torch 2.12
-            key, value = _repeated(key, query, 1), _repeated(value, query, 1)
-            shares_keys = {}
+        if options and "enable_gqa" not in signature(varlen_attn).parameters:  # before torch 2.12
+            key, value, options = _repeated(key, query, 1), _repeated(value, query, 1), {}
         far = -1 if pattern.window is None else pattern.window - 1
-        options: dict[str, Any] = {"scale": pattern.scale, "window_size": (far, 0 if pattern.causal else far)}
+        options |= {"scale": pattern.scale, "window_size": (far, 0 if pattern.causal else far)}
         starts = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
         longest = max(lengths.tokens)
         at = starts, ends, 1 if first else longest, longest
-        packed: Any = varlen_attn(query, key, value, *at, **options, **shares_keys)
+        packed: Any = varlen_attn(query, key, value, *at, **options)
         return packed.flatten(1)
     # Texts of one length share a kernel on a GPU; on a CPU what a text needs may stay in the cache.
     on_cpu = query.device.type == "cpu"
@@ -203,16 +202,17 @@ def attend(
     own = on_cpu and dropout and pattern is FULL and query.dtype in (torch.float32, torch.float64)
     found = []
     for (length, count), *parts in zip(groups, query.split(asked), key.split(tokens), value.split(tokens), strict=True):
-        heads = [part.unflatten(0, (count, -1)).transpose(1, 2) for part in parts]  # (texts, heads, tokens, size)
+        # (texts, heads, tokens, size)
+        rows, keys, values = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in parts)
         if own:
-            text = _DroppedAttention.apply(*heads, dropout)
+            text = _DroppedAttention.apply(rows, keys, values, dropout)
         elif not plain:
-            text = weighed(*heads, pattern.mask(length, query.device), dropout, pattern)
+            text = weighed(rows, keys, values, pattern.mask(length, query.device), dropout, pattern)
         else:
             whole = pattern.window is None or pattern.window >= length
             mask = None if whole else pattern.mask(length, query.device)
-            causal = pattern.causal and mask is None
-            text = scaled_dot_product_attention(*heads, mask, dropout, causal, scale=pattern.scale, **shares_keys)
+            options |= {"is_causal": pattern.causal and mask is None, "scale": pattern.scale}
+            text = scaled_dot_product_attention(rows, keys, values, mask, dropout, **options)
         found.append(text.transpose(1, 2).flatten(0, 1))
     return torch.cat(found).flatten(1)
 
@@ -224,9 +224,7 @@ def weighed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop
     if pattern.softcap is not None:
         scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
     if mask is not None:
-        scores = scores.masked_fill(
-            ~mask, torch.finfo(scores.dtype).min
-        )  # padding may see nothing, and must not be NaN
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # not -inf: padding may see nothing
     if pattern.sinks is not None:
         sinks = pattern.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], -1)

@@ -76,7 +76,7 @@ class Training:
         # Within a module that is compiled as a whole a hook would be compiled, too.
         self.attention = note_attention(self.stepper.module) if recipe.memory.compile != "model" else []
         self.schedule()
-        tensors = Tensors(self.stack, self.stepper)
+        tensors = Tensors(self.stack, self.stepper, recipe.model.in_base(self.stack.module))
         resumption.restore_tensors(tensors)
         self.loggers = open_loggers(session, resumption.step, resumption.origin.run)
         if session.is_first:
