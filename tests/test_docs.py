@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 from trainer.cli import run
 from trainer.commands.recipes import load_recipe
-from trainer.data import HubText, ImageFolder, Mixture, StreamedText, TextFiles
+from trainer.data import Conversations, Documents, HubText, ImageFolder, Mixture, StreamedText, TextFiles
 from trainer.memory.initialize import build_on_meta, materialise
 from trainer.models import CausalLM, ImageClassifier
 from trainer.recipe import Memory
@@ -140,7 +140,8 @@ RECIPES = ("vit_digits", "mlp_fashion_mnist", "distilbert_imdb", "bigbird_imdb")
 
 def test_every_setting_that_a_page_names_exists():
     known = {key for name in RECIPES for key in settings_of(load_recipe(name)[0])}
-    kinds = (HubText, ImageFolder, Mixture, TextFiles, StreamedText, ImageClassifier, CausalLM)
+    kinds = (HubText, ImageFolder, Mixture, TextFiles, StreamedText, Conversations, Documents)
+    kinds += (ImageClassifier, CausalLM)
     known |= {
         f"{part}.{field.name}" for part in ("data", "model") for kind in kinds for field in dataclasses.fields(kind)
     }

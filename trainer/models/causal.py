@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trainer.errors import RunError, require
 from trainer.models.lora import LoRA
@@ -100,6 +100,7 @@ class CausalLM(TextModel):
         Raises:
             RunError: when other values would be loaded than were saved.
         """
+        self._complete_generation(cast(Any, module))
         super().save(module, folder, state)
         wrong = self._misread(folder, self.merged_state(module, state))
         fix = "look at the disk, and write it again by trainer checkpoint export"
@@ -155,3 +156,22 @@ class CausalLM(TextModel):
             module.set_attn_implementation(NAME)  # type: ignore[operator]
         give_loss(module, self.loss_chunk)
         return module
+
+    def _complete_generation(self, module: Any) -> None:
+        """Let ``generation_config.json`` say what the weights came with, and the token that ends a text here, which a
+        chat template may have changed: without it a served model would not stop."""
+        from transformers import GenerationConfig
+
+        published = None if self.weights is None else self._folder(self.weights) / "generation_config.json"
+        if published is not None and published.is_file():  # which nobody has read where weights were streamed
+            module.generation_config = GenerationConfig.from_pretrained(published.parent)
+        config, tokenizer = module.generation_config, self.tokenizer_or_none()
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+            ends = [tokenizer.eos_token_id, *(one for one in ends if one not in (None, tokenizer.eos_token_id))]
+            config.eos_token_id = ends if len(ends) > 1 else ends[0]
+            module.config.eos_token_id = tokenizer.eos_token_id
+        try:
+            config.validate(strict=True)
+        except ValueError:  # a temperature without do_sample, as some are published: it would not be saved
+            config.do_sample = True
