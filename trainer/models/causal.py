@@ -149,7 +149,8 @@ class CausalLM(TextModel):
         tokenizer, words = self.tokenizer_or_none(), module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         few = f"model.tokenizer has {len(tokenizer or ())} words, and model.name={self.name!r} is made for {words}"
         require(tokenizer is None or len(tokenizer) <= words, f"{few}: take the tokenizer that belongs to it")
-        if self.packs():
+        # Before transformers 5.21, its ``sdpa`` left the cap of Gemma 2's scores out without a word.
+        if self.packs() or getattr(module.config, "attn_logit_softcapping", None) is not None:
             from trainer.models.packed_attention import NAME, register
 
             register()
