@@ -67,6 +67,7 @@ from trainer.launching.world import detect_world
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import decide_plan
 from trainer.memory.stack import apply_stack, build_updates, whole_state
+from trainer.models import CausalLM
 from trainer.recipe import Memory, Optim, Recipe, Run, Strategy
 from trainer.values import IGNORED_LABEL, Loss
 
@@ -125,26 +126,37 @@ def distilbert(cls: type) -> nn.Module:
     return cls(config)
 
 
+LANGUAGE: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    },
+    "gpt2": {
+        "n_positions": 64,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+}
+"""Language models by their type."""
+
+
 def llama() -> nn.Module:
     """A Llama of two layers with random weights."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **LANGUAGE["llama"]))
 
 
 def gpt2() -> nn.Module:
     """A GPT-2 of two layers with random weights."""
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=2, n_head=2, **dropout)
-    config.bos_token_id = config.eos_token_id = 0
-    return GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **LANGUAGE["gpt2"]))
 
 
 @dataclass(frozen=True)
@@ -362,8 +374,12 @@ class CaseData(Data):
 
 def ours(case: Case, module: nn.Module, strategy: Strategy = "auto") -> None:
     """The engine, put together as ``trainer.fit`` does."""
+    model: Any = CaseModel(case)
+    if case.labels == "next":
+        config = LANGUAGE[case.build.__name__] | {"vocab_size": VOCABULARY}
+        model = CausalLM(case.build.__name__, tokenizer="none", config=config)
     recipe = Recipe(
-        model=CaseModel(case),
+        model=model,
         data=CaseData(case.dataset()),
         optim=Optim("sgd", lr=1.0),
         batch_size=case.micro_batch_size * case.accumulate * case.ranks,
@@ -388,6 +404,7 @@ def ours(case: Case, module: nn.Module, strategy: Strategy = "auto") -> None:
         world_size=fabric.world_size,
         reduce=_sum_over_ranks,
         lengths=[len(sample["input_ids"]) for sample in recipe.data.train],
+        packs=recipe.model.packs(),
     )
     Engine(stepper, windows).fit(epochs=1)
     module.load_state_dict(whole_state(stack) or module.state_dict())  # under FSDP the first rank has it
@@ -447,8 +464,8 @@ CONTENDERS: dict[str, tuple[Callable[[Case, nn.Module], None], Callable[[Case], 
     ),
     "TRL SFTTrainer, packing": (trl_packing, lambda case: in_trl(case) and case.packed),
     "Keras": (lambda case, module: keras_fit(job(case, module)), in_keras),
-    "ours": (ours, everywhere),
-    "ours, FSDP": (partial(ours, strategy="fsdp"), on_ranks),
+    "ours": (ours, lambda case: not case.packed),
+    "ours, FSDP": (partial(ours, strategy="fsdp"), lambda case: on_ranks(case) and not case.packed),
 }
 """What it does, and in which cases."""
 

@@ -8,14 +8,17 @@ the first steps.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 Updates = Callable[[Any], torch.optim.Optimizer]
 STEPS = 3
@@ -458,3 +461,267 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.size(-1) // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return ((x * cos) + (turned * sin)).type_as(x)
+
+
+# ------------------------------------------------------------------- torchtune's recipes for one device, packed samples
+
+
+def fused_adamw(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(weights, lr=2e-5, fused=True)
+
+
+@dataclass
+class TorchTune:
+    """Llama 3.1 and 3.2 in bfloat16 as torchtune trains them, on packed samples of which every token counts.
+
+    Its FlexAttention keeps what flash attention does: queries, keys and values of all heads, the output and a figure a
+    row. Keys and values are repeated for all heads of queries; an RMSNorm and the rotations are computed in fp32.
+
+    Args:
+        tokens: of a sample; 2 samples go through at once.
+        tied: whether the words' embeddings are the head, too.
+        chunks: that the head and the loss are computed in; 0 for all logits at once, in fp32.
+        checkpointing: of every block.
+        in_backward: whether each weight is updated as soon as its gradient is there.
+        offloading: whether what is kept for the backward is on the host, but the newest five tensors.
+        optimizer: of all weights that are trained.
+        rank: of the adapters beside ``adapted``; 0 trains the weights themselves.
+        nf4: whether the matrices of the blocks are frozen in four bits.
+    """
+
+    layers: int
+    size: int
+    heads: int
+    inner: int
+    tokens: int
+    tied: bool
+    chunks: int = 0
+    checkpointing: bool = False
+    in_backward: bool = False
+    offloading: bool = False
+    optimizer: Updates = fused_adamw
+    rank: int = 0
+    adapted: tuple[str, ...] = ()
+    nf4: bool = False
+
+    def __call__(self) -> None:
+        with torch.device("cuda"):
+            torch.set_default_dtype(torch.bfloat16)
+            model = _TuneModel(self)
+            torch.set_default_dtype(torch.float32)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizers = {weight: self.optimizer([weight]) for weight in trained} if self.in_backward else {}
+        for weight in optimizers:
+            weight.register_post_accumulate_grad_hook(partial(_update_now, optimizers))
+        optimizer = None if self.in_backward else self.optimizer(trained)
+        no_label = torch.full((2, 1), -100, device="cuda")
+        for _ in range(STEPS):
+            tokens, labels = (torch.zeros(2, self.tokens, dtype=torch.long).to("cuda") for _ in range(2))
+            places = torch.zeros(2, self.tokens, dtype=torch.long).to("cuda")
+            with _Offloaded() if self.offloading else nullcontext():
+                hidden = model(tokens, places)
+            loss = self._loss(model, hidden, torch.hstack((labels[..., 1:], no_label)))
+            del hidden
+            loss.backward()
+            if optimizer is not None:
+                for weight in trained:
+                    weight.grad *= 1 / 8192
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+    def _loss(self, model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+        if not self.chunks:
+            logits = model.logits(hidden).float()
+            return functional.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
+        logits = [model.logits(piece) for piece in hidden.chunk(self.chunks, dim=1)]
+        pairs = zip(logits, labels.chunk(self.chunks, dim=1), strict=True)
+        return sum(
+            functional.cross_entropy(piece.flatten(0, 1).float(), wanted.reshape(-1), reduction="sum")
+            for piece, wanted in pairs
+        )  # type: ignore[return-value]
+
+
+def _update_now(optimizers: dict[Tensor, torch.optim.Optimizer], weight: Tensor) -> None:
+    optimizers[weight].step()
+    optimizers[weight].zero_grad()
+
+
+class _Offloaded(torch.autograd.graph.saved_tensors_hooks):
+    """Keeps on the host what a backward needs, but for parameters, small tensors, and those that were saved last."""
+
+    def __init__(self) -> None:
+        self.newest: deque[Tensor] = deque(maxlen=5)
+        super().__init__(self._pack, lambda kept: kept.to("cuda", non_blocking=True) if kept.is_pinned() else kept)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) or tensor.nbytes < 1024:
+            return tensor
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        kept.copy_(tensor, non_blocking=True)
+        self.newest.append(tensor)
+        return kept
+
+
+class _TuneModel(nn.Module):
+    def __init__(self, options: TorchTune) -> None:
+        super().__init__()
+        self.options = options
+        self.embedding = nn.Embedding(128256, options.size)
+        self.blocks = nn.ModuleList(_TuneBlock(options) for _ in range(options.layers))
+        self.norm = nn.Parameter(torch.ones(options.size))
+        self.head = self.embedding if options.tied else nn.Linear(options.size, 128256, bias=False)
+        if options.rank:
+            for name, weight in self.named_parameters():
+                weight.requires_grad = "adapter" in name
+        self.register_buffer("cache", torch.zeros(131072, options.size // options.heads // 2, 2, dtype=torch.float32))
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.options.checkpointing:
+                x = checkpoint(block, x, self.cache, places, use_reentrant=False)
+            else:
+                x = block(x, self.cache, places)
+        return _tune_norm(x, self.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.head.weight)
+
+
+class _TuneLinear(nn.Module):
+    """A matrix, which may be frozen in NF4 and have adapters."""
+
+    def __init__(self, options: TorchTune, name: str, inputs: int, outputs: int) -> None:
+        super().__init__()
+        weight = nn.Linear(inputs, outputs, bias=False).weight.detach()
+        self.nf4, self.rank = options.nf4, options.rank if name in options.adapted else 0
+        if options.nf4:
+            from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+            weight = to_nf4(weight)
+        self.weight = nn.Parameter(weight, requires_grad=not options.rank)
+        if self.rank:
+            self.adapter_a = nn.Linear(inputs, self.rank, bias=False)
+            self.adapter_b = nn.Linear(self.rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.nf4:
+            from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+            found = linear_nf4(input=x, weight=self.weight)
+        else:
+            found = functional.linear(x, self.weight)
+        return found + 2.0 * self.adapter_b(self.adapter_a(x)) if self.rank else found
+
+
+class _TuneBlock(nn.Module):
+    def __init__(self, options: TorchTune) -> None:
+        super().__init__()
+        self.heads, self.each = options.heads, options.size // options.heads
+        size, few, inner = options.size, KEY_HEADS * self.each, options.inner
+        shapes = {"q": (size, size), "k": (size, few), "v": (size, few), "o": (size, size)}
+        shapes |= {"w1": (size, inner), "w2": (inner, size), "w3": (size, inner)}
+        self.parts = nn.ModuleDict({name: _TuneLinear(options, name, *shape) for name, shape in shapes.items()})
+        self.norm1, self.norm2 = (nn.Parameter(torch.ones(size)) for _ in range(2))
+
+    def forward(self, x: Tensor, cache: Tensor, places: Tensor) -> Tensor:
+        h = self._attend(_tune_norm(x, self.norm1), cache, places) + x
+        y, part = _tune_norm(h, self.norm2), self.parts
+        return h + part["w2"](functional.silu(part["w1"](y)) * part["w3"](y))
+
+    def _attend(self, x: Tensor, cache: Tensor, places: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        query = _tune_rotated(self.parts["q"](x).view(batch, tokens, -1, self.each), cache, places).transpose(1, 2)
+        key, value = (self.parts[name](x).view(batch, tokens, -1, self.each) for name in "kv")
+        key, value = _tune_rotated(key, cache, places).transpose(1, 2), value.transpose(1, 2)
+        shape = (batch, KEY_HEADS, self.heads // KEY_HEADS, -1, self.each)
+        key, value = (one.unsqueeze(2).expand(shape).flatten(1, 2) for one in (key, value))
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.parts["o"](found.transpose(1, 2).contiguous().view(batch, tokens, -1))
+
+
+KEY_HEADS = 8  # of all Llamas from 3 on that are here
+
+
+def _tune_norm(x: Tensor, scale: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * scale
+
+
+def _tune_rotated(x: Tensor, cache: Tensor, places: Tensor) -> Tensor:
+    pairs = x.float().reshape(*x.shape[:-1], -1, 2)
+    turn = cache[places].view(-1, pairs.size(1), 1, pairs.size(3), 2)
+    parts = [
+        pairs[..., 0] * turn[..., 0] - pairs[..., 1] * turn[..., 1],
+        pairs[..., 1] * turn[..., 0] + pairs[..., 0] * turn[..., 1],
+    ]
+    return torch.stack(parts, -1).flatten(3).type_as(x)
+
+
+# ----------------------------------------------------------- PEFT's comparison of methods, on the transformers of today
+
+
+@dataclass
+class Peft:
+    """Llama 3.2 3B in bfloat16 by a plain loop with transformers and PEFT: AdamW of a tensor list, gradients clipped.
+
+    Args:
+        adapters: PEFT's configuration; ``None`` trains all weights.
+        tokens: of the longest of its 4 samples, the others being padded to that.
+    """
+
+    adapters: Callable[[], Any] | None
+    tokens: int
+
+    def __call__(self) -> None:
+        from peft import get_peft_model
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from trainer.models.hub import published
+
+        config = AutoConfig.from_pretrained(published("meta-llama/Llama-3.2-3B"))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
+        model = get_peft_model(model, self.adapters()) if self.adapters else model
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
+        for _ in range(STEPS):
+            ids = torch.zeros(4, self.tokens, dtype=torch.long)
+            mask = torch.ones_like(ids)
+            for row in range(4):
+                mask[row, self.tokens - 8 * row :] = 0
+            batch = {"input_ids": ids.to("cuda"), "attention_mask": mask.to("cuda")}
+            labels = batch["input_ids"].clone()
+            count = batch["attention_mask"].sum().item()
+            optimizer.zero_grad()
+            loss = model(**batch, labels=labels, num_items_in_batch=count).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+
+# -------------------------------------------------------------------- a head of Gemma 2's vocabulary, as Apple timed it
+
+
+@dataclass
+class Head:
+    """Logits of 8,192 tokens for 256,000 words, softly capped, and their cross entropy in fp32.
+
+    Args:
+        backward: whether the gradients are computed, too.
+    """
+
+    backward: bool
+
+    def __call__(self) -> None:
+        shapes = ((8192, 2304), (256_000, 2304))
+        hidden, head = (
+            torch.zeros(*shape, dtype=torch.bfloat16, device="cuda", requires_grad=True) for shape in shapes
+        )
+        loss = self._loss(hidden, head, torch.zeros(8192, dtype=torch.long, device="cuda"))
+        if self.backward:
+            loss.backward()
+
+    def _loss(self, hidden: Tensor, head: Tensor, wanted: Tensor) -> Tensor:
+        logits = hidden @ head.T
+        logits = torch.tanh(logits / 30.0) * 30.0
+        return functional.cross_entropy(logits.float(), wanted)

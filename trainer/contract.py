@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import RecipeError
@@ -76,9 +76,21 @@ class Model:
         parameters go to meta as soon as they are made, and buffers are real."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
 
+    def adapt(self, module: nn.Module) -> nn.Module:
+        """What trains of the module that ``skeleton`` makes, in place: with adapters, say. By default all of it."""
+        return module
+
     def pretrained(self) -> Pretrained:
-        """Say where each value of the module that ``skeleton`` makes comes from; reads no more than files' headers."""
+        """Say where each value of the adapted module that ``skeleton`` makes comes from; reads files' headers only."""
         raise RecipeError(f"{type(self).__name__} cannot start on meta: define skeleton() and pretrained()")
+
+    def base_files(self) -> Sequence[Path]:
+        """The files that hold frozen weights: a checkpoint has their hashes, and leaves out what they hold."""
+        return ()
+
+    def in_base(self, module: nn.Module) -> Collection[str]:
+        """The names of the parameters of the trained ``module`` that are as ``base_files`` have them."""
+        return ()
 
     def unloaded(self) -> Model:
         """This model with random weights, so that ``build`` reads none: by default without its field ``weights``."""

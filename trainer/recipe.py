@@ -25,7 +25,7 @@ LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 _BY_CLASS = tuple(f"{figure}{mean}" for figure in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
 _OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
 HIGHER = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy", *_BY_CLASS, "f1_weighted", *_OTHERS)
-LOWER = ("loss", "perplexity", "mae", "mse", "rmse")
+LOWER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
 """The figures of an evaluation by name: those that are better the higher, and those that are better the lower."""
 _MEANS = (*(name for name in HIGHER if name.startswith(("f1_", "precision_", "recall_"))), "auroc", "average_precision")
 _SINGLE = ("accuracy", "balanced_accuracy", "top5_accuracy", "mcc", "f1", "precision", "recall", *_MEANS, "perplexity")
@@ -35,7 +35,7 @@ REPORTED = {
     "token": _SINGLE,
     "multi_label": (*_MEANS, "subset_accuracy"),
     "regression": REGRESSION,
-    "language": ("perplexity",),
+    "language": ("perplexity", "bits_per_byte"),
 }
 """What the evaluations of each task may have, besides the loss."""
 
@@ -372,7 +372,8 @@ class Run:
         resume: none; auto, from the newest valid checkpoint in run.dir, or from the start where there is none yet; or
             the path of a checkpoint, or of a run directory.
         allow_change: what may differ from the run that is resumed: settings, such as optim.lr, or whole sections, such
-            as memory; data and tokenizer stand for what is in the dataset and the tokenizer.
+            as memory; data, tokenizer and base stand for what is in the dataset, the tokenizer and the files of weights
+            that adapters train beside.
         hang_after: seconds that a step, an evaluation's micro-batch or a checkpoint may take before the run is ended
             with the cause named.
         deterministic: the same weights, bit for bit, on 1, 2, 4, ... ranks: slower, with more communication.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from trainer import Checkpoint, Data, Memory, Optim, Recipe, Run
 from trainer.cli import run
@@ -19,7 +21,7 @@ from trainer.data import Digits, ImageFolder, TextFiles
 from trainer.doctor import machine, samples
 from trainer.doctor.subject import Subject, findings
 from trainer.launching.world import World
-from trainer.models import TextClassifier, VisionTransformer
+from trainer.models import LoRA, TextClassifier, VisionTransformer
 from trainer.planner.predict import Prediction, prepared
 from trainer.system.lock import RunLock
 
@@ -122,6 +124,17 @@ def test_the_size_of_a_checkpoint_is_that_of_weights_and_state_and_a_copy_of_it_
     monkeypatch.setattr(machine, "available_bytes", lambda: subject.checkpoint_bytes + 1)
     status, text = finding_of(machine.host_memory, subject)
     assert (status, "while a checkpoint is written; --checkpoint.asynchronous false" in text) == ("warning", True)
+
+
+def test_a_checkpoint_takes_no_space_for_frozen_weights_of_a_file(tmp_path):
+    file = str(tmp_path / "w.safetensors")
+    save_file(subject_of().recipe.model.build().state_dict(), file)
+    model = dataclasses.replace(vit(), lora=LoRA(rank=2, base="nf4"))
+    adapted, plain = (subject_of(module=dataclasses.replace(model, weights=weights)) for weights in (file, None))
+    trained = sum(p.numel() for p in adapted.module.parameters() if p.requires_grad) * 4
+    assert adapted.checkpoint_bytes == 3 * trained
+    frozen = sum(p.nbytes for p in adapted.module.parameters() if not p.requires_grad)
+    assert adapted.state_bytes == plain.checkpoint_bytes == 3 * trained + frozen
 
 
 def test_gpus_that_are_not_there_or_used_by_others():

@@ -36,10 +36,15 @@ class Precise(CausalLM):
     """One whose norms are computed in the precision of its weights: in transformers it is fp32, even in fp64."""
 
     def _finished(self, module: nn.Module) -> nn.Module:
-        for part in module.modules():
-            if type(part).__name__.endswith("RMSNorm"):
-                part.forward = MethodType(_normed, part)  # type: ignore[assignment]
-        return super()._finished(module)
+        return super()._finished(precise(module))
+
+
+def precise(module: nn.Module) -> nn.Module:
+    """``module``, its norms computed in the precision of its weights."""
+    for part in module.modules():
+        if type(part).__name__.endswith("RMSNorm"):
+            part.forward = MethodType(_normed, part)  # type: ignore[assignment]
+    return module
 
 
 def _normed(norm: Any, hidden: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Within it, ``peak`` is the most bytes that storages made since its start took at once.
 
-    Mapped files are not counted (their pages are the system's to drop), nor is what other threads make.
+    Mapped files are not counted (their pages are the system's to drop), nor is what other threads make. Of fake tensors
+    it is what real ones would take.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._alive or is_mapped(storage.data_ptr()):
+        if key in self._alive or (storage.device.type != "meta" and is_mapped(storage.data_ptr())):
             return
         self._alive.add(key)
         self.now += size

@@ -196,7 +196,7 @@ def difference(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
     """Relative errors of the parameters and of the losses."""
     assert ours["state"].keys() == plain["state"].keys()
     a, b = (_flat(run["state"]) for run in (ours, plain))
-    losses = [torch.tensor(run["losses"]).double() for run in (ours, plain)]
+    losses = [torch.tensor(run["losses"], dtype=torch.float64) for run in (ours, plain)]
     return {
         "parameters": float((a - b).norm() / b.norm()),
         "losses": float((losses[0] - losses[1]).norm() / losses[1].norm()),

@@ -408,7 +408,7 @@ def errors(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
     """Relative errors of the weights, of their change over the steps, of the losses and of the gradient norms."""
 
     def relative(of: Callable[[dict[str, Any]], Any]) -> float:
-        a, b = (torch.as_tensor(of(run)).double() for run in (ours, plain))
+        a, b = (torch.as_tensor(of(run), dtype=torch.float64) for run in (ours, plain))
         return float((a - b).norm() / b.norm())
 
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from helpers.language import EXACT, FAMILIES, language_model, language_samples, textbook_of_module
 from helpers.problems import Problem, collate, engine_run, errors, plain_run
 from helpers.tiny import InMemory
+from safetensors import safe_open
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from trainer import Memory, Optim, Recipe, Run, fit
-from trainer.checkpoint.export import load_model
+from trainer.checkpoint.export import load_model, save_model
+from trainer.errors import RunError
 from trainer.models import CausalLM
 
 
@@ -89,3 +92,31 @@ def test_an_evaluation_says_the_perplexity_of_all_tokens_once(tmp_path):
     module = load_model(model, tmp_path / "run" / "model")
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter.float(), module.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm2", "gpt2", "mixtral"])
+def test_a_saved_folder_holds_what_was_trained_and_a_tied_head_once(family, tmp_path, monkeypatch):
+    """Read again after writing: one that would be loaded with other values is refused."""
+    experts = CausalLM("mixtral", config={**FAMILIES["llama"][1], "num_local_experts": 3}, tokenizer="none")
+    model = experts if family == "mixtral" else language_model(family)
+    module = built(model).float()
+    (tmp_path / "good").mkdir()
+    save_model(model, module, tmp_path / "good")
+    with safe_open(tmp_path / "good" / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) == (family in ("llama", "mixtral"))  # noqa: SIM118
+    kind = json.loads((tmp_path / "good" / "config.json").read_text())["architectures"]
+    assert kind == [type(module).__name__]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "good")
+    assert type(loaded).__name__ == kind[0]
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    write = module.save_pretrained
+
+    def damaged(folder, state_dict):
+        last = list(state_dict)[-2]
+        write(folder, state_dict=state_dict | {last: state_dict[last] * (1 + 2**-20)})
+
+    monkeypatch.setattr(module, "save_pretrained", damaged)
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(RunError, match=r"bad does not hold what was trained: \S+ would be loaded with other values"):
+        save_model(model, module, tmp_path / "bad")

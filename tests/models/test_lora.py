@@ -23,7 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from trainer import RecipeError
 from trainer.checkpoint.export import load_model, save_model
 from trainer.models import LoRA, TextClassifier
+from trainer.models.lora import adapters_of
 from trainer.weights.blocks import find_blocks
+from trainer.weights.nf4 import NF4Linear
 
 MODELS = ["vit", "distilbert", "bigbird"]
 FIRST_TARGETS = {
@@ -181,6 +183,8 @@ def test_a_target_that_matches_nothing_is_refused_with_the_candidates(name, targ
         ({"rank": 2, "alpha": 0.0}, r"model\.lora\.alpha=0\.0 must be greater than 0"),
         ({"rank": 2, "dropout": 1.0}, r"model\.lora\.dropout=1\.0 must be in"),
         ({"rank": 2, "targets": []}, r"model\.lora\.targets=\[\] leaves nothing"),
+        ({"rank": 2, "base": "int4"}, r"model\.lora\.base='int4' .*nf4"),
+        ({"base": "nf4"}, r"model\.lora\.base=nf4 is of weights that are frozen, and model\.lora\.rank=0 trains them"),
     ],
 )
 def test_refusals_of_settings(options, message):
@@ -197,3 +201,21 @@ def test_without_peft_the_way_to_get_it_is_said(monkeypatch):
     with pytest.raises(RecipeError, match=message):
         adapted("vit").build()
     make_model("vit").build()  # rank 0 needs no package
+
+
+@pytest.mark.parametrize("targets", [None, ["c_attn", "mlp.c_fc"]])
+def test_transposed_layers_in_nf4_compute_and_are_merged_as_what_the_codes_stand_for(targets, tmp_path):
+    config = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 64}
+    model = TextClassifier("gpt2", tokenizer=tokenizer_folder(), config=config, num_classes=5, dropout=0.0)
+    model = dataclasses.replace(model, lora=LoRA(rank=2, targets=targets, base="nf4"))
+    torch.manual_seed(0)
+    module, inputs = model.build(), batch_of("distilbert")
+    assert sum(isinstance(part, NF4Linear) for part in module.modules()) == 8
+    with torch.no_grad():
+        for name in adapters_of(module):
+            module.get_parameter(name).normal_(std=0.1)
+    trained = logits(model, module, inputs)
+    save_model(model, module, tmp_path)
+    loaded = model.saved_in(tmp_path).build()
+    assert not any(isinstance(part, NF4Linear) for part in loaded.modules())
+    torch.testing.assert_close(logits(model, loaded, inputs), trained, rtol=1e-5, atol=1e-6)

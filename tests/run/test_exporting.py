@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import sys
 from pathlib import Path
@@ -10,18 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.language import language_model
 from helpers.pretrained import text, vit
+from safetensors.torch import load_file
 
 from trainer import RecipeError
 from trainer.checkpoint.export import save_model
-from trainer.data import Digits, TextFiles
+from trainer.data import Digits, Documents, TextFiles
 from trainer.errors import RunError
-from trainer.models import MLP
+from trainer.models import MLP, LoRA
 from trainer.recipe import Memory, Recipe
 from trainer.run import exporting
 from trainer.run.exporting import export, is_the_same
+from trainer.weights.streaming import default_dtype
 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]
+WITH_BYTES = {"tokenizer": "bytes", "config": {"vocab_size": 300}}
 
 
 def made(folder: Path, kind: str) -> tuple[Any, Path]:
@@ -73,6 +78,46 @@ def test_a_folder_of_transformers_is_checked_by_loading_it(tmp_path):
     assert list(loaded.config.id2label.values()) == NAMES
 
 
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "base", "dtype"),
+    [("text", "full", None), ("text", "nf4", None), ("language", "full", None), ("language", "nf4", BF16)],
+)
+def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, base, dtype):
+    import transformers
+    from peft import PeftModel
+
+    torch.manual_seed(0)
+    model: Any = text(class_names=NAMES) if kind == "text" else language_model("gpt2", **WITH_BYTES)
+    model.save(module := model.build(), tmp_path / "base", module.state_dict())
+    model = dataclasses.replace(model, name=str(tmp_path / "base"), weights=str(tmp_path / "base"), config={})
+    model = dataclasses.replace(model, lora=LoRA(rank=2, base=base))
+    with default_dtype(dtype):
+        module = model.build().eval()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    save_model(model, module, tmp_path / "model")
+    data = TextFiles("absent.csv") if kind == "text" else Documents("absent.txt")
+    recipe = Recipe(model=model, data=data, batch_size=2)
+    said = export(recipe, tmp_path, "peft", None, None, False)
+    assert said.startswith(f"{tmp_path / 'peft'}: its outputs differ from the trained model's by ")
+    plain = getattr(transformers, model.auto).from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "peft")
+    kept = {name.replace(".default", ""): tensor for name, tensor in loaded.state_dict().items()}
+    adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert sum(".lora_" in name for name in adapters) == (24 if kind == "text" else 8)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in adapters.items() if ".lora_" in name)
+    assert {name.split(".")[2] for name in adapters if ".lora_" not in name} == (
+        {"pre_classifier", "classifier"} if kind == "text" else set()
+    )
+    if base == "full":  # as anybody loads it
+        inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+        torch.testing.assert_close(loaded.eval()(**inputs).logits, module(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_what_gives_other_outputs_is_not_kept(tmp_path, monkeypatch):
     recipe, run_dir = made(tmp_path, "text")
     monkeypatch.setattr(exporting._Outputs, "of", lambda self, batch: torch.rand(1, 5))  # no two calls agree
@@ -85,6 +130,8 @@ def test_what_cannot_be_exported_is_refused_with_the_fix(tmp_path, monkeypatch):
     recipe, run_dir = made(tmp_path, "mlp")
     with pytest.raises(RecipeError, match="--to hf is for models of transformers, and MLP is none: --to onnx"):
         export(recipe, run_dir, "hf", None, None, False)
+    with pytest.raises(RecipeError, match=r"--to peft is for adapters beside the weights of a file.*: --to onnx, hf"):
+        export(recipe, run_dir, "peft", None, None, False)
     with pytest.raises(RecipeError, match="--to hub needs --repo NAME/MODEL"):
         export(recipe, run_dir, "hub", None, "model", False)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)

@@ -31,7 +31,9 @@ def compare(before: Recipe, now: Recipe | dict, allowed: tuple[str, ...] = (), *
     manifest = Manifest(**facts | {"dataset": "d", "tokenizer": "t"} | found)
     settings = flat_settings(now) if isinstance(now, Recipe) else now
     defaults = default_settings(now if isinstance(now, Recipe) else before)
-    origin: Any = SimpleNamespace(recipe=settings, defaults=defaults, dataset="d", tokenizer="t", data_files={})
+    origin: Any = SimpleNamespace(
+        recipe=settings, defaults=defaults, dataset="d", tokenizer="t", data_files={}, base={}
+    )
     return require_same_run(Path("c"), manifest, origin, list(allowed))
 
 

@@ -52,12 +52,14 @@ class Manifest:
     files: Mapping[str, Mapping[str, Any]]  # {"bytes", "sha256"} of every other file, by name
     format: int = FORMAT
     data_files: Mapping[str, str] = field(default_factory=dict)  # a short hash of each, where they are kept apart
+    base: Mapping[str, str] = field(default_factory=dict)  # sha256 of the files of frozen weights that are left out
 
     def to_json(self) -> str:
         """With a hash of its own content, so that a changed manifest is found as well as a changed file."""
         content = dict(vars(self))
-        if not self.data_files:  # as in manifests from before there was such a thing
-            del content["data_files"]
+        for name in ("data_files", "base"):
+            if not content[name]:  # as in manifests from before there was such a thing
+                del content[name]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         digest = hashlib.sha256(canonical.encode()).hexdigest()
         return json.dumps({**content, "digest": digest}, indent=1, ensure_ascii=False) + "\n"
@@ -149,6 +151,7 @@ FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "files": lambda value: _maps_to(_is_entry)(value) and all(Path(name).name == name for name in value),
     "format": lambda value: value == FORMAT and _is_count(value),
     "data_files": _maps_to(_is_text),
+    "base": _maps_to(_is_text),
 }
 """What the fields of a manifest are, each as far as what reads it relies upon it."""
 

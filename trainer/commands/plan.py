@@ -120,13 +120,13 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
         from trainer.system.children import in_child
+        from trainer.weights.nf4 import count_weights
         from trainer.weights.streaming import on_meta
 
     def sizes() -> list[int]:
         module = on_meta(search.recipe.model.unloaded().build)
         choose_trained(module, search.recipe.model, search.recipe.optim)
-        parameters = list(module.parameters())
-        return [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
+        return [count_weights(module), count_weights(module, trained=True)]
 
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
     search.keeper = Keeper.here(BEGAN)

@@ -40,11 +40,12 @@ PREDICT_FLAGS = OwnFlags(
     words="path",
     about="Classify files, folders, tables, texts or images with the trained model of a run directory, or write on.",
 )
-FORMATS = ("onnx", "hf", "hub")
+FORMATS = ("onnx", "hf", "peft", "hub")
 EXPORT_FLAGS = OwnFlags(
     {
-        "to": "onnx (a file), hf (a folder that transformers loads) or hub (a repository on the Hugging Face hub)",
-        "output": "the file or folder (default: model.onnx or hf in the run directory)",
+        "to": "onnx (a file), hf (a folder that transformers loads), peft (adapters alone) or hub (a repository on the "
+        "Hugging Face hub)",
+        "output": "the file or folder (default: model.onnx, hf or peft in the run directory)",
         "repo": "of --to hub: NAME/MODEL",
     },
     {"public": "make the repository a public one; it is private by default"},
@@ -139,7 +140,7 @@ def export(argv: list[str]) -> None:
             to in FORMATS,
             f"--to={to!r} must be one of {', '.join(FORMATS)}" if to else f"export needs --to {'|'.join(FORMATS)}",
         )
-        for name, of in (("output", ("onnx", "hf")), ("repo", ("hub",))):
+        for name, of in (("output", ("onnx", "hf", "peft")), ("repo", ("hub",))):
             require(name not in given or to in of, f"--{name} is for --to {' and '.join(of)}, not for {to}")
         from trainer.run.exporting import export
 

@@ -4,12 +4,15 @@ What cannot be used is refused with a ``RecipeError`` that names the setting, fi
 """
 
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
+from trainer.data.language import Conversations, Documents
 from trainer.data.mixture import Mixture
 from trainer.data.text import HubText, IMDb, StreamedText, TextFiles
 
 __all__ = [
     "CIFAR10",
+    "Conversations",
     "Digits",
+    "Documents",
     "FashionMNIST",
     "HubText",
     "IMDb",

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from trainer.contract import Data
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
+from trainer.data.language import Conversations, Documents
 from trainer.data.text import HubText, IMDb, TextFiles
 from trainer.errors import require
 from trainer.values import Mixing, Task
@@ -19,7 +20,8 @@ ALIKE = ("num_classes", "class_names", "image_size", "channels", "max_length")
 """What all datasets of a mixture must agree on."""
 
 KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (CIFAR10, Digits, FashionMNIST, HubText, IMDb, ImageFolder, TextFiles)
+    kind.__name__: kind
+    for kind in (CIFAR10, Conversations, Digits, Documents, FashionMNIST, HubText, IMDb, ImageFolder, TextFiles)
 }
 """The datasets of this package that a flag can name; streams have no samples that could be drawn."""
 

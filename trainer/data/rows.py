@@ -59,6 +59,7 @@ class Rows:
     counting: str = ""  # how rows are numbered, from ``first`` on
     files: Sequence[str] = ()  # of every row, where each has its own
     names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of the classes, by column, where it says them
+    as_json: bool = False  # cells are JSON texts
 
     def describe(self, index: int) -> str:
         if self.files:
@@ -102,7 +103,8 @@ def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> dat
             said = "it is compressed or an archive: unpack it first, where you can see what is in it"
             raise ValueError(said)  # noqa: TRY301
         if kind == ".jsonl":
-            _parse_lines(path)
+            for _ in _lines(path):
+                pass
         if kind == ".parquet":
             _refuse_bombs(path)
         options = {"cache_dir": cache_dir} | (_csv_options(path, written) if _KINDS[kind][0] == "csv" else {})
@@ -116,8 +118,8 @@ def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> dat
     return table
 
 
-def _parse_lines(path: Path) -> None:
-    """Parse every line here first: one that is nested some thousand times would end the process within datasets."""
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Every row, parsed here: one that is nested some thousand times would end the process within datasets."""
     empty = True
     with open_regular(path) as file:
         for number, line in enumerate(iter(partial(file.readline, MOST_LINE + 1), b""), start=1):
@@ -128,8 +130,62 @@ def _parse_lines(path: Path) -> None:
                 raise ValueError(f"line {number}: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} holds no JSON object")  # noqa: TRY004
-            empty = empty and not line.strip()
+            if line.strip():
+                empty = False
+                yield row
     require(not empty, f"{path} has no rows: {NO_ROWS}")
+
+
+def find_lines(path: Path, cache: Path, pick: Callable[[Sequence[str]], Sequence[str]]) -> Rows:
+    """The rows of a .jsonl file whose cells may be of other types in each row: kept as JSON, each by itself.
+
+    Of all columns that are found, those that ``pick`` returns are read.
+    """
+    (content,) = content_of(cache, [path], checksums)
+    return Rows(f"lines {content}", partial(_read_lines, path, pick), str(path), *_KINDS[".jsonl"][1:], as_json=True)
+
+
+def _read_lines(path: Path, pick: Callable[[Sequence[str]], Sequence[str]], cache_dir: str) -> datasets.Dataset:
+    try:
+        columns = tuple(pick(list(dict.fromkeys(name for row in _lines(path) for name in row))))  # a list is cut apart
+        told: Any = {"path": path, "columns": columns}
+        features = datasets.Features({name: datasets.Value("large_string") for name in columns})
+        return datasets.Dataset.from_generator(_read_cells, features, cache_dir=cache_dir, gen_kwargs=told)
+    except RecipeError:
+        raise
+    except Exception as error:  # datasets wraps what the generator raises
+        raise RecipeError(f"{path} cannot be read as jsonl ({reason(error)}): mend the file") from error
+
+
+def _read_cells(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+    for row in _lines(path):
+        yield {name: json.dumps(row.get(name)) for name in columns}
+
+
+def find_texts(source: str, paths: Sequence[Path], cache: Path, encoding: str) -> Rows:
+    """A row for each file: its ``text``, or the ``problem`` why it has none."""
+    content = hash_of("texts", content_of(cache, paths, checksums), encoding)
+    return Rows(content, partial(_read_documents, paths, encoding), source, files=list(map(str, paths)))
+
+
+def _read_documents(paths: Sequence[Path], encoding: str, cache_dir: str) -> datasets.Dataset:
+    features = datasets.Features(text=datasets.Value("large_string"), problem=datasets.Value("string"))
+    told: Any = {"paths": tuple(map(str, paths)), "encoding": encoding}
+    return datasets.Dataset.from_generator(_documents, features, cache_dir=cache_dir, gen_kwargs=told)
+
+
+def _documents(paths: Sequence[str], encoding: str) -> Iterator[dict[str, str]]:
+    for path in paths:
+        text, problem = "", ""
+        try:
+            text = read_regular(path, MOST_LINE).decode(encoding)
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        except ValueError as error:
+            problem = f"is no text in {encoding} ({reason(error)}): save it so, or leave it out"
+        if "\0" in text:
+            text, problem = "", "is no text (it has a character 0): leave it out"
+        yield {"text": text, "problem": problem}
 
 
 def _require_short(what: str, line: bytes) -> None:

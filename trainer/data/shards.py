@@ -6,12 +6,12 @@ import math
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -156,27 +156,57 @@ class ShardReader:
         return self._files[path]
 
 
-class StreamedSplit:
-    """The samples of all shards, one after the other, ``mixed`` of them, at least, shuffled with each other.
+class Encode(Protocol):
+    """Makes samples of rows: ``input_ids``, ``labels`` and others, a list with one of each row."""
 
-    The ``columns`` are those of the texts and of the labels, whose ``classes`` are known by their text.
-    """
+    @property
+    def columns(self) -> Sequence[str]:
+        """What it reads of a row, the longest text first."""
+
+    settings: Any
+    """What decides the samples besides the tokenizer."""
+
+    def __call__(self, rows: Sequence[tuple[Any, ...]], places: Sequence[Callable[[], str]]) -> Mapping[str, list[Any]]:
+        """The samples; raises a RecipeError with the place of a row of which there can be none."""
+
+
+class Labelled:
+    """Tokens of texts with a label each, of ``columns``, whose ``classes`` are known by their text."""
+
+    def __init__(self, columns: tuple[str, str], classes: Mapping[str, int], pad: Padder) -> None:
+        self.columns, self.settings, self.pad = columns, dict(classes), pad
+
+    def __call__(self, rows: Sequence[tuple[Any, ...]], places: Sequence[Callable[[], str]]) -> Mapping[str, list[Any]]:
+        for (text, label), place in zip(rows, places, strict=True):
+            require_text(text, place, self.pad.max_length, self.columns[0])
+            require_label(label, place, self.columns[1])
+            if str(label) not in self.settings:
+                unknown = f"{self.columns[1]} {str(label)!r} is not one of {', '.join(self.settings)}"
+                raise RecipeError(f"{place()}: {unknown}: mend it, or give all labels in data.classes")
+        tokens = encode([text for text, _ in rows], self.pad.tokenizer, self.pad.max_length)
+        return {**tokens, "labels": [self.settings[str(label)] for _, label in rows]}
+
+
+class StreamedSplit:
+    """The samples that ``encode`` makes of all shards, one after the other, of which ``mixed`` at least are shuffled
+    with each other."""
 
     augmented = False
 
-    def __init__(
-        self, shards: Sequence[Shard], columns: tuple[str, str], classes: Mapping[str, int], pad: Padder, mixed: int
-    ) -> None:
-        self.columns, self.classes, self.pad = columns, classes, pad
+    def __init__(self, shards: Sequence[Shard], encode: Encode, pad: Padder, mixed: int) -> None:
+        self.encode, self.pad = encode, pad
         most = max(count for shard in shards for _, count in shard.groups)
-        self.reader = ShardReader(shards, self.columns, 2 * (mixed + most))  # a batch may be of two stretches
+        self.reader = ShardReader(shards, encode.columns, 2 * (mixed + most))  # a batch may be of two stretches
         self.groups = Groups(self.reader.sizes, mixed)
 
     @property
     def longest(self) -> list[int]:
         """The samples of the first row group by the length of their text, the longest first."""
         try:
-            lengths = pc.utf8_length(self.reader.table(0).column(self.columns[0]))
+            cells = self.reader.table(0).column(self.encode.columns[0])
+            if pa.types.is_nested(cells.type):  # a list of messages is as long as all that they say
+                cells = pa.chunked_array([list(map(str, cells.to_pylist()))], pa.large_string())
+            lengths = pc.utf8_length(cells)
         except (RecipeError, pa.ArrowException):  # told when it is their turn, where they may be allowed to be bad
             return []
         order = pc.array_sort_indices(lengths.combine_chunks(), order="descending", null_placement="at_end")
@@ -186,27 +216,15 @@ class StreamedSplit:
         return len(self.reader)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        text, label = self._row(index)
-        return {key: ids[0] for key, ids in self._encode([text]).items()} | {"labels": label}
+        return {key: values[0] for key, values in self._encoded([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """A whole batch at once."""
-        rows = [self._row(index) for index in indices]
-        return self.pad({**self._encode([text for text, _ in rows]), "labels": [label for _, label in rows]})
+        return self.pad(self._encoded(indices))
 
-    def _encode(self, texts: Sequence[str]) -> dict[str, list[list[int]]]:
-        return encode(texts, self.pad.tokenizer, self.pad.max_length)
-
-    def _row(self, index: int) -> tuple[str, int]:
-        (text, label), (text_column, label_column) = self.reader.row(index), self.columns
-        require_text(text, partial(self.describe, index), self.pad.max_length, text_column)
-        require_label(label, partial(self.describe, index), label_column)
-        if str(label) not in self.classes:
-            raise RecipeError(
-                f"{self.describe(index)}: {label_column} {str(label)!r} is not one of {', '.join(self.classes)}: mend "
-                "it, or give all labels in data.classes"
-            )
-        return text, self.classes[str(label)]
+    def _encoded(self, indices: Sequence[int]) -> Mapping[str, list[Any]]:
+        rows = [self.reader.row(index) for index in indices]
+        return self.encode(rows, [partial(self.describe, index) for index in indices])
 
     def describe(self, index: int) -> str:
         return self.reader.describe(index)
@@ -214,7 +232,7 @@ class StreamedSplit:
     def fingerprint(self) -> str:
         """Of the files, in order (every byte, of more than 1 GiB spread blocks), and how they are read."""
         digests = [shard.digest for shard in self.reader.shards]
-        return Content("shards", digests, self.columns, dict(self.classes), self.pad.settings).hexdigest()
+        return Content("shards", digests, self.encode.columns, self.encode.settings, self.pad.settings).hexdigest()
 
     def files(self) -> dict[str, str]:
         """A short hash of every file, by its path within the folder of all."""

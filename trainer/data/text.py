@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.common import BuiltIn, Sampled, hold_out, local_path
-from trainer.errors import RecipeError, require, require_positive
+from trainer.errors import RecipeError, listed, require, require_positive
 from trainer.values import Outline
 
 if TYPE_CHECKING:
@@ -264,14 +264,7 @@ class TextFiles(_Tokenised):
             self.val_file is None or self.val_fraction == 0,
             f"data.val_file={self.val_file!r} and data.val_fraction={self.val_fraction} exclude each other: give one",
         )
-        with suppress(LookupError):
-            "".encode(self.encoding or "utf-8")
-            self._separator = {"tab": "\t", "\\t": "\t"}.get(self.separator or "", self.separator)
-            one = self._separator is None or len(self._separator) == 1
-            require(one, f"data.separator={self.separator!r} must be one character, such as ; or |, or tab")
-            return
-        known = "such as utf-8, utf-16, cp1252 (Excel's), latin-1 or shift_jis"
-        raise RecipeError(f"data.encoding={self.encoding!r} is no encoding that Python knows: give one {known}")
+        self._separator = written_with(self.encoding, self.separator)
 
     def require_files(self) -> None:
         """Refuse files that are not there."""
@@ -290,6 +283,18 @@ class TextFiles(_Tokenised):
         self.require_files()
         written = CsvFormat(self.encoding, self._separator)
         return {part: find_file(path, cache, written) for part, path in self._paths().items()}
+
+
+def written_with(encoding: str | None, separator: str | None) -> str | None:
+    """The ``separator`` as a character; refuses what is none, and an unknown ``encoding``."""
+    with suppress(LookupError):
+        "".encode(encoding or "utf-8")
+        found = {"tab": "\t", "\\t": "\t"}.get(separator or "", separator)
+        one = found is None or len(found) == 1
+        require(one, f"data.separator={separator!r} must be one character, such as ; or |, or tab")
+        return found
+    known = "such as utf-8, utf-16, cp1252 (Excel's), latin-1 or shift_jis"
+    raise RecipeError(f"data.encoding={encoding!r} is no encoding that Python knows: give one {known}")
 
 
 @dataclass
@@ -335,20 +340,10 @@ class HubText(_Tokenised):
 
     def require_files(self) -> None:
         """Refuse a folder that is not there."""
-        path = local_path(self.name)
-        looks_local = self.name.startswith((".", "/", "~", "file:")) or self.name.count("/") > 1
-        require(path.is_dir() or not looks_local, f"data.name={self.name!r}: there is no folder {path}")
+        require_named(self.name)
 
     def _find(self, cache: Path) -> dict[str, Rows]:
-        from trainer.data.rows import find_hub
-
-        self.require_files()
-        asked = {"train": self.train_split, "val": self.val_split, "test": self.test_split}
-        splits = {part: split for part, split in asked.items() if split is not None}
-        advice = "and data.config, data.train_split, data.val_split and data.test_split (null where there is none)"
-        path = local_path(self.name)
-        name = str(path) if path.is_dir() else self.name
-        found = find_hub("name", name, splits, advice, self.cache_dir, self.config, self.revision)
+        found = rows_of_hub(self)
         self._names = found["train"].names.get(self.label_column)
         return found
 
@@ -358,6 +353,26 @@ class HubText(_Tokenised):
             return super()._classes(source, labels)
         self._set_classes(named)
         return {str(number): number for number in range(len(named))}
+
+
+def require_named(name: str) -> None:
+    """Refuse a ``name`` that can be no data set of the hub, and is no folder here."""
+    path = local_path(name)
+    looks_local = name.startswith((".", "/", "~", "file:")) or name.count("/") > 1
+    require(path.is_dir() or not looks_local, f"data.name={name!r}: there is no folder {path}")
+
+
+def rows_of_hub(data: Any) -> dict[str, Rows]:
+    """The splits that ``data`` asks for by its settings, which are those of :class:`HubText`."""
+    from trainer.data.rows import find_hub
+
+    require_named(data.name)
+    asked = {"train": data.train_split, "val": data.val_split, "test": data.test_split}
+    splits = {part: split for part, split in asked.items() if split is not None}
+    advice = "and data.config, data.train_split, data.val_split and data.test_split (null where there is none)"
+    path = local_path(data.name)
+    name = str(path) if path.is_dir() else data.name
+    return find_hub("name", name, splits, advice, data.cache_dir, data.config, data.revision)
 
 
 @dataclass
@@ -398,11 +413,11 @@ class StreamedText(Texts):
         """Refuse folders and patterns of nothing."""
         for key in ("train_files", "val_files", "test_files"):
             if (pattern := getattr(self, key)) is not None:
-                _files(f"data.{key}={pattern!r}", pattern)
+                shard_files(f"data.{key}={pattern!r}", pattern)
 
     def prepare(self, tokenizer: Any = None) -> None:
         """Look into the files; texts are read and tokenised later."""
-        from trainer.data.shards import MOST_LABELS, StreamedSplit
+        from trainer.data.shards import MOST_LABELS, Labelled, StreamedSplit
         from trainer.data.tokens import Padder, check_tokenizer
 
         check_tokenizer(tokenizer, self.max_length)
@@ -420,11 +435,11 @@ class StreamedText(Texts):
         require(len(names) <= MOST_LABELS, many)
         columns, numbers = (self.text_column, self.label_column), {name: number for number, name in enumerate(names)}
         self._pad = Padder(tokenizer, self.max_length)
-        self.train = StreamedSplit(found["train"], columns, numbers, self._pad, self.shuffle_buffer)
+        read = Labelled(columns, numbers, self._pad)
+        self.train = StreamedSplit(found["train"], read, self._pad, self.shuffle_buffer)
         # What is evaluated is read from the first row to the last: one row group at a time is enough.
         self.val, self.test = (
-            StreamedSplit(found[part], columns, numbers, self._pad, mixed=1) if part in found else None
-            for part in ("val", "test")
+            StreamedSplit(found[part], read, self._pad, mixed=1) if part in found else None for part in ("val", "test")
         )
 
     def _find(self, part: str) -> list[Shard]:
@@ -435,25 +450,40 @@ class StreamedText(Texts):
         pattern = getattr(self, f"{part}_files")
         key = f"data.{part}_files={pattern!r}"
         asked = self.label_column if part == "train" and self.classes is None else None
-        shards = find_shards(_files(key, pattern), cache_folder(self.cache_dir), asked)
+        shards = find_shards(shard_files(key, pattern), cache_folder(self.cache_dir), asked)
         for shard in shards:
             check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
         require(any(shard.groups for shard in shards), f"{key}: the files have no rows")
         return shards
 
 
-def _files(key: str, pattern: str) -> Sequence[Path]:
+def files_of(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
+    """Those that ``pattern`` stands for, in the order of their names; of a folder those of ``kinds``.
+
+    Args:
+        key: the setting and its value, for messages.
+        pattern: a folder, or a file or pattern, in which ** is any folders.
+        kinds: patterns of names within a folder.
+    """
     path = local_path(pattern)
     require(
         "://" not in pattern.removeprefix("file://"),
         f"{key} is no local path: download the files first (hf download for those of the hub)",
     )
     if path.is_dir():
-        found = sorted(path.glob("*.parquet"))
-        require(len(found) > 0, f"{key}: the folder {path} holds no .parquet files")
-        return found
-    found = sorted(Path(name) for name in glob(str(path), recursive=True))
-    require(len(found) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")
+        names = {name for kind in kinds for name in glob(f"{escape(str(path))}/{kind}", recursive=True)}
+        require(
+            len(names) > 0, f"{key}: the folder {path} holds no {listed([Path(kind).suffix for kind in kinds])} files"
+        )
+    else:
+        names = {name for name in glob(str(path), recursive=True) if not Path(name).is_dir()}
+        require(len(names) > 0, f"{key}: there is no such folder or file: give one by --{key.partition('=')[0]}")
+    return sorted(map(Path, names))
+
+
+def shard_files(key: str, pattern: str) -> list[Path]:
+    """The .parquet files that ``pattern`` stands for."""
+    found = files_of(key, pattern, ["*.parquet"])
     for name in found:
         require(
             name.suffix == ".parquet",

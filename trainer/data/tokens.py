@@ -149,7 +149,7 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
     slow = "model.task=token needs a fast tokenizer, which says what word a token is of, and that of model.tokenizer is"
     require(not cut or tokenizer.is_fast, f"{slow} none: choose another")
     options = {"truncation": True, "max_length": max_length, "return_attention_mask": False, "verbose": False}
-    for chunk in _chunks(texts):
+    for chunk in chunks(texts):
         try:
             read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
             encoded = tokenizer(*read, is_split_into_words=cut, **options)
@@ -170,7 +170,7 @@ def _firsts(words: Sequence[int | None]) -> list[int]:
     return [IGNORED_LABEL if word is None or word == before else word for word, before in pairs]
 
 
-def _chunks(texts: Sequence[Any]) -> Iterator[list[Any]]:
+def chunks(texts: Sequence[Any]) -> Iterator[list[Any]]:
     """``texts`` in order, as many at once as have :data:`CHARACTERS_AT_ONCE` together, or one that has more."""
     chunk: list[Any] = []
     characters = 0
@@ -225,16 +225,18 @@ def tokenise(
     That is the label, or JSON of the task's labels: names, numbers, or the tag of each token, null but for the first of
     a word.
     """
-    # What decides a tokenizer's output: of one that has no state as text, all of it.
-    whole = tokenizer if getattr(tokenizer, "backend_tokenizer", None) is None else None
-    words = Hasher.hash((type(tokenizer).__name__, tokenizer_hash(tokenizer), whole))
     asked = ([] if task == "single_label" else [task]) + ([f"and {pair_column}"] if pair_column else [])
     columns = [text_column, label_column, *([pair_column] if pair_column else [])]
-    key = hash_of("tokens", rows.content, text_column, label_column, max_length, words, *asked)
+    key = hash_of("tokens", rows.content, text_column, label_column, max_length, words_of(tokenizer), *asked)
 
-    def encode_rows(texts: list[Any], labels: list[Any], *more: list[Any]) -> dict[str, list[Any]]:
+    def pick(found: Sequence[str]) -> Sequence[str]:
+        wanted = {"text_column": text_column, "label_column": label_column, "pair_column": pair_column}
+        check_columns(rows.source, found, **{key: name for key, name in wanted.items() if name})
+        return columns
+
+    def encode_rows(cells: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         told: list[Any] = []
-        *pairs, indices = more
+        texts, labels, *pairs = (cells[name] for name in columns)
         for row, (index, text, label) in enumerate(zip(indices, texts, labels, strict=True)):
             place = partial(rows.describe, index)
             if task == "token":
@@ -256,23 +258,42 @@ def tokenise(
         write = str if task == "single_label" else json.dumps
         return {**tokens, "length": lengths, "label_text": list(map(write, told))}
 
+    return made(rows, key, pick, encode_rows, cache)
+
+
+def made(
+    rows: Rows,
+    key: str,
+    pick: Callable[[Sequence[str]], Sequence[str]],
+    encode_rows: Callable[[Mapping[str, list[Any]], list[int]], dict[str, list[Any]]],
+    cache: Path,
+    **options: Any,
+) -> datasets.Dataset:
+    """The table that ``encode_rows`` makes of the columns of ``rows`` that ``pick`` returns of those that there are,
+    from the cache on disk, where it is found by its ``key``."""
+
     def build(folder: Path) -> None:
         with TemporaryDirectory(dir=folder) as scratch:
             table = rows.read(scratch)
-            wanted = {"text_column": text_column, "label_column": label_column, "pair_column": pair_column}
-            check_columns(rows.source, table.column_names, **{key: name for key, name in wanted.items() if name})
+            table = table.select_columns(list(pick(table.column_names)))
             table.map(
                 encode_rows,
                 batched=True,
                 with_indices=True,
-                input_columns=columns,
                 remove_columns=table.column_names,
                 cache_file_name=str(folder / FILE),
                 new_fingerprint=key,
                 desc=f"tokenising {rows.source}",
+                **options,
             )
 
     return datasets.Dataset.from_file(str(cached(cache, key, f"the tokens of {rows.source}", build) / FILE))
+
+
+def words_of(tokenizer: Any) -> str:
+    """A hash of what decides a tokenizer's output: of one that has no state as text, of all of it."""
+    whole = tokenizer if getattr(tokenizer, "backend_tokenizer", None) is None else None
+    return Hasher.hash((type(tokenizer).__name__, tokenizer_hash(tokenizer), whole))
 
 
 def label_texts(table: datasets.Dataset) -> list[str]:

@@ -105,7 +105,7 @@ def host_memory(subject: Subject) -> Finding:
     needed = 0
     if subject.ready and on_host:
         sharded = memory.strategy == "fsdp" or memory.cpu_offload == "parameters"
-        needed = subject.checkpoint_bytes * (1 if sharded else subject.world.devices)
+        needed = subject.state_bytes * (1 if sharded else subject.world.devices)
     copy = subject.checkpoint_bytes if subject.ready and subject.recipe.checkpoint.asynchronous else 0
     text = f"{gigabytes(available)} available" + (f", {gigabytes(needed)} of weights and state" if needed else "")
     text += f", {gigabytes(copy)} of a copy while a checkpoint is written" if copy else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -62,14 +62,25 @@ class Subject:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint: weights, buffers and the optimizer's state."""
+        """Of one checkpoint: weights that no file has, buffers and the optimizer's state."""
+        return self._bytes(self.recipe.model.in_base(self.module))
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """The same with all weights, as the run holds them."""
+        return self._bytes()
+
+    def _bytes(self, left_out: Collection[str] = ()) -> int:
         optim, memory = self.recipe.optim, self.recipe.memory
         dtype = weights_dtype(memory)
         tensors = trial_of(optim).moments if optim.is_own else STATE_TENSORS.get(optim.kind, 0)
         tensors += optim.name in ("sgd", "rmsprop") and optim.momentum > 0
         total = sum(buffer.nbytes for buffer in self.module.buffers())
-        for parameter in self.module.parameters():
-            width = parameter.element_size() if dtype is None else dtype.itemsize
+        for name, parameter in self.module.named_parameters():
+            if name in left_out:
+                continue
+            codes = not (parameter.is_floating_point() or parameter.is_complex())
+            width = parameter.element_size() if dtype is None or codes else dtype.itemsize
             state = tensors * width * memory.optimizer_state_bits / 32 if parameter.requires_grad else 0
             average = max(4, width) if parameter.requires_grad and optim.ema is not None else 0
             total += int(parameter.numel() * (width + state + average))

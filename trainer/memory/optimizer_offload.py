@@ -80,7 +80,8 @@ def _kept_in_half(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
         return set()
     if precision in ("bf16-true", "16-true"):
         statistics = [part for part in module.modules() if isinstance(part, _BatchNorm)]  # which are in fp32
-        return set(module.parameters()) - {p for part in statistics for p in part.parameters()}
+        real = {parameter for parameter in module.parameters() if parameter.is_floating_point()}
+        return real - {p for part in statistics for p in part.parameters()}
     inside: set[nn.Parameter] = set()
     others: set[nn.Parameter] = set()  # a tied embedding is in both
     for part in module.modules():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import Tensor, nn, uint8
 from torch.optim import Optimizer
 
 from trainer.contract import Model
@@ -36,7 +36,10 @@ def choose_trained(module: nn.Module, model: Model, optim: Optim) -> None:
         require_blocks(module, model.blocks, f"optim.layer_decay={optim.layer_decay}")
     named = dict(module.named_parameters())
     for name, parameter in named.items():
-        parameter.requires_grad_(not dict(_settings(name, optim)).get("frozen", not parameter.requires_grad))
+        trains = not dict(_settings(name, optim)).get("frozen", not parameter.requires_grad)
+        coded = f"optim.groups cannot train {name}, which is in NF4: leave it frozen, or use model.lora.base full"
+        require(not trains or parameter.dtype != uint8, coded)
+        parameter.requires_grad_(trains)
     for pattern, settings in optim.groups.items():
         found = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
         require(bool(found), f"optim.groups: no parameter is called {pattern!r}{_nearest(pattern, list(named))}")

@@ -136,12 +136,10 @@ def _state(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
 
 def _meta(recipe: Recipe, _: int, __: Sequence[Cut]) -> Iterator[str]:
     model, key = recipe.model, "memory.init=meta"
-    adapters, weights = getattr(model, "lora", None), getattr(model, "weights", "its own")
+    weights = getattr(model, "weights", "its own")
     if not model.starts_on_meta():
         kind = type(model).__name__
         yield f"{key} cannot start {kind}: it has no skeleton() and pretrained(); use memory.init device"
-    if adapters is not None and adapters.rank:
-        yield f"{key} streams weights by their names, which model.lora changes: use memory.init device"
     if weights is None:
         yield f"{key} streams weights in, and there is nothing to stream: model.weights is null; use memory.init device"
     if Path(str(weights)).suffix in PICKLED:

@@ -9,7 +9,9 @@ all-gathers (here a ``MixedPrecisionPolicy``), loses real buffers of a module on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Sing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -101,13 +104,14 @@ def shard(
         for layer in [part for part in module.modules() if isinstance(part, _BatchNorm)]:
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(), **options)
     alone = _sharing_nothing(module, blocks)
-    for part in [*alone, *_large_embeddings(module, blocks)]:
-        part.register_forward_hook(_watch_backward)  # before those of FSDP
-        fully_shard(part, mp_policy=policy, **options)
-    module.register_forward_hook(_watch_backward)
-    # Only the root hands its results to a loss, which is computed in fp32.
-    outwards = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, policy.param_dtype and torch.float32)
-    fully_shard(module, mp_policy=outwards, **options)
+    with _bytes_sharded():
+        for part in [*alone, *_large_embeddings(module, blocks)]:
+            part.register_forward_hook(_watch_backward)  # before those of FSDP
+            fully_shard(part, mp_policy=policy, **options)
+        module.register_forward_hook(_watch_backward)
+        # Only the root hands its results to a loss, which is computed in fp32.
+        outwards = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, policy.param_dtype and torch.float32)
+        fully_shard(module, mp_policy=outwards, **options)
     move_buffers(module, device)
     if len(alone) == len(blocks):
         return None
@@ -115,6 +119,22 @@ def shard(
         f"memory.strategy=fsdp gathers {len(blocks) - len(alone)} of {len(blocks)} blocks with the rest of the model, "
         "for the whole of a micro-step: they share weights with each other or with the rest"
     )
+
+
+@contextmanager
+def _bytes_sharded() -> Iterator[None]:
+    """``fully_shard`` of torch 2.11 makes a shard a parameter that trains, which bytes cannot, before one that does as
+    the parameter did."""
+
+    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+        return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)
+
+    plain = _fsdp_param.nn
+    _fsdp_param.nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param.nn = plain
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from trainer.errors import RecipeError, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
-from trainer.models.lora import Adaptable, LoRA, add_adapters
+from trainer.models.lora import OWN, Adaptable, LoRA, reset_adapters, save_adapters
 from trainer.system.files import require_regular
 from trainer.system.hub import advice, away, tell_of_cache
 from trainer.values import Pretrained
@@ -32,6 +32,13 @@ DROPOUT_FIELDS = (
 PROBLEM_TYPES = {name: f"{name}_classification" for name in ("single_label", "multi_label")}
 PROBLEM_TYPES["regression"] = "regression"
 """How transformers calls the tasks of its classifiers of whole samples."""
+
+ADAPTER_FOLDER = "adapter"
+"""In the folder of a saved model."""
+
+PEFT_TASKS = {"AutoModelForSequenceClassification": "SEQ_CLS", "AutoModelForTokenClassification": "TOKEN_CLS"}
+PEFT_TASKS["AutoModelForCausalLM"] = "CAUSAL_LM"
+"""What peft calls the task of a class of transformers."""
 
 MOST_TEXT = 500_000_000
 """Bytes of a file of settings or words; the largest vocabularies take some ten millions."""
@@ -168,9 +175,6 @@ class HubModel(Adaptable):
     auto: ClassVar[str]
     """The class of transformers, an ``AutoModelFor…``, that makes the module."""
 
-    head_is_new: ClassVar[bool] = True
-    """Whether weights may be without the head, which then trains beside adapters, too."""
-
     def __post_init__(self) -> None:
         require(self.dropout is None or 0 <= self.dropout < 1, f"model.dropout={self.dropout} must be in [0, 1)")
         self.lora.require_alone(self.train_last_blocks)
@@ -183,15 +187,14 @@ class HubModel(Adaptable):
 
     def build(self) -> nn.Module:
         """The module that transformers makes, with adapters if some are to train."""
-        module = self.skeleton() if self.weights is None else self._from_pretrained(self.weights)
-        add_adapters(module, self.lora, self.blocks, head=self.head_is_new)
-        return module
+        if self.weights is None:
+            return self.adapt(self.skeleton())
+        # What is quantised is whole nowhere, not here either.
+        return super().build() if self.lora.base == "nf4" else self._from_pretrained(self.weights)
 
     def _from_pretrained(self, weights: str) -> nn.Module:
         import torch
         import transformers
-
-        from trainer.weights.streaming import draw_new, skeleton_on_meta
 
         self._require_complete()
         require(
@@ -212,12 +215,9 @@ class HubModel(Adaptable):
         wrong = [*found["missing_keys"], *found["mismatched_keys"]]
         new = {key if isinstance(key, str) else key[0] for key in wrong} & dict(module.named_parameters()).keys()
         self._require_body(module, new)
-        module = module.to(torch.get_default_device())
-        if new:  # drawn again, as when the weights are streamed: the way of loading then changes no result
-            with torch.no_grad():
-                for name, value in draw_new(skeleton_on_meta(self), new, _initialise, torch.initial_seed()).items():
-                    module.get_parameter(name).copy_(value)
-        return self._finished(module)
+        module = self.adapt(self._finished(module.to(torch.get_default_device())))
+        self.draw_new(module, _initialise, new)
+        return module
 
     def skeleton(self) -> nn.Module:
         """The module with random weights, without adapters."""
@@ -242,17 +242,17 @@ class HubModel(Adaptable):
 
     def pretrained(self) -> Pretrained:
         """The tensors of ``weights`` under the names that transformers loads them to; the head may be new."""
-        from trainer.weights.streaming import skeleton_on_meta, stored_in, tied_names
+        from trainer.weights.streaming import on_meta, stored_in, tied_names
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
-        skeleton = skeleton_on_meta(self)
+        skeleton = on_meta(self.skeleton)
         own = skeleton.state_dict()
         name_of = _renaming(skeleton, own)
         found = [(name_of(key), *value) for key, value in stored_in(self._folder(self.weights or "")).items()]
         stored = {name: place for name, place, shape in found if name in own and tuple(own[name].shape) == shape}
         new = {names[0] for names in tied_names(skeleton) if not stored.keys() & set(names)}
         self._require_body(skeleton, new)
-        return Pretrained(stored, new, _initialise)
+        return self.as_adapted(Pretrained(stored, new, _initialise), skeleton)
 
     def _folder(self, weights: str) -> Path:
         """Where the files of ``weights`` are: a local folder, or one in the hub's cache, which is filled."""
@@ -262,6 +262,13 @@ class HubModel(Adaptable):
 
         options = {"revision": self.revision, "allow_patterns": ["*.json", "*.safetensors", "*.txt", "*.model"]}
         return Path(from_hub("weights", weights, snapshot_download, weights, **options))
+
+    def weight_files(self) -> Sequence[Path]:
+        """The safetensors files of ``weights``."""
+        from trainer.weights.streaming import stored_in
+
+        found = stored_in(self._folder(self.weights)) if self.weights is not None else {}
+        return sorted({place.file for place, _ in found.values()})
 
     def _finished(self, module: nn.Module) -> nn.Module:
         """The module without a cache, and with the parameters frozen that do not train."""
@@ -283,8 +290,17 @@ class HubModel(Adaptable):
         require(not lost, f"{foreign}: {shortened(lost)} are missing or of another shape")
 
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a folder that ``from_pretrained`` of the class ``auto`` loads."""
+        """Write a folder that ``from_pretrained`` of the class ``auto`` loads. Where adapters have trained, ``adapter``
+        in it is what peft loads onto ``weights``."""
         module.save_pretrained(folder, state_dict=self.merged_state(module, state))  # type: ignore[operator]
+        if self.lora.rank and self.weights is not None:
+            source = str(Path(local_folder(self.weights)).absolute()) if is_local(self.weights) else self.weights
+            facts = {
+                "base_model_name_or_path": source,
+                "revision": self.revision,
+                "task_type": PEFT_TASKS.get(self.auto),
+            }
+            save_adapters(module, state, folder / ADAPTER_FOLDER, **facts)
 
     def saved_in(self, folder: Path) -> Self:
         """The model whose configuration and weights ``save`` wrote to ``folder``."""
@@ -362,9 +378,10 @@ class HubClassifier(HubModel, Supervised):
 
 def _initialise(skeleton: Any) -> None:
     """Initialise as transformers does; parameters on meta stay there."""
-    for module in skeleton.modules():
-        module._is_hf_initialized = False  # set when the skeleton was made
+    for name, module in skeleton.named_modules():
+        module._is_hf_initialized = OWN in name  # set when the skeleton was made
     skeleton.initialize_weights()
+    reset_adapters(skeleton)
 
 
 def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
@@ -381,8 +398,8 @@ def _renaming(skeleton: Any, own: Mapping[str, Any]) -> Callable[[str], str]:
         name, converter = rename_source_key(key, renamings, converters, prefix, own)  # type: ignore[arg-type]
         if name not in own and key in own:
             return key
-        several = f"memory.init=meta cannot stream {key}: transformers computes {name} from several tensors of the file"
-        require(converter is None or name not in own, f"{several}; use memory.init device")
+        several = f"{key} cannot be streamed: transformers computes {name} from several tensors of the file"
+        require(converter is None or name not in own, f"{several}; use memory.init device and model.lora.base full")
         return name
 
     return name_of

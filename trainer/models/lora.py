@@ -1,20 +1,32 @@
-"""Low-rank adapters (Hu et al. 2021), by peft. Importing this loads neither torch nor peft."""
+"""Low-rank adapters (Hu et al. 2021), by peft, on frozen weights that may be in NF4 (QLoRA, Dettmers et al. 2023).
+
+Importing this loads neither torch nor peft.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.contract import Model
-from trainer.errors import require, require_package
+from trainer.errors import require, require_choice, require_package
 from trainer.models.common import head_parameters
+from trainer.values import Pretrained
 from trainer.weights.blocks import find_blocks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
 
 ADAPTER = "default"
+BASE, OWN, CODES = ".base_layer.", ".lora_", ".codes"
+"""In the names of parameters: of a layer that peft has wrapped, of what it has added, of a weight that is quantised."""
+
+ADAPTERS = "adapter_model.safetensors"
+
+Base = Literal["full", "nf4"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +39,15 @@ class LoRA:
         dropout: on the adapters' inputs.
         targets: the linear layers of a block that get an adapter, by the ends of their names, such as [q_lin, v_lin];
             null takes those of the attention (of the MLP in VisionTransformer).
+        base: full, or nf4: all linear layers of the blocks keep their frozen weights in 4 bits, and are dequantised
+            for as long as one is used (QLoRA).
     """
 
     rank: int = 0
     alpha: float | None = None
     dropout: float = 0.0
     targets: list[str] | None = None
+    base: Base = "full"
 
     def __post_init__(self) -> None:
         whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
@@ -40,6 +55,9 @@ class LoRA:
         require(self.alpha is None or self.alpha > 0, f"model.lora.alpha={self.alpha} must be greater than 0, or null")
         require(0 <= self.dropout < 1, f"model.lora.dropout={self.dropout} must be in [0, 1)")
         require(self.targets != [], "model.lora.targets=[] leaves nothing to adapt: name layers, or leave it at null")
+        require_choice("model.lora.base", self.base, Base)
+        frozen = "model.lora.base=nf4 is of weights that are frozen, and model.lora.rank=0 trains them: give a rank"
+        require(self.base == "full" or self.rank > 0, frozen)
 
     def require_alone(self, train_last_blocks: int | None) -> None:
         """Refuse two answers to the question of what trains."""
@@ -53,10 +71,62 @@ class Adaptable(Model):
 
     lora: LoRA
 
+    adapted: ClassVar[Sequence[str] | None] = None
+    """The layers that get an adapter where ``lora.targets`` says nothing; ``None`` for those of the attention."""
+
+    head_is_new: ClassVar[bool] = True
+    """Whether weights may be without the head, which then trains beside adapters, too."""
+
     @property
     def lossy(self) -> Sequence[str]:  # type: ignore[override]
-        """That adapters train, if they do."""
-        return (f"LoRA of rank {self.lora.rank}",) if self.lora.rank else ()
+        """That adapters train, if they do, and what they are beside."""
+        on = " on NF4 weights" if self.lora.base == "nf4" else ""
+        return (f"LoRA of rank {self.lora.rank}{on}",) if self.lora.rank else ()
+
+    def adapt(self, module: nn.Module) -> nn.Module:
+        """``module`` with adapters, if they train."""
+        add_adapters(module, self.lora, self.blocks, self.adapted, self.head_is_new)
+        return module
+
+    def as_adapted(self, found: Pretrained, skeleton: nn.Module) -> Pretrained:
+        """``found`` by the names that parameters have in the module with adapters, which are new; ``skeleton``, on
+        meta and without them, gets them."""
+        import torch
+
+        if not self.lora.rank:
+            return found
+        with torch.device("meta"):
+            names = {plain_name(name): name for name, _ in self.adapt(skeleton).named_parameters()}
+        stored = {names.get(name, name): place for name, place in found.stored.items()}
+        return Pretrained(stored, {*found.new, *adapters_of(skeleton)}, found.initialise)
+
+    def weight_files(self) -> Sequence[Path]:
+        """The files of ``weights``; none where they are random."""
+        return ()
+
+    def base_files(self) -> Sequence[Path]:
+        """Those that hold what adapters train beside, if they do; of random weights a checkpoint holds all."""
+        return self.weight_files() if self.lora.rank else ()
+
+    def in_base(self, module: nn.Module) -> Collection[str]:
+        """All that is frozen but adapters, and what belongs to a head that may be new."""
+        if not self.base_files():
+            return ()
+        head = set(head_parameters(module, find_blocks(module, self.blocks)) if self.head_is_new else ())
+        frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad and OWN not in name}
+        return {name for name, parameter in frozen.items() if parameter not in head}
+
+    def draw_new(self, module: nn.Module, initialise: Callable[[nn.Module], object], new: Collection[str] = ()) -> None:
+        """Draw the adapters of ``module``, and what else is ``new``, again, as when weights are streamed: the way of
+        loading then changes no result."""
+        import torch
+
+        from trainer.weights.streaming import draw_new, skeleton_on_meta
+
+        if names := {*new, *adapters_of(module)}:
+            with torch.no_grad():
+                for name, value in draw_new(skeleton_on_meta(self), names, initialise, torch.initial_seed()).items():
+                    module.get_parameter(name).copy_(value)
 
     def merged_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``state`` with the adapters merged into the weights."""
@@ -74,44 +144,140 @@ def add_adapters(
 
     The class of ``module`` stays. An adapter starts at zero, so the outputs are those of before. At rank 0 nothing is
     done. ``defaults`` take the place of ``lora.targets`` where those are ``None``; otherwise attention is adapted. A
-    ``head`` that is not new is frozen as well.
+    ``head`` that is not new is frozen as well, but ``lora.targets`` may name it. With ``lora.base`` nf4 all linear
+    layers of the blocks are quantised, one after the other.
     """
     if not lora.rank:
         return
     require_package(f"model.lora.rank={lora.rank}", "peft", "lora")
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
 
     found = find_blocks(module, blocks)
-    adapted = set(map(id, _choose(_linear_layers(found), lora.targets or defaults)))
+    layers = _linear_layers(found)
+    inside = {id(layer) for _, layer in layers}
+    outside = [] if head else [(name, one) for name, one in _linear_layers([module]) if id(one) not in inside]
+    chosen = _choose([*layers, *outside] if lora.targets else layers, lora.targets or defaults)
+    adapted = {id(layer): layer for layer in chosen}
+    for name, layer in outside:
+        tied = any(getattr(part, "weight", None) is layer.weight and part is not layer for part in module.modules())
+        why = f"model.lora.targets: the weight of {name} is the embedding's, too, and a merged one would differ"
+        require(id(layer) not in adapted or not tied, f"{why}: leave it out")
     names = [name for name, layer in module.named_modules() if id(layer) in adapted]
+    transposed = all(isinstance(layer, Conv1D) for layer in adapted.values())
     trained = [parameter for parameter in head_parameters(module, found) if parameter.requires_grad and head]
     alpha: Any = lora.alpha or 2 * lora.rank
-    config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=names)
+    settings: Any = {"lora_alpha": alpha, "lora_dropout": lora.dropout, "fan_in_fan_out": transposed}
+    config = LoraConfig(r=lora.rank, target_modules=names, **settings)
     inject_adapter_in_model(config, module, ADAPTER)
     for parameter in trained:  # peft froze whatever is not an adapter
         parameter.requires_grad_(True)
+    if lora.base == "nf4":
+        _quantise(module, [layer for _, layer in layers])
+
+
+def _quantise(module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Put an ``NF4Linear`` in the place of each of ``layers``, wherever it is in ``module``."""
+    from trainer.weights.nf4 import NF4Linear
+
+    plain, made = set(map(id, _plain(layers))), dict[Any, NF4Linear]()
+    for part in list(module.modules()):
+        for name, layer in part.named_children():
+            if id(layer) in plain:
+                made[layer] = made.get(layer) or NF4Linear(layer)
+                setattr(part, name, made[layer])
+
+
+def _plain(layers: Sequence[nn.Module]) -> list[Any]:
+    """Those of ``layers`` that compute what their class says."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    return [layer for layer in layers if type(layer).forward in (nn.Linear.forward, Conv1D.forward)]
+
+
+def as_in_nf4(module: nn.Module, blocks: Sequence[type] = ()) -> None:
+    """Make the weights that ``lora.base`` nf4 quantises what becomes of them, in full."""
+    from trainer.weights.nf4 import NF4Linear
+
+    layers = _linear_layers(find_blocks(module, blocks))
+    for layer in _plain([layer for name, layer in layers if OWN not in name]):
+        layer.weight.data = NF4Linear(layer).weight
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter of an adapted module has in one without adapters."""
+    plain = name.replace(BASE, ".")
+    return f"{plain.removesuffix(CODES)}.weight" if plain.endswith(CODES) else plain
+
+
+def adapters_of(module: nn.Module) -> list[str]:
+    """The names of the parameters of adapters."""
+    return [name for name, _ in module.named_parameters() if OWN in name]
+
+
+def reset_adapters(module: nn.Module) -> None:
+    """Draw the adapters of ``module``, one after the other; what is on meta stays there."""
+    for part in module.modules():
+        if ADAPTER in getattr(part, "lora_A", ()):
+            part.reset_lora_parameters(ADAPTER, True)  # type: ignore[operator]
 
 
 def merged_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``state`` with every adapter added to the weight that it adapts, under the names of a module without adapters.
 
-    ``module`` is what ``add_adapters`` made, possibly sharded since; ``state`` its whole tensors, unchanged by this.
+    Weights in NF4 become whole, of the type of the others. ``module`` is what ``add_adapters`` made, possibly sharded
+    since; ``state`` its whole tensors, unchanged by this.
     """
     import torch
 
-    base, down = ".base_layer.", f".lora_A.{ADAPTER}.weight"
-    merged = {name.replace(base, "."): tensor for name, tensor in state.items() if ".lora_" not in name}
-    for name in state:
-        if name.endswith(down):
-            path = name.removesuffix(down)
-            layer: Any = module.get_submodule(path)
-            weight, up = state[f"{path}{base}weight"], state[f"{path}.lora_B.{ADAPTER}.weight"].detach()
-            wide = torch.promote_types(up.dtype, torch.float32)
-            update = layer.scaling[ADAPTER] * (up.to(wide) @ state[name].detach().to(wide))
-            if layer.fan_in_fan_out:  # transformers' Conv1D keeps its weights transposed
-                update = update.T
-            merged[f"{path}.weight"] = (weight + update).to(weight.dtype)  # rounded once
+    from trainer.weights.nf4 import NF4Linear, dequantise
+
+    merged = {}
+    usual = next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32)
+    for name, tensor in state.items():
+        if OWN in name:
+            continue
+        path, _, leaf = name.rpartition(".")
+        layer, dtype, whole = module.get_submodule(path), tensor.dtype, tensor
+        if leaf == "codes" and isinstance(layer, NF4Linear):
+            whole, dtype = dequantise(tensor, layer.shape, torch.float32), usual
+        if path.endswith(BASE[:-1]) and leaf != "bias":
+            whole = whole + _update(module, path.removesuffix(BASE[:-1]), state)
+        merged[plain_name(name)] = whole.to(dtype)  # rounded once
     return merged
+
+
+def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, **facts: Any) -> None:
+    """Write what trained of ``module`` as peft does, in ``adapter_config.json`` and ``adapter_model.safetensors``:
+    adapters, and whole layers of a head. Where parts of adapted layers trained as well, peft has no place for them, and
+    nothing is written.
+
+    ``state`` is as for :func:`merged_state`; ``facts`` are more of peft's configuration.
+    """
+    from safetensors.torch import save_file
+
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if any(BASE in name for name in trained):
+        return
+    layers = {name.rpartition(".")[0]: None for name in trained if OWN not in name}
+    configured: Any = module.peft_config
+    config = replace(configured[ADAPTER], modules_to_save=list(layers) or None, inference_mode=True, **facts)
+    config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(folder)
+    named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": state[name].detach().cpu() for name in trained}
+    save_file({name: value.contiguous() for name, value in named.items()}, folder / ADAPTERS, {"format": "pt"})
+
+
+def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor:
+    """What the adapter of the layer ``path`` adds to its weight, in fp32 or wider."""
+    import torch
+
+    layer: Any = module.get_submodule(path)
+    down, up = (state[f"{path}.lora_{side}.{ADAPTER}.weight"].detach() for side in "AB")
+    wide = torch.promote_types(up.dtype, torch.float32)
+    update = layer.scaling[ADAPTER] * (up.to(wide) @ down.to(wide))
+    return update.T if layer.fan_in_fan_out else update  # transformers' Conv1D keeps its weights transposed
 
 
 def _linear_layers(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

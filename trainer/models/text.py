@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.errors import require, require_choice
+from trainer.models.bytes import BYTES, byte_tokenizer
 from trainer.models.common import Objective
 from trainer.models.hub import HubClassifier, HubModel, is_local, is_model_type, positions
 from trainer.models.lora import LoRA
@@ -46,7 +47,8 @@ class TextModel(HubModel):
     """What the models of texts share: a tokenizer.
 
     Args:
-        tokenizer: a hub id or a local folder; null takes that of weights, or of name. A plan can do with none.
+        tokenizer: a hub id or a local folder; null takes that of weights, or of name; bytes, which needs no file, has a
+            token for every byte of UTF-8. A plan can do with none.
     """
 
     tokenizer: str | None
@@ -76,6 +78,8 @@ class TextModel(HubModel):
     def _load_tokenizer(self, source: str, **options: Any) -> Any:
         from transformers import AutoTokenizer
 
+        if source == BYTES and not is_local(source):
+            return byte_tokenizer()
         return self._load("tokenizer", source, AutoTokenizer.from_pretrained, trust_remote_code=False, **options)
 
     def unloaded(self) -> Self:

@@ -1,24 +1,80 @@
-"""The loss of a language model, computed within its forward: there all weights are, however the ranks hold them."""
+"""The loss of a language model, computed within its forward: there all weights are, however the ranks hold them.
+
+Whole logits of some thousand tokens may take more memory than the model. So the cross entropy is computed of a chunk of
+tokens at a time, and of each token no more is kept than the logarithm of the sum of the exponentials. In backward the
+logits are computed again, as in Cut Cross-Entropy (Wijmans et al. 2024): of all tokens at a time, and as many words as
+take the memory of a chunk. Each row of the gradient of the head's weight is then one product over all tokens, as it is
+without chunks; summed over chunks (Liger Kernel, Hsu et al. 2024; torch's ``linear_cross_entropy``) it would be rounded
+once a chunk in half precision, or take a copy in fp32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, linear, pad
 
+from trainer.errors import require
 from trainer.values import IGNORED_LABEL
 
+LOGITS = 2**24
+"""How many logits are held at once where nobody says so: 64 MiB in fp32. Products of so many keep a GPU busy."""
 
-def give_loss(module: nn.Module) -> None:
-    """Let ``module``, a causal language model of transformers, return the loss where its forward gets labels.
+SCALES: dict[str, int] = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
+CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Entries of configurations: by a power of these the products of a head are multiplied, by these they are capped."""
+
+
+class Transform(NamedTuple):
+    """What a model makes of the products of its head: times ``scale``, then ``cap`` tanh(logit / ``cap``)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Of products in fp32 at least; may be in place."""
+        if self.scale != 1.0:
+            logits = logits.mul_(self.scale)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    def back(self, gradient: Tensor, logits: Tensor | None) -> Tensor:
+        """From the gradient of what this returned, in place; ``logits`` are that, and needed where there is a cap."""
+        if self.cap is not None and logits is not None:
+            gradient.mul_(1 - (logits / self.cap).square_())
+        return gradient if self.scale == 1.0 else gradient.mul_(self.scale)
+
+
+PLAIN = Transform()
+
+
+def give_loss(module: nn.Module, chunk: int | None) -> None:
+    """Let ``module``, a causal language model of transformers, return the summed loss where its forward gets labels.
 
     Only its class changes: parameters and their names stay, and without labels it computes what it did.
+
+    Args:
+        module: may be on meta.
+        chunk: tokens whose logits are held at once; 0 holds those of all. ``None``: as many as ``LOGITS`` allows, or
+            all where the module computes logits otherwise than by a linear layer and a :class:`Transform`.
+
+    Raises:
+        RecipeError: when there is to be a chunk, and the logits are not computed like that.
     """
-    module.__class__ = _with_loss(type(module))  # type: ignore[arg-type]
+    kind: Any = type(module)
+    found = transform_of(module) if chunk != 0 else None
+    config = module.config.to_dict()  # type: ignore[union-attr, operator]
+    odd = [key for key in config if ("logit" in key or "head_mult" in key) and config[key] not in (None, False, 1.0)]
+    why = f"model.loss_chunk={chunk}: {kind.__name__} computes more than a linear head and a known scale or cap"
+    named = f" (its configuration has {', '.join(f'{key}={config[key]}' for key in odd)})" if odd else ""
+    require(not chunk or found is not None, f"{why}{named}: use 0, which holds the logits of all tokens, or null")
+    module.loss_chunk, module.logit_transform = chunk, found  # type: ignore[assignment]
+    module.__class__ = _with_loss(kind)
 
 
 @cache
@@ -26,13 +82,29 @@ def _with_loss(kind: type[nn.Module]) -> type[nn.Module]:
     plain: Callable[..., Any] = kind.forward
 
     @wraps(plain)
-    def forward(self: Any, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, *args: Any, labels: Tensor | None = None, places: Tensor | None = None, **kwargs: Any
+    ) -> Any:
         if labels is None:
             return plain(self, *args, **kwargs)
-        return token_loss(plain(self, *args, **kwargs).logits, labels)
+        if self.logit_transform is None:
+            return token_loss(plain(self, *args, **kwargs).logits, labels)
+        hidden = self.base_model(*args, **kwargs).last_hidden_state.flatten(0, 1)
+        places = predicted_places(labels) if places is None else places
+        hidden, targets = hidden.index_select(0, places), labels.flatten().index_select(0, places + 1)
+        return chunked_loss(hidden, self.get_output_embeddings(), targets, self.logit_transform, self.loss_chunk)
 
     # Of the same name: transformers writes it to config.json, and finds what may not be split by it.
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def predicted_places(labels: Tensor) -> Tensor:
+    """Where the flattened ``labels``, ``(n, length)``, follow that are to be predicted; int64, one for each of them.
+
+    On a GPU this waits for the device.
+    """
+    following = pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
+    return following.flatten().nonzero().flatten()
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -45,3 +117,172 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     following = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     return cross_entropy(logits.flatten(0, 1), following, ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+@torch.compiler.disable  # how many tokens are to be predicted differs in every micro-batch
+def chunked_loss(
+    hidden: Tensor, head: nn.Module, targets: Tensor, transform: Transform = PLAIN, chunk: int | None = None
+) -> Tensor:
+    """The cross entropy of ``targets``, summed, in at least fp32, without holding whole logits; a scalar.
+
+    Args:
+        hidden: what the head reads, shape ``(tokens, width)``.
+        head: an ``nn.Linear`` from width to words, with LoRA adapters by peft or without.
+        targets: int64, shape ``(tokens,)``.
+        transform: of the head's products to logits.
+        chunk: how many tokens' logits are held at once; ``None`` is as many as ``LOGITS`` allows.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = hidden.dtype if hidden.dtype == torch.float64 else dtype  # which autocast leaves as it is
+    adapted: Any = head
+    layer = getattr(adapted, "base_layer", adapted)
+    terms = [hidden.to(dtype), layer.weight]
+    for name in getattr(adapted, "active_adapters", ()):
+        down = adapted.lora_A[name]
+        low = adapted.scaling[name] * down(adapted.lora_dropout[name](hidden.to(down.weight.dtype)))
+        terms += [low.to(dtype), adapted.lora_B[name].weight]
+    chunk = chunk or max(1, LOGITS // layer.weight.shape[0])
+    total: Tensor = _ChunkedLoss.apply(targets, chunk, transform, layer.bias, *terms)
+    return total
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Logits are the sum of products of pairs: states ``(tokens, width)`` and a weight ``(words, width)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, targets: Tensor, chunk: int, transform: Transform, bias: Tensor | None, *terms: Tensor
+    ) -> Tensor:
+        ctx.chunk, ctx.transform = chunk, transform
+        states, dtype = terms[::2], terms[0].dtype
+        weights = [weight.to(dtype) for weight in terms[1::2]]
+        losses, sums = [], []
+        with torch.autocast(targets.device.type, enabled=False):
+            for start in range(0, len(targets), chunk):
+                rows = slice(start, start + chunk)
+                logits = transform(_products([state[rows] for state in states], weights, bias))
+                largest = logits.amax(1, keepdim=True)
+                own = logits.gather(1, targets[rows, None])
+                sums.append(logits.sub_(largest).exp_().sum(1, keepdim=True).log_().add_(largest))
+                losses.append(sums[-1] - own)
+                del logits  # before the next ones are there
+        wide = torch.promote_types(dtype, torch.float32)
+        log_sums = torch.cat(sums) if sums else targets.new_zeros(0, 1, dtype=wide)
+        ctx.save_for_backward(targets, log_sums, bias, *terms)
+        return torch.cat(losses).sum() if losses else log_sums.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        targets, log_sums, bias, *terms = ctx.saved_tensors
+        states, weights, dtype = terms[::2], terms[1::2], terms[0].dtype
+        tokens, words = len(targets), len(weights[0])
+        size = words if tokens <= ctx.chunk else max(1, ctx.chunk * words // tokens)
+        size -= size % 64 if size < words and size > 64 else 0  # tensor cores want it
+        needs, of_bias = ctx.needs_input_grad[4:], torch.zeros_like(bias) if ctx.needs_input_grad[3] else None
+        of_states = [
+            torch.zeros_like(x, dtype=log_sums.dtype) if need else None
+            for x, need in zip(states, needs[::2], strict=True)
+        ]
+        of_weights = [torch.empty_like(w) if need else None for w, need in zip(weights, needs[1::2], strict=True)]
+        with torch.autocast(targets.device.type, enabled=False):
+            for start, stop in pairwise([*range(0, words, size), words]):
+                parts = [weight[start:stop].to(dtype) for weight in weights]
+                logits = ctx.transform(_products(states, parts, None if bias is None else bias[start:stop]))
+                capped = logits.clone() if ctx.transform.cap is not None else None
+                errors = logits.sub_(log_sums).exp_()  # the probabilities
+                own = (targets - start)[:, None]
+                inside = (own >= 0) & (own < stop - start)
+                own = own.clamp(0, stop - start - 1)
+                errors.scatter_(1, own, errors.gather(1, own) - inside.to(errors.dtype))
+                errors = ctx.transform.back(errors.mul_(gradient), capped)
+                if of_bias is not None:
+                    of_bias[start:stop] = errors.sum(0)
+                errors = errors.to(dtype)
+                for state, part, of_state, of_weight in zip(states, parts, of_states, of_weights, strict=True):
+                    if of_state is not None:
+                        of_state += errors @ part
+                    if of_weight is not None:
+                        of_weight[start:stop] = errors.T @ state
+                del logits, capped, errors
+        found = [one for pair in zip(of_states, of_weights, strict=True) for one in pair]
+        return (
+            None,
+            None,
+            None,
+            of_bias,
+            *(one if one is None else one.to(term.dtype) for one, term in zip(found, terms, strict=True)),
+        )
+
+
+def _if(need: bool, make: Callable[..., Tensor], like: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return make(like, dtype=dtype) if need else None
+
+
+def _products(states: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """The head's products, in fp32 at least; ``(tokens, words)``."""
+    (state, *others), (weight, *more) = states, weights
+    found = linear(state, weight, None if bias is None else bias.to(weight.dtype))
+    for other, one in zip(others, more, strict=True):
+        found += linear(other, one)
+    return found.to(torch.promote_types(found.dtype, torch.float32))
+
+
+class _Known:
+    """What a body returns: hidden states, and nothing else that a model may ask for."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, number: Any) -> Any:
+        return (self.last_hidden_state,)[number]
+
+
+def transform_of(module: nn.Module) -> Transform | None:
+    """How ``module`` makes logits of what its body returns, if that is by a linear head and a :class:`Transform`.
+
+    Found by calling its own forward with a body and a head that return what is known: nothing is computed, and whatever
+    its code does to the logits is seen.
+    """
+    model: Any = module
+    body: Any = model.base_model
+    head: Any = model.get_output_embeddings()
+    if body is module or type(head) is not nn.Linear:
+        return None
+    exact: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    hidden = torch.arange(head.in_features, **exact).remainder(7)[None, None]
+    products = torch.linspace(-40, 40, head.out_features, **exact)[None, None]
+    ids, mask = (torch.zeros(1, 1, dtype=torch.long, device="meta") for _ in range(2))
+    given: list[Any] = []
+    read: list[Tensor] = []
+
+    def of_body(*args: Any, **kwargs: Any) -> Any:
+        given.extend([*args, *kwargs.values()])
+        return _Known(hidden)
+
+    def of_head(state: Tensor) -> Tensor:
+        read.append(state)
+        return products.clone()
+
+    vars(body)["forward"], vars(head)["forward"] = of_body, of_head
+    try:
+        logits = type(model).forward(model, input_ids=ids, attention_mask=mask).logits.float()
+    except Exception:  # it looks at what is not there: another kind of model
+        return None
+    finally:
+        del vars(body)["forward"], vars(head)["forward"]
+    passes = all(any(one is tensor for one in given) for tensor in (ids, mask))
+    if not passes or len(read) != 1 or not torch.equal(read[0].float(), hidden) or logits.shape != products.shape:
+        return None
+    config = model.config
+    entries = [(getattr(config, key, None), power) for key, power in SCALES.items()]
+    scales = [1.0, *(entry ** (sign * power) for entry, power in entries if entry for sign in (1, -1))]
+    caps = dict.fromkeys([None, *(getattr(config, key, None) for key in CAPS)])
+    for found in (Transform(scale, cap) for scale in scales for cap in caps):
+        if torch.allclose(found(products.clone()), logits, rtol=1e-5, atol=1e-5):
+            return found
+    return None

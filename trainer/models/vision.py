@@ -19,7 +19,7 @@ from trainer.models.common import (
     require_filled,
     train_last_blocks,
 )
-from trainer.models.lora import Adaptable, LoRA, add_adapters
+from trainer.models.lora import Adaptable, LoRA, reset_adapters
 from trainer.values import Loss, Pretrained
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 Name = Literal["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14", "custom"]
 SHAPE_FIELDS = ("patch_size", "layers", "heads", "width", "mlp_width")
 PRETRAINED_SIZE = 224
-# Not the attention: torchvision keeps it in one packed weight, and peft's adapter for that replaces the parameter in
-# every forward, which neither DDP, FSDP nor an optimizer would follow.
-ADAPTED = ("mlp.0", "mlp.3")
 POSITIONS = "encoder.pos_embedding"
 
 
@@ -78,6 +75,9 @@ class VisionTransformer(Supervised, Adaptable):
     loss: Objective = field(default_factory=Objective)
 
     mixes = True
+    # Not the attention: torchvision keeps it in one packed weight, and peft's adapter for that replaces the parameter
+    # in every forward, which neither DDP, FSDP nor an optimizer would follow.
+    adapted = ("mlp.0", "mlp.3")
 
     def __post_init__(self) -> None:
         require_choice("model.task", self.task, ImageTask)
@@ -118,10 +118,13 @@ class VisionTransformer(Supervised, Adaptable):
 
     def build(self) -> nn.Module:
         """The module; its forward takes pixels (n, 3, height, width) and returns logits (n, classes)."""
+        if self.weights is None:
+            return self.adapt(self.skeleton())
+        if self.lora.base == "nf4" and self._weights_file().suffix == ".safetensors":
+            return super().build()
         module = self.skeleton()
-        if self.weights is not None:
-            self._load_pretrained(module, self._read_weights())
-        add_adapters(module, self.lora, self.blocks, ADAPTED)
+        self._load_pretrained(module, self._read_weights())
+        self.draw_new(self.adapt(module), _initialise_head)
         return module
 
     def skeleton(self) -> nn.Module:
@@ -161,14 +164,14 @@ class VisionTransformer(Supervised, Adaptable):
 
     def pretrained(self) -> Pretrained:
         """The tensors of ``weights`` by name; position embeddings are interpolated, the head may be new."""
-        from trainer.weights.streaming import skeleton_on_meta, stored_in
+        from trainer.weights.streaming import on_meta, stored_in
 
         require(self.weights is not None, "there is nothing to stream: model.weights is null")
         file = self._weights_file()
         fix = "convert it with safetensors.torch.save_file, or use memory.init device"
         pickled = f"model.weights={self.weights} is a pickle, of which no slices can be read"
         require(file.suffix == ".safetensors", f"{pickled}: {fix}")
-        skeleton: Any = skeleton_on_meta(self)
+        skeleton: Any = on_meta(self.skeleton)
         shapes, found = _shapes(skeleton.state_dict()), stored_in(file)
         stored = {key: place for key, (place, _) in found.items()}
         known = {key: shape for key, (_, shape) in found.items()}
@@ -176,7 +179,12 @@ class VisionTransformer(Supervised, Adaptable):
             transform = partial(self._interpolated, skeleton.patch_size)
             stored[POSITIONS], known[POSITIONS] = replace(stored[POSITIONS], transform=transform), shapes[POSITIONS]
         new = self._new_parameters(shapes, known)
-        return Pretrained({key: stored[key] for key in stored if key not in new}, new, _initialise_head)
+        places = {key: stored[key] for key in stored if key not in new}
+        return self.as_adapted(Pretrained(places, new, _initialise_head), skeleton)
+
+    def weight_files(self) -> Sequence[Path]:
+        """The file of ``weights``."""
+        return () if self.weights is None else (self._weights_file(),)
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
         """That of the task; the batch has ``pixel_values`` (n, 1 or 3, height, width) and ``labels``."""
@@ -242,6 +250,7 @@ class VisionTransformer(Supervised, Adaptable):
 def _initialise_head(skeleton: Any) -> None:
     for parameter in skeleton.heads.parameters():
         parameter.zero_()  # as torchvision does
+    reset_adapters(skeleton)
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple]:

@@ -66,7 +66,9 @@ class FakeGPUMode(FakeTensorMode):
         return True
 
     def fake(self, real: Tensor) -> Tensor:
-        """A fake of a real tensor, which is kept as its value if it is small enough."""
+        """A fake of a real tensor, which is kept as its value if it is small enough; one that is fake stays."""
+        if isinstance(real, FakeTensor):  # computed of a batch while it was packed
+            return real
         fake = self.from_tensor(real)
         if _can_be_known(real):
             self.know(fake, real)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import RecipeError, listed, require
+from trainer.models.causal import CausalLM
 from trainer.models.common import classification_loss
 from trainer.models.hub import MOST_TEXT, local_folder, positions, published
 from trainer.models.lora import LoRA
@@ -16,10 +17,10 @@ from trainer.planner.made_up import MadeUp
 from trainer.recipe import Memory, Optim, Recipe
 from trainer.system.files import parsed_object, read_regular
 from trainer.system.hub import advice, away
-from trainer.values import IGNORED_LABEL, Loss, Outline
+from trainer.values import Loss, Outline
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 PREFIX, CONFIG = "hf:", "config.json"
 TASKS = {
@@ -42,7 +43,7 @@ IMAGE_SIZE = 224  # of a configuration that has none: ImageNet's classifiers wer
 
 @dataclass
 class FromConfig(TextClassifier):
-    """A model of transformers with a ``head`` for one of ``TASKS``, with random weights."""
+    """A model of transformers with a ``head`` for one of ``TASKS`` but ``causal-lm``, with random weights."""
 
     head: ClassVar[str]
 
@@ -54,24 +55,10 @@ class FromConfig(TextClassifier):
         return self.head == "sequence-classification"  # others read every token
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:
-        """Cross entropy of the labels, of the next tokens for ``causal-lm``; nothing else of the logits is kept."""
-        yield self._loss(module, batch)
-
-    def _loss(self, module: nn.Module, batch: Any) -> Loss:
+        """Cross entropy of the labels; nothing else of the logits is kept."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        targets = self._targets(batch).flatten()
-        return Loss(classification_loss(module(**inputs).logits.flatten(0, -2), targets).total, targets=targets)
-
-    def weigh(self, batch: Any) -> dict[str, float]:
-        """The labels that count: ``causal-lm`` has one less than tokens."""
-        return super().weigh({"labels": self._targets(batch)})
-
-    def _targets(self, batch: Any) -> Tensor:
-        """The labels, for ``causal-lm`` each one place earlier, ``(n,)`` or ``(n, tokens)``."""
-        from torch.nn.functional import pad
-
-        labels = batch["labels"]
-        return pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL) if self.head == "causal-lm" else labels
+        targets = batch["labels"].flatten()
+        yield Loss(classification_loss(module(**inputs).logits.flatten(0, -2), targets).total, targets=targets)
 
     def _configuration(self) -> Any:
         config = super()._configuration()
@@ -153,7 +140,7 @@ def _guessed(said: str, config: Mapping[str, Any]) -> str:
     raise RecipeError(f"{said}: {found}: give --task, one of {', '.join(TASKS)}")
 
 
-def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig]:
+def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig | CausalLM]:
     """The class of the model, called as that of transformers; refuses a model that has none for the task."""
     import transformers
 
@@ -170,7 +157,8 @@ def _class(said: str, config: Mapping[str, Any], task: str) -> type[FromConfig]:
     require(task in able, f"{said}: transformers has no model of type {kind} for --task {task}: {instead}")
     found = classes[task][own]
     name = (found[0] if isinstance(found, tuple) else found).__name__
-    made = globals()[name] = type(name, (FromConfig,), {"head": task})  # where pickle looks for it
+    base = CausalLM if task == "causal-lm" else FromConfig
+    made = globals()[name] = type(name, (base,), {"head": task})  # where pickle looks for it
     return made
 
 
@@ -192,11 +180,10 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
         notes.append(f"--tokens is {tokens:,}: the model takes {f'{most:,}' if most else 'any number'}")
     require(not most or tokens <= most, f"--tokens={tokens} is more than the {most} that {said} takes: lower it")
     require(tokens > 1 or task != "causal-lm", "--tokens=1 leaves no next token to predict: give 2 or more")
-    # Texts to generate are packed to one length, and need no mask; others are padded, as a rule.
-    names = {"causal-lm": (), "seq2seq-lm": ("attention_mask", "decoder_input_ids")}.get(task, ("attention_mask",))
+    names = ("input_ids", "attention_mask", *(("decoder_input_ids",) if task == "seq2seq-lm" else ()))
     row = ("int64", (tokens,))
     labels = ("int64", ()) if task == "sequence-classification" else row
-    return Outline({**dict.fromkeys(("input_ids", *names), row), "labels": labels}, SAMPLES, 0, 0, classes, tokens)
+    return Outline({**dict.fromkeys(names, row), "labels": labels}, SAMPLES, 0, 0, classes, tokens)
 
 
 def trained_by(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:
@@ -205,9 +192,10 @@ def trained_by(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:
     An empty name, where there is none.
     """
     model: Any = recipe.model
-    if not isinstance(model, FromConfig):
+    head = getattr(model, "head", None)
+    if head is None:
         return reference, {}
-    if model.head != "sequence-classification":
+    if head != "sequence-classification":
         return "", {}
     name = reference.removeprefix(PREFIX)
     folder = Path(local_folder(name)).expanduser()

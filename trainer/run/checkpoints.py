@@ -43,6 +43,8 @@ class Checkpointer:
         self.every_steps = every if isinstance(every, int) else None
         self.every_seconds = parse_duration("checkpoint.every", every) if isinstance(every, str) else math.inf
         self.versions = versions()
+        if session.is_first:
+            _ = self.origin.base  # of the files as they were loaded, whatever becomes of them
         self.begin_at(0)
         self.background = Background()
         self.on_host = HostCopies().of if self.wishes.asynchronous else on_host
@@ -182,6 +184,6 @@ class Checkpointer:
         facts |= {"versions": self.versions, "figures": self._figures(engine)}
         facts["created"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if session.is_first:
-            names = ("run", "recipe", "dataset", "tokenizer", "data_files")
+            names = ("run", "recipe", "dataset", "tokenizer", "data_files", "base")
             facts |= {name: getattr(self.origin, name) for name in names}
         return lambda files: Manifest(files=files, **facts)

@@ -43,6 +43,7 @@ from trainer.system.redact import redact
 from trainer.system.reports import cause
 from trainer.system.text import escaped
 from trainer.values import FIGURES
+from trainer.weights.nf4 import count_weights
 
 
 def with_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
@@ -214,8 +215,7 @@ def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
     """The plan, the size of the model and the run and, for texts, what cutting by length saves: a line each."""
     device, recipe = session.fabric.device, session.recipe
     on_gpu = device.type == "cuda"
-    parameters = sum(p.numel() for p in stack.module.parameters())
-    trained = sum(p.numel() for p in stack.module.parameters() if p.requires_grad)
+    parameters, trained = count_weights(stack.module), count_weights(stack.module, trained=True)
     steps = count_steps(windows, recipe.epochs, recipe.max_steps)
     frozen = f" ({trained:,} trained)" if trained < parameters else ""
     blocks = f" (blocks: {stack.blocks})" if stack.blocks else ""

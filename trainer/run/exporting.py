@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainer.checkpoint.export import CONFIG, load_model
 from trainer.errors import RecipeError, RunError, require, require_package
+from trainer.models.hub import ADAPTER_FOLDER
+from trainer.models.lora import ADAPTERS, as_in_nf4
 from trainer.recipe import Recipe
 from trainer.run.prediction import Reader, checked
 from trainer.system.files import hash_file, staged_file, staged_folder
 from trainer.system.hub import advice, away
 from trainer.system.reports import cause
 from trainer.system.waiting import doing
+from trainer.weights.streaming import default_dtype
 
 MOST_DIFFERENCE = 1e-3
 """Of any output of the exported model from the trained one's, as a part of the largest: kernels round differently."""
+
+MOST_ROUNDED = 0.02
+"""The same, where the trained model was saved with its adapters merged into weights of half precision."""
 
 LENGTHS = ((3,), (12, 5), (7, 30, 2))
 """Words of the texts, or numbers of the images, that outputs are compared on: no two batches have one shape."""
@@ -35,8 +45,9 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     Args:
         recipe: of the run.
         run_dir: of a finished run, or of one whose model ``trainer checkpoint export`` has written.
-        to: onnx (a file), hf (a folder that from_pretrained loads) or hub (a repository on the Hugging Face hub).
-        output: the file or folder; by default model.onnx or hf in the run directory.
+        to: onnx (a file), hf (a folder that from_pretrained loads), peft (adapters alone) or hub (a repository on the
+            Hugging Face hub).
+        output: the file or folder; by default model.onnx, hf or peft in the run directory.
         repo: on the hub, such as name/model.
         public: whether anybody may see a repository that is made for it.
 
@@ -46,7 +57,7 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     """
     if to == "hub":
         return _to_hub(checked(run_dir), repo, public)
-    target = Path(output) if output else Path(run_dir) / ("model.onnx" if to == "onnx" else "hf")
+    target = Path(output) if output else Path(run_dir) / ("model.onnx" if to == "onnx" else to)
     require(
         not target.exists(),
         f"--output={target} exists: remove it, or give another {'file' if to == 'onnx' else 'folder'}",
@@ -58,12 +69,17 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     model: Any = recipe.model.saved_in(folder) if recipe.model.own_format else recipe.model
     why = f"--to hf is for models of transformers, and {type(model).__name__} is none: --to onnx, or --to hub as it is"
     require(to != "hf" or model.own_format, why)
+    if to == "peft":
+        require_package("--to peft", "peft", "lora")
+        adapts = "--to peft is for adapters beside the weights of a file, as model.lora.rank trains them in a model of"
+        none = f"{adapts} transformers, and {folder} has none: --to onnx, hf or hub"
+        require((folder / ADAPTER_FOLDER).is_dir(), none)
     doing("loading the model")
     module, batches = (
         load_model(model, folder).eval(),
         _batches(Reader(model, recipe.replace(model=model).data, (), ())),
     )
-    write = _to_onnx if to == "onnx" else _to_hf
+    write = _to_onnx if to == "onnx" else partial(_to_peft, recipe.model) if to == "peft" else _to_hf
     far = write(_Outputs(model, module, list(batches[0])).eval(), batches, folder, target)
     return f"{target}: its outputs differ from the trained model's by {far:.1e} of the largest, at most"
 
@@ -120,7 +136,11 @@ def _batches(reader: Reader) -> list[dict[str, Tensor]]:
 
 
 def _require_same(
-    outputs: _Outputs, batches: Sequence[Mapping[str, Tensor]], found: Sequence[Tensor], what: Path
+    outputs: _Outputs,
+    batches: Sequence[Mapping[str, Tensor]],
+    found: Sequence[Tensor],
+    what: Path,
+    allowed: float = MOST_DIFFERENCE,
 ) -> float:
     """How far outputs that were ``found`` are from the trained model's; a RunError where that is too far."""
     most = 0.0
@@ -129,7 +149,7 @@ def _require_same(
         fits = one.shape == other.shape and bool(other.isfinite().all())
         far = float((one - other).abs().max() / one.abs().max().clamp(min=1e-6)) if fits else float("inf")
         why = f"{what} does not give the trained model's outputs (they differ by {far:.1e} of the largest)"
-        if far > MOST_DIFFERENCE:
+        if far > allowed:
             raise RunError(f"{why}: it is not kept")
         most = max(most, far)
     return most
@@ -176,6 +196,28 @@ def _to_hf(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, ta
         loaded = load.from_pretrained(part, local_files_only=True, trust_remote_code=False, use_safetensors=True).eval()
         copied = _Outputs(outputs.model, loaded, outputs.names)
         return _require_same(outputs, batches, [copied.of(batch) for batch in batches], target)
+
+
+def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, target: Path) -> float:
+    """Loaded by peft onto the weights that the adapters were ``trained`` beside."""
+    from peft import PeftModel
+
+    own = {"weights": trained.weights, "revision": trained.revision}
+    dtype = next(iter(load_file(folder / ADAPTER_FOLDER / ADAPTERS).values())).dtype
+    with default_dtype(dtype):  # as they were trained beside them
+        base = dataclasses.replace(outputs.model, **own).build()
+    if trained.lora.base == "nf4":
+        as_in_nf4(base, trained.blocks)
+    half = dtype in (torch.bfloat16, torch.float16)
+    base = base.to(next(outputs.parameters()).dtype)
+    with staged_folder(target) as part:
+        shutil.copytree(folder / ADAPTER_FOLDER, part, dirs_exist_ok=True)
+        with warnings.catch_warnings():  # peft asks transformers for what goes by another name now
+            warnings.simplefilter("ignore", FutureWarning)
+            adapted = PeftModel.from_pretrained(base, str(part)).eval()
+        loaded = _Outputs(outputs.model, adapted, outputs.names)
+        found = [loaded.of(batch) for batch in batches]
+        return _require_same(outputs, batches, found, target, MOST_ROUNDED if half else MOST_DIFFERENCE)
 
 
 def _to_hub(folder: Path, repo: str | None, public: bool) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manifest import Manifest, cut_off
+from trainer.contract import Model
 from trainer.data.fingerprint import data_files, fingerprint, tokenizer_hash
 from trainer.errors import RecipeError, listed, require
 from trainer.memory.knobs import KNOBS
@@ -18,7 +19,9 @@ from trainer.recipe import Recipe
 from trainer.run.directory import with_absolute_paths
 from trainer.run.session import Session, from_first
 from trainer.settings import did_you_mean, settings_of
+from trainer.system.files import hash_file
 from trainer.system.redact import redact_value
+from trainer.system.waiting import doing
 
 
 class Origin:
@@ -30,6 +33,7 @@ class Origin:
         self.run, self.attempt = run or drawn[0], drawn[1]
         self.recipe, self.defaults = flat_settings(session.recipe), default_settings(session.recipe)
         self._data, self._tokenizer = session.recipe.data, session.recipe.model.tokenizer_or_none()
+        self._model = session.recipe.model
 
     @cached_property
     def dataset(self) -> str:
@@ -42,9 +46,26 @@ class Origin:
         return data_files(self._data)
 
     @cached_property
+    def base(self) -> dict[str, str]:
+        """The sha256 of every file of frozen weights that checkpoints leave out; takes half a second a GB."""
+        return base_hashes(self._model)
+
+    @cached_property
     def tokenizer(self) -> str | None:
         """Hash of the tokenizer; ``None`` without one."""
         return tokenizer_hash(self._tokenizer) if self._tokenizer is not None else None
+
+
+def base_hashes(model: Model) -> dict[str, str]:
+    """The sha256 of every file of ``model`` that checkpoints leave out, by its name."""
+    doing("hashing the frozen weights")
+    return {path.name: hash_file(path) for path in model.base_files()}
+
+
+def require_same_base(path: Path, manifest: Manifest, model: Model) -> None:
+    """Refuse other files than the checkpoint ``path`` was saved beside; nothing is to be done where it has it all."""
+    changed = _changed_files(manifest.base, base_hashes(model)) if manifest.base else ""
+    require(not changed, f"{path} leaves out frozen weights that model.weights has no more{changed}: put them back")
 
 
 def flat_settings(recipe: Recipe) -> dict[str, Any]:
@@ -105,7 +126,7 @@ def require_same_run(path: Path, manifest: Manifest, now: Origin, allowed: list[
     Raises:
         RecipeError: naming every difference that changes the training and is not ``allowed``, by its name or section.
     """
-    known = sorted({*now.recipe, *map(_section, now.recipe), "data", "tokenizer"})
+    known = sorted({*now.recipe, *map(_section, now.recipe), "data", "tokenizer", "base"})
     for key in allowed:
         require(key in known, f"run.allow_change={key!r} is no setting{did_you_mean(key, known)}")
     is_planned = all(recipe.get("memory.budget") is not None for recipe in (manifest.recipe, now.recipe))
@@ -118,6 +139,8 @@ def require_same_run(path: Path, manifest: Manifest, now: Origin, allowed: list[
         line = f"{key}: {before} in the checkpoint, {after} now"
         if key == "data":
             line += _changed_files(manifest.data_files, files)
+        if key == "base":
+            line = f"base: the files of model.weights have changed{_changed_files(manifest.base, now.base)}"
         told.append(line)
         is_free = _section(key) in ("run", "checkpoint") and key not in BINDING
         if not is_free and key not in free and _section(key) not in allowed:
@@ -143,6 +166,8 @@ def _differences(manifest: Manifest, now: Origin) -> Iterator[tuple[str, Any, An
             yield key, old, new
     if manifest.dataset != now.dataset:
         yield "data", manifest.dataset[:12], now.dataset[:12]
+    if manifest.base and manifest.base != now.base:  # a checkpoint without it holds all weights
+        yield "base", manifest.base, now.base
     if manifest.tokenizer != now.tokenizer:
         yield "tokenizer", (manifest.tokenizer or "none")[:12], (now.tokenizer or "none")[:12]
 

@@ -35,10 +35,11 @@ from trainer.engine.rehearsal import rehearse
 from trainer.errors import RecipeError, RunError, require
 from trainer.report.progress import Progress, warn
 from trainer.run.directory import write_status
-from trainer.run.identity import Origin, require_same_run
+from trainer.run.identity import Origin, require_same_base, require_same_run
 from trainer.run.session import Session, from_all, from_first, on_first
 from trainer.run.state import State, Tensors
 from trainer.system.files import read_object, read_regular, staged_folder, write_atomic
+from trainer.weights.streaming import default_dtype
 
 FOLDER = "checkpoints"
 
@@ -232,7 +233,7 @@ def restore_tensors(found: Found, tensors: Tensors) -> None:
     ``RecipeError`` names the tensor that is missing, of another shape, or not needed."""
     reader, values = found.open()
     tensors.make_state({*reader.shapes, *values})
-    parts, numbers, averages = tensors.parts(), tensors.numbers(), tensors.stack.averages
+    parts, numbers, averages = tensors.parts(reader.shapes), tensors.numbers(), tensors.stack.averages
     has_averages = any(name.startswith("ema/") for name in reader.shapes)  # or optim.ema was changed, as allowed
     parts = {name: part for name, part in parts.items() if has_averages or not name.startswith("ema/")}
     # Under several ranks each holds some parts of quantised state, so only what is missing here can be told of that.
@@ -278,10 +279,15 @@ def restore_weights(found: Found, tensors: Tensors) -> None:
 def load_whole_model(found: Found, model: Model) -> nn.Module:
     """The module of ``model`` in host memory, with what the checkpoint has of it in the types saved there."""
     reader, _ = found.open()
-    module, misfit = model.unloaded().build(), f"{found.path} does not fit the model"
+    require_same_base(found.path, found.manifest, model)
+    own = next((reader.read(name).dtype for name in reader.shapes if name.startswith("weights/")), None)
+    with default_dtype(own if found.manifest.base else None):
+        module = (model if found.manifest.base else model.unloaded()).build()
+    base, misfit = model.in_base(module) if found.manifest.base else (), f"{found.path} does not fit the model"
     wanted: dict[str, Tensor] = {
         f"ema/{name}" if f"ema/{name}" in reader.shapes else f"weights/{name}": parameter
         for name, parameter in module.named_parameters()
+        if name not in base
     }
     wanted |= {f"buffers/{name}": buffer for name, buffer in module.named_buffers()}
     missing = sorted(wanted.keys() - reader.shapes.keys())

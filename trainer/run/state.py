@@ -30,14 +30,16 @@ from trainer.weights.streaming import stretches
 class Tensors:
     """Weights, buffers and optimizer state of this rank: its shards under FSDP, masters where they are on the host."""
 
-    def __init__(self, stack: Stack, stepper: Stepper) -> None:
+    def __init__(self, stack: Stack, stepper: Stepper, base: Collection[str] = ()) -> None:
         self.stack, self.stepper = stack, stepper
+        self.base = {f"weights/{name}" for name in base}
+        """What the files have that the run was started with, and is not saved."""
 
-    def parts(self) -> dict[str, Part]:
-        """The tensors as a checkpoint keeps them."""
+    def parts(self, saved: Collection[str] = ()) -> dict[str, Part]:
+        """The tensors as a checkpoint keeps them; also of the ``base`` those that were ``saved`` all the same."""
         found: dict[str, Part] = {}
         for name, value, parameter in self._named():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and (name not in self.base or name in saved):
                 found |= _parts_of(name, value, parameter)
         for name, stretch in stretches(self.stack.module).items():
             for full in [full for full in found if f"/{name}/" in f"{full}/"]:

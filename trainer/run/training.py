@@ -76,7 +76,7 @@ class Training:
         # Within a module that is compiled as a whole a hook would be compiled, too.
         self.attention = note_attention(self.stepper.module) if recipe.memory.compile != "model" else []
         self.schedule()
-        tensors = Tensors(self.stack, self.stepper)
+        tensors = Tensors(self.stack, self.stepper, recipe.model.in_base(self.stack.module))
         resumption.restore_tensors(tensors)
         self.loggers = open_loggers(session, resumption.step, resumption.origin.run)
         if session.is_first:
@@ -187,7 +187,8 @@ class Training:
         if session.is_first:
             if result is not None:
                 print(report_text(result, session.recipe.data))
-            print(summary_text(summary, session.run_dir))
+            writes = getattr(recipe.model, "task", None) == "language"
+            print(summary_text(summary, session.run_dir, writes))
             if self.profile is not None and self.profile.summary:
                 print(self.profile.summary)
         session.fabric.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from trainer.errors import RecipeError, require
 from trainer.system.files import read_regular
 from trainer.values import Stored
 from trainer.weights.files import shortened
+from trainer.weights.nf4 import AT_ONCE, GROUP, NF4Linear, quantise
 
 if TYPE_CHECKING:
     from trainer.contract import Model
@@ -100,8 +102,8 @@ def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def skeleton_on_meta(model: Model) -> nn.Module:
-    """The skeleton of ``model`` with its parameters on meta and its buffers real, on the CPU."""
-    return on_meta(model.skeleton)
+    """The skeleton of ``model``, adapted, with its parameters on meta and its buffers real, on the CPU."""
+    return on_meta(lambda: model.adapt(model.skeleton()))
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -227,11 +229,15 @@ def fill(module: nn.Module, model: Model, seed: int) -> None:
             stored = {name: pretrained.stored[name] for name in as_built if name in pretrained.stored}
             tensor = buffers[names[0]] if names[0] in buffers else module.get_parameter(names[0])
             part, shape = own_part(tensor), tuple(tensor.shape)
+            path, _, leaf = names[0].rpartition(".")
+            layer: Any = module.get_submodule(path)
             if names[0] in parts:
                 offset, shape = parts[names[0]].place(part.offset, shape)
                 part = Slice(part.local, offset)
+            coded = leaf == "codes" and isinstance(layer, NF4Linear)
             for number, (name, place) in enumerate(stored.items()):
-                for rows, value in _pieces(files, place, name, shape, part):
+                pieces = _codes(files, place, name, layer, part) if coded else _pieces(files, place, name, shape, part)
+                for rows, value in pieces:
                     if number == 0:
                         part.local[rows].copy_(value)
                         continue
@@ -267,6 +273,22 @@ def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...
         stop = min(start + step, first.stop)
         value = files.read(stored.file, stored.key, (slice(start, stop), *others))
         yield slice(start - first.start, stop - first.start), value
+
+
+def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part: Slice) -> Iterator[Any]:
+    """The codes of ``part``, some at a time: which rows of it, and the tensor. Read are only the rows of the file that
+    they are of; blocks begin with the whole weight, so the codes are the same on any number of ranks."""
+    first, count, width = part.offset[0], len(part.local), layer.shape[1]
+    for start in range(first, first + count, AT_ONCE):
+        stop = min(start + AT_ONCE, first + count)
+        begin, end = start * GROUP, min(stop * GROUP, math.prod(layer.shape))
+        lines = slice(begin // width, -(-end // width))
+        wanted = Slice(torch.empty(lines.stop - lines.start, width, device="meta"), (lines.start, 0))
+        read = torch.cat([value for _, value in _pieces(files, stored, name, layer.shape, wanted)]).flatten()
+        value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, layer.dtype)
+        infinite = f"{stored.key} in {stored.file} has numbers that are not finite, which NF4 has no codes for"
+        require(bool(value.isfinite().all()), f"{infinite}: use model.lora.base full, or other weights")
+        yield slice(start - first, stop - first), quantise(value)
 
 
 def draw_new(

@@ -1,0 +1,196 @@
+"""A language model however it is trained: losses and weights of a plain loop over the whole logits of whole batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from helpers import matrix
+from helpers.combinations import covering
+from helpers.language import language_model, language_samples, precise
+from helpers.matrix import Case, difference, perturbed, stacked_run, steps_of
+from helpers.problems import collate
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from trainer.contract import Model
+from trainer.engine.order import batch_indices
+from trainer.models import CausalLM, packed_attention, token_loss
+from trainer.models.unpadded import Lengths
+from trainer.recipe import Memory, Optim
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "family": ("gpt2", "llama", "qwen3", "gemma", "gemma3"),
+    "cut": ((1, None), (3, None), (8, None), (8, 48)),  # most samples of a micro-batch, and most tokens
+    "place": (("auto", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3)),
+    "checkpointing": ("none", "full"),
+    "offload": ("none", "optimizer"),
+    "chunk": (None, 0, 1, 7),
+    "free": (None, False),  # of padding
+    "optim": ("sgd", "adamw"),
+}
+ALL = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
+COVERING = covering(ALL, 2, AXES)
+"""Every pair of settings of two axes."""
+LIMIT = 1e-12
+OPTIM = {"sgd": Optim("sgd", lr=0.1), "adamw": matrix.ADAMW}
+"""SGD moves weights by as much as a gradient is wrong, of which AdamW and clipping take out a factor."""
+
+
+@dataclass(frozen=True)
+class Spoken(Case):
+    """A language model on 17 ragged samples, of which one has no label and one is a single token.
+
+    The batches have 8, 8 and 1 samples: on several ranks the last leaves some with an empty micro-batch.
+
+    Args:
+        chunk: ``model.loss_chunk``.
+        free: ``model.padding_free``.
+    """
+
+    size: int = 17
+    chunk: int | None = 0
+    free: bool | None = None
+
+    @property
+    def model(self) -> Model:
+        return language_model(self.name, loss_chunk=self.chunk, padding_free=self.free)
+
+    @property
+    def samples(self) -> list[dict[str, Tensor]]:
+        samples = language_samples(self.size)
+        samples[5] = {key: value[:1] for key, value in samples[5].items()}
+        return samples
+
+
+def case_of(
+    family: str,
+    cut: Any = (3, None),
+    place: Any = ("auto", 1),
+    checkpointing: str = "none",
+    offload: str = "none",
+    chunk: int | None = None,
+    free: bool | None = None,
+    optim: str = "sgd",
+) -> Spoken:
+    memory = Memory(
+        precision="64-true",
+        strategy=place[0],
+        micro_batch_size=cut[0],
+        micro_batch_tokens=cut[1],
+        activation_checkpointing=checkpointing,
+        cpu_offload=offload,
+    )
+    return Spoken(family, memory, place[1], chunk=chunk, free=free, optim=OPTIM[optim])
+
+
+@lru_cache
+def plain_loop(family: str, optim: str) -> dict[str, Any]:
+    """Plain transformers and torch: whole batches, padded, whole logits, their mean cross entropy."""
+    case = case_of(family, optim=optim)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    ours = perturbed(case.model.build())
+    module = precise(AutoModelForCausalLM.from_config(ours.config, attn_implementation="sdpa")).train()
+    torch.set_default_dtype(torch.float32)
+    module.load_state_dict(ours.state_dict())
+    groups = [
+        {"params": [p for p in module.parameters() if p.ndim >= 2], "weight_decay": case.optim.weight_decay},
+        {"params": [p for p in module.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optim](groups, lr=case.optim.lr)
+    samples, losses = case.samples, []
+    for epoch, step in steps_of(case):
+        batch = collate([samples[index] for index in batch_indices(0, epoch, step, case.size, case.batch_size)])
+        logits = module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        following = batch["labels"][:, 1:]
+        total = cross_entropy(logits[:, :-1].flatten(0, 1), following.flatten(), reduction="sum")
+        loss = total / (following != -100).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), case.optim.clip_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"state": module.state_dict(), "losses": losses}
+
+
+def error(case: Spoken, ranks: Any = None) -> float:
+    """The largest relative difference from the plain loop, of losses and of weights."""
+    ours = stacked_run(case) if case.world_size == 1 else ranks(case.world_size).run(stacked_run, case)[0]
+    return max(difference(ours, plain_loop(case.name, case.optim.name)).values())
+
+
+def name_of(values: dict[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in values.items()).replace(" ", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", COVERING, ids=name_of)
+def test_the_steps_are_those_of_a_plain_loop_over_whole_logits(values, ranks):
+    assert error(case_of(**values), ranks) <= LIMIT
+
+
+USUAL = (
+    {"family": "gpt2", "cut": (8, 48), "chunk": 7},
+    {"family": "gemma", "place": ("ddp", 2), "cut": (1, None), "offload": "optimizer"},
+    {"family": "qwen3", "place": ("fsdp", 2), "cut": (8, 48), "checkpointing": "full", "optim": "adamw"},
+    {"family": "llama", "place": ("fsdp", 3), "cut": (3, None), "chunk": 1},
+)
+
+
+@pytest.mark.parametrize("values", USUAL, ids=name_of)
+def test_usual_steps_are_those_of_a_plain_loop_over_whole_logits(values, ranks):
+    assert error(case_of(**values), ranks) <= LIMIT
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks of the checks: a planted fault must be found.
+
+
+def plant_unshifted_weight(monkeypatch):
+    """Divides by all labels, also by the first of a text, which nothing predicts."""
+    monkeypatch.setattr(CausalLM, "weigh", lambda self, batch: {"loss": float((batch["labels"] != -100).sum())})
+
+
+def plant_mean_of_chunks(monkeypatch):
+    """Every chunk of tokens counts alike, the last one with fewer, too."""
+    whole = token_loss.chunked_loss
+
+    def averaged(hidden, head, targets, transform, chunk):
+        parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        means = [whole(rows, head, own, transform, chunk) / max(1, len(own)) for rows, own in parts]
+        return torch.stack(means).mean() * len(targets)
+
+    monkeypatch.setattr(token_loss, "chunked_loss", averaged)
+
+
+def plant_leaking_attention(monkeypatch):
+    """A token sees all that is before it in the row, also of other texts."""
+    within = packed_attention.attend
+
+    def leaking(query, key, value, lengths, ends, *rest):
+        return within(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], *rest)
+
+    monkeypatch.setattr(packed_attention, "attend", leaking)
+
+
+@pytest.mark.parametrize(
+    ("plant", "family"),
+    [
+        (plant_leaking_attention, "qwen3"),
+        (plant_unshifted_weight, "llama"),
+        (plant_mean_of_chunks, "gemma3"),
+    ],
+)
+def test_a_planted_fault_is_found(plant, family, monkeypatch):
+    """By the comparison: what the engine looks at in the first step, which finds two of them, is off."""
+    monkeypatch.setattr("trainer.engine.step.LossCheck", lambda model: None)
+    case = case_of(family, (8, 48), chunk=7)
+    assert error(case) <= LIMIT
+    plant(monkeypatch)
+    assert error(case) > 1e-3

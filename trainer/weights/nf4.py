@@ -1,0 +1,152 @@
+"""NF4: frozen weights of linear layers in 4.14 bits each, made whole only where one is used (Dettmers et al. 2023).
+
+The codes and scales are the paper's, in a parameter of bytes of ours. torchao 0.18's ``NF4Tensor`` needs a multiple of
+16,384 weights on every rank and the mean over all scales of a weight, so no rank could quantise its slices of a file
+alone; bitsandbytes quantises whole weights, and keeps the scales in an attribute that FSDP2 does not shard.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+BLOCK, GROUP = 64, 4096
+"""Weights that share a scale, and those that one row of codes is of: 64 scales, in 8 bits each of what they range over
+(the paper's double quantisation, in groups of 256). Both are counted from the beginning of the whole weight."""
+
+ROW = GROUP // 2 + GROUP // BLOCK + 8
+"""Bytes of a row: two codes a byte, the scales, and in fp32 the least scale and the step between them."""
+
+AT_ONCE = 1024
+"""Rows that are worked on at a time: beside the weight itself some 25 MB."""
+
+VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+    *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""What the 16 codes stand for, as parts of the scale, which is the largest weight of its block: quantiles of the normal
+distribution (appendix E of the paper)."""
+
+MIDDLES = tuple((a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False))
+PAIRS = tuple((VALUES[byte >> 4], VALUES[byte & 15]) for byte in range(256))
+
+_pairs: dict[torch.device, Tensor] = {}
+
+
+def rows_of(count: int) -> int:
+    """The rows of codes of ``count`` weights."""
+    return -(-count // GROUP)
+
+
+@torch.no_grad()
+def quantise(weights: Tensor) -> Tensor:
+    """The codes, uint8 ``(rows, ROW)``, of ``weights`` in their order, of any shape; zeros fill the last row up."""
+    flat = weights.detach().reshape(-1)
+    codes = torch.empty(rows_of(flat.numel()), ROW, dtype=torch.uint8, device=flat.device)
+    for some, rows in zip(flat.split(AT_ONCE * GROUP), codes.split(AT_ONCE), strict=True):
+        values = functional.pad(some.float(), (0, -some.numel() % GROUP)).view(len(rows), GROUP // BLOCK, BLOCK)
+        largest = values.abs().amax(-1)
+        least, most = largest.amin(1, keepdim=True), largest.amax(1, keepdim=True)
+        step = (most - least) * (1 / 255)  # a product: a GPU divides by a number otherwise than a CPU
+        scales = ((largest - least) / step.where(step > 0, 1.0)).round().clamp(max=255)
+        parts = values / largest.where(largest > 0, 1.0).unsqueeze(-1)
+        found = torch.zeros(parts.shape, dtype=torch.uint8, device=parts.device)
+        for middle in MIDDLES:  # twice as fast as torch.bucketize
+            found += parts > middle
+        found = found.view(len(rows), -1, 2)
+        pieces = [found[..., 0] << 4 | found[..., 1], scales.to(torch.uint8)]
+        torch.cat([*pieces, torch.cat([least, step], 1).view(torch.uint8)], 1, out=rows)
+    return codes
+
+
+@torch.no_grad()
+def dequantise(codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The weight of ``shape`` that ``codes`` are of, computed in fp32 and rounded once to ``dtype``."""
+    whole = torch.empty(len(codes) * GROUP, dtype=dtype, device=codes.device)
+    for some, out in zip(codes.split(AT_ONCE), whole.split(AT_ONCE * GROUP), strict=True):
+        # torch 2.11's FSDP casts bytes to the type that it computes in, which holds them exactly.
+        packed, scales, numbers = some.to(torch.uint8).split([GROUP // 2, GROUP // BLOCK, 8], 1)
+        least, step = numbers.contiguous().view(torch.float32).split(1, 1)
+        values = functional.embedding(packed.int(), _pairs_where(codes)).view(len(some), GROUP // BLOCK, BLOCK)
+        torch.mul(values, (least + step * scales).unsqueeze(-1), out=out.view_as(values))
+    return whole[: math.prod(shape)].view(shape)
+
+
+def _pairs_where(codes: Tensor) -> Tensor:
+    """What each byte stands for, where ``codes`` are: copied there once, for a copy in every forward is waited for."""
+    found, real = _pairs.get(codes.device), type(codes) in (Tensor, nn.Parameter) and not codes.is_meta
+    if found is None or not real:  # codes that only have a shape are no place to keep anything
+        found = torch.tensor(PAIRS, dtype=torch.float32, device=codes.device)
+        if real:
+            _pairs[codes.device] = found
+    return found
+
+
+class NF4Linear(nn.Module):
+    """A linear layer (``nn.Linear``, or transformers' ``Conv1D``, which keeps its weight transposed) with a frozen
+    weight in NF4. Its one parameter besides the bias, ``codes``, is uint8 ``(rows, ROW)``: FSDP2 shards it by rows.
+
+    Args:
+        layer: in whose place it comes, on any device; on meta its codes are, too.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        weight: Any = layer.weight
+        self.shape, self.dtype = tuple(weight.shape), weight.dtype
+        """Of the weight as it was; what it is rounded to before it is quantised."""
+        self.transposed = not isinstance(layer, nn.Linear)
+        self.out_features, self.in_features = self.shape[::-1] if self.transposed else self.shape
+        empty = torch.empty(rows_of(weight.numel()), ROW, dtype=torch.uint8, device="meta")
+        self.codes = nn.Parameter(empty if weight.is_meta else quantise(weight), requires_grad=False)
+        self.bias: nn.Parameter | None = layer.bias  # type: ignore[assignment]
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole weight, made anew each time: some blocks ask it for its type."""
+        return dequantise(self.codes, self.shape, self.dtype)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """From ``(..., in_features)`` to ``(..., out_features)``, in the type of the inputs, or autocast's."""
+        kind = inputs.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return _Linear.apply(inputs.to(dtype), self.codes, bias, self.shape, self.transposed)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class _Linear(torch.autograd.Function):
+    """Backward makes the weight again: between the two passes there are the codes alone."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, codes: Tensor, bias: Tensor | None, shape: Any, transposed: bool) -> Tensor:
+        ctx.save_for_backward(codes)
+        ctx.shape, ctx.transposed = shape, transposed
+        weight = dequantise(codes, shape, inputs.dtype)  # whole for as long as it is multiplied with
+        return functional.linear(inputs, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (codes,) = ctx.saved_tensors
+        inputs = bias = None
+        if ctx.needs_input_grad[0]:
+            weight = dequantise(codes, ctx.shape, gradient.dtype)
+            inputs = gradient @ (weight.t() if ctx.transposed else weight)
+        if ctx.needs_input_grad[2]:
+            bias = gradient.sum(tuple(range(gradient.ndim - 1)))
+        return inputs, None, bias, None, None
+
+
+def count_weights(module: nn.Module, *, trained: bool = False) -> int:
+    """The weights of ``module``, or those that train: of quantised layers what their codes stand for."""
+    quantised = {id(part.codes): math.prod(part.shape) for part in module.modules() if isinstance(part, NF4Linear)}
+    return sum(quantised.get(id(p), p.numel()) for p in module.parameters() if p.requires_grad or not trained)
