@@ -216,7 +216,7 @@ def chatting(kind: str, number: int, out: Path) -> None:
     samples = chats(number)
     if kind.startswith("ours"):
         free = kind == "ours, packed"
-        model = CausalLM("llama", tokenizer="none", config=SMALL)
+        model = CausalLM("llama", tokenizer="none", config=SMALL, padding_free=free)
         cut = {"micro_batch_size": CHATS, "micro_batch_tokens": MOST} if free else {"micro_batch_size": MICRO_BATCH}
         Clock(STEPS, 1, out)
         ours(model, samples, CHATS, Memory(**cut, precision="32-true"), out.parent / "run")

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from trainer.contract import Model
 from trainer.engine.order import batch_indices
-from trainer.models import CausalLM, token_loss
+from trainer.models import CausalLM, packed_attention, token_loss
+from trainer.models.unpadded import Lengths
 from trainer.recipe import Memory, Optim
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -30,6 +31,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "checkpointing": ("none", "full"),
     "offload": ("none", "optimizer"),
     "chunk": (None, 0, 1, 7),
+    "free": (None, False),  # of padding
     "optim": ("sgd", "adamw"),
 }
 ALL = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
@@ -48,14 +50,16 @@ class Spoken(Case):
 
     Args:
         chunk: ``model.loss_chunk``.
+        free: ``model.padding_free``.
     """
 
     size: int = 17
     chunk: int | None = 0
+    free: bool | None = None
 
     @property
     def model(self) -> Model:
-        return language_model(self.name, loss_chunk=self.chunk)
+        return language_model(self.name, loss_chunk=self.chunk, padding_free=self.free)
 
     @property
     def samples(self) -> list[dict[str, Tensor]]:
@@ -71,6 +75,7 @@ def case_of(
     checkpointing: str = "none",
     offload: str = "none",
     chunk: int | None = None,
+    free: bool | None = None,
     optim: str = "sgd",
 ) -> Spoken:
     memory = Memory(
@@ -81,7 +86,7 @@ def case_of(
         activation_checkpointing=checkpointing,
         cpu_offload=offload,
     )
-    return Spoken(family, memory, place[1], chunk=chunk, optim=OPTIM[optim])
+    return Spoken(family, memory, place[1], chunk=chunk, free=free, optim=OPTIM[optim])
 
 
 @lru_cache
@@ -164,9 +169,20 @@ def plant_mean_of_chunks(monkeypatch):
     monkeypatch.setattr(token_loss, "chunked_loss", averaged)
 
 
+def plant_leaking_attention(monkeypatch):
+    """A token sees all that is before it in the row, also of other texts."""
+    within = packed_attention.attend
+
+    def leaking(query, key, value, lengths, ends, *rest):
+        return within(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], *rest)
+
+    monkeypatch.setattr(packed_attention, "attend", leaking)
+
+
 @pytest.mark.parametrize(
     ("plant", "family"),
     [
+        (plant_leaking_attention, "qwen3"),
         (plant_unshifted_weight, "llama"),
         (plant_mean_of_chunks, "gemma3"),
     ],
