@@ -3,10 +3,12 @@
     python benchmarks/gpu.py first               the headline rows, gradients against fp32, speed, caps: 8 minutes
     python benchmarks/gpu.py planner             predicted against measured memory: 8 minutes, see planner_gpu.py
     python benchmarks/gpu.py faults              resume, recovery, out of memory, tests/gpu: 8 minutes
+    python benchmarks/gpu.py lm                  language models of 4 and 8 billion weights, memory and speed: 8 minutes
     python benchmarks/gpu.py ladder caps text    the published ladder and more of each, 10 minutes
 
 Every row is a run in a fresh process, with random weights and data made in memory: nothing is downloaded, and no model
 is written. Results are written after every row; a row that fails, or that there is no time for, is a row that says so.
+``--predict h200`` needs no GPU: it predicts the memory of every row instead of measuring it.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, Record, workplace
+from common import RESULTS, Record, resolve, workplace
 from gpu_judge import NOT_RUN, Measured, judge, read_found, report
 from gpu_rows import LEFT_OUT, PART_SECONDS, PARTS, TINY, VOCABULARY, Row
 from planner_runs import probe_gpu
@@ -140,6 +143,27 @@ def run(
     return results
 
 
+def predict(benchmark: Benchmark, parts: Mapping[str, list[Row]], gpu: str, record: Record) -> None:
+    """Predict what each row takes of a GPU that is not there, beside its target; print and write it."""
+    from trainer.memory.plan import decide_plan
+    from trainer.planner.predict import Prediction, predict_here, prepared
+    from trainer.planner.search import target_for
+    from trainer.system.children import in_child
+
+    found: list[dict[str, Any]] = []
+    for name, row in [(name, row) for name, rows in parts.items() for row in rows]:
+        recipe = prepared(resolve(benchmark._arguments(row, row.steps)))
+        plan, target = decide_plan(recipe, 1), target_for(gpu)
+        answer = Prediction.answered(in_child(partial(predict_here, recipe, plan, target)))
+        sizes = {kind: round(getattr(answer, kind) / 1e9, 3) for kind in ("allocated", "reserved", "host")}
+        largest = [f"{operation} in {phase} {size / 1e9:.2f} GB" for _, operation, phase, size in answer.largest[:5]]
+        goal = row.limit_gb and f"{row.target[0]} {row.limit_gb:.2f} GB" if row.target else "none"
+        print(f"{name}: {row.name}: {sizes}, at most {goal}; at the peak: {', '.join(largest)}", flush=True)
+        found.append({"part": name, "name": row.name, "limit": goal, "plan": plan.describe(), **sizes})
+        found[-1] |= {"phase": answer.peak_phase, "largest": largest, "step_ms": round(answer.cost.step_ms)}
+        record.write(name == list(parts)[-1] and row is parts[name][-1], rows=found)
+
+
 def choose(parts: list[str], only: str | None) -> dict[str, list[Row]]:
     """The parts asked for; with ``only`` rows whose name contains one of its words, and references."""
     chosen = {name: PARTS[name] for name in PARTS if name in parts}
@@ -168,6 +192,7 @@ def main() -> int:
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries out this file, with --tiny"
     )
+    parser.add_argument("--predict", metavar="GPU", help="predict for this GPU, such as h200; none is needed")
     parser.add_argument("--tiny", action="store_true", help="small models, whose figures mean nothing")
     asked = parser.parse_args()
     if unknown := set(asked.parts) - set(PARTS):
@@ -179,6 +204,13 @@ def main() -> int:
     parts = choose(asked.parts or ["first"], asked.only)
     if not parts:
         parser.error(f"--only {asked.only}: no row has such a name")
+    if asked.predict:
+        options = {"parts": list(parts), "only": asked.only, "gpu": asked.predict}
+        record = Record("_".join(["gpu", *parts, "predicted"]), options, asked.results)
+        with workplace(asked.work) as work:
+            here = Benchmark("cuda", asked.tiny, work.absolute(), asked.results.absolute())
+            predict(here, parts, asked.predict, record)
+        return 0
     gpu = probe_gpu() if asked.device == "cuda" else None
     if asked.device == "cuda" and gpu is None:
         print("torch sees no CUDA device here: there is nothing to measure")

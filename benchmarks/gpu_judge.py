@@ -201,6 +201,8 @@ def _speed(row: Row, found: Mapping[str, Any], peaks: Mapping[str, float]) -> di
         "steps_timed": len(plain[-LAST:]),
         "samples_per_second": speed,
         "minutes_an_epoch": round(EPOCH / speed / 60, 2) if row.recipe == "vit_l_16" else None,
+        "tokens_per_second": speed * row.settings["data.tokens"] if "data.tokens" in row.settings else None,
+        "published_tokens_per_second": row.tokens_per_second,
         "flops_per_sample": operations,
         "mfu": operations * speed / peak if operations and peak else None,
     }
@@ -220,7 +222,13 @@ def report(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     tables = []
     for name, found in results.items():
         failures = [f"- {row['name']}: {said}" for row in found for said in row["failures"]]
-        tables.append("\n".join([name, "", table(header, list(map(_cells, found))), "", *failures]))
+        rates = [
+            f"- {row['name']}: {row['tokens_per_second']:,.0f} tokens/s; torchtune on an RTX 4090, compiled: "
+            f"{row['published_tokens_per_second']:,.0f}"
+            for row in found
+            if row.get("tokens_per_second") and row["published_tokens_per_second"]
+        ]
+        tables.append("\n".join([name, "", table(header, list(map(_cells, found))), "", *failures, *rates]))
     return "\n".join(tables)
 
 

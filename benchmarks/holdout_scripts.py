@@ -679,8 +679,8 @@ class Peft:
 
         from trainer.models.hub import published
 
-        config = AutoConfig.from_pretrained(published("meta-llama/Llama-3.2-3B"))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
+        config = AutoConfig.from_pretrained(published("meta-llama/Llama-3.2-3B"), trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).to("cuda")
         model = get_peft_model(model, self.adapters()) if self.adapters else model
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)

@@ -259,7 +259,9 @@ def adapting(place: Path, kind: str, number: int, out: Path) -> None:
         memory = Memory(micro_batch_size=ADAPTED[0], precision="32-true", init="meta")
         ours(model, samples, ADAPTED[0], memory, out.parent / "run")
         return
-    module: Any = LlamaForCausalLM.from_pretrained(place, dtype=torch.float32).train()
+    module: Any = LlamaForCausalLM.from_pretrained(
+        place, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+    ).train()
     if kind == "TRL, LoRA":
         module = get_peft_model(module, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(LINEAR)))
     trains = lambda one: AdamW([p for p in one.parameters() if p.requires_grad], lr=LR)  # noqa: E731

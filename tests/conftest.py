@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,20 +25,15 @@ settings.register_profile(
 )
 settings.load_profile("trainer")
 
-SCRATCH = None
-"""The one folder for all that tests, the processes that they kill, and libraries leave behind."""
+# One folder for all that tests, the processes that they kill, and libraries leave behind.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     usual = tempfile.gettempdir()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{os.getuid()}")  # kept for the next time
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # where pytest keeps the folders of the last three runs
-    SCRATCH = tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="trainer-tests-")
-    os.chmod(SCRATCH, 0o755)  # Slurm's and munge's daemons are other users
-
-
-def pytest_unconfigure() -> None:
-    """The workers have ended by then."""
-    if SCRATCH is not None:
-        shutil.rmtree(SCRATCH, ignore_errors=True)
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="trainer-tests-")
+    os.chmod(tempfile.tempdir, 0o755)  # Slurm's and munge's daemons are other users
+    # Workers have ended by then; -101 is after the folder that multiprocessing itself removes.
+    Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-101)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,13 +9,15 @@ import pytest
 from helpers.shards import write_shards
 
 from trainer.cli import run
-from trainer.commands.recipes import load_recipe, packaged_recipes
+from trainer.commands.recipes import load_recipe, packaged_recipes, recipes_folder
 
 
 def flags(name, data, folder):
     """What makes a recipe small, and where its data and vocabulary are here; ``folder`` gets some of the reviews."""
     names = f"--model.tokenizer={data}/tokenizers/"
     text = ["--model.weights=null", "--memory.precision=32-true", "--data.max_length=48", f"--data.cache_dir={folder}"]
+    if name.startswith("lm_"):
+        return language_flags(name, folder)
     if "imdb" in name or name == "text_files":
         (folder / "reviews").mkdir()
         for split, step in (("train", 20), ("test", 10)):
@@ -45,6 +47,24 @@ def flags(name, data, folder):
     return [f"--data.root={data}/fashion_mnist_small", "--data.download=false"] if "fashion" in name else []
 
 
+def language_flags(name, folder):
+    """A model of two blocks that reads bytes, on Python files that are here, or on conversations of two sentences."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 256}
+    small = ["--data.max_length=96", f"--data.cache_dir={folder}", f"--model.config={sizes}"]
+    if name == "lm_bytes":
+        recipes = recipes_folder()
+        return [*small, f"--data.train_files={recipes}/[a-l]*.py", f"--data.val_files={recipes}/[m-z]*.py"]
+    say = [{"role": "user", "content": "Is it so?"}, {"role": "assistant", "content": "It is."}]
+    for split, rows in (("train", 40), ("test", 5)):
+        lines = [json.dumps({"messages": say * (1 + number % 2)}) + "\n" for number in range(rows)]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    files = [f"--data.{split}_files={folder}/{split}.jsonl" for split in ("train", "test")]
+    none = [f"--{key}=null" for key in ("data.name", "data.config", "data.test_split", "model.weights")]
+    lora = ["--model.lora.rank=2"] if name == "lm_qlora" else []
+    return [*small, *files, *none, *lora, "--model.name=llama", "--model.tokenizer=bytes", "--memory.precision=32-true"]
+
+
 @pytest.mark.parametrize("name", packaged_recipes())
 def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_path, capsys, no_pictures):
     run_dir, more = tmp_path / "run", tmp_path / "more"
@@ -59,8 +79,15 @@ def test_a_packaged_recipe_trains_evaluates_and_predicts(name, sample_data, tmp_
     assert recipe.batch_size == load_recipe(name)[0].batch_size
 
     assert run(["evaluate", str(run_dir)]) == 0
-    assert f"loss {summary['metrics']['test']['loss']:.4f}" in capsys.readouterr().out
+    figures = summary["metrics"].get("test") or summary["metrics"]["val"]
+    assert f"loss {figures['loss']:.4f}" in capsys.readouterr().out
 
+    if name.startswith("lm_"):
+        assert list(figures) == ["perplexity", *(["bits_per_byte"] if name == "lm_bytes" else []), "loss"]
+        shutil.rmtree(more)
+        assert run(["predict", str(run_dir), "--text", "def main(", "--max-new-tokens", "4"]) == 0
+        assert capsys.readouterr().out.startswith("def main(" if name == "lm_bytes" else "")
+        return
     sample = ["--image", str(next((sample_data / "cifar10" / "folder" / "test" / "frog").iterdir()))]
     if any(model in name for model in ("distilbert", "bigbird", "text_files")):
         sample = ["--text", "a wonderful film", "dreadful"]

@@ -25,7 +25,7 @@ LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 _BY_CLASS = tuple(f"{figure}{mean}" for figure in ("f1", "precision", "recall") for mean in ("", "_macro", "_micro"))
 _OTHERS = ("auroc", "average_precision", "mcc", "r2", "pearson", "spearman")
 HIGHER = ("accuracy", "balanced_accuracy", "top5_accuracy", "subset_accuracy", *_BY_CLASS, "f1_weighted", *_OTHERS)
-LOWER = ("loss", "perplexity", "mae", "mse", "rmse")
+LOWER = ("loss", "perplexity", "bits_per_byte", "mae", "mse", "rmse")
 """The figures of an evaluation by name: those that are better the higher, and those that are better the lower."""
 _MEANS = (*(name for name in HIGHER if name.startswith(("f1_", "precision_", "recall_"))), "auroc", "average_precision")
 _SINGLE = ("accuracy", "balanced_accuracy", "top5_accuracy", "mcc", "f1", "precision", "recall", *_MEANS, "perplexity")
@@ -35,7 +35,7 @@ REPORTED = {
     "token": _SINGLE,
     "multi_label": (*_MEANS, "subset_accuracy"),
     "regression": REGRESSION,
-    "language": ("perplexity",),
+    "language": ("perplexity", "bits_per_byte"),
 }
 """What the evaluations of each task may have, besides the loss."""
 

@@ -86,6 +86,29 @@ class RandomTexts(Data):
         self.val = kind(pool, self.val_size) if self.val_size else None
 
 
+@dataclass
+class RandomTokens(Data):
+    """Texts of random tokens to predict, all of them as long.
+
+    Args:
+        tokens: of every text.
+        words: that tokens are drawn from, the first ones of a vocabulary.
+        size: samples in the training set.
+    """
+
+    tokens: int = 4096
+    words: int = 100
+    size: int = 256
+
+    def prepare(self, tokenizer: Any = None) -> None:
+        """Draw the texts."""
+        import torch
+
+        ids = torch.randint(1, self.words, (POOL, self.tokens), generator=torch.Generator().manual_seed(0))
+        pool = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        self.train = _Repeated(pool, self.size)
+
+
 class _Repeated:
     """A map-style dataset of ``size`` samples: the few of ``pool`` over and over."""
 

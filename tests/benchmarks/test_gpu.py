@@ -137,6 +137,14 @@ def test_headline_rows_come_first():
         assert all(row.reference in (None, *names) for row in rows_of_part)
 
 
+def test_what_is_said_of_language_models_is_what_was_predicted():
+    page, found = (FOLDER / "README.md").read_text(), FOLDER / "results" / "gpu_lm_predicted.json"
+    rows = json.loads(found.read_text())["rows"]
+    assert [row["name"] for row in rows] == [row.name for row in PARTS["lm"]]
+    for row in rows:
+        assert f"| {row['name']} | {row['allocated']:.3f} | {row['reserved']:.3f} | {row['host']:.1f} |" in page
+
+
 def test_a_part_ends_in_its_time_and_the_rest_are_rows_that_say_so(tmp_path, monkeypatch):
     clock = iter([0.0, 0.0, 60.0, 90.0, 97.0])
     monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: next(clock)))

@@ -62,7 +62,7 @@ def test_a_class_of_this_package_has_its_own_flags_and_defaults(recipe_file, cal
     )  # as it is
     assert run(["fit", "vit_digits", "--data", "TextFiles", "--help"]) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert "data: TextFiles: --data CLASS takes another: CIFAR10, Digits, " in page
+    assert "data: TextFiles: --data CLASS takes another: CIFAR10, Conversations, Digits, " in page
     assert "--data.train_file str the training texts: a path or file:// URL." in page
     assert "--data.test_fraction" not in page
 

@@ -472,3 +472,17 @@ def test_the_tokens_of_bytes_are_saved_and_loaded_as_any(tmp_path):
         256,
         tokenizer.all_special_ids,
     )
+
+
+def test_documents_know_the_bytes_of_each_token_that_is_predicted_and_conversations_do_not(tmp_path, chats):
+    texts = ["hello world " * 9, "a film: caf\u00e9 \u4f60\u597d", "good"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    for tokenizer in (byte_pairs(), byte_tokenizer()):
+        files = {"train_files": str(tmp_path / "[01].txt"), "test_files": str(tmp_path / "2.txt")}
+        data = prepared(Documents(**files, max_length=8, cache_dir=str(tmp_path / "cache")), tokenizer)
+        for split, held in ((data.train, texts[:2]), (data.test, texts[2:])):
+            predicted = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in held)
+            assert split.bytes_per_token == sum(len(text.encode()) for text in held) / predicted
+    assert len(data.train) > 5, "in pieces"
+    assert chats().train.bytes_per_token is None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.problems import Problem, collate, make_model, make_samples
-from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.models import unpadded
-from trainer.models.unpadded import Lengths, attend
+from trainer.models.unpadded import FULL, Lengths, Pattern, attend
 
 LENGTHS = [130, 64, 64, 7, 1]
 
@@ -19,31 +18,57 @@ def test_each_text_attends_to_itself(dtype: torch.dtype, first: bool, monkeypatc
     """Forward and backward, as in fp64 text by text, with and without ``varlen_attn``."""
     torch.manual_seed(0)
     ends = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
-    tensors = [torch.randn(sum(LENGTHS), 128, device="cuda", dtype=torch.float64) for _ in range(3)]
+    tensors = [torch.randn(sum(LENGTHS), 4, 32, device="cuda", dtype=torch.float64) for _ in range(3)]
     if first:
         tensors[0] = tensors[0][ends[:-1].long()]
-    expected = computed(tensors, ends, first)
+    compared(tensors, ends, dtype, FULL, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 16])
+def test_each_document_attends_to_what_is_before(
+    dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a head of keys for two of queries."""
+    torch.manual_seed(0)
+    ends = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
+    tensors = [torch.randn(sum(LENGTHS), heads, 32, device="cuda", dtype=torch.float64) for heads in (4, 2, 2)]
+    compared(tensors, ends, dtype, Pattern(causal=True, window=window, scale=0.3), monkeypatch)
+
+
+def compared(
+    tensors: list[torch.Tensor],
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    pattern: Pattern,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = computed(tensors, ends, pattern)
     has_kernel = torch.cuda.get_device_capability() >= (8, 0) and dtype != torch.float32
     assert unpadded._has_varlen(tensors[0].to(dtype)) == has_kernel
     tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     for allowed in (True, False):
         if not allowed:
             monkeypatch.setattr(unpadded, "_has_varlen", lambda query: False)
-        found = computed([tensor.to(dtype) for tensor in tensors], ends, first)
+        found = computed([tensor.to(dtype) for tensor in tensors], ends, pattern)
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
 
 
-def computed(tensors: list[torch.Tensor], ends: torch.Tensor, first: bool) -> list[torch.Tensor]:
-    """The result and the gradients of its sum of squares; in fp64 by torch alone."""
+def computed(tensors: list[torch.Tensor], ends: torch.Tensor, pattern: Pattern) -> list[torch.Tensor]:
+    """The result and the gradients of its sum of squares; in fp64 by whole weights of attention."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in tensors)
     if query.dtype != torch.float64:
-        found = attend(query, key, value, 32, Lengths(LENGTHS), ends, 0.0)
+        found = attend(query, key, value, Lengths(LENGTHS), ends, 0.0, pattern)
     else:
-        asked = query.split([1] * len(LENGTHS) if first else LENGTHS)
-        parts = zip(asked, key.split(LENGTHS), value.split(LENGTHS), strict=True)
-        heads = [[part.unflatten(-1, (-1, 32)).transpose(0, 1) for part in text] for text in parts]
-        found = torch.cat([scaled_dot_product_attention(*text).transpose(0, 1).flatten(1) for text in heads])
+        asked, parts = query.split([1] * len(LENGTHS) if len(query) == len(LENGTHS) else LENGTHS), []
+        for own, *others in zip(asked, key.split(LENGTHS), value.split(LENGTHS), strict=True):
+            keys, values = (one.repeat_interleave(own.shape[1] // one.shape[1], 1) for one in others)
+            scores = torch.einsum("qhd,khd->hqk", own, keys) * (pattern.scale or 32**-0.5)
+            if (mask := pattern.mask(len(keys), scores.device)) is not None:
+                scores = scores.masked_fill(~mask, -torch.inf)
+            parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1))
+        found = torch.cat(parts)
     found.square().sum().backward()
     return [found.detach(), *(tensor.grad for tensor in (query, key, value) if tensor.grad is not None)]
 

@@ -31,7 +31,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "checkpointing": ("none", "full"),
     "offload": ("none", "optimizer"),
     "chunk": (None, 0, 1, 7),
-    "packed": (False, True),
+    "free": (None, False),  # of padding
     "optim": ("sgd", "adamw"),
 }
 ALL = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
@@ -50,16 +50,16 @@ class Spoken(Case):
 
     Args:
         chunk: ``model.loss_chunk``.
-        packed: ``model.padding_free``.
+        free: ``model.padding_free``.
     """
 
     size: int = 17
     chunk: int | None = 0
-    packed: bool = False
+    free: bool | None = None
 
     @property
     def model(self) -> Model:
-        return language_model(self.name, loss_chunk=self.chunk, padding_free=self.packed)
+        return language_model(self.name, loss_chunk=self.chunk, padding_free=self.free)
 
     @property
     def samples(self) -> list[dict[str, Tensor]]:
@@ -75,7 +75,7 @@ def case_of(
     checkpointing: str = "none",
     offload: str = "none",
     chunk: int | None = None,
-    packed: bool = True,
+    free: bool | None = None,
     optim: str = "sgd",
 ) -> Spoken:
     memory = Memory(
@@ -86,7 +86,7 @@ def case_of(
         activation_checkpointing=checkpointing,
         cpu_offload=offload,
     )
-    return Spoken(family, memory, place[1], chunk=chunk, packed=packed, optim=OPTIM[optim])
+    return Spoken(family, memory, place[1], chunk=chunk, free=free, optim=OPTIM[optim])
 
 
 @lru_cache
@@ -137,7 +137,7 @@ def test_the_steps_are_those_of_a_plain_loop_over_whole_logits(values, ranks):
 
 USUAL = (
     {"family": "gpt2", "cut": (8, 48), "chunk": 7},
-    {"family": "gemma", "place": ("ddp", 2), "cut": (1, None), "offload": "optimizer", "packed": False},
+    {"family": "gemma", "place": ("ddp", 2), "cut": (1, None), "offload": "optimizer"},
     {"family": "qwen3", "place": ("fsdp", 2), "cut": (8, 48), "checkpointing": "full", "optim": "adamw"},
     {"family": "llama", "place": ("fsdp", 3), "cut": (3, None), "chunk": 1},
 )
@@ -157,12 +157,24 @@ def plant_unshifted_weight(monkeypatch):
     monkeypatch.setattr(CausalLM, "weigh", lambda self, batch: {"loss": float((batch["labels"] != -100).sum())})
 
 
-def plant_leaking_mask(monkeypatch):
-    """Attention over the whole row, past the border of a document."""
-    attend = packed_attention.attend
+def plant_mean_of_chunks(monkeypatch):
+    """Every chunk of tokens counts alike, the last one with fewer, too."""
+    whole = token_loss.chunked_loss
 
-    def leaking(query, key, value, lengths, ends, *options):
-        return attend(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], *options)
+    def averaged(hidden, head, targets, transform, chunk):
+        parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+        means = [whole(rows, head, own, transform, chunk) / max(1, len(own)) for rows, own in parts]
+        return torch.stack(means).mean() * len(targets)
+
+    monkeypatch.setattr(token_loss, "chunked_loss", averaged)
+
+
+def plant_leaking_attention(monkeypatch):
+    """A token sees all that is before it in the row, also of other texts."""
+    within = packed_attention.attend
+
+    def leaking(query, key, value, lengths, ends, *rest):
+        return within(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], *rest)
 
     monkeypatch.setattr(packed_attention, "attend", leaking)
 
@@ -178,25 +190,13 @@ def plant_running_positions(monkeypatch):
     monkeypatch.setattr(packed_attention, "pack_documents", running)
 
 
-def plant_mean_of_chunks(monkeypatch):
-    """Every chunk of tokens counts alike, the last one with fewer, too."""
-    whole = token_loss.chunked_loss
-
-    def averaged(hidden, head, targets, transform, chunk):
-        parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-        means = [whole(rows, head, own, transform, chunk) / max(1, len(own)) for rows, own in parts]
-        return torch.stack(means).mean() * len(targets)
-
-    monkeypatch.setattr(token_loss, "chunked_loss", averaged)
-
-
 @pytest.mark.parametrize(
     ("plant", "family"),
     [
-        (plant_unshifted_weight, "llama"),
-        (plant_leaking_mask, "llama"),
-        (plant_leaking_mask, "gpt2"),
+        (plant_leaking_attention, "qwen3"),
+        (plant_leaking_attention, "gpt2"),
         (plant_running_positions, "gpt2"),
+        (plant_unshifted_weight, "llama"),
         (plant_mean_of_chunks, "gemma3"),
     ],
 )

@@ -123,7 +123,14 @@ def test_longer_texts_than_the_model_takes_are_refused_as_with_the_data():
 
 def test_a_configuration_that_is_not_here_is_told_with_what_is_enough():
     with pytest.raises(RecipeError, match=r"a folder with config.json for model.name, or a model type such as dist"):
-        prepared(load_recipe("distilbert_imdb")[0], outlines=True)
+        prepared(recipe_of(TextClassifier("nobody/nothing"), IMDb()), outlines=True)
+
+
+@pytest.mark.parametrize("name", ["distilbert_imdb", "lm_chat", "lm_qlora"])
+def test_packaged_recipes_are_planned_without_a_hub(name):
+    recipe = prepared(load_recipe(name)[0], outlines=True)
+    assert len(recipe.data.train) > 1000
+    assert recipe.model.unloaded()._configuration().vocab_size > 30_000
 
 
 @dataclass

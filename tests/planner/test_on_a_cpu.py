@@ -26,14 +26,30 @@ SETTINGS |= {"run.accelerator": "cpu", "run.predict": False, "run.evaluate": Fal
 """A Vision Transformer of 21 million weights: beside less, the 40 MB that no tensor shows would count for more."""
 
 
+LANGUAGE = str(Path(__file__).parents[2] / "benchmarks" / "recipes" / "language_model.py")
+SHAPE = {"num_hidden_layers": 4, "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6}
+WORDS = {"model.config": {**SHAPE, "num_key_value_heads": 6, "vocab_size": 50_000}, "data.tokens": 512, "max_steps": 2}
+WORDS |= {"run.accelerator": "cpu", "run.predict": False, "run.evaluate": False, "run.progress": False}
+WORDS |= {"batch_size": 4, "memory.micro_batch_size": 4, "memory.precision": "32-true"}
+"""A Llama of 45 million weights, most of them of its words: whole logits of a step take 410 MB."""
+CASES = {
+    "vit": ("vit_digits", SETTINGS),
+    "logits": (LANGUAGE, WORDS | {"model.loss_chunk": 0}),
+    "chunks": (LANGUAGE, WORDS | {"model.loss_chunk": 64}),
+    "LoRA in NF4": (LANGUAGE, WORDS | {"model.loss_chunk": 0, "model.lora.rank": 8, "model.lora.base": "nf4"}),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="allocators of other systems keep what is freed")
-def test_predicted_resident_memory_is_that_of_a_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_predicted_resident_memory_is_that_of_a_run(case: str, tmp_path: Path) -> None:
     """Of one in a process of its own, with an allocator that gives back what is freed."""
-    recipe = prepared(change(load_recipe("vit_digits")[0], SETTINGS))
+    reference, settings = CASES[case]
+    recipe = prepared(change(load_recipe(reference)[0], settings))
     prediction = predict(recipe, decide_plan(recipe, 1), Target(host_as_device()))
-    flags = [f"--{key}={as_text(value)}" for key, value in SETTINGS.items()]
-    command = [sys.executable, "-m", "trainer", "fit", "vit_digits", f"--run.dir={tmp_path / 'run'}", *flags]
+    flags = [f"--{key}={as_text(value)}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "trainer", "fit", reference, f"--run.dir={tmp_path / 'run'}", *flags]
     environment = {**os.environ, **RETURN_FREED_MEMORY, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=480, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -203,6 +203,9 @@ def test_versions_name_every_library_and_null_what_is_missing(monkeypatch):
 def test_the_text_holds_every_figure_with_its_unit_and_the_files(tmp_path):
     (tmp_path / "metrics.csv").touch()
     text = summary_text(a_summary(), tmp_path)
+    assert "trainer predict" not in text
+    writes = summary_text(a_summary(), tmp_path, writes=True).splitlines()[-1]
+    assert writes == f"what it writes  trainer predict {tmp_path} --text TEXT"
     figures = (
         "finished",
         "97.50 %",

@@ -142,6 +142,13 @@ def test_a_set_of_one_class_has_no_curve_and_perplexity_is_of_the_loss():
     assert found["perplexity"] == math.exp(0.5)
 
 
+def test_bits_a_byte_are_of_the_loss_and_of_data_that_know_their_bytes():
+    scores = Scores(["bits_per_byte"], "language", None, bytes_per_token=2.5)
+    assert scores.compute(0.5) == {"perplexity": math.exp(0.5), "bits_per_byte": 0.5 / math.log(2) / 2.5}
+    with pytest.raises(RecipeError, match=r"^run.metrics=bits_per_byte is of whole documents"):
+        Scores(["bits_per_byte"], "language", None)
+
+
 def fits(metrics, task, num_classes):
     Run(metrics=metrics).require_figures(task, num_classes)
 

@@ -23,6 +23,7 @@ from trainer.system.imports import quick_imports
 from trainer.system.machine import may_have_gpu
 from trainer.system.redact import redact, redact_value
 from trainer.system.text import as_text, escaped, wrapped
+from trainer.system.waiting import doing
 
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags
@@ -128,6 +129,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         choose_trained(module, search.recipe.model, search.recipe.optim)
         return [count_weights(module), count_weights(module, trained=True)]
 
+    doing("preparing model and data")
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
     search.keeper = Keeper.here(BEGAN)
     out = new_folder("plan", own.get("out"), reference)
@@ -135,6 +137,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     print(search.heading(total, trained))
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)
+        doing("predicting")
         # The batch is the same in all of them, and has been said.
         search.progress = lambda done, total, text: progress.count(done, total, text.partition(" × ")[2])
         report = search.run(lossy.lower() == "true", ("all", None) in flags)

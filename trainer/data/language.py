@@ -76,6 +76,9 @@ class LanguageData(BuiltIn):
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 
+    answers: ClassVar[bool] = False
+    """Whether what a model writes answers a text, or a list of messages; else it goes on with it."""
+
     _kinds: ClassVar[Sequence[str]] = TABLES  # of files that are read of a folder
     _called: ClassVar[str]  # what a row is
 
@@ -209,15 +212,15 @@ class LanguageData(BuiltIn):
         require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
         return self._pad(samples)
 
-    def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
-        """Make a batch, without labels, of texts that a model is to go on from: a user's words, or the beginning of a
-        document. Nothing is cut off."""
+    def encode(self, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
+        """Make a batch, without labels, of texts that a model is to go on from: a user's words (or the messages of a
+        conversation), or the beginning of a document. Nothing is cut off."""
         from trainer.data.sequences import padder
 
         require(len(texts) > 0, "no texts were given")
         for position, text in enumerate(texts, start=1):
             place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
-            require(bool(text.strip()), f"{place} is empty")
+            require(bool(text.strip() if isinstance(text, str) else text), f"{place} is empty")
         found = self._reader(tokenizer).prompts(texts)
         return padder(tokenizer, max(map(len, found)))({"input_ids": found})
 
@@ -245,6 +248,7 @@ class Conversations(LanguageData):
     chat_template: str | None = None
     loss_on: Literal["assistant", "all"] = "assistant"
 
+    answers = True
     _called = "conversation"
 
     def __post_init__(self) -> None:

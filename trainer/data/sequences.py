@@ -65,6 +65,7 @@ class Sample(NamedTuple):
     labels: ndarray  # int32 (length,), not shifted; -100 where nothing is to be predicted
     lost: int = 0  # tokens after these that were cut off
     place: int = 0  # of several pieces of a document
+    bytes: int = 0  # of the document in UTF-8, at its first piece
 
 
 class RowReader(Protocol):
@@ -80,8 +81,8 @@ class RowReader(Protocol):
     def __call__(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Sample] | str]:
         """Of each row, its cells in the order of ``columns``, the samples, or what is wrong with it."""
 
-    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of texts that a model is to go on from."""
+    def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
+        """The tokens of texts that a model is to go on from; of a chat also of lists of messages."""
 
 
 def padder(tokenizer: Any, max_length: int) -> Padder:
@@ -129,8 +130,9 @@ class DocumentReader:
 
     def __call__(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Sample] | str]:
         problems = [self._problem(*cells) for cells in rows]
-        ids = ids_of([cells[0] for cells, why in zip(rows, problems, strict=True) if not why], self.tokenizer)
-        return [why or self._pieces(np.array([*self.begin, *next(ids), self.end], dtype=np.int32)) for why in problems]
+        texts = [cells[0] for cells, why in zip(rows, problems, strict=True) if not why]
+        found = zip(texts, ids_of(texts, self.tokenizer), strict=True)
+        return [why or self._pieces(*next(found)) for why in problems]
 
     def _problem(self, text: Any, problem: str = "") -> str:
         try:
@@ -140,10 +142,11 @@ class DocumentReader:
             return str(error)
         return problem or ("" if text and text.strip() else EMPTY)
 
-    def _pieces(self, ids: ndarray) -> list[Sample]:
+    def _pieces(self, text: str, words: ndarray) -> list[Sample]:
+        ids, size = np.array([*self.begin, *words, self.end], dtype=np.int32), len(text.encode())
         starts = range(0, len(ids) - 1, self.max_length - 1)
         pieces = [ids[start : start + self.max_length] for start in starts]
-        return [Sample(piece, piece, place=place) for place, piece in enumerate(pieces)]
+        return [Sample(piece, piece, 0, place, 0 if place else size) for place, piece in enumerate(pieces)]
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         return [[*self.begin, *ids.tolist()] for ids in ids_of(texts, self.tokenizer)]
@@ -304,11 +307,15 @@ class ChatReader:
             return None
         return np.any([(start <= places[:, 0]) & (places[:, 1] <= end) for start, end in written.spans], axis=0)
 
-    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+    def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
+        chats = [_said(one, "prompt") for one in texts]
+        for chat in chats:
+            while chat and chat[-1]["role"] == "assistant":  # an answer that is there: the model is to give its own
+                chat.pop()
         try:
-            written = [self._render([{"role": "user", "content": text}], prompt=True)[0] for text in texts]
+            written = [self._render(chat, prompt=True)[0] for chat in chats]
         except Exception as error:
-            raise RecipeError(f"the chat template refuses a user's words alone ({reason(error)})") from error
+            raise RecipeError(f"the chat template refuses it without an answer ({reason(error)})") from error
         return [ids.tolist() for ids in ids_of(written, self.tokenizer)]
 
 
@@ -390,7 +397,7 @@ def tokenised(rows: Rows, reader: RowReader, cache: Path) -> datasets.Dataset:
     """The samples of all rows, from the cache on disk, with their ``row``; of a row without any, what the ``problem``
     is. Of documents without ``labels``: they are the tokens."""
     key = hash_of("sequences", rows.content, *reader.settings, words_of(reader.tokenizer))
-    numbers = ("length", "predicted", "lost", "place", "row")
+    numbers = ("length", "predicted", "lost", "place", "bytes", "row")
     kinds: dict[str, Any] = {"input_ids": datasets.List(datasets.Value("int32")), "problem": datasets.Value("string")}
     kinds |= {"labels": kinds["input_ids"]} if isinstance(reader, ChatReader) else {}
     kinds |= dict.fromkeys(numbers, datasets.Value("int64"))
@@ -407,7 +414,7 @@ def tokenised(rows: Rows, reader: RowReader, cache: Path) -> datasets.Dataset:
             for sample in [nothing] if isinstance(found, str) else found:
                 predicted = int((sample.labels[1:] != IGNORED_LABEL).sum())
                 values = sample.ids, found if isinstance(found, str) else "", sample.labels
-                counts = len(sample.ids), predicted, sample.lost, sample.place, index
+                counts = len(sample.ids), predicted, *sample[2:], index
                 for name, value in zip(("input_ids", "problem", "labels", *numbers), (*values, *counts), strict=True):
                     if name in table:
                         table[name].append(value)
@@ -457,6 +464,12 @@ class Sequences:
         """Of the row of each sample, over all tables."""
         begins = (self.table.data.column("place").to_numpy() == 0).cumsum()
         return begins[np.asarray(self.chosen, dtype=np.int64)]
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of the documents for each token that is predicted; ``None`` of conversations."""
+        size = int(self.column("bytes").sum())
+        return size / int(self.column("predicted").sum()) if size else None
 
     def __len__(self) -> int:
         return len(self.chosen)

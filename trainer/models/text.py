@@ -91,7 +91,7 @@ class TextModel(HubModel):
     def outlined(self, outline: Outline) -> Self:
         """This model without the tokenizer, unless one is named: the configuration knows how many words it has."""
         model = self if self.tokenizer else replace(cast(Any, self), tokenizer=NO_TOKENIZER)
-        most = positions(model._configuration().to_dict())
+        most = positions(model.unloaded()._configuration().to_dict())  # a plan reads no weights
         long = f"data.max_length={outline.length} is more than the {most} tokens that model.name={self.name!r} takes"
         require(not most or not outline.length or outline.length <= most, f"{long}: lower it")
         return model

@@ -8,15 +8,17 @@ that of "padding-free" or "unpadded" training (MosaicBERT, Portes et al. 2023; M
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from inspect import signature
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import dropout as drop_out
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.models.bert.modeling_bert import BertLayer
@@ -37,6 +39,30 @@ class Lengths:
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
+
+
+class Pattern(NamedTuple):
+    """What a token of a text attends to, and how scores become weights."""
+
+    causal: bool = False  # only itself and what is before it
+    window: int | None = None  # no token as far away as this, or further
+    scale: float | None = None  # of the scores; None for 1 / sqrt(size of a head)
+    softcap: float | None = None  # of scores: softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # (heads,): scores of a key that has no value
+
+    def mask(self, length: int, device: torch.device) -> Tensor | None:
+        """Which keys a query sees, bool (length, length), of one text alone; ``None`` for all of them."""
+        if not self.causal and (self.window is None or self.window >= length):
+            return None
+        seen = torch.ones(length, length, dtype=torch.bool, device=device)
+        seen = seen.tril() if self.causal else seen
+        if self.window is None:
+            return seen
+        seen = seen.triu(1 - self.window)
+        return seen if self.causal else seen.tril(self.window - 1)
+
+
+FULL = Pattern()
 
 
 def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | None:
@@ -98,19 +124,24 @@ def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _of_distilbert(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
     attention = block.attention
-    query, key, value = attention.q_lin(rows), attention.k_lin(hidden), attention.v_lin(hidden)
+    heads = attention.q_lin(rows), attention.k_lin(hidden), attention.v_lin(hidden)
     rate = attention.dropout.p if block.training else 0.0
-    attended = attend(query, key, value, attention.attention_head_size, lengths, ends, rate)
+    attended = attend(*_by_heads(heads, attention.attention_head_size), lengths, ends, rate)
     attended = block.sa_layer_norm(attention.out_lin(attended) + rows)
     return block.output_layer_norm(block.ffn(attended) + attended)
 
 
 def _of_bert(block: Any, rows: Tensor, hidden: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
     attention = block.attention.self
-    query, key, value = attention.query(rows), attention.key(hidden), attention.value(hidden)
+    heads = attention.query(rows), attention.key(hidden), attention.value(hidden)
     rate = attention.dropout.p if block.training else 0.0
-    attended = attend(query, key, value, attention.attention_head_size, lengths, ends, rate)
+    attended = attend(*_by_heads(heads, attention.attention_head_size), lengths, ends, rate)
     return block.feed_forward_chunk(block.attention.output(attended, rows))
+
+
+def _by_heads(parts: Iterable[Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (part.unflatten(-1, (-1, size)) for part in parts)
+    return query, key, value
 
 
 COMPUTE: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -125,29 +156,41 @@ COMPUTE: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 @torch.compiler.disable  # lengths differ in every micro-batch: no code is worth compiling for them
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, size: int, lengths: Lengths, ends: Tensor, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    ends: Tensor,
+    dropout: float,
+    pattern: Pattern = FULL,
 ) -> Tensor:
-    """Attention of each text within itself, without a mask.
+    """Attention of each text within itself, without a mask over several.
 
     Args:
-        query: (tokens, heads × size), or (texts, heads × size): of the first token of each text.
-        key, value: (tokens, heads × size).
-        size: of a head.
+        query: (tokens, heads, size), or (texts, heads, size): of the first token of each text.
+        key, value: (tokens, heads, size); a divisor of the query's heads, and the size of a value may be another.
         lengths: tokens of each text.
         ends: where each text begins and the last one ends, int32 (texts + 1,).
         dropout: share of the attention weights that is dropped.
+        pattern: what a token attends to: by default all tokens of its text.
 
     Returns:
-        Shape of ``query``.
+        As many rows as ``query``: (…, heads × size of a value).
     """
-    query, key, value = (part.unflatten(-1, (-1, size)) for part in (query, key, value))
     first = len(query) == len(lengths.tokens)
-    if not dropout and _has_varlen(query):
+    options: dict[str, Any] = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
+    plain = pattern.softcap is None and pattern.sinks is None
+    if not dropout and plain and _has_varlen(query) and query.shape[-1] == value.shape[-1]:
         from torch.nn.attention.varlen import varlen_attn
 
+        if options and "enable_gqa" not in signature(varlen_attn).parameters:  # before torch 2.12
+            key, value, options = _repeated(key, query, 1), _repeated(value, query, 1), {}
+        far = -1 if pattern.window is None else pattern.window - 1
+        options |= {"scale": pattern.scale, "window_size": (far, 0 if pattern.causal else far)}
         starts = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
         longest = max(lengths.tokens)
-        packed: Any = varlen_attn(query, key, value, starts, ends, 1 if first else longest, longest)
+        at = starts, ends, 1 if first else longest, longest
+        packed: Any = varlen_attn(query, key, value, *at, **options)
         return packed.flatten(1)
     # Texts of one length share a kernel on a GPU; on a CPU what a text needs may stay in the cache.
     on_cpu = query.device.type == "cpu"
@@ -156,14 +199,42 @@ def attend(
         groups = [(n, len(list(same))) for n, same in groupby(lengths.tokens)]
     tokens = [length * count for length, count in groups]
     asked = [count for _, count in groups] if first else tokens
-    own = on_cpu and dropout and query.dtype in (torch.float32, torch.float64)
-    kernel: Callable[..., Tensor] = _DroppedAttention.apply if own else scaled_dot_product_attention
-    options = (dropout,) if own else (None, dropout)
+    own = on_cpu and dropout and pattern is FULL and query.dtype in (torch.float32, torch.float64)
     found = []
-    for (_, count), *parts in zip(groups, query.split(asked), key.split(tokens), value.split(tokens), strict=True):
-        heads = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in parts)  # (texts, heads, tokens, size)
-        found.append(kernel(*heads, *options).transpose(1, 2).flatten(0, 1))
+    for (length, count), *parts in zip(groups, query.split(asked), key.split(tokens), value.split(tokens), strict=True):
+        # (texts, heads, tokens, size)
+        rows, keys, values = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in parts)
+        if own:
+            text = _DroppedAttention.apply(rows, keys, values, dropout)
+        elif not plain:
+            text = weighed(rows, keys, values, pattern.mask(length, query.device), dropout, pattern)
+        else:
+            whole = pattern.window is None or pattern.window >= length
+            mask = None if whole else pattern.mask(length, query.device)
+            options |= {"is_causal": pattern.causal and mask is None, "scale": pattern.scale}
+            text = scaled_dot_product_attention(rows, keys, values, mask, dropout, **options)
+        found.append(text.transpose(1, 2).flatten(0, 1))
     return torch.cat(found).flatten(1)
+
+
+def weighed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, pattern: Pattern) -> Tensor:
+    """Attention by scores that torch's kernels do not compute, of ``(texts, heads, tokens, size)``; a mask is bool."""
+    key, value = _repeated(key, query, 1), _repeated(value, query, 1)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if pattern.scale is None else pattern.scale)
+    if pattern.softcap is not None:
+        scores = pattern.softcap * torch.tanh(scores / pattern.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)  # not -inf: padding may see nothing
+    if pattern.sinks is not None:
+        sinks = pattern.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))[..., : key.shape[2]]
+    return drop_out(weights.to(value.dtype), dropout) @ value
+
+
+def _repeated(keys: Tensor, query: Tensor, dim: int) -> Tensor:
+    """Of keys or values that queries share, one for each head of the queries."""
+    return keys.repeat_interleave(query.shape[dim] // keys.shape[dim], dim)
 
 
 def _has_varlen(query: Tensor) -> bool:

@@ -17,7 +17,7 @@ from trainer.recipe import HIGHER, REGRESSION
 from trainer.system.reports import cause
 from trainer.values import FIGURES, IGNORED_LABEL, Loss
 
-FROM_SUMS = ("loss", "accuracy", "subset_accuracy", "perplexity")
+FROM_SUMS = ("loss", "accuracy", "subset_accuracy", "perplexity", "bits_per_byte")
 OF_SCORES = ("auroc", "average_precision", "top5_accuracy")
 """Of the scores of all classes; the others of a classifier are of the class with the largest."""
 
@@ -37,6 +37,7 @@ class Scores:
         gather: from the rows of this rank (``None`` where it has none) to those of all ranks, on the first one at
             least; a collective.
         decide: what a function returns on the first rank, on all ranks; what it refuses, all refuse alike.
+        bytes_per_token: of the texts, for each token that is predicted; ``None`` where the data do not say.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Scores:
         num_classes: int | None,
         gather: Callable[[Tensor | None], Tensor | None] = lambda rows: rows,
         decide: Callable[[Callable[[], dict[str, float]]], dict[str, float]] = lambda compute: compute(),
+        bytes_per_token: float | None = None,
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
         always = FIGURES["language"] if task == "language" else ()  # of the loss alone: nothing else is kept of logits
@@ -54,7 +56,10 @@ class Scores:
         self.sums = [name for name in dict.fromkeys(names) if name in summed]
         self.names = [name for name in dict.fromkeys(names) if name not in summed]
         self.own = [metric for metric in wanted if isinstance(metric, Metric)]
+        why = "run.metrics=bits_per_byte is of whole documents (Documents, not streamed), and the data are none: "
+        require("bits_per_byte" not in names or bytes_per_token is not None, f"{why}leave it out; there is perplexity")
         self.num_classes, self.gather, self.decide = num_classes, gather, decide
+        self.bytes_per_token = bytes_per_token or math.nan
         self.keeps_scores = bool(self.own) or not self.classifies or any(name in OF_SCORES for name in self.names)
         self.reset()
 
@@ -84,7 +89,9 @@ class Scores:
 
     def compute(self, loss: float) -> dict[str, float]:
         """The figures of the evaluation whose mean loss is ``loss``, the same on all ranks. A collective."""
-        found = {"perplexity": math.exp(min(loss, 700.0))} if "perplexity" in self.sums else {}
+        every = {"perplexity": math.exp(min(loss, 700.0))}
+        every["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+        found = {name: value for name, value in every.items() if name in self.sums}
         if not (self.names or self.own):
             return found
         kept = self.predictions, self.targets

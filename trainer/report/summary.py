@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -134,10 +135,13 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def summary_text(summary: Summary, run_dir: Path) -> str:
-    """The block that is printed at the end of a run, which ends with where the files are."""
+def summary_text(summary: Summary, run_dir: Path, writes: bool = False) -> str:
+    """The block that is printed at the end of a run, which ends with where the files are and, of a model that
+    ``writes``, how to see what."""
     files = ", ".join(sorted(file.name for file in run_dir.iterdir() if file.name[0] != "."))
     rows = [*summary_rows(summary), ("files", f"{run_dir}: {files}")]
+    if writes and summary.status == "finished":
+        rows.append(("what it writes", f"trainer predict {shlex.quote(str(run_dir))} --text TEXT"))
     width = max(len(label) for label, _ in rows)
     return "\n".join(escaped(f"{label:<{width}}  {value}") for label, value in rows)
 

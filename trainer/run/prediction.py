@@ -221,7 +221,7 @@ class Reader:
         require(not images or reads_images, f"--image needs an image model: {no_image}{instead}")
         why = f"nothing can be read to predict on: {no_text}, and {no_image}: define one (docs/after-training.md)"
         require(reads_texts or reads_images, why)
-        self.of_images = bool(images) or not reads_texts
+        self.of_images, self.answers = bool(images) or not reads_texts, getattr(data, "answers", False)
 
     def inputs(self, paths: Sequence[str], given: Sequence[str], column: str | None, scratch: Path) -> Inputs:
         """Texts or images that are ``given`` as they are, then what ``paths`` name: files, folders and patterns."""
@@ -277,11 +277,15 @@ class Reader:
 
         def each() -> Iterator[Input]:
             cells = chain.from_iterable(part[name] for part in table.select_columns([name]).iter(1000))
+            read: Callable[[], Any]
             for number, cell in enumerate(cells, rows.first):
-                cell = " ".join(map(str, cell)) if isinstance(cell, list) else cell  # of words
-                read = (
-                    partial(_cell_image, self.data, path.parent, cell) if self.of_images else partial(_cell_text, cell)
-                )
+                if self.of_images:
+                    read = partial(_cell_image, self.data, path.parent, cell)
+                elif self.answers and isinstance(cell, list):  # of messages
+                    read = partial(list, cell)
+                else:
+                    cell = " ".join(map(str, cell)) if isinstance(cell, list) else cell  # of words
+                    read = partial(_cell_text, cell)
                 yield Input(str("" if cell is None else cell), f"{path} row {number}", read)
 
         return Inputs(len(table), each(), True)
@@ -332,7 +336,7 @@ class Answer(NamedTuple):
     words: Sequence[str] = ()  # that have classes
     error: str = ""
     written: str = ""  # by a language model
-    before: str = ""  # the text that goes on with it
+    before: str = ""  # the text that it goes on with
 
 
 def answers(
@@ -361,14 +365,14 @@ def answers(
             rows = iter(_said(model, module, batch, asked))
         done += len(chunk)
         yield [
-            Answer(given, [], [], error=error) if error else _answer(model, given, next(rows), sample)
+            Answer(given, [], [], error=error) if error else _answer(model, reader, given, next(rows), sample)
             for given, (sample, error) in zip(chunk, read, strict=True)
         ]
 
 
-def _answer(model: Any, given: Input, said: Said | str, sample: Any) -> Answer:
+def _answer(model: Any, reader: Reader, given: Input, said: Said | str, sample: Any) -> Answer:
     if isinstance(said, str):
-        return Answer(given, [], [], written=said, before=sample)
+        return Answer(given, [], [], written=said, before="" if reader.answers else sample)
     words = sample.split() if getattr(model, "task", None) == "token" else []
     classes, values, all_of = said
     cut_off = max(0, len(words) - len(classes))
@@ -467,7 +471,8 @@ def classify(
         RecipeError: at the end, when some inputs could not be read, naming the first: the others are answered.
     """
     module.to(asked.on(), asked.own_kind).eval()
-    names, classes = list(model.class_names or []), getattr(model, "num_classes", None) or len(model.class_names or [])
+    names = list(getattr(model, "class_names", None) or [])
+    classes = getattr(model, "num_classes", None) or len(names)
     why = f"--top-k={asked.top_k} is more than the {classes} classes of the model"
     require(not classes or asked.top_k <= classes, why)
     task: Task = getattr(model, "task", "single_label")

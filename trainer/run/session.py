@@ -151,7 +151,8 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
     metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task)
     mistakes = Mistakes(task == "single_label" and classes is not None, fabric.device)
     gather, decide = partial(rows_of_all, fabric), partial(on_first, fabric)
-    scores = Scores(session.recipe.run.asked_figures(), getattr(model, "task", None), classes, gather, decide)
+    asked, per_token = session.recipe.run.asked_figures(), getattr(dataset, "bytes_per_token", None)
+    scores = Scores(asked, getattr(model, "task", None), classes, gather, decide, per_token)
     memory, rank = session.recipe.memory, fabric.global_rank
     share, shares = share_of(memory, rank, fabric.world_size)
     once = counted_once(memory, rank, _sum_over(fabric, fabric.device))

@@ -187,7 +187,8 @@ class Training:
         if session.is_first:
             if result is not None:
                 print(report_text(result, session.recipe.data))
-            print(summary_text(summary, session.run_dir))
+            writes = getattr(recipe.model, "task", None) == "language"
+            print(summary_text(summary, session.run_dir, writes))
             if self.profile is not None and self.profile.summary:
                 print(self.profile.summary)
         session.fabric.barrier()

@@ -1,0 +1,128 @@
+"""Decoders of transformers on packed rows: attention of each document within itself, and who is certified for it.
+
+The documents of a micro-batch lie one after another in a row without padding. All but attention works token by token;
+attention asks transformers' ``AttentionInterface`` for a function, which is ours: it knows where each document begins,
+and stores no (tokens x tokens) mask. What a model computes besides that, nobody but a test of that model knows:
+benchmarks/packing.py makes it, and ``LEAKS`` is what it has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from trainer.errors import require
+from trainer.models.unpadded import Lengths, Pattern, attend, pack, weighed
+
+NAME = "documents"
+"""Of the attention, as ``attn_implementation`` of a configuration names it."""
+
+# fmt: off
+ARCHITECTURES: dict[str, str | None] = {
+    **dict.fromkeys((
+        "biogpt", "cohere", "cohere2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2",
+        "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral",
+        "modernbert-decoder", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
+        "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+    )),
+    "bamba": "BambaMixer", "bloom": "BloomAttention", "codegen": "CodeGenAttention", "falcon": "FalconAttention",
+    "falcon_h1": "FalconH1Mixer", "falcon_mamba": "FalconMambaMixer", "gpt_neo": "GPTNeoAttention",
+    "gpt_oss": "GptOssExperts", "gptj": "GPTJAttention", "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer", "lfm2": "Lfm2ShortConv", "llama4_text": "Llama4TextAttention", "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer", "mpt": "MptAttention", "nemotron": "NemotronAttention", "phimoe": "PhimoeAttention",
+    "qwen3_next": "Qwen3NextGatedDeltaNet", "recurrent_gemma": "RecurrentGemmaRecurrentBlock",
+    "rwkv": "RwkvSelfAttention", "stablelm": "StableLmAttention",
+}
+# fmt: on
+"""What benchmarks/packing.py has found: by model type, ``None`` where packed documents do not see each other and the
+gradient is that of padded ones; else the module of which that cannot be said."""
+
+
+def documents(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    lengths: Lengths | None = None,
+    cu_seq_lens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' layers call it, of ``(n, heads, tokens, size)`` to ``(n, tokens, heads, size)``.
+
+    With ``lengths`` and ``cu_seq_lens``, of a row of documents, each within itself; else ``sdpa``, which also knows
+    here what transformers' does not: scores that are capped (``softcap``), and sinks (``s_aux``).
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    pattern = Pattern(causal, sliding_window, scaling, softcap, s_aux)
+    if lengths is not None and cu_seq_lens is not None:
+        biased = f"model.padding_free: {type(module).__name__} adds a bias to the scores of attention: set it to false"
+        require(kwargs.get("position_bias") is None, biased)
+        parts = (part[0].transpose(0, 1) for part in (query, key, value))
+        found = attend(*parts, lengths, cu_seq_lens, dropout, pattern)
+        return found.unflatten(-1, (query.shape[1], -1))[None], None
+    if softcap is None and s_aux is None:
+        given = query, key, value, attention_mask, dropout, scaling, is_causal
+        return sdpa_attention_forward(module, *given, **kwargs)
+    if attention_mask is None and query.shape[2] > 1:
+        attention_mask = Pattern(causal).mask(query.shape[2], query.device)
+    return weighed(query, key, value, attention_mask, dropout, pattern).transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Let transformers know of the attention; it makes masks for padded micro-batches as for ``sdpa``."""
+    AttentionInterface.register(NAME, documents)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def why_not(config: Any) -> str | None:
+    """Why models of that configuration are not computed on packed rows; ``None`` where they are."""
+    kind, implementation = config.model_type, config._attn_implementation
+    ropes = getattr(config, "rope_parameters", None) or {}
+    ropes = [ropes, *(part for part in ropes.values() if isinstance(part, Mapping))]
+    stretched = [part["rope_type"] for part in ropes if part.get("rope_type") in ("dynamic", "longrope")]
+    if kind not in ARCHITECTURES:
+        return f"benchmarks/packing.py has no certificate for model type {kind}"
+    if (leak := ARCHITECTURES[kind]) is not None:
+        return f"its {leak} does not keep packed documents apart"
+    if implementation not in (None, "sdpa", "eager", NAME):
+        return f"its attention is set to {implementation}"
+    if stretched:
+        return f"rope_type {stretched[0]} turns a document by the length of the longest beside it"
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+        return "its attention is not causal"
+    if kind == "qwen2_moe" and "sliding_attention" in config.layer_types:
+        return "its Qwen2MoeAttention does not say how far it sees"
+    return None
+
+
+def pack_documents(batch: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The micro-batch of a language model as one row without padding; ``None`` where it is of another form.
+
+    Args:
+        batch: on the host: ``input_ids``, ``attention_mask``, ``labels``, and others alike, ``(n, length)``.
+
+    Returns:
+        All but the mask, ``(1, tokens)``, the first label of each document -100: nothing is predicted across a border;
+        ``position_ids``, ``lengths`` and ``cu_seq_lens`` as of :func:`~trainer.models.unpadded.pack`; and a mask
+        of one entry, ``(1, 1, 1, 1)``: transformers takes one with four dimensions for made, and makes none of its own.
+    """
+    rest = {key: value for key, value in batch.items() if key != "labels"}
+    packed = pack({**rest, "targets": batch["labels"]}, None)
+    if packed is None:
+        return None
+    labels = packed.pop("targets")
+    labels[:, packed["cu_seq_lens"][:-1].long()] = -100
+    return {**packed, "labels": labels, "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
