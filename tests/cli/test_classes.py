@@ -57,9 +57,8 @@ def test_a_class_of_this_package_has_its_own_flags_and_defaults(recipe_file, cal
     recipe = recipe_of(calls, recipe_file, "--data", "ImageFolder", "--data.root=photos", "--model=MLP", "--epochs", 3)
     assert (recipe.data, recipe.model, recipe.epochs) == (ImageFolder("photos"), MLP(), 3)
     assert recipe_of(calls, recipe_file, "--data.class", "Digits").data == Digits()
-    assert (
-        recipe_of(calls, "vit_digits", "--data", "Digits", "--model", "VisionTransformer").model.layers == 4
-    )  # as it is
+    as_it_is = recipe_of(calls, "vit_digits", "--data", "Digits", "--model", "VisionTransformer")
+    assert as_it_is.model.layers == 4
     assert run(["fit", "vit_digits", "--data", "TextFiles", "--help"]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "data: TextFiles: --data CLASS takes another: CIFAR10, Conversations, Digits, " in page
