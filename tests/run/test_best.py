@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer import Checkpoint, Listener, Metric, Optim, RecipeError
 from trainer.api import evaluate, fit
 from trainer.cli import run as command
+from trainer.data import Digits
 from trainer.errors import RunError
 from trainer.models import MLP, VisionTransformer
 from trainer.run.best import Best
@@ -91,7 +92,7 @@ def test_the_best_checkpoint_is_marked_and_exported(whole, tmp_path, capsys):
     assert command(["checkpoint", "list", str(whole[0])]) == 0
     marked = [line for line in capsys.readouterr().out.splitlines() if line.endswith("best")]
     assert [f"step-{BEST:08d}" in line for line in marked] == [True]
-    small, run_dir = {"data": FewDigits(val_fraction=0.5, test_fraction=0.94), "max_steps": 4}, tmp_path / "r"
+    small, run_dir = {"data": Digits(val_fraction=0.5, test_fraction=0.94), "max_steps": 4}, tmp_path / "r"
     one = {"best": "val_loss", "evaluate": True}
     summary = fit(recipe(run_dir, eval_every=3, run=one, optim=Optim("sgd", lr=3.0), **small), "vit_digits")
     assert summary.best is not None
