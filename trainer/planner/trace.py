@@ -269,7 +269,7 @@ class _FakeStepper(Stepper):
 def _gather(module: nn.Module, device: torch.device) -> None:
     """What ``whole_state`` has on the device at a time: one whole tensor, of whatever is sharded."""
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
             shard = parameter.to_local().to(device)
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             del shard, whole
