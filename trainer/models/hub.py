@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -292,7 +293,12 @@ class HubModel(Adaptable):
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``from_pretrained`` of the class ``auto`` loads. Where adapters have trained, ``adapter``
         in it is what peft loads onto ``weights``."""
-        module.save_pretrained(folder, state_dict=self.merged_state(module, state))  # type: ignore[operator]
+        merged, own = self.merged_state(module, state), cast(Any, module)
+        dtype = next(value.dtype for value in merged.values() if value.is_floating_point())
+        own.save_pretrained(folder, state_dict=merged)
+        config = copy.copy(own.config)  # has the type of the weights on the device; masters on the host are wider
+        config.dtype = dtype
+        config.save_pretrained(folder)
         if self.lora.rank and self.weights is not None:
             source = str(Path(local_folder(self.weights)).absolute()) if is_local(self.weights) else self.weights
             facts = {
