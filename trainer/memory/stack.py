@@ -34,7 +34,7 @@ from trainer.memory.tied_rows import leave_in_rows
 from trainer.memory.weight_averages import WeightAverages
 from trainer.recipe import Optim
 from trainer.weights.blocks import describe_blocks, find_blocks, require_blocks
-from trainer.weights.streaming import stretches, tied_names
+from trainer.weights.streaming import put_back, put_on_meta, stretches, tied_names
 
 
 @dataclass
@@ -118,7 +118,12 @@ def apply_stack(
     if memory.activation_offload:
         offload_activations(module, fabric.device)
     over = mesh[DATA] if mesh is not None and splits else mesh
+    streamed = memory.cpu_offload == "parameters" and memory.init != "meta"
+    # FSDP would move all that it gathers at once to the device, to cut it there and move the shards back.
+    values = put_on_meta(module) if streamed else {}
     warning = shard(module, blocks, plan, fabric.device, over) if sharded and over is not None else None
+    if streamed:
+        put_back(module, values, HOST)
     if splits and not sharded:
         move_whole(module, fabric.device)
     if memory.init == "meta":
