@@ -7,7 +7,6 @@ import json
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from re import search, sub
@@ -35,7 +34,7 @@ from trainer.data.tokens import (
     made,
     words_of,
 )
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, nearest, require
 from trainer.system.environment import first_here
 from trainer.system.files import read_regular
 from trainer.system.text import escaped
@@ -382,9 +381,8 @@ def _message(given: Any, name: str) -> dict[str, Any]:
         found |= {"role": SHAREGPT.get(role, role) if isinstance(role, str) else role}
         found |= {"content": found.pop("value")} if "value" in found else {}
     role, content = found.get("role"), found.get("content")
-    near = get_close_matches(str(role), ROLES, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    require(role in ROLES, f"has the role {role!r:.40} in {name}, which is none of {', '.join(ROLES)}{hint}")
+    none = f"has the role {role!r:.40} in {name}, which is none of {', '.join(ROLES)}"
+    require(role in ROLES, f"{none}{nearest(str(role), ROLES)}")
     calls = content is None and "tool_calls" in found
     require(isinstance(content, str) or calls, f"has no text but {content!r:.40} in {name} for its content")
     return found

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, nearest, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
 from trainer.models.lora import OWN, Adaptable, LoRA, reset_adapters, save_adapters
 from trainer.system.files import require_regular
@@ -330,8 +329,7 @@ class HubModel(Adaptable):
             config = self._load("name", self.name, AutoConfig.from_pretrained, trust_remote_code=False)
         unknown = [key for key in self.config if not hasattr(config, key)]
         if unknown:
-            near = get_close_matches(unknown[0], list(config.to_dict()), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = nearest(unknown[0], config.to_dict())
             raise RecipeError(f"model.config: {config.model_type} has no setting {unknown[0]!r}{hint}")
         changes = dict(self.config)
         if self.dropout is not None:
