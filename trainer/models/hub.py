@@ -94,7 +94,8 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         fix = "Give a local folder as save_pretrained writes it, or a hub id"
         if why_not and isinstance(error, OSError):
             reason = f"it is no folder here, nor in the hub's cache, and {why_not}."
-            kind = ", or a model type such as distilbert" if key == "name" else ""
+            kinds = {"name": ", or a model type such as distilbert", "tokenizer": ", or bytes, which needs no files"}
+            kind = kinds.get(key, "")
             fix = f"Give a local folder as save_pretrained writes it{kind}; {advice()}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code that comes with it (auto_map), and no such remote code is executed."
