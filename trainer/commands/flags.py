@@ -157,6 +157,8 @@ class RecipeParser:
         if owner in self.settings and entry and _accepts(self.settings[owner].hint, dict):
             return owner, entry
         hint = self._elsewhere(name) or did_you_mean(name, [*self.settings, *self.valued], dashes="--")
+        if not hint and f"{owner}.config" in self.settings:
+            hint = f"; an entry of its configuration is --{owner}.config.{entry}"
         raise RecipeError(f"unknown flag --{name} (value {text!r}){hint or '; --help lists all flags'}")
 
     def _meant(self, key: str, value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from trainer.data.rows import Rows
 
 TABLES = (".jsonl", ".parquet", ".csv", ".tsv")
+_OF_HUB = ("config", "revision", "train_split", "val_split", "test_split")
+
 OUTLINED = 10_000
 """Samples that a plan is made for where nobody knows how many there are."""
 
@@ -75,6 +77,12 @@ class LanguageData(Padded):
     workers: int = 0
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
+
+    belonging: ClassVar[Mapping[str, Sequence[str]]] = {
+        "train_files": ("name", *_OF_HUB, "val_files", "test_files"),
+        "name": ("train_files", "val_files", "test_files", *_OF_HUB),
+    }
+    """What goes with other data than a flag or YAML names by the first, and is left out unless it is named as well."""
 
     answers: ClassVar[bool] = False
     """Whether what a model writes answers a text, or a list of messages; else it goes on with it."""
@@ -147,7 +155,9 @@ class LanguageData(Padded):
             parts[part] = every.of(survey(part, every))
         survey.check(self.max_bad_samples)
         for part, split in parts.items():
-            require(len(split) > 0, f"{part}: there is no {self._called} to learn from: see what is said of it above")
+            files = getattr(self, f"{part}_files")
+            key = f"data.name={self.name!r}, {part}" if self.name else f"data.{part}_files={files!r}"
+            require(len(split) > 0, f"{key}: there is no {self._called} with words in it: name other files")
         self.train, held = parts["train"].parted(self.val_fraction, self.val_fold)
         self.val, self.test = parts.get("val", held), parts.get("test")
 

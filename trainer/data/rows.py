@@ -124,7 +124,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line) if line.strip() else {}
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"line {number}: {error}") from None
+                raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} holds no JSON object")  # noqa: TRY004
             if line.strip():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +94,8 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         fix = "Give a local folder as save_pretrained writes it, or a hub id"
         if why_not and isinstance(error, OSError):
             reason = f"it is no folder here, nor in the hub's cache, and {why_not}."
-            kind = ", or a model type such as distilbert" if key == "name" else ""
+            kinds = {"name": ", or a model type such as distilbert", "tokenizer": ", or bytes, which needs no files"}
+            kind = kinds.get(key, "")
             fix = f"Give a local folder as save_pretrained writes it{kind}; {advice()}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code that comes with it (auto_map), and no such remote code is executed."
@@ -291,7 +293,12 @@ class HubModel(Adaptable):
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``from_pretrained`` of the class ``auto`` loads. Where adapters have trained, ``adapter``
         in it is what peft loads onto ``weights``."""
-        module.save_pretrained(folder, state_dict=self.merged_state(module, state))  # type: ignore[operator]
+        merged, own = self.merged_state(module, state), cast(Any, module)
+        dtype = next(value.dtype for value in merged.values() if value.is_floating_point())
+        own.save_pretrained(folder, state_dict=merged)
+        config = copy.copy(own.config)  # has the type of the weights on the device; masters on the host are wider
+        config.dtype = dtype
+        config.save_pretrained(folder)
         if self.lora.rank and self.weights is not None:
             source = str(Path(local_folder(self.weights)).absolute()) if is_local(self.weights) else self.weights
             facts = {
