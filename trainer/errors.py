@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib import import_module
 from types import UnionType
@@ -50,6 +51,16 @@ def listed(indices: Sequence[int | str]) -> str:
     """The first few of ``indices``, such as ``4, 17, 23, …``, or of names."""
     shown = ", ".join(map(str, indices[:MOST_LISTED]))
     return f"{shown}, …" if len(indices) > MOST_LISTED else shown
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
+    """The end of a message: which of the ``known`` names was probably meant by ``word``; empty where none is near.
+
+    Capitals do not matter; ``cutoff`` is how alike two texts must be, from 0 to 1.
+    """
+    names = {name.lower(): name for name in reversed(list(known))}  # of several, the first
+    close = get_close_matches(word.lower(), names, 1, cutoff)
+    return f"; did you mean {prefix}{names[close[0]]}?" if close else ""
 
 
 def require(condition: bool, message: str) -> None:
