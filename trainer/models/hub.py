@@ -82,7 +82,8 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         raise RecipeError(f"model.{key}={source} is not a folder")
     if is_local(source):
         _require_files(Path(local_folder(source)))
-    why_not = "" if is_local(source) else away()
+    here = is_local(source) or load.__name__ == "from_config"  # made of a configuration that was read before
+    why_not = "" if here else away()
     try:
         found = load(*args, **kwargs)
     except Exception as error:  # transformers checks little of what is in a file before it uses it
