@@ -160,6 +160,8 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _number, list("-+.01234
 
 
 def _is_plain(value: Any) -> bool:
+    if value is None or type(value) in (bool, int, float, str):
+        return True  # as most are: to write them all takes a sixth of the time in which a run starts
     try:
         yaml.dump(value, Dumper=_Dumper)
     except yaml.representer.RepresenterError:

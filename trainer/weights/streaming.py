@@ -190,6 +190,26 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype | None 
             _register(module, name, module.get_parameter(first))
 
 
+def put_on_meta(module: nn.Module) -> dict[str, Tensor]:
+    """Leave the parameters of ``module`` on meta; returns their values by name, once each, for :func:`put_back`."""
+    groups, buffers = tied_names(module), {id(buffer) for buffer in module.buffers()}
+    values = {names[0]: module.get_parameter(names[0]).detach() for names in groups}
+    module._apply(lambda tensor: tensor if id(tensor) in buffers else torch.empty_like(tensor, device="meta"))
+    for first, *others in groups:
+        for name in others:
+            _register(module, name, module.get_parameter(first))
+    return values
+
+
+@torch.no_grad()
+def put_back(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> None:
+    """Allocate the parameters of ``module`` on ``device``, sharded or not, with ``values``, which are emptied."""
+    allocate(module, device)
+    for name in [*values]:
+        part = own_part(module.get_parameter(name))
+        part.local.copy_(values.pop(name)[part.slices()])
+
+
 class Slice(NamedTuple):
     """What this rank holds of a tensor: its memory, and where it begins in the whole, along every dimension."""
 
