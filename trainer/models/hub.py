@@ -331,11 +331,8 @@ class HubModel(Adaptable):
             raise RecipeError(f"model.config: {config.model_type} has no setting {unknown[0]!r}{hint}")
         changes = dict(self.config)
         if self.dropout is not None:
-            named = {key: value for key, value in config.to_dict().items() if "drop" in key}
-            rates = [
-                key for key, value in named.items() if isinstance(value, int | float) and not isinstance(value, bool)
-            ]
-            rates = [key for key in rates if not any(part in key for part in NO_DROPOUT)]
+            rates = {key for key, value in config.to_dict().items() if "drop" in key and type(value) in (int, float)}
+            rates = {key for key in rates if not any(part in key for part in NO_DROPOUT)}
             changes = dict.fromkeys(rates, self.dropout) | changes
         if kind is not None:  # settings that others are derived from must be there from the beginning
             config = AutoConfig.for_model(kind, **{**of_data, **changes})
