@@ -173,8 +173,8 @@ def test_dropout_is_every_rate_of_a_configuration_and_nothing_else():
     }.items():
         config = TextClassifier(name, tokenizer="none", dropout=0.3)._configuration()
         assert [getattr(config, rate) for rate in rates] == [0.3] * len(rates), name
-    config = CausalLM("opt", tokenizer="none", dropout=0.3)._configuration()
-    assert (config.dropout, config.activation_dropout, config.layerdrop) == (0.3, 0.3, 0.0)
+    config = CausalLM("biogpt", tokenizer="none", dropout=0.3)._configuration()
+    assert (config.hidden_dropout_prob, config.activation_dropout, config.layerdrop) == (0.3, 0.3, 0.0)
 
 
 def test_a_corrupt_a_foreign_and_a_pickled_text_model_are_refused(tmp_path):
