@@ -542,7 +542,7 @@ def run_ranks(ranks: int, *arguments: str) -> list[Result]:
             [sys.executable, *command, "--worker", str(found), *arguments],
             env=environment,
             check=False,
-            timeout=300,
+            timeout=1200,
             capture_output=True,
             text=True,
         )

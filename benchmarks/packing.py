@@ -339,6 +339,19 @@ def in_order(batch: Sequence[int], cut: Cut, ranks: int, lengths: Sequence[int],
     return pieces
 
 
+def table(certificates: Mapping[str, Mapping[str, Any]]) -> str:
+    """Of what the record has, the rows as docs/packing.md shows them."""
+    rows = [
+        "| model type | class of transformers | gradient off by | other documents | certified |",
+        "|---|---|---:|---|---|",
+    ]
+    for kind, row in sorted(certificates.items()):
+        bits = "the same bits" if row["alike"] else "others"
+        said = "yes" if row["certified"] else f"no: `{row['module'].partition(' ')[0]}`"
+        rows.append(f"| `{kind}` | {row['architecture']} | {row['difference']:.0e} | {bits} | {said} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -357,8 +370,7 @@ def main() -> None:
     record = Record("packing", {"lengths": LENGTHS, "tolerance": TOLERANCE, "budget": BUDGET})
     rows = {kind: {**asdict(found), "certified": found.certified} for kind, found in certificates.items()}
     record.write(certificates=rows, fill=(shares := fill()), complete=True)
-    for row in shares:
-        print(row)
+    print(table(rows), *shares, sep="\n")
     print(f"{sum(found.certified for found in certificates.values())} of {len(TYPES)} certified")
 
 

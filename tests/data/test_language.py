@@ -134,7 +134,7 @@ def test_a_template_that_rewrites_what_it_wrote_is_refused_unless_all_is_learned
     thinks = "{% for m in messages %}{{ m.role + ':' + m.content }}{% if loop.last and m.role == 'assistant' %} (last)"
     thinks += "{% endif %}<|im_end|>{% endfor %}"
     with pytest.raises(
-        RecipeError, match=r"1 conversations cannot .*row 2 .* up to message 3 than as a whole.*data\.loss_on all"
+        RecipeError, match=r"1 conversation cannot .*row 2 .* up to message 3 than as a whole.*data\.loss_on all"
     ):
         chats(ROWS[:2], chat_template=thinks)
     found = samples(chats(ROWS[:2], chat_template=thinks, loss_on="all").train)
@@ -242,7 +242,7 @@ def test_rows_that_nothing_can_be_learned_from_are_counted_named_and_limited(cha
     assert f"warning: {len(BAD)} conversations cannot be learned from, and are left out: " in said.err
     assert "and 3 more" in said.err
     for limit, (_, why) in enumerate(BAD):
-        with pytest.raises(RecipeError, match=f"1 conversations .*data.max_bad_samples=0: .*row 2 .*{why}"):
+        with pytest.raises(RecipeError, match=f"1 conversation .*data.max_bad_samples=0: .*row 2 .*{why}"):
             chats([ROWS[0], BAD[limit][0]], max_length=40)
     with pytest.raises(
         RecipeError, match=f"8 conversations cannot be learned from, more than data.max_bad_samples={limit}"
@@ -366,7 +366,7 @@ def test_files_that_are_no_text_are_named(library, tmp_path):
     data = documents(library / "bad.txt", encoding="latin-1")
     assert bytes(data.train[0]["input_ids"][:-1]).decode() == "café"
     assert len(documents(library, max_bad_samples=2).train) == len(documents(library / "**" / "??.*").train)
-    with pytest.raises(RecipeError, match=r"train: there is no document to learn from"):
+    with pytest.raises(RecipeError, match=r"data\.train_files='.*00\.txt': there is no document with words in it"):
         documents(library / "00.txt")
 
 

@@ -9,10 +9,9 @@ import signal
 from typing import Any
 
 import pytest
-from helpers.resumed import losses, recipe, saved
+from helpers.resumed import TESTED, FewDigits, losses, recipe, saved
 
 from trainer.api import fit
-from trainer.data import Digits
 from trainer.engine.check import COMPARED
 from trainer.errors import Stopped
 from trainer.models import MLP
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 EVALUATED_AT_ONCE = 8  # twice the micro-batch of training
 
 
-class ValidatedDigits(Digits):
+class ValidatedDigits(FewDigits):
     """With a validation set, which is the test set."""
 
     def prepare(self, tokenizer: Any = None) -> None:
@@ -38,7 +37,7 @@ class Interrupting(MLP):
 
     def losses(self, module: Any, batch: Any) -> Any:
         if not module.training and len(batch["labels"]) > COMPARED:  # not what the first step compares beside it
-            each = math.ceil(1744 / EVALUATED_AT_ONCE)
+            each = math.ceil(TESTED / EVALUATED_AT_ONCE)
             type(self).forwards += 1
             if self.evaluation is not None and self.forwards == (self.evaluation - 1) * each + 2:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -71,7 +70,7 @@ def whole(tmp_path_factory):
 def test_the_evaluation_is_left_and_made_again(evaluation, step, left, whole, tmp_path, monkeypatch):
     with pytest.raises(Stopped, match=rf"stopped by SIGTERM after step {step}; nothing is lost"):
         train(tmp_path, monkeypatch, evaluation)
-    each = math.ceil(1744 / EVALUATED_AT_ONCE)
+    each = math.ceil(TESTED / EVALUATED_AT_ONCE)
     assert Interrupting.forwards == (evaluation - 1) * each + 2  # none after the one in the making
     assert (tmp_path / "checkpoints" / f"step-{step:08d}" / "manifest.json").is_file()
     assert not (tmp_path / "model").exists()

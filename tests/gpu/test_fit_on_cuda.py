@@ -110,6 +110,29 @@ def test_a_technique_changes_memory_and_not_the_losses(memory, plain, tmp_path):
     assert curve.norms == pytest.approx(plain.norms, rel=1e-2)  # Adam makes much of the last bits of small gradients
 
 
+def spoken(run_dir, accelerator="cuda", **memory):
+    """The losses of steps of a language model whose head is tied to its embedding, in chunks of 50 tokens."""
+    recipe, source = load_recipe("lm_bytes")
+    config = recipe.model.config | {"num_hidden_layers": 2, "tie_word_embeddings": True}
+    recipe = recipe.replace(
+        model=dataclasses.replace(recipe.model, config=config, loss_chunk=50),
+        optim=dataclasses.replace(recipe.optim, warmup_steps=0, schedule="constant"),
+        batch_size=8,
+        max_steps=STEPS,
+        memory=Memory(micro_batch_size=2, precision="32-true", **memory),
+        run=Run(dir=str(run_dir), accelerator=accelerator, devices=1, progress=False, evaluate=False, predict=False),
+    )
+    assert fit(recipe, source).status == "finished"
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def test_a_tied_embedding_trains_from_the_host(tmp_path):
+    plain = spoken(tmp_path / "plain")
+    for offload in ("optimizer", "parameters"):
+        assert spoken(tmp_path / offload, cpu_offload=offload) == pytest.approx(plain, rel=1e-4)
+
+
 @pytest.mark.parametrize("clip_norm", [None, 1e-3])
 @pytest.mark.parametrize("memory", [{"cpu_offload": "optimizer"}, {"cpu_offload": "parameters"}], ids=str)
 def test_updates_ahead_have_the_same_bits(memory, clip_norm, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,19 @@ from trainer.models import VisionTransformer
 
 TINY = {"patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32, "dropout": 0.2}
 OPTIM = Optim("adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, clip_norm=1.0)
+
+
+TESTED = 61
+"""Of the images that are held out: with all 1,743 to evaluate takes longer than to train on 54."""
+
+
+@dataclass
+class FewDigits(Digits):
+    """Digits for runs that are evaluated; the test set is of images from all over what is held out."""
+
+    def _set_splits(self, train: Any, test: Any) -> None:
+        rows = test.rows[:: len(test.rows) // TESTED][:TESTED]
+        super()._set_splits(train, test._replace(rows=rows))
 
 
 def recipe(run_dir: Path, **changes: Any) -> Recipe:

@@ -191,6 +191,20 @@ def test_the_codes_are_those_of_the_whole_file_on_any_number_of_ranks(kind, file
         assert all(torch.equal(found[name], tensor) for name, tensor in one.items()), count
 
 
+@pytest.mark.parametrize("kind", ["text", "vit", "pickle"])
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_the_codes_are_of_the_file_in_any_precision_and_however_it_is_loaded(kind, offload, files, tmp_path):
+    weights, _ = files["vit" if kind == "pickle" else kind]
+    expected = adapted("vit" if kind == "pickle" else kind, weights).build().state_dict()
+    if kind == "pickle":
+        torch.save(load_file(weights), weights := str(tmp_path / "w.pth"))
+    for init in ["device", "meta"][: 1 if kind == "pickle" else 2]:
+        model = adapted("text" if kind == "text" else "vit", weights)
+        found = whole_state(built(model, 1, precision="bf16-true", cpu_offload=offload, init=init))
+        for name in [name for name in expected if name.endswith(".codes")]:
+            assert torch.equal(found[name], expected[name]), (init, name)
+
+
 def most_bytes(build, model, count):
     """The most bytes of tensors that live while this rank's part of ``model`` is made, and those that it takes then."""
     with LiveBytes() as live:

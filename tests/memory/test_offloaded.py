@@ -7,19 +7,23 @@ once: on a CPU the trainer takes other branches, and ``tests/test_races.py``, wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from helpers.language import language_model, language_samples
 from helpers.matrix import Case, set_up
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.contract import Model
 from trainer.memory import activation_offload, optimizer_offload
 from trainer.memory.activation_offload import Shelf
 from trainer.memory.optimizer_offload import PIECE, Carrier, _accumulators
 from trainer.memory.plan import decide_plan
+from trainer.memory.sharding import local
 from trainer.planner.fake_patches import FakeEvent, FakeStream, OnStream
 from trainer.recipe import Memory
 
@@ -109,6 +113,52 @@ def test_gradients_of_streamed_weights_add_up_in_memory_that_is_kept(precision):
         assert found == homes
         assert not stepper.sync.in_one.numel()  # nothing of what FSDP reduced is held
         stepper.abandon()
+
+
+@dataclass(frozen=True)
+class Spoken(Case):
+    """A language model whose head is tied to its embedding, of which one token is padding."""
+
+    @property
+    def model(self) -> Model:
+        return language_model(self.name, loss_chunk=7, config={"pad_token_id": 5})
+
+    @property
+    def samples(self) -> list[dict[str, Tensor]]:
+        return language_samples(self.size)
+
+
+def accumulated(case: Case, carried: bool) -> tuple[list[Tensor], list[int], int]:
+    """The gradients of a batch, how many numbers came to the host at a time, and how many the tied weight has."""
+    _, stepper, windows, stack = set_up(case, decide_plan(case.recipe, 1))
+    sync, sizes = stepper.sync, []
+    sync.carrier = Carrier(CPU, sync.pieces[0].dtype, sync.sharded) if carried else None
+    bring_home = sync.bring_home
+    sync.bring_home = lambda *args, **options: sizes.append(args[0].numel()) or bring_home(*args, **options)
+    (window,) = windows.epoch(0, 0, 1)
+    assert len(window) > 1
+    stepper.accumulate(window)
+    whole = stack.module.get_input_embeddings().weight.numel()
+    return [local(parameter.grad).clone() for parameter in stepper.parameters], sizes, whole
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+@pytest.mark.parametrize("family", ["gpt2", "smollm2"])
+def test_the_gradient_of_a_tied_embedding_arrives_in_rows(family, offload, streams, monkeypatch):
+    monkeypatch.setattr(optimizer_offload, "CHUNK", 37)
+    streamed = offload == "parameters"  # which is in fp32 only
+    case = Spoken(
+        family, Memory(micro_batch_size=3, precision="32-true" if streamed else "64-true", cpu_offload=offload)
+    )
+    copied, sizes, whole = accumulated(case, False)
+    assert max(sizes) < whole
+    carried, _, _ = accumulated(case, True)
+    assert all(torch.equal(one, other) for one, other in zip(copied, carried, strict=True))
+    monkeypatch.setattr("trainer.memory.stack.leave_in_rows", lambda module, sync: None)
+    dense, sizes, _ = accumulated(case, False)
+    assert whole in sizes
+    for one, other in zip(copied, dense, strict=True):
+        assert (one - other).norm() <= (1e-6 if streamed else 1e-12) * other.norm()
 
 
 class Branching(nn.Module):

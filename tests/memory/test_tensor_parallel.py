@@ -17,7 +17,7 @@ from helpers.matrix import Case, difference, launched, plain_run, stacked_run
 from helpers.pretrained import saved as saved_weights
 from helpers.pretrained import text, vit
 from helpers.problems import CLASSES, Problem, make_model, make_samples, tokenizer_folder
-from helpers.resumed import assert_same_weights, losses, recipe, resume, saved
+from helpers.resumed import FewDigits, assert_same_weights, losses, recipe, resume, saved
 from helpers.tiny import predict
 from torch import nn
 from torch.nn import functional
@@ -144,7 +144,8 @@ def trained(world: str, ranks: Any, run_dir: Path, of: tuple[Path, int] | None =
     """A run on ``world``, from its start, or from the checkpoint of another run after some steps."""
     size, knobs = WORLDS[world]
     memory = {"micro_batch_size": 4, "precision": "64-true", **knobs}
-    changes = {"memory": memory, "run": {"evaluate": True, "allow_change": ["memory"]}}
+    data = FewDigits(test_fraction=0.97)
+    changes = {"memory": memory, "data": data, "run": {"evaluate": True, "allow_change": ["memory"]}}
     call = partial(fit, recipe(run_dir, **changes)) if of is None else partial(resume, of[0], run_dir, of[1], **changes)
     call() if size == 1 else ranks(size).run(call)
     return run_dir
@@ -168,7 +169,8 @@ def test_a_checkpoint_of_ranks_that_share_blocks_is_that_of_one_rank(ranks, tmp_
     trained("tp2", ranks, tmp_path / "again", (two, 4))
     assert saved(tmp_path / "again", 6) == saved(two, 6)  # bit for bit
     capsys.readouterr()
-    evaluate(recipe(two, memory={"precision": "64-true", "tensor_parallel": 2}), two)
+    memory = {"precision": "64-true", "tensor_parallel": 2}
+    evaluate(recipe(two, data=FewDigits(test_fraction=0.97), memory=memory), two)
     out, err = capsys.readouterr()
     assert "memory.tensor_parallel=2 does not divide 1 rank(s): evaluated with 1" in err
     assert (two / "classification_report.txt").read_text().strip() in out

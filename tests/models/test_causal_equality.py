@@ -27,14 +27,15 @@ from trainer.recipe import Memory, Optim
 AXES: dict[str, tuple[Any, ...]] = {
     "family": ("gpt2", "llama", "qwen3", "gemma", "gemma3"),
     "cut": ((1, None), (3, None), (8, None), (8, 48)),  # most samples of a micro-batch, and most tokens
-    "place": (("auto", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3)),
+    "place": (("auto", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3), ("fsdp", 3)),
     "checkpointing": ("none", "full"),
-    "offload": ("none", "optimizer"),
+    "offload": ("none", "optimizer", "parameters"),
     "chunk": (None, 0, 1, 7),
     "free": (None, False),  # of padding
     "optim": ("sgd", "adamw"),
 }
-ALL = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
+EVERY = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
+ALL = [one for one in EVERY if one["offload"] != "parameters" or one["place"][0] == "fsdp"]
 COVERING = covering(ALL, 2, AXES)
 """Every pair of settings of two axes."""
 LIMIT = 1e-12
@@ -140,6 +141,7 @@ USUAL = (
     {"family": "gemma", "place": ("ddp", 2), "cut": (1, None), "offload": "optimizer"},
     {"family": "qwen3", "place": ("fsdp", 2), "cut": (8, 48), "checkpointing": "full", "optim": "adamw"},
     {"family": "llama", "place": ("fsdp", 3), "cut": (3, None), "chunk": 1},
+    {"family": "gpt2", "place": ("fsdp", 1), "cut": (3, None), "chunk": 7, "offload": "parameters"},
 )
 
 

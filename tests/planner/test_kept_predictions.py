@@ -90,6 +90,16 @@ def everything_is_loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     patch.undo()
 
 
+@pytest.fixture
+def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of libraries, thousands in a process of the tests, are not looked at: where files are not what changes."""
+    own, files = str(Path(kept.__file__).parents[1]), kept._files
+    monkeypatch.setattr(kept, "_files", lambda: {path for path in files() if path.startswith(own)})
+
+
+quick = pytest.mark.usefixtures("few_files")
+
+
 def replaced(part: str, **values: Any) -> Callable[[Asked], None]:
     return lambda asked: setattr(asked, part, dataclasses.replace(getattr(asked, part), **values))
 
@@ -124,6 +134,7 @@ CHANGES: dict[str, Callable[[Asked], Any]] = {
 }
 
 
+@quick
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_what_is_asked_for_misses(name, tmp_path):
     Asked().keep(tmp_path)
@@ -133,6 +144,7 @@ def test_a_change_of_what_is_asked_for_misses(name, tmp_path):
     assert not asked.known(tmp_path)
 
 
+@quick
 def test_a_change_of_the_surroundings_misses(tmp_path, monkeypatch):
     (tmp_path / "path").mkdir()
     monkeypatch.syspath_prepend(tmp_path / "path")
@@ -192,6 +204,7 @@ def test_what_cannot_be_described_is_not_kept(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@quick
 def test_a_damaged_entry_is_a_miss_and_is_replaced(tmp_path):
     asked = Asked()
     path = asked.keep(tmp_path)
@@ -222,6 +235,7 @@ def hammered(root: Path) -> list[bool]:
     return seen
 
 
+@quick
 def test_processes_at_once_see_whole_entries(tmp_path):
     results = [result for _, result in in_children([partial(hammered, tmp_path)] * 3, at_once=3)]
     assert results == [[True] * 5] * 3
@@ -229,6 +243,7 @@ def test_processes_at_once_see_whole_entries(tmp_path):
     assert json.loads(only.read_text())["found"]["answer"] == ANSWER
 
 
+@quick
 def test_what_was_used_longest_ago_goes_first(tmp_path, monkeypatch):
     entries = []
     for nodes in (1, 2, 3):

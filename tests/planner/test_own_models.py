@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import prediction_of
+from helpers.language import language_model, language_samples
+from helpers.tiny import InMemory, prediction_of
 from helpers.traced import BATCH, CLASSES, WIDTH, Own, own_recipe
 from torch import Tensor, nn
 
 from trainer.planner.predict import Prediction
 from trainer.planner.search import plan
-from trainer.recipe import Memory, Run
+from trainer.recipe import Memory, Recipe, Run
 from trainer.system.children import Failed
 
 
@@ -108,3 +109,14 @@ def test_an_error_inside_of_torch_names_the_line_that_called_it() -> None:
 def test_an_error_of_the_model_names_its_place() -> None:
     with pytest.raises(Failed, match=r"^KeyError: 'no such column' \(.*traced\.py:\d+\)$"):
         prediction_of(own_recipe(model=Own(fails=True)))
+
+
+def test_a_streamed_embedding_that_is_tied_has_no_gradient_on_the_device() -> None:
+    """The most there is of it are what comes from the host in fp32, and what the step uses, in half precision."""
+    words, width = 200_000, 64
+    model = language_model("smollm2", config={"vocab_size": words, "hidden_size": width}, loss_chunk=1)
+    data = InMemory(samples=language_samples(8))
+    data.prepare()
+    memory = Memory(micro_batch_size=4, precision="bf16-mixed", cpu_offload="parameters")
+    recipe = Recipe(model=model, data=data, batch_size=8, memory=memory, run=Run(evaluate=False))
+    assert prediction_of(recipe).allocated < (4 + 2 + 0.5) * words * width

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import LONG
-from helpers.resumed import TINY, losses, recipe, saved
+from helpers.resumed import TINY, FewDigits, losses, recipe, saved
 from helpers.warm import forks
 from safetensors.torch import load_file
 from torch import Tensor
@@ -37,7 +37,7 @@ BEST, END = 5, 9
 
 def wild(run_dir: Path, run: dict[str, Any] | None = None, **changes: Any) -> Any:
     """A run whose rate is too high to come to rest, evaluated after every step."""
-    settings = {"model": MLP([16]), "data": Digits(val_fraction=0.5, test_fraction=0.94), "seed": 1, "epochs": 5}
+    settings = {"model": MLP([16]), "data": FewDigits(val_fraction=0.5, test_fraction=0.94), "seed": 1, "epochs": 5}
     settings |= {"optim": Optim("sgd", lr=0.5, momentum=0.9), "eval_every": 1}
     return recipe(run_dir, run={"evaluate": True, "patience": 4} | (run or {}), **settings | changes)
 
@@ -212,13 +212,13 @@ def test_a_lower_figure_of_ones_own_is_better_and_the_first_of_equals_is_kept(tm
 )
 def test_a_test_set_does_not_choose_and_what_the_model_has_not_is_refused(run, message, tmp_path):
     with pytest.raises(RecipeError, match=message):
-        fit(wild(tmp_path / "r", run, data=Digits(test_fraction=0.97)))
+        fit(wild(tmp_path / "r", run, data=FewDigits(test_fraction=0.97)))
     with pytest.raises(RecipeError, match=r"run.best=test_loss: there is a validation set: choose by run.best loss"):
         fit(wild(tmp_path / "other", {"best": "test_loss"}))
 
 
 def test_the_last_step_is_the_model_without_a_validation_set_and_where_a_recipe_says_so(tmp_path):
-    data = Digits(test_fraction=0.97)
+    data = FewDigits(test_fraction=0.97)
     assert fit(wild(tmp_path / "none", {"patience": None}, data=data, max_steps=3)).best is None
     assert fit(wild(tmp_path / "last", {"best": "last", "patience": None}, max_steps=3)).best is None
     assert checkpoints(tmp_path / "last") == [2, 3]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.problems import make_model
-from helpers.resumed import TINY, losses, recipe, resume, saved
+from helpers.resumed import TINY, FewDigits, losses, recipe, resume, saved
 from helpers.tiny import prediction_of, recipe_of
 from safetensors.torch import load_file
 from torch import nn
@@ -25,7 +25,6 @@ from trainer import Memory, Optim, RecipeError
 from trainer.api import fit
 from trainer.checkpoint.manifest import read_manifest
 from trainer.cli import run
-from trainer.data import Digits
 from trainer.engine.feed import fill_from_data
 from trainer.engine.order import batch_indices
 from trainer.engine.schedule import decay
@@ -55,7 +54,8 @@ class Textbook:
 
 def settings_of(optim: Optim) -> dict[str, Any]:
     """Of a run in float64, with a validation set; evaluated after every second step."""
-    data, model = Digits(test_fraction=0.965, val_fraction=0.2), VisionTransformer("custom", **TINY | {"dropout": 0.0})
+    data = FewDigits(test_fraction=0.965, val_fraction=0.2)
+    model = VisionTransformer("custom", **TINY | {"dropout": 0.0})
     memory = {"precision": "64-true", "micro_batch_size": 3}
     chosen: dict[str, Any] = {"optim": optim, "data": data, "model": model, "memory": memory, "batch_size": 12}
     return chosen | {"eval_every": 2, "run": dict(EVALUATED)}

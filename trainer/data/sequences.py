@@ -7,10 +7,9 @@ import json
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from re import search
+from re import search, sub
 from typing import Any, NamedTuple, Protocol
 
 import datasets
@@ -32,10 +31,11 @@ from trainer.data.tokens import (
     check_tokenizer,
     chunks,
     compact,
+    encoded_by,
     made,
     words_of,
 )
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, nearest, require
 from trainer.system.environment import first_here
 from trainer.system.files import read_regular
 from trainer.system.text import escaped
@@ -45,7 +45,7 @@ MOST_CHARACTERS = 10_000_000
 """Of a document, which is tokenised as a whole: each takes more than a hundred bytes meanwhile."""
 
 ROWS_AT_ONCE, MOST_TEMPLATE, SHOWN = 128, 1_000_000, 5
-EMPTY = "is empty"
+EMPTY, CUT = "is empty", "has no word of the assistant within data.max_length"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOLS = "tools"
@@ -99,14 +99,9 @@ def padder(tokenizer: Any, max_length: int) -> Padder:
 
 def ids_of(texts: Sequence[str], tokenizer: Any) -> Iterator[ndarray]:
     """The tokens of each text alone, none of them special unless it is written in the text."""
-    options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
     for chunk in chunks(texts) if texts else ():
-        try:
-            encoded = tokenizer(chunk, **options, verbose=False)["input_ids"]
-        except Exception as error:  # of its Rust: a bare Exception
-            said = f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
-            raise RecipeError(said) from error
-        yield from (np.asarray(ids, dtype=np.int32) for ids in encoded)
+        encoded = encoded_by(tokenizer, chunk, add_special_tokens=False, return_token_type_ids=False)
+        yield from (np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"])
 
 
 def _require_text(text: Any, most: int) -> None:
@@ -405,9 +400,8 @@ def _message(given: Any, name: str) -> dict[str, Any]:
         found |= {"role": SHAREGPT.get(role, role) if isinstance(role, str) else role}
         found |= {"content": found.pop("value")} if "value" in found else {}
     role, content = found.get("role"), found.get("content")
-    near = get_close_matches(str(role), ROLES, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    require(role in ROLES, f"has the role {role!r:.40} in {name}, which is none of {', '.join(ROLES)}{hint}")
+    none = f"has the role {role!r:.40} in {name}, which is none of {', '.join(ROLES)}"
+    require(role in ROLES, f"{none}{nearest(str(role), ROLES)}")
     calls = content is None and "tool_calls" in found
     require(isinstance(content, str) or calls, f"has no text but {content!r:.40} in {name} for its content")
     return found
@@ -426,11 +420,11 @@ def told(cell: Any) -> Any:
 def tokenised(rows: Rows, reader: RowReader, cache: Path) -> datasets.Dataset:
     """The samples of all rows, from the cache on disk, with their ``row``; of a row without any, what the ``problem``
     is. Of documents without ``labels``: they are the tokens."""
-    key = hash_of("sequences", rows.content, *reader.settings, words_of(reader.tokenizer))
     numbers = ("length", "predicted", "lost", "place", "bytes", "row")
     kinds: dict[str, Any] = {"input_ids": datasets.List(datasets.Value("int32")), "problem": datasets.Value("string")}
     kinds |= {"labels": kinds["input_ids"]} if isinstance(reader, ChatReader) else {}
     kinds |= dict.fromkeys(numbers, datasets.Value("int64"))
+    key = hash_of("sequences", *kinds, rows.content, *reader.settings, words_of(reader.tokenizer))
 
     def pick(found: Sequence[str]) -> Sequence[str]:
         return found if rows.files else reader.columns(rows.source, found)
@@ -555,14 +549,14 @@ def say(message: str) -> None:
 
 
 def _unlabelled(lost: int) -> str:
-    return "has no word of the assistant within data.max_length" if lost else "has no word of the assistant"
+    return CUT if lost else "has no word of the assistant"
 
 
 class Survey:
     """Says what each split holds, and what is cut off or left out of it."""
 
     def __init__(self, called: str, max_length: int) -> None:
-        self.called, self.max_length, self.bad = called, max_length, list[str]()
+        self.called, self.max_length, self.bad, self.learned = called, max_length, list[str](), True
 
     def __call__(self, part: str, every: Sequences) -> list[int]:
         """The samples of ``every`` that there is something to learn from."""
@@ -571,7 +565,7 @@ class Survey:
         predicted, lost, first = every.column("predicted"), every.column("lost"), every.column("place") == 0
         silent, learned = usable & (predicted == 0), usable & (predicted > 0)
         tokens = int(every.column("length")[learned].sum()) - int((learned & ~first).sum())
-        said = f"data: {part}: {int((learned & first).sum()):,} {self.called}s, {tokens:,} tokens, of which "
+        said = f"data: {part}: {self._counted(int((learned & first).sum()))}, {tokens:,} tokens, of which "
         said += f"{int(predicted[learned].sum()):,} are predicted"
         if int((learned & ~first).sum()):
             said += f", in {int(learned.sum()):,} pieces of at most {self.max_length:,}"
@@ -584,20 +578,31 @@ class Survey:
         for index in np.flatnonzero(silent | ~(usable | empty)).tolist():
             why = problems[index].as_py() or _unlabelled(int(lost[index]))
             self.bad.append(f"{every.describe(index)} {why}")
+        self.learned &= bool(learned.any())
         return np.flatnonzero(learned).tolist()
+
+    def _counted(self, count: int) -> str:
+        return f"{count:,} {self.called}{'s' * (count != 1)}"
 
     def _tell(self, part: str, every: Sequences, chosen: ndarray, what: str) -> None:
         if chosen.any():
-            found = [every.describe(index) for index in np.flatnonzero(chosen)[:SHOWN].tolist()]
-            names = ", ".join([found[0], *(name.partition(" (the first is")[0] for name in found[1:])])
-            more = ", …" if chosen.sum() > SHOWN else ""
-            say(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names}{more})")
+            found = _brief([every.describe(index) for index in np.flatnonzero(chosen)[:SHOWN].tolist()])
+            names = ", ".join(found) + (", …" if chosen.sum() > SHOWN else "")
+            say(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names})")
 
     def check(self, most: int) -> None:
         """Name the samples that are left out, or refuse them where they are more than ``most``."""
-        shown = "; ".join(self.bad[:SHOWN]) + (f"; and {len(self.bad) - SHOWN:,} more" if len(self.bad) > SHOWN else "")
-        said = f"{len(self.bad):,} {self.called}s cannot be learned from"
-        fix = "Mend or remove them, or allow more"
-        require(len(self.bad) <= most, f"{said}, more than data.max_bad_samples={most}: {shown}. {fix}")
+        count = len(self.bad)
+        shown = "; ".join(_brief(self.bad[:SHOWN])) + (f"; and {count - SHOWN:,} more" if count > SHOWN else "")
+        said = f"{self._counted(count)} cannot be learned from"
+        fix = f", raise data.max_length={self.max_length}" if any(why.endswith(CUT) for why in self.bad) else ""
+        fix += f", or leave them out by --data.max_bad_samples {count}" if self.learned else ""
+        refused = f"{said}, more than data.max_bad_samples={most}: {shown}. Mend or remove them{fix}"
+        require(count <= most, refused)
         if self.bad:
             say(f"{said}, and are left out: {shown}")
+
+
+def _brief(places: Sequence[str]) -> list[str]:
+    """Rows that are named, of which only the first says how they are counted."""
+    return [*places[:1], *(sub(r" \(the (first|header) is row[^)]*\)", "", place) for place in places[1:])]

@@ -118,6 +118,7 @@ class HostGradients(GradientSync):
         self.pieces, self.members, self.homes = _accumulators(masters, device.type == "cuda")
         self.carrier = Carrier(device, self.pieces[0].dtype, self.sharded) if device.type == "cuda" else None
         self.arrived: set[nn.Parameter] = set()
+        self.tied: Any = None  # the TiedRows whose parameter's gradient comes in rows
         for parameter in masters:
             parameter.register_post_accumulate_grad_hook(self._leave)
         self.ahead, self.is_complete = UpdateAhead(optimizer, scaler, world_size, device.type == "cuda"), False
@@ -142,15 +143,19 @@ class HostGradients(GradientSync):
         self.arrived.add(parameter)
         if self._trained(parameter)[0] in self.ahead.taken:  # a backward within this one has brought a part before
             self.ahead.undo()
-        arrived = None
-        if self.carrier is not None:
-            arrived = self.carrier.carry(gradient, home, adds).synchronize
-        elif adds:
-            home.add_(gradient)
-        else:
-            home.copy_(gradient)
+        arrived = self.bring_home(gradient, home, adds)
         if self.is_complete:
             self.ahead.take(*self._trained(parameter), arrived)
+
+    def bring_home(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> Callable[[], None] | None:
+        """Copy ``gradient`` to ``home``, or add it to what is there; returns what waits for that, if it takes time.
+
+        With ``held``, its memory is not used again before, also where nobody else sees to that.
+        """
+        if self.carrier is not None:
+            return self.carrier.carry(gradient, home, adds, held).synchronize
+        (home.add_ if adds else home.copy_)(gradient)
+        return None
 
     def _trained(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
         """What the optimizer updates for ``parameter``, and the gradient it is given."""
@@ -166,6 +171,8 @@ class HostGradients(GradientSync):
         """Wait for the last gradient, and take the mean over the ranks."""
         if self.carrier is not None:
             self.carrier.wait()
+        if self.tied is not None:
+            self.tied.settle()
         reached = [parameter in self.arrived for parameter in self.masters]
         if self.reduced:
             counts = ranks_that_reached(reached, torch.device("cpu"))
@@ -189,6 +196,8 @@ class HostGradients(GradientSync):
     def abandon(self) -> None:
         if self.carrier is not None:
             self.carrier.wait()
+        if self.tied is not None:
+            self.tied.forget()
         self.ahead.undo()
         self.arrived.clear()
 
@@ -335,9 +344,10 @@ class Carrier:
         self.chunks: Callable[[Tensor, Tensor], Iterable[tuple[Tensor, Tensor]]] = in_chunks
         """How a transfer is cut. The planner traces one chunk for all."""
 
-    def carry(self, gradient: Tensor, home: Tensor, adds: bool) -> torch.cuda.Event:
+    def carry(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> torch.cuda.Event:
         """Copy ``gradient`` to ``home``, or add it to what is there; returns at once, what tells that it is there.
 
+        With ``held``, it is not freed before it has left, even where the carrier is ``told``.
         The sum is made on the device: host memory is read and written over the bus, and no core of the host is busy.
         """
         current = torch.cuda.current_stream(self.device)
@@ -361,12 +371,19 @@ class Carrier:
                 theirs.copy_(staged, non_blocking=True)
                 self.gone[self.turn] = self.going.record_event()
         gone = self.gone[self.turn]
-        if not self.told:
+        if held or not self.told:
             self.in_flight.append((gradient, gone))
         if len(self.in_flight) > IN_FLIGHT:
             _, done = self.in_flight.popleft()
             current.wait_event(done)  # only then may the memory of the oldest gradient be used again
         return gone
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Copy ``tensor``, which must be held until ``wait``, to memory of its own on the host; returns at once."""
+        self.going.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.going):
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
+            return host.copy_(tensor, non_blocking=True)
 
     def follow(self) -> None:
         """Let the current stream wait until all gradients have left: it may use their memory again."""

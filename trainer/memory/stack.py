@@ -30,10 +30,11 @@ from trainer.memory.precision import weights_dtype
 from trainer.memory.refusals import require_able, require_sparse, sparse_parameters
 from trainer.memory.sharding import DATA, TENSOR, local, mesh_of, move_whole, shard
 from trainer.memory.tensor_parallel import TensorParallelSync, split_over_ranks, trained_parts
+from trainer.memory.tied_rows import leave_in_rows
 from trainer.memory.weight_averages import WeightAverages
 from trainer.recipe import Optim
 from trainer.weights.blocks import describe_blocks, find_blocks, require_blocks
-from trainer.weights.streaming import stretches, tied_names
+from trainer.weights.streaming import put_back, put_on_meta, stretches, tied_names
 
 
 @dataclass
@@ -117,7 +118,12 @@ def apply_stack(
     if memory.activation_offload:
         offload_activations(module, fabric.device)
     over = mesh[DATA] if mesh is not None and splits else mesh
+    streamed = memory.cpu_offload == "parameters" and memory.init != "meta"
+    # FSDP would move all that it gathers at once to the device, to cut it there and move the shards back.
+    values = put_on_meta(module) if streamed else {}
     warning = shard(module, blocks, plan, fabric.device, over) if sharded and over is not None else None
+    if streamed:
+        put_back(module, values, HOST)
     if splits and not sharded:
         move_whole(module, fabric.device)
     if memory.init == "meta":
@@ -186,6 +192,8 @@ def build_updates(
         ranks = plan.world_size, memory.replicas
         sync = StreamedGradients(stack.module, parameters, fabric.device, optimizer, *ranks, scaler)
     reduce_after_carrying(stack.module, sync)
+    if memory.compile != "model":  # whose backward would not call what takes the rows
+        leave_in_rows(stack.module, sync)
     return optimizer, sync
 
 
@@ -199,8 +207,11 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
     averages = stack.averages
     if any(isinstance(p, DTensor) for p in stack.module.parameters()):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        alone = all(p.device_mesh.size() == 1 for p in stack.module.parameters() if isinstance(p, DTensor))
         with averages.applied() if averages is not None else nullcontext():
-            gathered: dict[str, Any] = get_model_state_dict(stack.module, options=options)
+            # One rank has all there is, on the host where it is offloaded: gathered, it would pass through the device.
+            whole = {name: local(value).cpu() for name, value in stack.module.state_dict().items()} if alone else None
+            gathered: dict[str, Any] = whole or get_model_state_dict(stack.module, options=options)
             if averages is not None:  # what was whole in host memory is still the model's own
                 gathered = {name: value.clone() for name, value in gathered.items()}
         first = {name: names[0] for names in tied_names(stack.module) for name in names}

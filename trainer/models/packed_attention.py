@@ -3,7 +3,7 @@
 The documents of a micro-batch lie one after another in a row without padding. All but attention works token by token;
 attention asks transformers' ``AttentionInterface`` for a function, which is ours: it knows where each document begins,
 and stores no (tokens x tokens) mask. What a model computes besides that, nobody but a test of that model knows:
-benchmarks/packing.py makes it, and ``LEAKS`` is what it has found.
+benchmarks/packing.py makes it, and ``ARCHITECTURES`` is what it has found.
 """
 
 from __future__ import annotations

@@ -127,7 +127,8 @@ def chunked_loss(
 
     Args:
         hidden: what the head reads, shape ``(tokens, width)``.
-        head: an ``nn.Linear`` from width to words, with LoRA adapters by peft or without.
+        head: an ``nn.Linear`` from width to words, with LoRA adapters by peft or without. If it has ``take_rows``, a
+            function of a row and the rows from there on, the gradient of its weight goes there and is never whole.
         targets: int64, shape ``(tokens,)``.
         transform: of the head's products to logits.
         chunk: how many tokens' logits are held at once; ``None`` is as many as ``LOGITS`` allows.
@@ -143,7 +144,7 @@ def chunked_loss(
         low = adapted.scaling[name] * down(adapted.lora_dropout[name](hidden.to(down.weight.dtype)))
         terms += [low.to(dtype), adapted.lora_B[name].weight]
     chunk = chunk or max(1, LOGITS // layer.weight.shape[0])
-    total: Tensor = _ChunkedLoss.apply(targets, chunk, transform, layer.bias, *terms)
+    total: Tensor = _ChunkedLoss.apply(targets, chunk, transform, getattr(head, "take_rows", None), layer.bias, *terms)
     return total
 
 
@@ -152,9 +153,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, targets: Tensor, chunk: int, transform: Transform, bias: Tensor | None, *terms: Tensor
+        ctx: Any, targets: Tensor, chunk: int, transform: Transform, take: Any, bias: Tensor | None, *terms: Tensor
     ) -> Tensor:
-        ctx.chunk, ctx.transform = chunk, transform
+        ctx.chunk, ctx.transform, ctx.take = chunk, transform, take
         states, dtype = terms[::2], terms[0].dtype
         weights = [weight.to(dtype) for weight in terms[1::2]]
         losses, sums = [], []
@@ -180,7 +181,8 @@ class _ChunkedLoss(torch.autograd.Function):
         tokens, words = len(targets), len(weights[0])
         size = words if tokens <= ctx.chunk else max(1, ctx.chunk * words // tokens)
         size -= size % 64 if size < words and size > 64 else 0  # tensor cores want it
-        needs, of_bias = ctx.needs_input_grad[4:], torch.zeros_like(bias) if ctx.needs_input_grad[3] else None
+        needs, of_bias = [*ctx.needs_input_grad[5:]], torch.zeros_like(bias) if ctx.needs_input_grad[4] else None
+        needs[1] = needs[1] and ctx.take is None
         of_states = [
             torch.zeros_like(x, dtype=log_sums.dtype) if need else None
             for x, need in zip(states, needs[::2], strict=True)
@@ -200,6 +202,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 if of_bias is not None:
                     of_bias[start:stop] = errors.sum(0)
                 errors = errors.to(dtype)
+                if ctx.take is not None:
+                    ctx.take(start, errors.T @ states[0])
                 for state, part, of_state, of_weight in zip(states, parts, of_states, of_weights, strict=True):
                     if of_state is not None:
                         of_state += errors @ part
@@ -208,16 +212,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 del logits, capped, errors
         found = [one for pair in zip(of_states, of_weights, strict=True) for one in pair]
         return (
-            None,
-            None,
-            None,
+            *(None, None, None, None),
             of_bias,
             *(one if one is None else one.to(term.dtype) for one, term in zip(found, terms, strict=True)),
         )
-
-
-def _if(need: bool, make: Callable[..., Tensor], like: Tensor, dtype: torch.dtype) -> Tensor | None:
-    return make(like, dtype=dtype) if need else None
 
 
 def _products(states: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:

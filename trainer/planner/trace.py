@@ -203,12 +203,14 @@ class _Run(Phases):
         self.tracer.categorise([value for value in states if isinstance(value, Tensor)], "optimizer")
 
     def _build(self, module: nn.Module) -> Stack:
-        memory, dtype = self.plan.memory, weights_dtype(self.plan.memory)
-        if memory.init != "meta":
+        plan, dtype = self.plan, weights_dtype(self.plan.memory)
+        if plan.memory.cpu_offload == "parameters":  # the stack puts them on meta, which to a trace is the device
+            plan = replace(plan, memory=replace(plan.memory, init="meta"))
+        if plan.memory.init != "meta":
             allocate(module, HOST, dtype)
-            module.to(home_of_weights(self.fabric, self.plan))
+            module.to(home_of_weights(self.fabric, plan))
             self._categorise(module)
-        stack = apply_stack(self.fabric, self.recipe.model, module, self.plan, stream=_allocated)
+        stack = apply_stack(self.fabric, self.recipe.model, module, plan, stream=_allocated)
         self._categorise(module)
         return stack
 
@@ -269,7 +271,7 @@ class _FakeStepper(Stepper):
 def _gather(module: nn.Module, device: torch.device) -> None:
     """What ``whole_state`` has on the device at a time: one whole tensor, of whatever is sharded."""
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
             shard = parameter.to_local().to(device)
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             del shard, whole

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,6 +105,7 @@ def read_summary(path: Path) -> Summary:
         raise RecipeError(f"{path} is no summary of a run: it was not written by trainer fit") from error
 
 
+@cache  # to read them takes as long as a step of a small model
 def versions() -> dict[str, str | None]:
     """Version of Python and of every library that a result depends on; ``None`` for one that is not installed."""
     from trainer import __version__  # a checkout that is not installed has a version, too

@@ -58,13 +58,18 @@ def with_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
     return recipe.replace(run=dataclasses.replace(recipe.run, dir=str(run_dir)))
 
 
-def _make(run_dir: Path, resume: str) -> None:
-    make_folder("run.dir", run_dir)
+def require_unused(run_dir: Path, resume: str) -> None:
+    """Refuse a directory that holds a run which is not resumed."""
     from_within = resume != "none" and Path(os.path.realpath(resume)).is_relative_to(os.path.realpath(run_dir))
     require(
         not (run_dir / "recipe.yaml").exists() or resume == "auto" or from_within,
         f"run.dir={run_dir} already holds a run: go on with it by --run.resume auto, or choose another directory",
     )
+
+
+def _make(run_dir: Path, resume: str) -> None:
+    make_folder("run.dir", run_dir)
+    require_unused(run_dir, resume)
     require(os.access(run_dir, os.W_OK), f"run.dir={run_dir} is not writable: choose another directory")
 
 

@@ -204,12 +204,12 @@ def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], 
 
     own = {"weights": trained.weights, "revision": trained.revision}
     dtype = next(iter(load_file(folder / ADAPTER_FOLDER / ADAPTERS).values())).dtype
-    with default_dtype(dtype):  # as they were trained beside them
+    coded, half = trained.lora.base == "nf4", dtype in (torch.bfloat16, torch.float16)
+    with default_dtype(torch.float32 if coded else dtype):  # codes are of what the file has
         base = dataclasses.replace(outputs.model, **own).build()
-    if trained.lora.base == "nf4":
+    if coded:
         as_in_nf4(base, trained.blocks)
-    half = dtype in (torch.bfloat16, torch.float16)
-    base = base.to(next(outputs.parameters()).dtype)
+    base = base.to(dtype).to(next(outputs.parameters()).dtype)  # as they were trained beside them
     with staged_folder(target) as part:
         shutil.copytree(folder / ADAPTER_FOLDER, part, dirs_exist_ok=True)
         with warnings.catch_warnings():  # peft asks transformers for what goes by another name now

@@ -100,7 +100,7 @@ class NF4Linear(nn.Module):
         super().__init__()
         weight: Any = layer.weight
         self.shape, self.dtype = tuple(weight.shape), weight.dtype
-        """Of the weight as it was; what it is rounded to before it is quantised."""
+        """Of the weight as it was."""
         self.transposed = not isinstance(layer, nn.Linear)
         self.out_features, self.in_features = self.shape[::-1] if self.transposed else self.shape
         empty = torch.empty(rows_of(weight.numel()), ROW, dtype=torch.uint8, device="meta")

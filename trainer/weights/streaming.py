@@ -193,6 +193,26 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype | None 
             _register(module, name, module.get_parameter(first))
 
 
+def put_on_meta(module: nn.Module) -> dict[str, Tensor]:
+    """Leave the parameters of ``module`` on meta; returns their values by name, once each, for :func:`put_back`."""
+    groups, buffers = tied_names(module), {id(buffer) for buffer in module.buffers()}
+    values = {names[0]: module.get_parameter(names[0]).detach() for names in groups}
+    module._apply(lambda tensor: tensor if id(tensor) in buffers else torch.empty_like(tensor, device="meta"))
+    for first, *others in groups:
+        for name in others:
+            _register(module, name, module.get_parameter(first))
+    return values
+
+
+@torch.no_grad()
+def put_back(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> None:
+    """Allocate the parameters of ``module`` on ``device``, sharded or not, with ``values``, which are emptied."""
+    allocate(module, device)
+    for name in [*values]:
+        part = own_part(module.get_parameter(name))
+        part.local.copy_(values.pop(name)[part.slices()])
+
+
 class Slice(NamedTuple):
     """What this rank holds of a tensor: its memory, and where it begins in the whole, along every dimension."""
 
@@ -280,7 +300,8 @@ def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...
 
 def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part: Slice) -> Iterator[Any]:
     """The codes of ``part``, some at a time: which rows of it, and the tensor. Read are only the rows of the file that
-    they are of; blocks begin with the whole weight, so the codes are the same on any number of ranks."""
+    they are of; blocks begin with the whole weight, so the codes are the same on any number of ranks, and they are of
+    what the file has, so they are the same under any precision."""
     first, count, width = part.offset[0], len(part.local), layer.shape[1]
     for start in range(first, first + count, AT_ONCE):
         stop = min(start + AT_ONCE, first + count)
@@ -288,7 +309,7 @@ def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part
         lines = slice(begin // width, -(-end // width))
         wanted = Slice(torch.empty(lines.stop - lines.start, width, device="meta"), (lines.start, 0))
         read = torch.cat([value for _, value in _pieces(files, stored, name, layer.shape, wanted)]).flatten()
-        value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, layer.dtype)
+        value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, torch.float32)
         infinite = f"{stored.key} in {stored.file} has numbers that are not finite, which NF4 has no codes for"
         require(bool(value.isfinite().all()), f"{infinite}: use model.lora.base full, or other weights")
         yield slice(start - first, stop - first), quantise(value)

@@ -1,0 +1,97 @@
+"""The gradient of an embedding that is tied to the head: it goes to host memory in rows, never whole on a device.
+
+Autograd keeps the gradient of the head, as large as they are, until that of the embedding is there, adds the two, and
+only then hands it on. The loss in chunks computes it in rows anyway, which may leave one after another; and of the
+embedding only the rows of the tokens have any. They are summed in fp32, which autograd does in the weights' type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding
+
+from trainer.memory.optimizer_offload import HostGradients, StreamedGradients
+
+
+def leave_in_rows(module: nn.Module, sync: HostGradients) -> None:
+    """Let ``sync`` take the gradient of a tied embedding of ``module`` in rows, where its loss is computed in chunks.
+
+    Shards of several ranks are summed by FSDP, which wants it whole.
+    """
+    if getattr(module, "logit_transform", None) is None or (sync.sharded and sync.world_size > 1):
+        return
+    words, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
+    plain = type(words) is nn.Embedding and words.max_norm is None and not words.scale_grad_by_freq
+    if plain and type(head) is nn.Linear and head.weight is words.weight and head.weight in sync.homes:
+        rows = TiedRows(sync, head.weight)
+        head.take_rows = rows.of_head  # type: ignore[assignment]
+        words.forward = lambda input: _Words.apply(words.weight, input, words.padding_idx, rows)
+        sync.tied = rows
+        if isinstance(sync, StreamedGradients):  # FSDP makes none of a gradient that it does not see
+            sync.shards[head.weight] = shard = head.weight.detach()
+            shard._local_tensor = rows.home
+
+
+class TiedRows:
+    """Rows on their way to the host memory of ``sync``."""
+
+    def __init__(self, sync: HostGradients, weight: nn.Parameter) -> None:
+        self.sync, self.weight, self.home, self.adds = sync, weight, sync.homes[weight], False
+        self.coming: list[tuple[Tensor, Tensor]] = []  # tokens and their gradients, on the host or on their way there
+        self.held: list[Tensor] = []  # what these are copied from
+
+    def of_head(self, start: int, rows: Tensor) -> None:
+        """Take rows of the head's gradient from the row ``start`` on. In each backward all of them come, in order."""
+        if start == 0:
+            self.settle()
+            self.adds = self._begun()
+        self.sync.bring_home(rows, self.home[start : start + len(rows)], self.adds, held=True)
+
+    def of_words(self, ids: Tensor, gradient: Tensor) -> None:
+        """Take the gradients of the embeddings of tokens, shapes ``(n,)`` and ``(n, width)``."""
+        if not self._begun():
+            self.settle()
+            self.home.zero_()
+        carrier = self.sync.carrier
+        self.coming.append((ids, gradient) if carrier is None else (carrier.fetch(ids), carrier.fetch(gradient)))
+        self.held += [ids, gradient]
+
+    def _begun(self) -> bool:
+        begun = self.weight in self.sync.arrived
+        self.sync.arrived.add(self.weight)
+        return begun
+
+    def settle(self) -> None:
+        """Add what has come. The host waits for the micro-step before, while the device has a forward to do."""
+        if self.sync.carrier is not None:
+            self.sync.carrier.wait()
+        for ids, gradient in self.coming:
+            self.home.index_add_(0, ids, gradient.to(self.home.dtype))
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave out what is on its way."""
+        self.coming, self.held = [], []
+
+
+class _Words(torch.autograd.Function):
+    """An embedding whose gradient is taken elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, rows: TiedRows) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.rows = padding, rows
+        return embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        (ids,), gradient = ctx.saved_tensors, gradient.flatten(0, -2)
+        if ctx.padding is not None:
+            gradient = gradient.masked_fill((ids.flatten() == ctx.padding)[:, None], 0)
+        ctx.rows.of_words(ids.flatten(), gradient)
+        return None, None, None, None
