@@ -327,7 +327,7 @@ class Checkpoint:
     def __post_init__(self) -> None:
         _check("checkpoint.", self, positive=("keep_last",))
         if isinstance(self.every, str):
-            parse_duration("checkpoint.every", self.every)
+            parse_duration(self.every)
         elif self.every is not None:
             require_positive("checkpoint.every", self.every)
         require(self.keep_best >= 0, f"checkpoint.keep_best={self.keep_best!r} must be an integer of at least 0")

@@ -53,6 +53,10 @@ class BuiltIn(Data):
             f"data.worker_timeout={seconds} must be more than 0 seconds, and at most {MOST_SECONDS:,}",
         )
         require(bad >= 0, f"data.max_bad_samples={bad} must not be negative; 0 ends the run at the first bad sample")
+        for name in ("val_file", "val_files", "val_split"):
+            value = getattr(self, name, None)
+            both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
+            require(value is None or fraction == 0, both)
 
     def _outlined(
         self, train: int, test: int, num_classes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any

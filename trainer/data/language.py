@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.data.common import BuiltIn, local_path
-from trainer.data.text import files_of, require_named, rows_of_hub, shard_files, written_with
+from trainer.data.common import local_path
+from trainer.data.text import Padded, files_of, placed, require_named, rows_of_hub, shard_files, written_with
 from trainer.errors import listed, require, require_choice, require_positive
 from trainer.values import Outline
 
@@ -29,7 +29,7 @@ OUTLINED = 10_000
 
 
 @dataclass
-class LanguageData(BuiltIn):
+class LanguageData(Padded):
     """What the datasets of language models share.
 
     Args:
@@ -92,17 +92,11 @@ class LanguageData(BuiltIn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._pad: Any = None
-        require_positive("data.max_length", self.max_length)
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._separator = written_with(self.encoding, self.separator)
         both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
         require(self.train_files is None or self.name is None, both)
-        for key in ("val_files", "val_split"):
-            value, fraction = getattr(self, key), self.val_fraction
-            why = f"data.{key}={value!r} and data.val_fraction={fraction} exclude each other: give one"
-            require(value is None or fraction == 0, why)
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} goes with data.{fits}, which is not given: leave it out")
@@ -217,21 +211,13 @@ class LanguageData(BuiltIn):
         """What makes tokens of rows."""
         raise NotImplementedError
 
-    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Pad samples of a prepared dataset to a batch."""
-        require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
-        return self._pad(samples)
-
     def encode(self, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
         """Make a batch, without labels, of texts that a model is to go on from: a user's words (or the messages of a
         conversation), or the beginning of a document. Nothing is cut off."""
         from trainer.data.sequences import padder
 
-        require(len(texts) > 0, "no texts were given")
-        for position, text in enumerate(texts, start=1):
-            place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
-            require(bool(text.strip() if isinstance(text, str) else text), f"{place} is empty")
-        found = self._reader(tokenizer).prompts(texts)
+        given = [text for text, _ in placed(texts)]
+        found = self._reader(tokenizer).prompts(given)
         return padder(tokenizer, max(map(len, found)))({"input_ids": found})
 
 

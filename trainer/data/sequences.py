@@ -31,6 +31,7 @@ from trainer.data.tokens import (
     check_tokenizer,
     chunks,
     compact,
+    encoded_by,
     made,
     words_of,
 )
@@ -97,14 +98,9 @@ def padder(tokenizer: Any, max_length: int) -> Padder:
 
 def ids_of(texts: Sequence[str], tokenizer: Any) -> Iterator[ndarray]:
     """The tokens of each text alone, none of them special unless it is written in the text."""
-    options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
     for chunk in chunks(texts) if texts else ():
-        try:
-            encoded = tokenizer(chunk, **options, verbose=False)["input_ids"]
-        except Exception as error:  # of its Rust: a bare Exception
-            said = f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
-            raise RecipeError(said) from error
-        yield from (np.asarray(ids, dtype=np.int32) for ids in encoded)
+        encoded = encoded_by(tokenizer, chunk, add_special_tokens=False, return_token_type_ids=False)
+        yield from (np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"])
 
 
 def _require_text(text: Any, most: int) -> None:
