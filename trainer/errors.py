@@ -75,8 +75,8 @@ def require_types(section: str, settings: Any) -> None:
     Its fields are of plain types, or of classes, and called by their ``section``, such as ``"optim."``.
     """
     for name, hint in _hints(settings.__class__).items():
-        value = getattr(settings, name)
-        require(_fits(value, hint), f"{section}{name}={value!r} must be {_in_words(hint)}")
+        if not _fits(value := getattr(settings, name), hint):  # words are found for what does not fit alone
+            raise RecipeError(f"{section}{name}={value!r} must be {_in_words(hint)}")
 
 
 @lru_cache
