@@ -147,12 +147,11 @@ def loss_of(kind: str, out: Path) -> None:
     module(**short).logits.sum().backward()  # what is set up once
     module.zero_grad()
     Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-    idle, begin = resident("VmRSS"), time.perf_counter()
+    idle, begin, busy = resident("VmRSS"), time.perf_counter(), time.process_time()
     value = loss()
     value.backward()
-    seconds, peak = time.perf_counter() - begin, resident("VmHWM") - idle
-    head = WORDS * WIDTH * 4
-    found = {"peak": peak, "without_gradient_of_head": peak - head, "seconds": seconds, "loss": value.item()}
+    found = {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - busy, "loss": value.item()}
+    found |= {"peak": (peak := resident("VmHWM") - idle), "without_gradient_of_head": peak - WORDS * WIDTH * 4}
     out.write_text(json.dumps(found))
 
 
@@ -331,19 +330,24 @@ def rows_of(results: dict[str, dict[str, list[Any]]]) -> list[tuple[str, ...]]:
             label = part if number == 0 else ""
             pairs = [(own, one) for own, one in zip(rounds, first, strict=False) if "failure" not in own | one]
             if not pairs:
-                rows.append((label, kind, "failed", "–", "–", "–"))
+                rows.append((label, kind, "failed", "–", "–", "–", "–"))
                 continue
 
             def middle(key: str, ratio: bool, pairs: Any = pairs) -> float:
                 return statistics.median(own[key] / (one[key] if ratio else 1) for own, one in pairs)
 
-            speeds = f"{middle('tokens_per_second', False):,.0f}", f"{middle('tokens_per_second', True):.2f}"
+            busy = statistics.median(1000 * own["cpu"] / own["tokens"] for own, _ in pairs)
+            speeds = (
+                f"{middle('tokens_per_second', False):,.0f}",
+                f"{middle('tokens_per_second', True):.2f}",
+                f"{busy:.2f}",
+            )
             peaks = f"{middle('peak_gb', False):.2f}", f"{middle('peak_gb', True):.2f}"
             rows.append((label, kind, *speeds, *peaks))
     return rows
 
 
-HEADER = ("question", "contender", "tokens/s", "× the first", "GB peak", "of the first")
+HEADER = ("question", "contender", "tokens/s", "× the first", "CPU s / 1,000 tokens", "GB peak", "of the first")
 
 
 def main() -> None:

@@ -145,7 +145,9 @@ VIT_ROWS = [
 ]
 
 # github.com/pytorch/torchtune, README.md at 1814feb (18 November 2024) and, of 8B, 30b8519 (24 September); the recipes'
-# defaults where it names nothing else. The adapters of 3B are on all but keys and values.
+# defaults where it names nothing else, but for the optimizer of 3B before "+ 8-bit AdamW": it is not named, that of the
+# config would be one of 8 bits already, and AdamW is assumed. The adapters of 3B are on all but keys. What
+# it calls active memory is compared with what is allocated: they differ by what waits for another stream.
 TORCHTUNE = partial(Row, "pytorch/torchtune README")
 ON_A100_80 = ("a100-80gb", (2, 5), "allocated")
 TUNE_3B = partial(TorchTune, layers=28, size=3072, heads=24, inner=8192, tokens=4096, tied=True)

@@ -133,6 +133,15 @@ def test_the_loop_on_a_fake_gpu_prints_what_the_readme_says(tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/language-models.md"])
+def test_runs_that_a_page_shows_are_taken(page, capsys):
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("trainer fit ")]
+    assert len(lines) >= 6
+    for line in lines:
+        assert run([*shlex.split(line, comments=True)[1:], "--print_config"]) == 0, (line, capsys.readouterr().err)
+
+
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 NAMED = r"(?:--|`|\b(?=memory\.|optim\.|run\.))((?:memory|optim|run|model|data)\.[a-z_]+(?:\.[a-z_]+)?)"
 RECIPES = ("vit_digits", "mlp_fashion_mnist", "distilbert_imdb", "bigbird_imdb")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib import import_module
 from types import UnionType
@@ -52,6 +53,16 @@ def listed(indices: Sequence[int | str]) -> str:
     return f"{shown}, …" if len(indices) > MOST_LISTED else shown
 
 
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
+    """The end of a message: which of the ``known`` names was probably meant by ``word``; empty where none is near.
+
+    Capitals do not matter; ``cutoff`` is how alike two texts must be, from 0 to 1.
+    """
+    names = {name.lower(): name for name in reversed(list(known))}  # of several, the first
+    close = get_close_matches(word.lower(), names, 1, cutoff)
+    return f"; did you mean {prefix}{names[close[0]]}?" if close else ""
+
+
 def require(condition: bool, message: str) -> None:
     """Raise :class:`RecipeError` with ``message`` unless ``condition`` holds."""
     if not condition:
@@ -64,8 +75,8 @@ def require_types(section: str, settings: Any) -> None:
     Its fields are of plain types, or of classes, and called by their ``section``, such as ``"optim."``.
     """
     for name, hint in _hints(settings.__class__).items():
-        value = getattr(settings, name)
-        require(_fits(value, hint), f"{section}{name}={value!r} must be {_in_words(hint)}")
+        if not _fits(value := getattr(settings, name), hint):  # words are found for what does not fit alone
+            raise RecipeError(f"{section}{name}={value!r} must be {_in_words(hint)}")
 
 
 @lru_cache

@@ -7,12 +7,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, get_origin, get_type_hints
 
 from trainer.contract import Data, Metric, Model
-from trainer.errors import require, require_choice, require_positive, require_types
+from trainer.errors import nearest, require, require_choice, require_positive, require_types
 from trainer.system.text import parse_budget, parse_duration
 
 Precision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
@@ -181,11 +180,9 @@ class Optim:
         return self.name not in OPTIMIZERS and re.fullmatch(re.escape(TORCH) + r"[A-Za-z]\w*", self.name) is None
 
     def _check_name(self) -> None:
-        close = get_close_matches(self.name.lower(), OPTIMIZERS, 1)
-        meant = f"; did you mean {close[0]}?" if close else ""
         dotted = "." in self.name and all(word.isidentifier() for word in self.name.split("."))
-        why = f"optim.name={self.name!r} must be {'|'.join(OPTIMIZERS)}, or a full name as torch.optim.NAdam is{meant}"
-        require(dotted or self.name in OPTIMIZERS, why)
+        why = f"optim.name={self.name!r} must be {'|'.join(OPTIMIZERS)}, or a full name as torch.optim.NAdam is"
+        require(dotted or self.name in OPTIMIZERS, f"{why}{nearest(self.name, OPTIMIZERS)}")
         require(self.factory is None or callable(self.factory), f"optim.factory={self.factory!r} is no function")
         why = "optim.factory makes the optimizer, and optim.name says another: leave out one"
         require(self.factory is None or self.name == "adamw", why)
@@ -222,9 +219,8 @@ class Optim:
             fits = isinstance(settings, Mapping) and len(settings) > 0
             require(fits, f"{key}={settings!r} must be a mapping with any of {', '.join(GROUP_SETTINGS)}")
             for name, value in settings.items():
-                close = get_close_matches(str(name), GROUP_SETTINGS, 1, 0.3)
-                meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(GROUP_SETTINGS)}"
-                require(name in GROUP_SETTINGS, f"{key} has no {name}; {meant}")
+                meant = nearest(str(name), GROUP_SETTINGS, 0.3) or f"; there are {', '.join(GROUP_SETTINGS)}"
+                require(name in GROUP_SETTINGS, f"{key} has no {name}{meant}")
                 wanted, is_so = GROUP_SETTINGS[name]
                 fits = isinstance(value, bool) if name == "frozen" else type(value) in (int, float) and is_so(value)
                 require(fits, f"{key}.{name}={value!r} must be {wanted}")
@@ -331,7 +327,7 @@ class Checkpoint:
     def __post_init__(self) -> None:
         _check("checkpoint.", self, positive=("keep_last",))
         if isinstance(self.every, str):
-            parse_duration("checkpoint.every", self.every)
+            parse_duration(self.every)
         elif self.every is not None:
             require_positive("checkpoint.every", self.every)
         require(self.keep_best >= 0, f"checkpoint.keep_best={self.keep_best!r} must be an integer of at least 0")
@@ -531,9 +527,9 @@ class Recipe:
 
 
 def _require_figure(said: str, name: str, known: list[str]) -> None:
-    begun = [one for one in known if one.startswith(name)][:1]  # acc
-    near = [f"; did you mean {close}?" for close in begun or get_close_matches(name, known, 1)]
-    require(name in known, f"{said} is no figure that is known{''.join(near)} (there are {', '.join(known)})")
+    begun = [f"; did you mean {one}?" for one in known if one.startswith(name)]  # acc
+    near = begun[0] if begun else nearest(name, known)
+    require(name in known, f"{said} is no figure that is known{near} (there are {', '.join(known)})")
 
 
 def _check(section: str, settings: Any, positive: tuple[str, ...]) -> None:

@@ -208,6 +208,10 @@ BEFORE_TRAINING = {
         "fit vit_digits --data.folds 5",
         "unknown flag --data.folds (value '5'); it is a flag of another command: trainer sweep RECIPE --folds",
     ),
+    "width of Llama": (
+        "fit lm_bytes --model.hidden_size 64",
+        "unknown flag --model.hidden_size (value '64'); an entry of its configuration is --model.config.hidden_size",
+    ),
     "csv in YAML": (
         "fit TMP/other.yaml",
         (
@@ -337,6 +341,7 @@ BEFORE_TRAINING = {
         "predict TMP/run",
         "predict needs either --text TEXT or --image PATH, or files and folders after RUN_DIR",
     ),
+    "predict of nothing": ("predict TMP/run --text=", "--text is empty: give a text"),
     "predict of a folder as an image": (
         "predict TMP/run --image TMP/run",
         "image 'TMP/run': is a folder: give it after RUN_DIR, without --image",
@@ -376,6 +381,7 @@ BEFORE_TRAINING = {
 
 TEXTS = "fit text_files --model.weights null --model.tokenizer TOKENIZER --run.progress false --data.train_file"
 IMAGES = "fit vit_digits --run.predict false --data ImageFolder --data.image_size 8 --data.root"
+CHATS = "fit lm_chat --model.name llama --model.weights null --model.tokenizer bytes --data.train_files"
 READ = {
     "semicolons": f"{TEXTS} TMP/semicolon.csv",
     "latin-1": f"{TEXTS} TMP/latin.csv --data.encoding latin-1",
@@ -417,6 +423,11 @@ TABLES = {
     "semicolon.csv": "text;label\nein Film, ja;gut\nnoch einer;schlecht\n",
     "latin.csv": "text,label\nübel,schlecht\nschön,gut\n",
     "gap.csv": "text,label\nein Film,gut\nnoch einer,\n",
+    "blank.txt": " \n",
+    "latin.py": "# übel\n",
+    "cut.jsonl": "".join(f'{{"prompt": "{one}", "completion": "It is."}}\n' for one in ("Is it so?", "Is it? " * 40)),
+    "broken.jsonl": '{"prompt": "Is it so?", "completion": "It is."}\n\n{"prompt": "Is it so?\n',
+    "refuses.jinja": "{{ raise_exception('no questions here') }}",
 }
 IN_TRAINING = {
     "a mean": (
@@ -525,11 +536,36 @@ IN_TRAINING = {
         f"{IMAGES} TMP/empty",
         "data.root='TMP/empty': TMP/empty/train/leer holds no images (.jpg …): remove the folder, or add some",
     ),
+    "a document": (
+        "fit lm_bytes --data.train_files TMP/blank.txt",
+        "data.train_files='TMP/blank.txt': there is no document with words in it: name other files",
+    ),
+    "a document's encoding": (
+        "fit lm_bytes --data.train_files TMP/latin.py",
+        "1 document cannot be learned from, more than data.max_bad_samples=0: TMP/latin.py is no text in utf-8 (…): "
+        "save it so, or leave it out. Mend or remove them",
+    ),
+    "a broken line": (
+        f"{CHATS} TMP/broken.jsonl",
+        "TMP/broken.jsonl cannot be read as jsonl (ValueError: line 3: Invalid control character at): mend the file",
+    ),
+    "a chat that is cut before the answer": (
+        f"{CHATS} TMP/cut.jsonl --data.max_length 128",
+        "1 conversation cannot be learned from, more than data.max_bad_samples=0: TMP/cut.jsonl row 2 (the first is "
+        "row 1, blank lines are not counted) has no word of the assistant within data.max_length. Mend or remove them, "
+        "raise data.max_length=128, or leave them out by --data.max_bad_samples 1",
+    ),
+    "a template that refuses all": (
+        f"{CHATS} TMP/cut.jsonl --data.chat_template TMP/refuses.jinja",
+        "2 conversations cannot be learned from, more than data.max_bad_samples=0: TMP/cut.jsonl row 1 (the first is "
+        "row 1, blank lines are not counted) is refused by the chat template (TemplateError: no questions here); "
+        "TMP/cut.jsonl row 2 is refused by the chat template (TemplateError: no questions here). Mend or remove them",
+    ),
     "a typo in a hub name": (
         "fit text_files --data.train_file TMP/semicolon.csv --model.tokenizer distilbert/distilbert-base-uncasd",
         "model.tokenizer='distilbert/distilbert-base-uncasd' cannot be loaded: it is no folder here, nor in the hub's "
-        "cache, and HF_HUB_OFFLINE is set, so the hub is not asked. Give a local folder as save_pretrained writes it; "
-        "unset HF_HUB_OFFLINE to ask the hub",
+        "cache, and HF_HUB_OFFLINE is set, so the hub is not asked. Give a local folder as save_pretrained writes it, "
+        "or bytes, which needs no files; unset HF_HUB_OFFLINE to ask the hub",
     ),
     "plateau without validation": (
         "fit vit_digits --optim.schedule plateau",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -179,6 +180,25 @@ def test_flags_win_over_yaml_in_the_batch_too(recipe_file, calls, tmp_path):
 def test_what_gives_way_to_what_is_asked_for(before, asked, giving_way):
     keys = ("batch_size", "accumulate", "memory.micro_batch_size")
     assert derive_batch(dict(zip(keys, before, strict=True)), asked) == {**asked, **giving_way}
+
+
+def test_other_data_take_nothing_along_that_belongs_to_the_recipes_own(calls, tmp_path):
+    (tmp_path / "own.txt").write_text("own")
+    own = str(tmp_path / "own.txt")
+    data = resolved(calls, "lm_chat", "--data.train_files", own, "--data.val_fraction", "0.1").data
+    assert (data.name, data.config, data.test_split, data.chat_template) == (None, None, None, "chatml")
+    before = load_recipe("lm_bytes")[0]
+    data = resolved(calls, "lm_bytes", "--data.train_files", own).data
+    assert (data.train_files, data.val_files, data.max_length) == (own, None, before.data.max_length)
+    kept = before.data.val_files
+    assert resolved(calls, "lm_bytes", "--data.train_files", own, "--data.val_files", kept).data.val_files == kept
+    assert resolved(calls, "lm_bytes", "--data.max_length", "64").data.val_files == kept
+    (tmp_path / "all.yaml").write_text(dump_recipe(before.replace(data=replace(before.data, train_files=own)), None))
+    assert resolved(calls, tmp_path / "all.yaml").data.val_files == kept
+    data = resolved(calls, "lm_chat", "--data.name", "nobody/has-this").data
+    assert (data.name, data.config, data.test_split) == ("nobody/has-this", None, None)
+    data = resolved(calls, "lm_chat", "--data.config", "all").data
+    assert (data.name, data.config, data.test_split) == ("HuggingFaceTB/smoltalk", "all", "test")
 
 
 def test_a_word_is_appended_to_a_list(recipe_file, calls, tmp_path):

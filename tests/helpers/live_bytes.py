@@ -35,7 +35,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._alive or (storage.device.type != "meta" and is_mapped(storage.data_ptr())):
+        if key in self._alive:
+            return
+        # What torch has allocated is no file, and can be resized: to look takes longer than most operations.
+        if storage.device.type != "meta" and not storage.resizable() and is_mapped(storage.data_ptr()):
             return
         self._alive.add(key)
         self.now += size

@@ -49,6 +49,15 @@ def test_transformers_loads_the_same_model_and_the_file_has_a_tied_head_once(tmp
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == END
 
 
+def test_master_weights_are_loaded_in_the_type_that_they_were_saved_in(tmp_path, tokenizer):
+    model = language_model("llama", tokenizer=tokenizer)
+    module = model.build()
+    masters = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    save_model(model, module.to(torch.bfloat16), tmp_path, masters)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in masters.items())
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_the_weights_came_with_is_kept_and_a_temperature_alone_is_mended(tmp_path, tokenizer, streamed):
     source, target = tmp_path / "source", tmp_path / "target"

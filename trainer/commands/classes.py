@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import trainer.data
 import trainer.models
 from trainer.commands import TRUST
 from trainer.contract import Data, Model
-from trainer.errors import require
+from trainer.errors import nearest, require
 from trainer.recipe import Recipe
 from trainer.settings import CLASS, class_of
 from trainer.system.imports import imported
@@ -88,12 +87,9 @@ def _imported(part: str, name: str, trusted: bool) -> type:
     module = name.rpartition(".")[0]
     nowhere = f"{given} was defined in a notebook, or in a script that was run, and no file that is imported has it"
     require(module != "__main__", f"{nowhere}: in Python, say trainer.load(RUN_DIR, recipe)")
-    near = get_close_matches(name.lower(), {one.lower(): one for one in known}, 1, 0.5)
-    meant = next((f"; did you mean {one}?" for one in known if near == [one.lower()]), "")
     choices = f"{', '.join(sorted(known))}; or one of your own, as module.Class"
-    require(
-        bool(module) and all(word.isidentifier() for word in name.split(".")), f"{given} is none{meant} ({choices})"
-    )
+    is_path = bool(module) and all(word.isidentifier() for word in name.split("."))
+    require(is_path, f"{given} is none{nearest(name, known, 0.5)} ({choices})")
     code = f"{given} is Python code that only a file names, and is not imported: add --{TRUST} if you trust that file"
     require(trusted, code)
     kind = imported(given, name)

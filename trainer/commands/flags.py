@@ -6,7 +6,6 @@ from __future__ import annotations
 import types
 from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from enum import Enum
 from functools import partial
 from pathlib import Path, PurePath
@@ -19,7 +18,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, get_lo
 
 from trainer.commands import EVERY, NONE, OwnFlags
 from trainer.commands.classes import PARTS, known_classes
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, nearest, require
 from trainer.recipe import ALSO_CALLED, MEANT, NOT_OFFERED, Recipe
 from trainer.settings import did_you_mean, settings_of
 from trainer.system.files import read_regular
@@ -158,6 +157,8 @@ class RecipeParser:
         if owner in self.settings and entry and _accepts(self.settings[owner].hint, dict):
             return owner, entry
         hint = self._elsewhere(name) or did_you_mean(name, [*self.settings, *self.valued], dashes="--")
+        if not hint and f"{owner}.config" in self.settings:
+            hint = f"; an entry of its configuration is --{owner}.config.{entry}"
         raise RecipeError(f"unknown flag --{name} (value {text!r}){hint or '; --help lists all flags'}")
 
     def _meant(self, key: str, value: Any) -> Any:
@@ -337,8 +338,7 @@ def _explain(key: str, hint: Any, value: Any) -> str:
     if (meant := MEANT.get((key, str(value).lower()))) is not None:  # of YAML, in which yes is no text
         return f"{key}={value!r} must be {wanted}; did you mean {meant}?"
     words = [word for word in findall(r"[\w.-]+", str(value)) if word not in choices]
-    close = get_close_matches(words[0].lower(), choices, 1) if words else []
-    return f"{key}={value!r} must be {wanted}" + (f"; did you mean {close[0]}?" if close else "")
+    return f"{key}={value!r} must be {wanted}" + (nearest(words[0], choices) if words else "")
 
 
 def _choices(hint: Any) -> list[str]:

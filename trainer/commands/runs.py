@@ -154,7 +154,7 @@ def inputs(flags: Flags) -> tuple[list[str], list[str], list[str]]:
         [text for name, text in flags if name == wanted and text is not None] for wanted in ("text", "image", "path")
     ]
     for text in texts:
-        require(text != "", "--text is empty: give the text to classify")
+        require(text.strip() != "", "--text is empty: give a text")
         require(text.encode(errors="replace").decode() == text, f"--text {text[:40]!a} is not UTF-8 text")
     several = ", not both" if sum(map(bool, found)) > 1 else ""
     ways = "either --text TEXT or --image PATH, or files and folders after RUN_DIR"

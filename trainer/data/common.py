@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from trainer.contract import Data
-from trainer.errors import listed, require
+from trainer.errors import RecipeError, listed, nearest, require
 from trainer.recipe import MOST_SECONDS
 from trainer.values import Outline, Task
 
@@ -54,6 +53,10 @@ class BuiltIn(Data):
             f"data.worker_timeout={seconds} must be more than 0 seconds, and at most {MOST_SECONDS:,}",
         )
         require(bad >= 0, f"data.max_bad_samples={bad} must not be negative; 0 ends the run at the first bad sample")
+        for name in ("val_file", "val_files", "val_split"):
+            value = getattr(self, name, None)
+            both = f"data.{name}={value!r} and data.val_fraction={fraction} exclude each other: give one"
+            require(value is None or fraction == 0, both)
 
     def _outlined(
         self, train: int, test: int, num_classes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **more: Any
@@ -100,9 +103,9 @@ class Sampled(BuiltIn):
             return (1 / np.bincount(labels, minlength=self.num_classes).clip(min=1))[labels]
         given = {str(name): float(weight) for name, weight in self.sampling.items()}
         unknown, missing = sorted({*given} - {*self.class_names}), [c for c in self.class_names if c not in given]
-        close = get_close_matches(unknown[0], self.class_names, 1) if unknown else []
-        hint = f"; did you mean {close[0]}?" if close else f"; there are {listed(self.class_names)}"
-        require(not unknown, f"data.sampling: there is no class {listed(unknown)}{hint}")
+        if unknown:
+            hint = nearest(unknown[0], self.class_names) or f"; there are {listed(self.class_names)}"
+            raise RecipeError(f"data.sampling: there is no class {listed(unknown)}{hint}")
         require(not missing, f"data.sampling gives no number for {listed(missing)}: give one for each class")
         found = np.asarray([given[name] for name in self.class_names])[labels]
         require(found.sum() > 0, "data.sampling gives 0 to every class that has samples: raise one")

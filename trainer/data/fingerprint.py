@@ -197,10 +197,10 @@ def spread(size: int, count: int) -> list[int]:
     return [number * (size - 1) // (count - 1) for number in range(count)]
 
 
-def blocks(size: int, total_bytes: int, most_bytes: int = MOST_BYTES) -> list[range]:
+def blocks(size: int, total_bytes: int) -> list[range]:
     """Rows to read of ``size`` that take ``total_bytes``: blocks of them, all or evenly spread ones."""
     count = -(-size // BLOCK)
-    wanted = count if total_bytes <= most_bytes else max(2, count * most_bytes // total_bytes)
+    wanted = count if total_bytes <= MOST_BYTES else max(2, count * MOST_BYTES // total_bytes)
     return [range(block * BLOCK, min((block + 1) * BLOCK, size)) for block in spread(count, wanted)]
 
 

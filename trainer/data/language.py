@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.data.common import BuiltIn, local_path
-from trainer.data.text import files_of, require_named, rows_of_hub, shard_files, written_with
+from trainer.data.common import local_path
+from trainer.data.text import Padded, files_of, placed, require_named, rows_of_hub, shard_files, written_with
 from trainer.errors import listed, require, require_choice, require_positive
 from trainer.values import Outline
 
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from trainer.data.rows import Rows
 
 TABLES = (".jsonl", ".parquet", ".csv", ".tsv")
+_OF_HUB = ("config", "revision", "train_split", "val_split", "test_split")
+
 OUTLINED = 10_000
 """Samples that a plan is made for where nobody knows how many there are."""
 
 
 @dataclass
-class LanguageData(BuiltIn):
+class LanguageData(Padded):
     """What the datasets of language models share.
 
     Args:
@@ -76,6 +78,12 @@ class LanguageData(BuiltIn):
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
 
+    belonging: ClassVar[Mapping[str, Sequence[str]]] = {
+        "train_files": ("name", *_OF_HUB, "val_files", "test_files"),
+        "name": ("train_files", "val_files", "test_files", *_OF_HUB),
+    }
+    """What goes with other data than a flag or YAML names by the first, and is left out unless it is named as well."""
+
     answers: ClassVar[bool] = False
     """Whether what a model writes answers a text, or a list of messages; else it goes on with it."""
 
@@ -84,17 +92,11 @@ class LanguageData(BuiltIn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._pad: Any = None
-        require_positive("data.max_length", self.max_length)
         require(self.max_length > 1, "data.max_length=1 leaves nothing to predict: raise it")
         require_positive("data.shuffle_buffer", self.shuffle_buffer)
         self._separator = written_with(self.encoding, self.separator)
         both = f"data.train_files={self.train_files!r} and data.name={self.name!r} exclude each other: give one"
         require(self.train_files is None or self.name is None, both)
-        for key in ("val_files", "val_split"):
-            value, fraction = getattr(self, key), self.val_fraction
-            why = f"data.{key}={value!r} and data.val_fraction={fraction} exclude each other: give one"
-            require(value is None or fraction == 0, why)
         for key in ("val_files", "test_files") if self.name else ("val_split", "test_split", "config", "revision"):
             value, fits = getattr(self, key), "train_files" if self.name else "name"
             require(value is None, f"data.{key}={value!r} goes with data.{fits}, which is not given: leave it out")
@@ -153,7 +155,9 @@ class LanguageData(BuiltIn):
             parts[part] = every.of(survey(part, every))
         survey.check(self.max_bad_samples)
         for part, split in parts.items():
-            require(len(split) > 0, f"{part}: there is no {self._called} to learn from: see what is said of it above")
+            files = getattr(self, f"{part}_files")
+            key = f"data.name={self.name!r}, {part}" if self.name else f"data.{part}_files={files!r}"
+            require(len(split) > 0, f"{key}: there is no {self._called} with words in it: name other files")
         self.train, held = parts["train"].parted(self.val_fraction, self.val_fold)
         self.val, self.test = parts.get("val", held), parts.get("test")
 
@@ -207,21 +211,13 @@ class LanguageData(BuiltIn):
         """What makes tokens of rows."""
         raise NotImplementedError
 
-    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Pad samples of a prepared dataset to a batch."""
-        require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
-        return self._pad(samples)
-
     def encode(self, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
         """Make a batch, without labels, of texts that a model is to go on from: a user's words (or the messages of a
         conversation), or the beginning of a document. Nothing is cut off."""
         from trainer.data.sequences import padder
 
-        require(len(texts) > 0, "no texts were given")
-        for position, text in enumerate(texts, start=1):
-            place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
-            require(bool(text.strip() if isinstance(text, str) else text), f"{place} is empty")
-        found = self._reader(tokenizer).prompts(texts)
+        given = [text for text, _ in placed(texts)]
+        found = self._reader(tokenizer).prompts(given)
         return padder(tokenizer, max(map(len, found)))({"input_ids": found})
 
 
@@ -231,7 +227,8 @@ class Conversations(LanguageData):
     files or the hub.
 
     A row has messages, a list of ``{"role": ..., "content": ...}`` (or ShareGPT's ``from`` and ``value``; in csv as
-    JSON), or else a prompt and a completion: texts, or such lists.
+    JSON), or else a prompt and a completion: texts, or such lists. A column ``tools``, JSON schemas of functions that a
+    model may call, goes to the template as well.
 
     Args:
         messages_column: null takes messages, or conversations.

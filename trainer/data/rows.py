@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import difflib
 import io
 import json
 import logging
@@ -23,7 +22,7 @@ from datasets.utils.extract import Extractor
 
 from trainer.data.cache import checksums, content_of, hash_of
 from trainer.data.common import reason
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, nearest, require
 from trainer.system.files import open_regular, read_regular
 from trainer.system.hub import advice as of_hub
 from trainer.system.hub import away, tell_of_cache
@@ -70,10 +69,8 @@ class Rows:
 def check_columns(source: str, found: Sequence[str], **wanted: str) -> None:
     """Refuse a missing column: ``text_column="text"`` says which field asks for which."""
     for key, name in wanted.items():
-        near = difflib.get_close_matches(name, found, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        has = ", ".join(map(repr, found))
-        require(name in found, f"data.{key}={name!r}: {source} has no such column; it has {has}{hint}")
+        none = f"data.{key}={name!r}: {source} has no such column; it has {', '.join(map(repr, found))}"
+        require(name in found, none + nearest(repr(name), map(repr, found)))
 
 
 class CsvFormat(NamedTuple):
@@ -127,7 +124,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line) if line.strip() else {}
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"line {number}: {error}") from None
+                raise ValueError(f"line {number}: {getattr(error, 'msg', error)}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} holds no JSON object")  # noqa: TRY004
             if line.strip():

@@ -7,10 +7,9 @@ import json
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from re import search
+from re import search, sub
 from typing import Any, NamedTuple, Protocol
 
 import datasets
@@ -32,10 +31,11 @@ from trainer.data.tokens import (
     check_tokenizer,
     chunks,
     compact,
+    encoded_by,
     made,
     words_of,
 )
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, nearest, require
 from trainer.system.environment import first_here
 from trainer.system.files import read_regular
 from trainer.system.text import escaped
@@ -45,9 +45,10 @@ MOST_CHARACTERS = 10_000_000
 """Of a document, which is tokenised as a whole: each takes more than a hundred bytes meanwhile."""
 
 ROWS_AT_ONCE, MOST_TEMPLATE, SHOWN = 128, 1_000_000, 5
-EMPTY = "is empty"
+EMPTY, CUT = "is empty", "has no word of the assistant within data.max_length"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOLS = "tools"
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_response": "tool"}
 
 CHATML = (
@@ -78,8 +79,8 @@ class RowReader(Protocol):
     def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
         """Those to read of the columns that are ``found``."""
 
-    def __call__(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Sample] | str]:
-        """Of each row, its cells in the order of ``columns``, the samples, or what is wrong with it."""
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
+        """Of each row, its cells by ``columns``, the samples, or what is wrong with it."""
 
     def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
         """The tokens of texts that a model is to go on from; of a chat also of lists of messages."""
@@ -98,14 +99,9 @@ def padder(tokenizer: Any, max_length: int) -> Padder:
 
 def ids_of(texts: Sequence[str], tokenizer: Any) -> Iterator[ndarray]:
     """The tokens of each text alone, none of them special unless it is written in the text."""
-    options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
     for chunk in chunks(texts) if texts else ():
-        try:
-            encoded = tokenizer(chunk, **options, verbose=False)["input_ids"]
-        except Exception as error:  # of its Rust: a bare Exception
-            said = f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
-            raise RecipeError(said) from error
-        yield from (np.asarray(ids, dtype=np.int32) for ids in encoded)
+        encoded = encoded_by(tokenizer, chunk, add_special_tokens=False, return_token_type_ids=False)
+        yield from (np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"])
 
 
 def _require_text(text: Any, most: int) -> None:
@@ -128,11 +124,11 @@ class DocumentReader:
         check_columns(source, found, text_column=self.column)
         return [self.column]
 
-    def __call__(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Sample] | str]:
-        problems = [self._problem(*cells) for cells in rows]
-        texts = [cells[0] for cells, why in zip(rows, problems, strict=True) if not why]
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
+        problems = [self._problem(*cells.values()) for cells in rows]
+        texts = [next(iter(cells.values())) for cells, why in zip(rows, problems, strict=True) if not why]
         found = zip(texts, ids_of(texts, self.tokenizer), strict=True)
-        return [why or self._pieces(*next(found)) for why in problems]
+        return [why or self._pieces(*next(found)) or EMPTY for why in problems]
 
     def _problem(self, text: Any, problem: str = "") -> str:
         try:
@@ -178,6 +174,7 @@ class ChatReader:
         self.tokenizer, self.max_length, self.column, self.pair = tokenizer, max_length, column, pair
         self.template, self.loss_on = _template(tokenizer, template), loss_on
         self.marked = search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
+        self.unwritten = set[str]()  # sources with tools that it does not write
         added = tokenizer.get_added_vocab()
         self.special = {*added.values(), *tokenizer.all_special_ids}
         self.special_texts = tuple(filter(None, {*added, *tokenizer.all_special_tokens}))
@@ -194,7 +191,7 @@ class ChatReader:
             raise RecipeError(said) from error
         except Exception:  # it wants more than this
             return
-        (found,) = self([(probe,)])
+        (found,) = self([{"messages": probe}])
         if isinstance(found, str) or self.loss_on == "all":
             return
         last = found[0].labels[found[0].labels != IGNORED_LABEL][-1:].tolist()
@@ -207,16 +204,20 @@ class ChatReader:
         say(f"{ends}, so that the model does not learn to stop: {fix}")
 
     def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
+        tools = [TOOLS] if TOOLS in found else []
+        if tools and TOOLS not in self.template and source not in self.unwritten:
+            self.unwritten.add(source)
+            say(f"{source} has a column {TOOLS}, which the chat template does not write: give a data.chat_template")
         if self.column is not None:
             check_columns(source, found, messages_column=self.column)
-            return [self.column]
+            return [self.column, *tools]
         messages = next((name for name in ("messages", "conversations") if name in found), None)
         both = f"data.prompt_column={self.pair[0]!r} and data.completion_column={self.pair[1]!r}"
         none = f"{source} has no column messages or conversations, nor {both}; it has {', '.join(map(repr, found))}"
         require(messages is not None or {*self.pair} <= {*found}, f"{none}: name its own by data.messages_column, say")
-        return list(self.pair) if messages is None else [messages]
+        return [*(self.pair if messages is None else [messages]), *tools]
 
-    def __call__(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Sample] | str]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
         written = [self._written(cells) for cells in rows]
         texts: list[str] = []
         for one in written:
@@ -225,11 +226,12 @@ class ChatReader:
         ids = ids_of(texts, self.tokenizer)
         return [one if isinstance(one, str) else self._sample(one, ids) for one in written]
 
-    def _written(self, cells: Sequence[Any]) -> _Written | str:
+    def _written(self, cells: Mapping[str, Any]) -> _Written | str:
         try:
-            messages = messages_of(cells)
+            messages = messages_of([cell for name, cell in cells.items() if name != TOOLS])
+            tools = _tools(cells.get(TOOLS))
             try:
-                written = self._with_spans(messages)
+                written = self._with_spans(messages, tools)
             except RecipeError:
                 raise
             except Exception as error:  # what a template raises, or Jinja of it
@@ -240,8 +242,8 @@ class ChatReader:
             return str(error)
         return written
 
-    def _with_spans(self, messages: list[dict[str, Any]]) -> _Written:
-        whole, spans = self._render(messages, marked=self.marked and self.loss_on == "assistant")
+    def _with_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> _Written:
+        whole, spans = self._render(messages, tools, marked=self.marked and self.loss_on == "assistant")
         if self.loss_on == "all":
             return _Written(whole, [(0, len(whole))])
         if self.marked:
@@ -249,13 +251,13 @@ class ChatReader:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = self._render(messages[:number], prompt=True)
-            after, _ = self._render(messages[: number + 1])
+            before, _ = self._render(messages[:number], tools, prompt=True)
+            after, _ = self._render(messages[: number + 1], tools)
             if not (whole.startswith(after) and after.startswith(before)):
                 raise RecipeError(
                     f"is written otherwise by the chat template up to message {number + 1} than as a whole, so that "
                     "nobody can say which tokens are the assistant's: give a data.chat_template with {% generation %} "
-                    "around its words, or say data.loss_on all"
+                    "around its words, as chatml has it, or say data.loss_on all"
                 )
             words = after[len(before) :].rstrip()  # what stands behind the end of a turn is not of it
             end = len(before) + len(words) if words.endswith(self.special_texts) else len(after)
@@ -263,10 +265,15 @@ class ChatReader:
         return _Written(whole, spans)
 
     def _render(
-        self, messages: list[dict[str, Any]], prompt: bool = False, marked: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        prompt: bool = False,
+        marked: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
         rendered: Any = render_jinja_template(
             conversations=[messages],
+            tools=tools,
             chat_template=self.template,
             add_generation_prompt=prompt,
             return_assistant_tokens_mask=marked,
@@ -352,13 +359,24 @@ def messages_of(cells: Sequence[Any]) -> list[dict[str, Any]]:
         return [
             message for cell, name in zip(cells, ("prompt", "completion"), strict=True) for message in _said(cell, name)
         ]
-    (cell,) = cells
+    return _listed(_parsed(cells[0], "messages"), "messages")
+
+
+def _tools(cell: Any) -> list[Any] | None:
+    """The functions that a model may call, as JSON schemas; ``None`` for none."""
+    found = _parsed(cell, TOOLS) or None
+    fits = found is None or (isinstance(found, list) and all(isinstance(one, dict) for one in found))
+    require(fits, f"has no list of {TOOLS} but {found!r:.40}")
+    return found
+
+
+def _parsed(cell: Any, name: str) -> Any:
     if isinstance(cell, str):
         try:
-            cell = json.loads(cell)
+            return json.loads(cell)
         except (ValueError, RecursionError):
-            raise RecipeError(f"has no list of messages but a text that is no JSON ({cell!r:.40})") from None
-    return _listed(cell, "messages")
+            raise RecipeError(f"has no list of {name} but a text that is no JSON ({cell!r:.40})") from None
+    return cell
 
 
 def _said(cell: Any, name: str) -> list[dict[str, Any]]:
@@ -382,9 +400,8 @@ def _message(given: Any, name: str) -> dict[str, Any]:
         found |= {"role": SHAREGPT.get(role, role) if isinstance(role, str) else role}
         found |= {"content": found.pop("value")} if "value" in found else {}
     role, content = found.get("role"), found.get("content")
-    near = get_close_matches(str(role), ROLES, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    require(role in ROLES, f"has the role {role!r:.40} in {name}, which is none of {', '.join(ROLES)}{hint}")
+    none = f"has the role {role!r:.40} in {name}, which is none of {', '.join(ROLES)}"
+    require(role in ROLES, f"{none}{nearest(str(role), ROLES)}")
     calls = content is None and "tool_calls" in found
     require(isinstance(content, str) or calls, f"has no text but {content!r:.40} in {name} for its content")
     return found
@@ -393,21 +410,28 @@ def _message(given: Any, name: str) -> dict[str, Any]:
 # Rows of files, as samples in a table on disk.
 
 
+def told(cell: Any) -> Any:
+    """A cell of a table without what it has of other rows: Arrow gives all structs of a column the same keys."""
+    if isinstance(cell, Mapping):
+        return {key: told(value) for key, value in cell.items() if value is not None}
+    return list(map(told, cell)) if isinstance(cell, list) else cell
+
+
 def tokenised(rows: Rows, reader: RowReader, cache: Path) -> datasets.Dataset:
     """The samples of all rows, from the cache on disk, with their ``row``; of a row without any, what the ``problem``
     is. Of documents without ``labels``: they are the tokens."""
-    key = hash_of("sequences", rows.content, *reader.settings, words_of(reader.tokenizer))
     numbers = ("length", "predicted", "lost", "place", "bytes", "row")
     kinds: dict[str, Any] = {"input_ids": datasets.List(datasets.Value("int32")), "problem": datasets.Value("string")}
     kinds |= {"labels": kinds["input_ids"]} if isinstance(reader, ChatReader) else {}
     kinds |= dict.fromkeys(numbers, datasets.Value("int64"))
+    key = hash_of("sequences", *kinds, rows.content, *reader.settings, words_of(reader.tokenizer))
 
     def pick(found: Sequence[str]) -> Sequence[str]:
         return found if rows.files else reader.columns(rows.source, found)
 
     def encode_rows(cells: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        read = list(zip(*(cells[name] for name in cells), strict=True))
-        read = [tuple(map(json.loads, one)) for one in read] if rows.as_json else read
+        make = json.loads if rows.as_json else told
+        read = [dict(zip(cells, map(make, one), strict=True)) for one in zip(*cells.values(), strict=True)]
         table: dict[str, list[Any]] = {name: [] for name in kinds}
         nothing = Sample(np.zeros(0, np.int32), np.zeros(0, np.int32))
         for index, found in zip(indices, reader(read), strict=True):
@@ -505,7 +529,8 @@ class FromStream:
 
     def __call__(self, rows: Sequence[tuple[Any, ...]], places: Sequence[Callable[[], str]]) -> Mapping[str, list[Any]]:
         samples: list[Sample] = []
-        for found, place in zip(self.reader(rows), places, strict=True):
+        read = [dict(zip(self.columns, map(told, row), strict=True)) for row in rows]
+        for found, place in zip(self.reader(read), places, strict=True):
             if isinstance(found, str):
                 raise RecipeError(f"{place()} {found}")
             samples.append(found[0])
@@ -524,14 +549,14 @@ def say(message: str) -> None:
 
 
 def _unlabelled(lost: int) -> str:
-    return "has no word of the assistant within data.max_length" if lost else "has no word of the assistant"
+    return CUT if lost else "has no word of the assistant"
 
 
 class Survey:
     """Says what each split holds, and what is cut off or left out of it."""
 
     def __init__(self, called: str, max_length: int) -> None:
-        self.called, self.max_length, self.bad = called, max_length, list[str]()
+        self.called, self.max_length, self.bad, self.learned = called, max_length, list[str](), True
 
     def __call__(self, part: str, every: Sequences) -> list[int]:
         """The samples of ``every`` that there is something to learn from."""
@@ -540,7 +565,7 @@ class Survey:
         predicted, lost, first = every.column("predicted"), every.column("lost"), every.column("place") == 0
         silent, learned = usable & (predicted == 0), usable & (predicted > 0)
         tokens = int(every.column("length")[learned].sum()) - int((learned & ~first).sum())
-        said = f"data: {part}: {int((learned & first).sum()):,} {self.called}s, {tokens:,} tokens, of which "
+        said = f"data: {part}: {self._counted(int((learned & first).sum()))}, {tokens:,} tokens, of which "
         said += f"{int(predicted[learned].sum()):,} are predicted"
         if int((learned & ~first).sum()):
             said += f", in {int(learned.sum()):,} pieces of at most {self.max_length:,}"
@@ -553,20 +578,31 @@ class Survey:
         for index in np.flatnonzero(silent | ~(usable | empty)).tolist():
             why = problems[index].as_py() or _unlabelled(int(lost[index]))
             self.bad.append(f"{every.describe(index)} {why}")
+        self.learned &= bool(learned.any())
         return np.flatnonzero(learned).tolist()
+
+    def _counted(self, count: int) -> str:
+        return f"{count:,} {self.called}{'s' * (count != 1)}"
 
     def _tell(self, part: str, every: Sequences, chosen: ndarray, what: str) -> None:
         if chosen.any():
-            found = [every.describe(index) for index in np.flatnonzero(chosen)[:SHOWN].tolist()]
-            names = ", ".join([found[0], *(name.partition(" (the first is")[0] for name in found[1:])])
-            more = ", …" if chosen.sum() > SHOWN else ""
-            say(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names}{more})")
+            found = _brief([every.describe(index) for index in np.flatnonzero(chosen)[:SHOWN].tolist()])
+            names = ", ".join(found) + (", …" if chosen.sum() > SHOWN else "")
+            say(f"{part}: {int(chosen.sum()):,} of {len(every):,} {self.called}s {what} ({names})")
 
     def check(self, most: int) -> None:
         """Name the samples that are left out, or refuse them where they are more than ``most``."""
-        shown = "; ".join(self.bad[:SHOWN]) + (f"; and {len(self.bad) - SHOWN:,} more" if len(self.bad) > SHOWN else "")
-        said = f"{len(self.bad):,} {self.called}s cannot be learned from"
-        fix = "Mend or remove them, or allow more"
-        require(len(self.bad) <= most, f"{said}, more than data.max_bad_samples={most}: {shown}. {fix}")
+        count = len(self.bad)
+        shown = "; ".join(_brief(self.bad[:SHOWN])) + (f"; and {count - SHOWN:,} more" if count > SHOWN else "")
+        said = f"{self._counted(count)} cannot be learned from"
+        fix = f", raise data.max_length={self.max_length}" if any(why.endswith(CUT) for why in self.bad) else ""
+        fix += f", or leave them out by --data.max_bad_samples {count}" if self.learned else ""
+        refused = f"{said}, more than data.max_bad_samples={most}: {shown}. Mend or remove them{fix}"
+        require(count <= most, refused)
         if self.bad:
             say(f"{said}, and are left out: {shown}")
+
+
+def _brief(places: Sequence[str]) -> list[str]:
+    """Rows that are named, of which only the first says how they are counted."""
+    return [*places[:1], *(sub(r" \(the (first|header) is row[^)]*\)", "", place) for place in places[1:])]

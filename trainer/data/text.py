@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,33 @@ MOST_FLOATS = 20
 """Different numbers that are still classes when they are not whole, such as half stars."""
 
 
-class Texts(BuiltIn):
+class Padded(BuiltIn):
+    """What all datasets share that a tokenizer reads."""
+
+    max_length: int
+
+    _pad: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("data.max_length", self.max_length)
+
+    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        """Pad samples of a prepared dataset to a batch."""
+        require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
+        return self._pad(samples)
+
+
+def placed(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+    """Each of the ``texts``, or lists of messages, that a person gave, and what it is called; refuses an empty one."""
+    require(len(texts) > 0, "no texts were given")
+    for position, text in enumerate(texts, start=1):
+        place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
+        require(bool(text.strip() if isinstance(text, str) else text), f"{place} is empty")
+        yield text, place
+
+
+class Texts(Padded):
     """What all text datasets share.
 
     Args:
@@ -39,24 +65,15 @@ class Texts(BuiltIn):
         cache_dir: folder of the cache for tokens; by default that of the datasets library.
     """
 
-    max_length: int
     text_column: str
     label_column: str
     cache_dir: str | None
     pair_column: str | None = None
 
-    _pad: Any = None
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive("data.max_length", self.max_length)
         both = f"data.text_column and data.label_column are both {self.text_column!r}: they must differ"
         require(self.text_column != self.label_column, both)
-
-    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        """Pad samples of a prepared dataset to a batch."""
-        require(self._pad is not None, f"{type(self).__name__}: call prepare(tokenizer) before collate")
-        return self._pad(samples)
 
     def encode(self, texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
         """Make a batch, without labels, of any texts: tokenised, truncated and padded as the dataset's own.
@@ -66,10 +83,7 @@ class Texts(BuiltIn):
         from trainer.data.tokens import Padder, check_tokenizer, encode, require_text
 
         check_tokenizer(tokenizer, self.max_length)
-        require(len(texts) > 0, "no texts were given")
-        for position, text in enumerate(texts, start=1):
-            place = f"text {position} (the first is 1)" if len(texts) > 1 else "the text"
-            require(bool(text.strip()), f"{place} is empty")
+        for text, place in placed(texts):
             require_text(text, partial(str, place), self.max_length, "--text")
         read: Sequence[Any] = [text.split() for text in texts] if self.prepared_for == "token" else texts
         if self.pair_column is not None:
@@ -260,10 +274,6 @@ class TextFiles(_Tokenised):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.val_file is None or self.val_fraction == 0,
-            f"data.val_file={self.val_file!r} and data.val_fraction={self.val_fraction} exclude each other: give one",
-        )
         self._separator = written_with(self.encoding, self.separator)
 
     def require_files(self) -> None:
@@ -330,13 +340,6 @@ class HubText(_Tokenised):
     workers: int = 0
     worker_timeout: float = 300.0
     max_bad_samples: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        both = (
-            f"data.val_split={self.val_split!r} and data.val_fraction={self.val_fraction} exclude each other: give one"
-        )
-        require(self.val_split is None or self.val_fraction == 0, both)
 
     def require_files(self) -> None:
         """Refuse a folder that is not there."""

@@ -148,20 +148,24 @@ def encode(texts: Sequence[Any], tokenizer: Any, max_length: int) -> dict[str, l
     cut = bool(texts) and isinstance(texts[0], list)
     slow = "model.task=token needs a fast tokenizer, which says what word a token is of, and that of model.tokenizer is"
     require(not cut or tokenizer.is_fast, f"{slow} none: choose another")
-    options = {"truncation": True, "max_length": max_length, "return_attention_mask": False, "verbose": False}
     for chunk in chunks(texts):
-        try:
-            read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
-            encoded = tokenizer(*read, is_split_into_words=cut, **options)
-        except Exception as error:  # of its Rust: a bare Exception
-            said = f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
-            raise RecipeError(said) from error
+        read = list(map(list, zip(*chunk, strict=True))) if isinstance(chunk[0], tuple) else [chunk]
+        encoded = encoded_by(tokenizer, *read, truncation=True, max_length=max_length, is_split_into_words=cut)
         for key in _STORED:
             if key in encoded:
                 found.setdefault(key, []).extend(encoded[key])
         if cut:
             found.setdefault("words", []).extend(_firsts(encoded.word_ids(row)) for row in range(len(chunk)))
     return found
+
+
+def encoded_by(tokenizer: Any, *texts: Sequence[Any], **options: Any) -> Any:
+    """What ``tokenizer`` makes of some texts, without masks; that it cannot is said in one line."""
+    try:
+        return tokenizer(*texts, return_attention_mask=False, verbose=False, **options)
+    except Exception as error:  # of its Rust: a bare Exception
+        said = f"the tokenizer of model.tokenizer cannot encode a text ({error}): choose another"
+        raise RecipeError(said) from error
 
 
 def _firsts(words: Sequence[int | None]) -> list[int]:

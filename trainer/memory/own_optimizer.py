@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, nearest, require
 from trainer.recipe import TORCH, Memory, Optim
 from trainer.system.imports import imported
 
@@ -56,9 +56,8 @@ def _maker(optim: Optim) -> Callable[..., Any]:
     given = f"optim.name={optim.name}"
     if optim.name.startswith(TORCH):
         kinds = {name: kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind)}
-        near = get_close_matches(last, kinds, 1, 0.5)
-        meant = f"did you mean {TORCH}{near[0]}?" if near else f"there are {', '.join(sorted(kinds))}"
-        require(last in kinds, f"{given} is no optimizer of this torch; {meant}")
+        meant = nearest(last, kinds, 0.5, TORCH) or f"; there are {', '.join(sorted(kinds))}"
+        require(last in kinds, f"{given} is no optimizer of this torch{meant}")
         kind: Any = kinds[last]
     else:
         kind = imported(given, optim.name)

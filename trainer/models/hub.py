@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, nearest, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
 from trainer.models.lora import OWN, Adaptable, LoRA, reset_adapters, save_adapters
 from trainer.system.files import require_regular
@@ -91,7 +91,8 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         fix = "Give a local folder as save_pretrained writes it, or a hub id"
         if why_not and isinstance(error, OSError):
             reason = f"it is no folder here, nor in the hub's cache, and {why_not}."
-            kind = ", or a model type such as distilbert" if key == "name" else ""
+            kinds = {"name": ", or a model type such as distilbert", "tokenizer": ", or bytes, which needs no files"}
+            kind = kinds.get(key, "")
             fix = f"Give a local folder as save_pretrained writes it{kind}; {advice()}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code that comes with it (auto_map), and no such remote code is executed."
@@ -289,7 +290,12 @@ class HubModel(Adaptable):
     def save(self, module: nn.Module, folder: Path, state: Mapping[str, Tensor]) -> None:
         """Write a folder that ``from_pretrained`` of the class ``auto`` loads. Where adapters have trained, ``adapter``
         in it is what peft loads onto ``weights``."""
-        module.save_pretrained(folder, state_dict=self.merged_state(module, state))  # type: ignore[operator]
+        merged, own = self.merged_state(module, state), cast(Any, module)
+        dtype = next(value.dtype for value in merged.values() if value.is_floating_point())
+        own.save_pretrained(folder, state_dict=merged)
+        config = copy.copy(own.config)  # has the type of the weights on the device; masters on the host are wider
+        config.dtype = dtype
+        config.save_pretrained(folder)
         if self.lora.rank and self.weights is not None:
             source = str(Path(local_folder(self.weights)).absolute()) if is_local(self.weights) else self.weights
             facts = {
@@ -326,8 +332,7 @@ class HubModel(Adaptable):
             config = self._load("name", self.name, AutoConfig.from_pretrained, trust_remote_code=False)
         unknown = [key for key in self.config if not hasattr(config, key)]
         if unknown:
-            near = get_close_matches(unknown[0], list(config.to_dict()), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = nearest(unknown[0], config.to_dict())
             raise RecipeError(f"model.config: {config.model_type} has no setting {unknown[0]!r}{hint}")
         changes = dict(self.config)
         if self.dropout is not None:

@@ -6,12 +6,11 @@ import inspect
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import require, require_choice, require_package
+from trainer.errors import nearest, require, require_choice, require_package
 from trainer.models.common import ImageTask, Objective
 from trainer.models.hub import HubClassifier, is_local
 from trainer.models.lora import LoRA
@@ -112,8 +111,7 @@ class ImageClassifier(HubClassifier):
         import timm
 
         name = self.name.removeprefix(TIMM)
-        near = get_close_matches(name, timm.list_models(), 1)
-        hint = f"; did you mean {TIMM}{near[0]}?" if near else "; timm.list_models() has their names"
+        hint = nearest(name, timm.list_models(), prefix=TIMM) or "; timm.list_models() has their names"
         require(timm.is_model(name), f"model.name={self.name!r}: timm {timm.__version__} has no such model{hint}")
         known = timm.get_pretrained_cfg(name)
         seen = {key: list(getattr(known, key)) for key in ("input_size", "mean", "std")} if known else {}

@@ -120,12 +120,18 @@ class VisionTransformer(Supervised, Adaptable):
         """The module; its forward takes pixels (n, 3, height, width) and returns logits (n, classes)."""
         if self.weights is None:
             return self.adapt(self.skeleton())
-        if self.lora.base == "nf4" and self._weights_file().suffix == ".safetensors":
+        import torch
+
+        from trainer.weights.streaming import default_dtype
+
+        coded = self.lora.base == "nf4"  # codes are of what the file has, in any precision
+        if coded and self._weights_file().suffix == ".safetensors":
             return super().build()
-        module = self.skeleton()
-        self._load_pretrained(module, self._read_weights())
-        self.draw_new(self.adapt(module), _initialise_head)
-        return module
+        with default_dtype(torch.float32 if coded else None):
+            module = self.skeleton()
+            self._load_pretrained(module, self._read_weights())
+            self.draw_new(self.adapt(module), _initialise_head)
+        return module.to(torch.get_default_dtype())
 
     def skeleton(self) -> nn.Module:
         """The module with random weights, without adapters."""

@@ -10,9 +10,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from trainer.errors import RecipeError, require
+from trainer.errors import RecipeError, nearest, require
 from trainer.planner.gpus import ACHIEVED, GPU, PCIE_4, PCIE_5
 from trainer.planner.knobs import Settings
 from trainer.recipe import Memory, Recipe
@@ -147,11 +146,9 @@ def _interconnect(name: str, gpu: GPU) -> Interconnect:
 
 
 def _unknown(name: str, part: str, near: list[str], where: str, known: Iterable[str]) -> RecipeError:
-    close = get_close_matches(part, near, 1)
-    hint = f"; did you mean {close[0]}?" if close else "."
+    said = f"--interconnect={name}: {part!r} is not known {where}{nearest(part, near) or '.'}"
     return RecipeError(
-        f"--interconnect={name}: {part!r} is not known {where}{hint} There are: {', '.join(known)}, as in "
-        "100gbe, 8x-ib-hdr (eight adapters in a node) or pcie-4+25gbe"
+        f"{said} There are: {', '.join(known)}, as in 100gbe, 8x-ib-hdr (eight adapters in a node) or pcie-4+25gbe"
     )
 
 

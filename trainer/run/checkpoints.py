@@ -41,7 +41,7 @@ class Checkpointer:
         self.keep_best = max(self.wishes.keep_best, int(self.best.is_chosen))
         every, fabric = self.wishes.every, session.fabric
         self.every_steps = every if isinstance(every, int) else None
-        self.every_seconds = parse_duration("checkpoint.every", every) if isinstance(every, str) else math.inf
+        self.every_seconds = parse_duration(every) if isinstance(every, str) else math.inf
         self.versions = versions()
         if session.is_first:
             _ = self.origin.base  # of the files as they were loaded, whatever becomes of them

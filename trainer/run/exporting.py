@@ -81,7 +81,9 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     )
     write = _to_onnx if to == "onnx" else partial(_to_peft, recipe.model) if to == "peft" else _to_hf
     far = write(_Outputs(model, module, list(batches[0])).eval(), batches, folder, target)
-    return f"{target}: its outputs differ from the trained model's by {far:.1e} of the largest, at most"
+    trained: Any = recipe.model
+    beside = ", beside weights in NF4, as they trained" if to == "peft" and trained.lora.base == "nf4" else ""
+    return f"{target}: its outputs differ from the trained model's by {far:.1e} of the largest, at most{beside}"
 
 
 class _Outputs(nn.Module):
@@ -204,12 +206,12 @@ def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], 
 
     own = {"weights": trained.weights, "revision": trained.revision}
     dtype = next(iter(load_file(folder / ADAPTER_FOLDER / ADAPTERS).values())).dtype
-    with default_dtype(dtype):  # as they were trained beside them
+    coded, half = trained.lora.base == "nf4", dtype in (torch.bfloat16, torch.float16)
+    with default_dtype(torch.float32 if coded else dtype):  # codes are of what the file has
         base = dataclasses.replace(outputs.model, **own).build()
-    if trained.lora.base == "nf4":
+    if coded:
         as_in_nf4(base, trained.blocks)
-    half = dtype in (torch.bfloat16, torch.float16)
-    base = base.to(next(outputs.parameters()).dtype)
+    base = base.to(dtype).to(next(outputs.parameters()).dtype)  # as they were trained beside them
     with staged_folder(target) as part:
         shutil.copytree(folder / ADAPTER_FOLDER, part, dirs_exist_ok=True)
         with warnings.catch_warnings():  # peft asks transformers for what goes by another name now

@@ -23,9 +23,9 @@ from trainer.memory.plan import Plan, decide_plan
 from trainer.recipe import Recipe
 from trainer.report.loggers import require_loggers
 from trainer.report.progress import Progress, warn
-from trainer.run.directory import with_run_dir
+from trainer.run.directory import require_unused, with_run_dir
 from trainer.run.forecast import Forecast, forecast, forget_plan, planned
-from trainer.run.session import Session
+from trainer.run.session import Session, on_first
 from trainer.system.environment import first_here
 from trainer.system.reports import placed
 from trainer.system.text import parse_budget
@@ -50,6 +50,8 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
     if recovers(recipe, plan):
         keep_ranks_alive()
     with _launched(recipe, plan, world, outlook) as (fabric, world):
+        if recipe.run.dir is not None:  # looked at again when it is made; data may take long
+            on_first(fabric, partial(require_unused, Path(recipe.run.dir).absolute(), recipe.run.resume))
         still = recipe.data.train is unprepared  # else planned() has prepared it
         on_first_rank_first(fabric, partial(_prepare, recipe, model=True, data=still))
         have_started()

@@ -37,10 +37,10 @@ def number(name: str, default: int | None = None, environment: Mapping[str, str]
     return int(text)
 
 
-def require_numbers(environment: Mapping[str, str] = os.environ) -> None:
+def require_numbers() -> None:
     """Refuse an environment in which one of :data:`NUMBERS` is none, before a library ends with a traceback."""
     for name in NUMBERS:
-        number(name, 0, environment)
+        number(name, 0)
 
 
 def first_here() -> bool:

@@ -71,14 +71,14 @@ def parsed_object(content: bytes, limit: int) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def open_own(path: str | Path, flags: int, mode: int = 0o644) -> int:
+def open_own(path: str | Path, flags: int) -> int:
     """A descriptor of a file that this program writes in place: made, or one that nothing else leads to.
 
     A symlink (ELOOP) or a second hard link (EMLINK) there could lead to any file of the user's; EINVAL for what is no
     regular file. The ``flags`` of open(2) have no O_TRUNC, which would empty it before it is looked at.
     """
     try:
-        descriptor, found = _opened(path, flags | os.O_NOFOLLOW, mode)
+        descriptor, found = _opened(path, flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "it is a symbolic link: remove it"
@@ -89,8 +89,8 @@ def open_own(path: str | Path, flags: int, mode: int = 0o644) -> int:
     return descriptor
 
 
-def _opened(path: str | Path, flags: int, mode: int = 0o644) -> tuple[int, os.stat_result]:
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+def _opened(path: str | Path, flags: int) -> tuple[int, os.stat_result]:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     try:
         found = os.fstat(descriptor)
         require_regular(found, path)

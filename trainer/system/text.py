@@ -72,9 +72,9 @@ def parse_budget(text: str, whole: float) -> float:
     return number / 100 * whole
 
 
-def parse_duration(key: str, text: str) -> float:
-    """The seconds in ``90s``, ``15min`` or ``1.5h``, the value of ``key``."""
-    number, unit = _amount(key, text, _SECONDS, "a time: write it as 90s, 15min or 1.5h")
+def parse_duration(text: str) -> float:
+    """The seconds in ``90s``, ``15min`` or ``1.5h``, the value of ``checkpoint.every``."""
+    number, unit = _amount("checkpoint.every", text, _SECONDS, "a time: write it as 90s, 15min or 1.5h")
     return number * _SECONDS[unit]
 
 

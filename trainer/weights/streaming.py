@@ -119,6 +119,9 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         kept = first.setdefault(place, parameter)
         if kept is not parameter:
             _register(module, name, kept)
+    # Of a bias that transformers pads, it gives one of the two a storage of its own.
+    for name, source in getattr(module, "all_tied_weights_keys", {}).items():
+        _register(module, name, module.get_parameter(source))
     return module
 
 
@@ -297,7 +300,8 @@ def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...
 
 def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part: Slice) -> Iterator[Any]:
     """The codes of ``part``, some at a time: which rows of it, and the tensor. Read are only the rows of the file that
-    they are of; blocks begin with the whole weight, so the codes are the same on any number of ranks."""
+    they are of; blocks begin with the whole weight, so the codes are the same on any number of ranks, and they are of
+    what the file has, so they are the same under any precision."""
     first, count, width = part.offset[0], len(part.local), layer.shape[1]
     for start in range(first, first + count, AT_ONCE):
         stop = min(start + AT_ONCE, first + count)
@@ -305,7 +309,7 @@ def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part
         lines = slice(begin // width, -(-end // width))
         wanted = Slice(torch.empty(lines.stop - lines.start, width, device="meta"), (lines.start, 0))
         read = torch.cat([value for _, value in _pieces(files, stored, name, layer.shape, wanted)]).flatten()
-        value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, layer.dtype)
+        value = read[begin - lines.start * width : end - lines.start * width].to(part.local.device, torch.float32)
         infinite = f"{stored.key} in {stored.file} has numbers that are not finite, which NF4 has no codes for"
         require(bool(value.isfinite().all()), f"{infinite}: use model.lora.base full, or other weights")
         yield slice(start - first, stop - first), quantise(value)
