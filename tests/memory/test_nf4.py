@@ -24,7 +24,7 @@ from trainer.memory.sharding import local
 from trainer.memory.stack import apply_stack, whole_state
 from trainer.models import LoRA
 from trainer.models.lora import adapters_of, as_in_nf4, plain_name
-from trainer.weights.nf4 import BLOCK, GROUP, ROW, VALUES, NF4Linear, count_weights, dequantise, quantise
+from trainer.weights.nf4 import BLOCK, GROUP, ROW, VALUES, NF4Linear, dequantise, quantise, size_of
 from trainer.weights.streaming import WeightFiles, stored_in
 
 MAKE = {"text": partial(text, dropout=0.0), "vit": partial(vit, image_size=8)}
@@ -217,7 +217,7 @@ def test_no_rank_ever_holds_more_than_its_codes_and_what_becomes_of_one_weight(c
     config = {"n_layers": 2, "dim": 256, "hidden_dim": 256, "n_heads": 2, "max_position_embeddings": 16}
     weights = saved(tmp_path, "text", config=config)
     model = text(config=config, weights=weights, lora=LoRA(rank=2, base="nf4"))
-    whole, largest = 4 * count_weights(model.build()), 4 * 256 * 256
+    whole, largest = 4 * size_of(model.build()).parameters, 4 * 256 * 256
     for peak, own in ranks(count).run(most_bytes, build, model, count):
         assert own < 0.25 * whole / count
         assert peak < min(own + 5 * largest, 0.6 * whole)  # worked on at a time, in several copies
@@ -311,4 +311,6 @@ def test_the_plan_names_it_and_counts_weights_not_bytes(files):
     )
     plain = sum(parameter.numel() for parameter in MAKE["text"]().build().parameters())
     adapters = 3 * 4 * 2 * 2 * 66  # three blocks of four layers of attention
-    assert count_weights(model.build()) == plain + adapters
+    coded, head = 3 * (4 * 66 * 66 + 2 * 66 * 131), 66 * 66 + 66 + 5 * 66 + 5
+    said = f"{plain + adapters:,} parameters ({coded:,} in NF4, {adapters + head:,} trained)"
+    assert str(size_of(model.build())) == said

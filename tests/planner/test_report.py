@@ -23,6 +23,7 @@ from trainer.recipe import Recipe
 from trainer.settings import change
 from trainer.system.children import Failed
 from trainer.system.text import WIDTH
+from trainer.weights.nf4 import Size
 
 GB = 1_000_000_000
 
@@ -234,7 +235,7 @@ def test_json_has_the_promised_keys_in_gb(searched):
 
 def test_the_heading_says_what_lies_outside_of_the_budget():
     recipe = load_recipe("vit_digits")[0]
-    text = search_for(recipe, "a100-80gb", 2, 1, "8.9GB").heading(1000, 10)
+    text = search_for(recipe, "a100-80gb", 2, 1, "8.9GB").heading(Size(1000, 0, 10))
     said = ["VisionTransformer: 1,000 parameters (10 trained)", "64 samples a step", "2 × A100 80 GB (SXM) of 84.98 GB"]
     said += ["8.90 GB on each device for torch, of which 3 % are to stay free"]
     said += ["about 500 MB for the CUDA context and 350 MB for NCCL"]

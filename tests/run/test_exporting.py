@@ -104,6 +104,7 @@ def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, bas
     recipe = Recipe(model=model, data=data, batch_size=2)
     said = export(recipe, tmp_path, "peft", None, None, False)
     assert said.startswith(f"{tmp_path / 'peft'}: its outputs differ from the trained model's by ")
+    assert said.endswith("in NF4, as they trained") == (base == "nf4")
     plain = getattr(transformers, model.auto).from_pretrained(tmp_path / "base")
     loaded = PeftModel.from_pretrained(plain, tmp_path / "peft")
     kept = {name.replace(".default", ""): tensor for name, tensor in loaded.state_dict().items()}

@@ -121,20 +121,20 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         from trainer.planner.search import search_for
         from trainer.report.progress import Progress
         from trainer.system.children import in_child
-        from trainer.weights.nf4 import count_weights
+        from trainer.weights.nf4 import Size, size_of
         from trainer.weights.streaming import on_meta
 
-    def sizes() -> list[int]:
+    def planned_size() -> Size:
         module = on_meta(search.recipe.model.unloaded().build)
         choose_trained(module, search.recipe.model, search.recipe.optim)
-        return [count_weights(module), count_weights(module, trained=True)]
+        return size_of(module)
 
     doing("preparing model and data")
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
     search.keeper = Keeper.here(BEGAN)
     out = new_folder("plan", own.get("out"), reference)
-    total, trained = in_child(sizes)
-    print(search.heading(total, trained))
+    size = in_child(planned_size)
+    print(search.heading(size))
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)
         doing("predicting")
@@ -150,7 +150,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
         print(f"\nthe chosen plan{over}:\n{pasteable(command)}")
     elif report.chosen is not None:
         print(f"\nthe chosen plan{over}, which no packaged recipe trains:\n{settings(report)}")
-    found = {"parameters": total, "trained_parameters": trained, **report.to_json()}
+    found = {"parameters": size.parameters, "trained_parameters": size.trained, **report.to_json()}
     content = _write(out / "plan.json", reference, found | {"command": " ".join(command) or None})
     drawn = report.drawn.prediction if report.drawn is not None else None
     write_page(out / "plan.html", content, drawn.timeline if drawn is not None else None)

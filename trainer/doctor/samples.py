@@ -19,7 +19,7 @@ from trainer.errors import listed
 from trainer.planner.predict import prepared
 from trainer.system.files import open_regular
 from trainer.system.reports import cause
-from trainer.weights.nf4 import count_weights
+from trainer.weights.nf4 import size_of
 
 LOOKED_AT = 200
 """Samples of each split."""
@@ -178,7 +178,7 @@ def model_and_data(subject: Subject) -> Finding:
     subject.ready = True
     data = subject.recipe.data
     sizes = ", ".join(f"{len(getattr(data, name)):,} {name}" for name in SPLITS if getattr(data, name) is not None)
-    return ok(f"{type(subject.recipe.model).__name__} of {count_weights(subject.module):,} parameters; {sizes}")
+    return ok(f"{type(subject.recipe.model).__name__} of {size_of(subject.module)}; {sizes}")
 
 
 def plan_of(subject: Subject) -> Finding:

@@ -41,6 +41,7 @@ from trainer.planner.target import Target, budget_bytes, cut_budget, gpu_here
 from trainer.recipe import Recipe
 from trainer.system.children import Failed, in_children
 from trainer.system.text import as_text, gigabytes, wrapped
+from trainer.weights.nf4 import Size
 
 MARGIN = 0.03
 """Part of the budget that a prediction must leave free. Published peaks that nothing was tuned on are met within 0.4 %
@@ -174,14 +175,13 @@ class Search:
             self.notes[f"not tried, as not known to be right with memory.tensor_parallel: {', '.join(UNPROVEN)}"] = None
         self.notes |= {CUT_MATTERS.format(type(model).__name__): None} if model.samples_interact else {}
 
-    def heading(self, count: int, trained: int) -> str:
-        """What is going to be planned, for a model of ``count`` parameters, of which so many are trained."""
+    def heading(self, size: Size) -> str:
+        """What is going to be planned, for a model of that ``size``."""
         recipe, gpu, nodes = self.recipe, self.target.gpu, self.nodes
-        frozen = f" ({trained:,} trained)" if trained < count else ""
         where = f" on {nodes} machines" if nodes > 1 else ""
         samples, free = cut_at(recipe, self.devices, 0).batch_size, f"{100 * MARGIN:g} % are to stay free"
         rows = [
-            ("model", f"{type(recipe.model).__name__}: {count:,} parameters{frozen}"),
+            ("model", f"{type(recipe.model).__name__}: {size}"),
             ("batch", f"{samples:,} samples a step, {recipe.memory.precision}"),
             ("devices", f"{self.devices} × {gpu.title} of {gigabytes(gpu.memory)}{where}"),
             ("budget", f"{gigabytes(self.budget)} on each device for torch, of which {free}"),

@@ -43,7 +43,7 @@ from trainer.system.redact import redact
 from trainer.system.reports import cause
 from trainer.system.text import escaped
 from trainer.values import FIGURES
-from trainer.weights.nf4 import count_weights
+from trainer.weights.nf4 import size_of
 
 
 def with_run_dir(recipe: Recipe, fabric: Fabric, source: str | None) -> Recipe:
@@ -220,11 +220,9 @@ def describe_run(session: Session, stack: Stack, windows: Windows) -> list[str]:
     """The plan, the size of the model and the run and, for texts, what cutting by length saves: a line each."""
     device, recipe = session.fabric.device, session.recipe
     on_gpu = device.type == "cuda"
-    parameters, trained = count_weights(stack.module), count_weights(stack.module, trained=True)
     steps = count_steps(windows, recipe.epochs, recipe.max_steps)
-    frozen = f" ({trained:,} trained)" if trained < parameters else ""
     blocks = f" (blocks: {stack.blocks})" if stack.blocks else ""
-    size = f"{parameters:,} parameters{frozen}{blocks}; {windows.size:,} samples, {steps:,} steps"
+    size = f"{size_of(stack.module)}{blocks}; {windows.size:,} samples, {steps:,} steps"
     lines = [
         f"plan: {session.plan.describe()} on {torch.cuda.get_device_name(device) if on_gpu else 'CPU'}",
         f"{type(recipe.model).__name__}: {size}",

@@ -81,7 +81,9 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
     )
     write = _to_onnx if to == "onnx" else partial(_to_peft, recipe.model) if to == "peft" else _to_hf
     far = write(_Outputs(model, module, list(batches[0])).eval(), batches, folder, target)
-    return f"{target}: its outputs differ from the trained model's by {far:.1e} of the largest, at most"
+    trained: Any = recipe.model
+    beside = ", beside weights in NF4, as they trained" if to == "peft" and trained.lora.base == "nf4" else ""
+    return f"{target}: its outputs differ from the trained model's by {far:.1e} of the largest, at most{beside}"
 
 
 class _Outputs(nn.Module):

@@ -8,7 +8,7 @@ alone; bitsandbytes quantises whole weights, and keeps the scales in an attribut
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +146,21 @@ class _Linear(torch.autograd.Function):
         return inputs, None, bias, None, None
 
 
-def count_weights(module: nn.Module, *, trained: bool = False) -> int:
-    """The weights of ``module``, or those that train: of quantised layers what their codes stand for."""
-    quantised = {id(part.codes): math.prod(part.shape) for part in module.modules() if isinstance(part, NF4Linear)}
-    return sum(quantised.get(id(p), p.numel()) for p in module.parameters() if p.requires_grad or not trained)
+class Size(NamedTuple):
+    """Weights of a module: all of them, those in NF4, which not all of a block need be, and those that train."""
+
+    parameters: int
+    in_nf4: int
+    trained: int
+
+    def __str__(self) -> str:
+        notes = [f"{self.in_nf4:,} in NF4"] if self.in_nf4 else []
+        notes += [f"{self.trained:,} trained"] if self.trained < self.parameters else []
+        return f"{self.parameters:,} parameters" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def size_of(module: nn.Module) -> Size:
+    """How many weights ``module`` has: of quantised layers what their codes stand for."""
+    coded = {id(part.codes): math.prod(part.shape) for part in module.modules() if isinstance(part, NF4Linear)}
+    sizes = [(coded.get(id(p), p.numel()), p.requires_grad) for p in module.parameters()]
+    return Size(sum(size for size, _ in sizes), sum(coded.values()), sum(size for size, trains in sizes if trains))
