@@ -19,16 +19,17 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from common import Record
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from trainer.engine.window import Cut, cut_batch, tokens_of
+from trainer.models import TextClassifier
 from trainer.models.packed_attention import NAME, pack_documents, register
 
 LENGTHS = (9, 13, 5, 1, 11)
@@ -84,6 +85,8 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_n_groups": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "modernbert": {"num_hidden_layers": 4, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
 }
 """Of one architecture, in place of those."""
 # fmt: off
@@ -96,6 +99,8 @@ TYPES = (
     "bamba", "recurrent_gemma", "lfm2", "qwen3_next", "granitemoehybrid", "falcon_h1",
 )
 # fmt: on
+ENCODERS = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")
+"""As sequence classifiers, which read the first token of each text."""
 
 
 class Double(TorchFunctionMode):
@@ -109,13 +114,23 @@ class Double(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def tiny(kind: str) -> Any:
-    """A configuration of the model type ``kind`` with few and small layers."""
+def sizes_of(kind: str) -> dict[str, Any]:
+    """The settings of a configuration of the model type ``kind`` with few and small layers."""
     known = AutoConfig.for_model(kind).to_dict()
     known |= dict.fromkeys(getattr(AutoConfig.for_model(kind), "attribute_map", {}))
     own = OWN.get(kind, {})
     sizes = {key: value for key, value in (SMALL | MORE).items() if key in known and key not in own}
-    return AutoConfig.for_model(kind, **{**sizes, **own})
+    return {**sizes, **own}
+
+
+def tiny(kind: str) -> Any:
+    """That configuration."""
+    return AutoConfig.for_model(kind, **sizes_of(kind))
+
+
+@cache
+def classifier(kind: str) -> TextClassifier:
+    return TextClassifier(kind, tokenizer="none", config=sizes_of(kind), num_classes=2, dropout=0.0)
 
 
 def build(config: Any, implementation: str | None) -> nn.Module:
@@ -124,7 +139,8 @@ def build(config: Any, implementation: str | None) -> nn.Module:
     config.dtype = torch.float64
     config._experts_implementation = "eager"  # the other has no fp64
     options: dict[str, Any] = {"attn_implementation": implementation}
-    module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options).double().eval()
+    auto = AutoModelForSequenceClassification if config.model_type in ENCODERS else AutoModelForCausalLM
+    module = auto.from_config(config, trust_remote_code=False, **options).double().eval()
     with torch.no_grad():
         for parameter in module.parameters():  # no weight is left at 0 or 1
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -150,6 +166,9 @@ def padded(texts: Sequence[Tensor]) -> dict[str, Tensor]:
 def losses(module: nn.Module, batch: Mapping[str, Any], lengths: Sequence[int] = LENGTHS) -> Tensor:
     """The summed cross entropy of each document of a padded or packed batch."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
+    if module.config.model_type in ENCODERS:  # type: ignore[union-attr]
+        logits = module(**inputs).logits
+        return nn.functional.cross_entropy(logits, torch.arange(len(logits)) % 2, reduction="none")
     logits = module(**inputs, use_cache=False).logits
     each = nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="none"
@@ -185,6 +204,9 @@ class Certificate:
 
 def packed(module: nn.Module, texts: Sequence[Tensor]) -> dict[str, Any]:
     """The batch in one row, as ``module`` takes it."""
+    config: Any = module.config
+    if config.model_type in ENCODERS:
+        return classifier(config.model_type).packed(padded(texts) | {"labels": torch.zeros(len(texts))})
     batch = pack_documents(padded(texts))
     assert batch is not None
     if module.config._attn_implementation != NAME:  # transformers makes masks of the positions, where it can
@@ -200,9 +222,14 @@ def certify(kind: str) -> Certificate:
     # Before transformers 5.21, ``sdpa`` left the cap of scores out without a word.
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     reference = build(config, "eager" if capped else None)
-    can_ask = reference._can_set_attn_implementation()  # type: ignore[operator]
-    module = build(tiny(kind), NAME if can_ask else None)
-    found = Certificate(type(reference).__name__, attention=module.config._attn_implementation)  # type: ignore[union-attr]
+    if kind in ENCODERS:  # as it is trained: its blocks know where a text begins, or its attention does
+        module, attention = classifier(kind).build().double().eval(), NAME
+        module.load_state_dict(reference.state_dict())
+    else:
+        can_ask = reference._can_set_attn_implementation()  # type: ignore[operator]
+        module = build(tiny(kind), NAME if can_ask else None)
+        attention = module.config._attn_implementation  # type: ignore[union-attr]
+    found = Certificate(type(reference).__name__, attention=attention)
     with Double():
         examine(found, module, reference)
     found.seconds = round(time.perf_counter() - began, 2)
@@ -359,7 +386,7 @@ def main() -> None:
     )
     wanted = parser.parse_args().types
     certificates = {}
-    for kind in wanted or TYPES:
+    for kind in wanted or TYPES + ENCODERS:
         certificates[kind] = found = certify(kind)
         said = "certified" if found.certified else found.module
         print(
@@ -369,9 +396,10 @@ def main() -> None:
         return
     record = Record("packing", {"lengths": LENGTHS, "tolerance": TOLERANCE, "budget": BUDGET})
     rows = {kind: {**asdict(found), "certified": found.certified} for kind, found in certificates.items()}
-    record.write(certificates=rows, fill=(shares := fill()), complete=True)
-    print(table(rows), *shares, sep="\n")
-    print(f"{sum(found.certified for found in certificates.values())} of {len(TYPES)} certified")
+    encoders = {kind: rows.pop(kind) for kind in ENCODERS}
+    record.write(certificates=rows, encoders=encoders, fill=(shares := fill()), complete=True)
+    print(table(rows), table(encoders), *shares, sep="\n")
+    print(f"{sum(row['certified'] for row in rows.values())} of {len(TYPES)} certified")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ recipe = Recipe(
         "adamw", lr=3e-3, betas=[0.9, 0.99], weight_decay=0.1, schedule="cosine", warmup_steps=100, clip_norm=1.0
     ),
     batch_size=4,
-    max_steps=2500,
+    max_steps=2000,
     memory=Memory(micro_batch_size=4),
     run=Run(metrics=["bits_per_byte"]),
 )

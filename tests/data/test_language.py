@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.prepared import prepared, refused
 from helpers.tokenizers import byte_pairs, sentence_pieces
+from tokenizers import normalizers
 
 from trainer.data import Conversations, Documents, Mixture
 from trainer.data.fingerprint import fingerprint
@@ -249,6 +250,37 @@ def test_rows_that_nothing_can_be_learned_from_are_counted_named_and_limited(cha
         chats(rows, max_length=40, max_bad_samples=limit)
 
 
+TOOLED = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML.replace(
+    "message['content'] +", "(message.tool_calls | tojson if message.tool_calls else message['content']) +"
+)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "stream"])
+def test_tools_go_to_the_template_and_nothing_that_only_other_rows_have(chats, kind, tmp_path, capfd):
+    """Arrow gives every struct of a column the keys of all."""
+    tokenizer, rows = byte_tokenizer(), []
+    for name in "fg":
+        call = {"role": "assistant", "tool_calls": [{"name": name, "arguments": {name: 1}}]}
+        chat = [{"role": "user", "content": "hello"}, call, {"role": "tool", "content": "1"}]
+        rows.append({"messages": [*chat, {"role": "assistant", "content": "good"}], "tools": [{"name": name, name: 0}]})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    rows[1]["tools"] = json.dumps(rows[1]["tools"])
+    source = rows if kind == "jsonl" else str(tmp_path / "rows.parquet")
+    settings = {"tokenizer": tokenizer, "max_length": 300, "streamed": kind == "stream"}
+    split = chats(source, chat_template=TOOLED, **settings).train
+    for name, sample in zip("fg", samples(split), strict=True):
+        said = json.dumps([{"name": name, "arguments": {name: 1}}]) + "<|im_end|>"
+        assert learned(tokenizer, sample) == [said, "good<|im_end|>"]
+        assert tokenizer.decode(sample["input_ids"]).startswith(
+            json.dumps([{"name": name, name: 0}]) + "\n<|im_start|>"
+        )
+    assert "has a column tools" not in capfd.readouterr().err
+    with pytest.raises(RecipeError, match=r"row 1 .* has no list of tools but a text that is no JSON \('f'\)"):
+        chats([{**rows[0], "tools": "f"}], chat_template=TOOLED)
+    chats([*ROWS[:1], {**ROWS[1], "tools": [{}]}])
+    assert capfd.readouterr().err.count("has a column tools, which the chat template does not write") == 1
+
+
 def test_what_is_cut_is_counted_and_what_is_learned_is_said(chats, capfd):
     tokenizer = byte_tokenizer()
     rows = [{"prompt": "hello", "completion": "a" * 200}, ROWS[0]]
@@ -336,6 +368,15 @@ def test_files_that_are_no_text_are_named(library, tmp_path):
     assert len(documents(library, max_bad_samples=2).train) == len(documents(library / "**" / "??.*").train)
     with pytest.raises(RecipeError, match=r"data\.train_files='.*00\.txt': there is no document with words in it"):
         documents(library / "00.txt")
+
+
+def test_a_document_of_which_the_tokenizer_leaves_nothing_is_empty(tmp_path, capfd):
+    tokenizer = byte_pairs()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
+    (tmp_path / "a.txt").write_text("\u200b")
+    (tmp_path / "b.txt").write_text("hello\u200b")
+    assert len(documents(tmp_path, tokenizer).train) == 1
+    assert f"1 of 2 documents are empty, and left out ({tmp_path}/a.txt)" in capfd.readouterr().err
 
 
 def test_documents_of_rows_are_those_of_files(library, tmp_path):

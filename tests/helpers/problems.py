@@ -106,6 +106,10 @@ def make_model(name: str) -> Model:
     if name in ("bert", "roberta"):
         sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
         return TextClassifier(name, tokenizer=tokenizer_folder(), config={**sizes, "hidden_act": "silu"}, **common)
+    if name == "modernbert":
+        config = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+        config |= {"local_attention": 8, "max_position_embeddings": 64}
+        return TextClassifier(name, tokenizer=tokenizer_folder(), config=config, **common)
     if name == "bigbird":
         config = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
         config |= {"max_position_embeddings": 64}

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer import Memory, Optim, Recipe, Run, fit
 from trainer.checkpoint.export import load_model, save_model
-from trainer.errors import RunError
+from trainer.errors import RecipeError, RunError
 from trainer.models import CausalLM
 
 
@@ -94,11 +94,28 @@ def test_an_evaluation_says_the_perplexity_of_all_tokens_once(tmp_path):
         assert torch.equal(parameter.float(), module.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("family", ["llama", "smollm2", "gpt2", "mixtral"])
+ENCODER = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "why"),
+    [
+        ("roberta", ENCODER, "is_decoder=False"),
+        ("xlm", {"n_layers": 1, "emb_dim": 16, "n_heads": 2}, "causal=False"),
+        ("gemma", FAMILIES["gemma"][1] | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ],
+)
+def test_models_that_see_what_they_are_to_predict_are_refused(name, config, why):
+    with pytest.raises(RecipeError, match=rf"model.name='{name}' sees the tokens .* to predict \({why}\): take a deco"):
+        CausalLM(name, config=config, tokenizer="none").build()
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm2", "gpt2", "mixtral", "roberta"])
 def test_a_saved_folder_holds_what_was_trained_and_a_tied_head_once(family, tmp_path, monkeypatch):
     """Read again after writing: one that would be loaded with other values is refused."""
     experts = CausalLM("mixtral", config={**FAMILIES["llama"][1], "num_local_experts": 3}, tokenizer="none")
-    model = experts if family == "mixtral" else language_model(family)
+    decoder = CausalLM("roberta", config={**ENCODER, "is_decoder": True}, tokenizer="none")  # whose bias is tied, too
+    model = {"mixtral": experts, "roberta": decoder}.get(family) or language_model(family)
     module = built(model).float()
     (tmp_path / "good").mkdir()
     save_model(model, module, tmp_path / "good")

@@ -13,7 +13,7 @@ from helpers.problems import make_model
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import RecipeError
-from trainer.models import MLP, BigBird, TextClassifier, VisionTransformer
+from trainer.models import MLP, BigBird, CausalLM, TextClassifier, VisionTransformer
 
 SMALL = {"patch_size": 4, "layers": 3, "heads": 2, "width": 16, "mlp_width": 32}
 
@@ -162,6 +162,19 @@ def test_text_settings_reach_the_configuration():
     assert (config.dropout, config.attention_dropout, config.seq_classif_dropout) == (0.3, 0.3, 0.3)
     with torch.device("meta"):
         assert all(p.is_meta for p in make_model("distilbert").build().parameters())
+
+
+def test_dropout_is_every_rate_of_a_configuration_and_nothing_else():
+    for name, rates in {
+        "seed_oss": ("attention_dropout", "residual_dropout"),
+        "starcoder2": ("attention_dropout", "residual_dropout", "embedding_dropout"),
+        "modernbert": ("attention_dropout", "embedding_dropout", "mlp_dropout", "classifier_dropout"),
+        "t5": ("dropout_rate", "classifier_dropout"),
+    }.items():
+        config = TextClassifier(name, tokenizer="none", dropout=0.3)._configuration()
+        assert [getattr(config, rate) for rate in rates] == [0.3] * len(rates), name
+    config = CausalLM("biogpt", tokenizer="none", dropout=0.3)._configuration()
+    assert (config.hidden_dropout_prob, config.activation_dropout, config.layerdrop) == (0.3, 0.3, 0.0)
 
 
 def test_a_corrupt_a_foreign_and_a_pickled_text_model_are_refused(tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.errors import RecipeError
 from trainer.models import CausalLM, packed_attention, unpadded
 from trainer.models.packed_attention import ARCHITECTURES, pack_documents
+from trainer.models.text import PACKED
 from trainer.models.unpadded import Lengths, Pattern, attend
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -30,7 +31,7 @@ def packing() -> Any:
     return packing
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "qwen3_moe", "bert", "modernbert"])
 def test_documents_do_not_see_each_other(kind: str, packing: Any) -> None:
     found = packing.certify(kind)
     assert found.certified
@@ -46,15 +47,16 @@ def test_what_is_not_certified_is_named(kind: str, packing: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("kind", [*sorted(ARCHITECTURES), *PACKED])
 def test_every_architecture_is_what_the_table_says(kind: str, packing: Any) -> None:
     found = packing.certify(kind)
-    assert (found.module or "").partition(" ")[0] == (ARCHITECTURES[kind] or "")
-    assert found.certified == (ARCHITECTURES[kind] is None)
+    assert (found.module or "").partition(" ")[0] == (ARCHITECTURES.get(kind) or "")
+    assert found.certified == (ARCHITECTURES.get(kind) is None)
 
 
 def test_the_table_is_the_recorded_certificate(packing: Any) -> None:
-    recorded = json.loads((BENCHMARKS / "results/packing.json").read_text())["certificates"]
+    record = json.loads((BENCHMARKS / "results/packing.json").read_text())
+    recorded, encoders = record["certificates"], record["encoders"]
     found = {kind: row["module"] and row["module"].partition(" ")[0] for kind, row in recorded.items()}
     assert found == ARCHITECTURES
     assert {kind for kind, row in recorded.items() if row["certified"]} == {
@@ -62,7 +64,10 @@ def test_the_table_is_the_recorded_certificate(packing: Any) -> None:
     }
     assert set(packing.TYPES) == set(ARCHITECTURES)
     assert sum(leak is None for leak in ARCHITECTURES.values()) >= 20
-    assert packing.table(recorded) in (BENCHMARKS.parent / "docs/packing.md").read_text()
+    assert [kind for kind, row in encoders.items() if row["certified"]] == [*packing.ENCODERS] == [*PACKED]
+    page = (BENCHMARKS.parent / "docs/packing.md").read_text()
+    assert packing.table(recorded) in page
+    assert packing.table(encoders) in page
 
 
 def leaking(*given: Any) -> Tensor:
@@ -71,7 +76,7 @@ def leaking(*given: Any) -> Tensor:
     return attend(query, key, value, Lengths([sum(lengths.tokens)]), ends[[0, -1]], dropout, pattern)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "modernbert"])
 def test_the_certificate_finds_a_mask_that_leaks(kind: str, packing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_attention, "attend", leaking)
     found = packing.certify(kind)

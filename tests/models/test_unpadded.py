@@ -94,7 +94,7 @@ def close(run: dict[str, Any], plain: dict[str, Any]) -> None:
     assert run["losses"] == pytest.approx(plain["losses"], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", [*ENCODERS, "modernbert"])
 def test_dropout_follows_from_the_seed_and_the_texts(name: str) -> None:
     """Not from how far they are padded, which decides what a padded micro-batch draws."""
     model = dataclasses.replace(make_model(name), dropout=0.4, num_classes=5)
@@ -181,7 +181,10 @@ def test_what_cannot_be_packed_stays_padded_or_is_refused() -> None:
     decoder = TextClassifier("bert", tokenizer=tokenizer_folder(), config={"is_decoder": True}, num_classes=2)
     sparse = BigBird(tokenizer=tokenizer_folder(), attention="block_sparse")
     of_transformers = (TextClassifier(name, tokenizer=tokenizer_folder()) for name in ("gpt2", "big_bird"))
-    for other in (decoder, sparse, *of_transformers):
+    modern, stretched = make_model("modernbert"), {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    odd = ({"classifier_pooling": "mean"}, {"rope_parameters": {"full_attention": stretched}})
+    of_all_tokens, turned = (dataclasses.replace(modern, config=modern.config | one) for one in odd)
+    for other in (decoder, sparse, of_all_tokens, turned, *of_transformers):
         assert not other.packs()
         with pytest.raises(RecipeError, match=r"model\.padding_free=true is for encoders \(distilbert, bert,.*null"):
             dataclasses.replace(other, padding_free=True).packs()

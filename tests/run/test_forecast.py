@@ -30,9 +30,6 @@ ONLY_MICRO_BATCHES = [
     "--memory.micro_batch_size=auto",
     "--memory.strategy=ddp",
     "--memory.activation_checkpointing=full",
-    "--memory.activation_offload=false",
-    "--memory.cpu_offload=none",
-    "--memory.optimizer_in_backward=false",
 ]
 """What leaves the planner little to try."""
 

@@ -95,3 +95,9 @@ def test_no_more_is_written_than_there_are_positions(module, tokenizer):
     require_room(batch, module)
     with pytest.raises(RecipeError, match=r"^it has 64 tokens, and the model takes 64: shorten it"):
         require_room(batch_of(tokenizer, ["a" * POSITIONS]), module)
+
+
+def test_a_long_text_takes_no_room_from_those_that_are_asked_about_with_it(module, tokenizer):
+    texts = ["x", "a" * (POSITIONS - 2), "def main("]
+    alone = [write(module, tokenizer, batch_of(tokenizer, [text]), [0], 20)[0] for text in texts]
+    assert write(module, tokenizer, batch_of(tokenizer, texts), [0, 1, 2], 20) == alone

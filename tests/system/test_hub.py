@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from transformers import AutoConfig
 
 from trainer.errors import RecipeError
-from trainer.models import BigBird, TextClassifier
+from trainer.models import BigBird, CausalLM, TextClassifier
 from trainer.models.hub import PUBLISHED, from_hub, published
 from trainer.system import hub
 
@@ -69,6 +69,14 @@ def test_what_the_cache_has_is_taken_and_that_is_said_once(online, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("trainer: warning: http://127.0.0.1:")
     assert "does not answer within 3 s: what its cache holds is taken; HF_ENDPOINT" in line
+
+
+def test_a_model_type_with_random_weights_needs_no_hub(online, monkeypatch):
+    online("http://127.0.0.1:9")
+    monkeypatch.setattr(hub, "_answers", lambda endpoint: pytest.fail("it was asked"))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    module = CausalLM("llama", tokenizer="bytes", config={**sizes, "num_key_value_heads": 2}).build()
+    assert module.lm_head.weight.shape == (260, 8)
 
 
 def test_a_hub_that_answers_anything_is_there(online):

@@ -227,7 +227,8 @@ class Conversations(LanguageData):
     files or the hub.
 
     A row has messages, a list of ``{"role": ..., "content": ...}`` (or ShareGPT's ``from`` and ``value``; in csv as
-    JSON), or else a prompt and a completion: texts, or such lists.
+    JSON), or else a prompt and a completion: texts, or such lists. A column ``tools``, JSON schemas of functions that a
+    model may call, goes to the template as well.
 
     Args:
         messages_column: null takes messages, or conversations.

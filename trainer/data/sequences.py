@@ -48,6 +48,7 @@ ROWS_AT_ONCE, MOST_TEMPLATE, SHOWN = 128, 1_000_000, 5
 EMPTY, CUT = "is empty", "has no word of the assistant within data.max_length"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOLS = "tools"
 SHAREGPT = {"human": "user", "gpt": "assistant", "function_response": "tool"}
 
 CHATML = (
@@ -78,8 +79,8 @@ class RowReader(Protocol):
     def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
         """Those to read of the columns that are ``found``."""
 
-    def __call__(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Sample] | str]:
-        """Of each row, its cells in the order of ``columns``, the samples, or what is wrong with it."""
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
+        """Of each row, its cells by ``columns``, the samples, or what is wrong with it."""
 
     def prompts(self, texts: Sequence[Any]) -> list[list[int]]:
         """The tokens of texts that a model is to go on from; of a chat also of lists of messages."""
@@ -123,11 +124,11 @@ class DocumentReader:
         check_columns(source, found, text_column=self.column)
         return [self.column]
 
-    def __call__(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Sample] | str]:
-        problems = [self._problem(*cells) for cells in rows]
-        texts = [cells[0] for cells, why in zip(rows, problems, strict=True) if not why]
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
+        problems = [self._problem(*cells.values()) for cells in rows]
+        texts = [next(iter(cells.values())) for cells, why in zip(rows, problems, strict=True) if not why]
         found = zip(texts, ids_of(texts, self.tokenizer), strict=True)
-        return [why or self._pieces(*next(found)) for why in problems]
+        return [why or self._pieces(*next(found)) or EMPTY for why in problems]
 
     def _problem(self, text: Any, problem: str = "") -> str:
         try:
@@ -173,6 +174,7 @@ class ChatReader:
         self.tokenizer, self.max_length, self.column, self.pair = tokenizer, max_length, column, pair
         self.template, self.loss_on = _template(tokenizer, template), loss_on
         self.marked = search(r"\{%-?\s*generation\s*-?%\}", self.template) is not None
+        self.unwritten = set[str]()  # sources with tools that it does not write
         added = tokenizer.get_added_vocab()
         self.special = {*added.values(), *tokenizer.all_special_ids}
         self.special_texts = tuple(filter(None, {*added, *tokenizer.all_special_tokens}))
@@ -189,7 +191,7 @@ class ChatReader:
             raise RecipeError(said) from error
         except Exception:  # it wants more than this
             return
-        (found,) = self([(probe,)])
+        (found,) = self([{"messages": probe}])
         if isinstance(found, str) or self.loss_on == "all":
             return
         last = found[0].labels[found[0].labels != IGNORED_LABEL][-1:].tolist()
@@ -202,16 +204,20 @@ class ChatReader:
         say(f"{ends}, so that the model does not learn to stop: {fix}")
 
     def columns(self, source: str, found: Sequence[str]) -> Sequence[str]:
+        tools = [TOOLS] if TOOLS in found else []
+        if tools and TOOLS not in self.template and source not in self.unwritten:
+            self.unwritten.add(source)
+            say(f"{source} has a column {TOOLS}, which the chat template does not write: give a data.chat_template")
         if self.column is not None:
             check_columns(source, found, messages_column=self.column)
-            return [self.column]
+            return [self.column, *tools]
         messages = next((name for name in ("messages", "conversations") if name in found), None)
         both = f"data.prompt_column={self.pair[0]!r} and data.completion_column={self.pair[1]!r}"
         none = f"{source} has no column messages or conversations, nor {both}; it has {', '.join(map(repr, found))}"
         require(messages is not None or {*self.pair} <= {*found}, f"{none}: name its own by data.messages_column, say")
-        return list(self.pair) if messages is None else [messages]
+        return [*(self.pair if messages is None else [messages]), *tools]
 
-    def __call__(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Sample] | str]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[list[Sample] | str]:
         written = [self._written(cells) for cells in rows]
         texts: list[str] = []
         for one in written:
@@ -220,11 +226,12 @@ class ChatReader:
         ids = ids_of(texts, self.tokenizer)
         return [one if isinstance(one, str) else self._sample(one, ids) for one in written]
 
-    def _written(self, cells: Sequence[Any]) -> _Written | str:
+    def _written(self, cells: Mapping[str, Any]) -> _Written | str:
         try:
-            messages = messages_of(cells)
+            messages = messages_of([cell for name, cell in cells.items() if name != TOOLS])
+            tools = _tools(cells.get(TOOLS))
             try:
-                written = self._with_spans(messages)
+                written = self._with_spans(messages, tools)
             except RecipeError:
                 raise
             except Exception as error:  # what a template raises, or Jinja of it
@@ -235,8 +242,8 @@ class ChatReader:
             return str(error)
         return written
 
-    def _with_spans(self, messages: list[dict[str, Any]]) -> _Written:
-        whole, spans = self._render(messages, marked=self.marked and self.loss_on == "assistant")
+    def _with_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> _Written:
+        whole, spans = self._render(messages, tools, marked=self.marked and self.loss_on == "assistant")
         if self.loss_on == "all":
             return _Written(whole, [(0, len(whole))])
         if self.marked:
@@ -244,13 +251,13 @@ class ChatReader:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = self._render(messages[:number], prompt=True)
-            after, _ = self._render(messages[: number + 1])
+            before, _ = self._render(messages[:number], tools, prompt=True)
+            after, _ = self._render(messages[: number + 1], tools)
             if not (whole.startswith(after) and after.startswith(before)):
                 raise RecipeError(
                     f"is written otherwise by the chat template up to message {number + 1} than as a whole, so that "
                     "nobody can say which tokens are the assistant's: give a data.chat_template with {% generation %} "
-                    "around its words, or say data.loss_on all"
+                    "around its words, as chatml has it, or say data.loss_on all"
                 )
             words = after[len(before) :].rstrip()  # what stands behind the end of a turn is not of it
             end = len(before) + len(words) if words.endswith(self.special_texts) else len(after)
@@ -258,10 +265,15 @@ class ChatReader:
         return _Written(whole, spans)
 
     def _render(
-        self, messages: list[dict[str, Any]], prompt: bool = False, marked: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        prompt: bool = False,
+        marked: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
         rendered: Any = render_jinja_template(
             conversations=[messages],
+            tools=tools,
             chat_template=self.template,
             add_generation_prompt=prompt,
             return_assistant_tokens_mask=marked,
@@ -347,13 +359,24 @@ def messages_of(cells: Sequence[Any]) -> list[dict[str, Any]]:
         return [
             message for cell, name in zip(cells, ("prompt", "completion"), strict=True) for message in _said(cell, name)
         ]
-    (cell,) = cells
+    return _listed(_parsed(cells[0], "messages"), "messages")
+
+
+def _tools(cell: Any) -> list[Any] | None:
+    """The functions that a model may call, as JSON schemas; ``None`` for none."""
+    found = _parsed(cell, TOOLS) or None
+    fits = found is None or (isinstance(found, list) and all(isinstance(one, dict) for one in found))
+    require(fits, f"has no list of {TOOLS} but {found!r:.40}")
+    return found
+
+
+def _parsed(cell: Any, name: str) -> Any:
     if isinstance(cell, str):
         try:
-            cell = json.loads(cell)
+            return json.loads(cell)
         except (ValueError, RecursionError):
-            raise RecipeError(f"has no list of messages but a text that is no JSON ({cell!r:.40})") from None
-    return _listed(cell, "messages")
+            raise RecipeError(f"has no list of {name} but a text that is no JSON ({cell!r:.40})") from None
+    return cell
 
 
 def _said(cell: Any, name: str) -> list[dict[str, Any]]:
@@ -387,6 +410,13 @@ def _message(given: Any, name: str) -> dict[str, Any]:
 # Rows of files, as samples in a table on disk.
 
 
+def told(cell: Any) -> Any:
+    """A cell of a table without what it has of other rows: Arrow gives all structs of a column the same keys."""
+    if isinstance(cell, Mapping):
+        return {key: told(value) for key, value in cell.items() if value is not None}
+    return list(map(told, cell)) if isinstance(cell, list) else cell
+
+
 def tokenised(rows: Rows, reader: RowReader, cache: Path) -> datasets.Dataset:
     """The samples of all rows, from the cache on disk, with their ``row``; of a row without any, what the ``problem``
     is. Of documents without ``labels``: they are the tokens."""
@@ -400,8 +430,8 @@ def tokenised(rows: Rows, reader: RowReader, cache: Path) -> datasets.Dataset:
         return found if rows.files else reader.columns(rows.source, found)
 
     def encode_rows(cells: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        read = list(zip(*(cells[name] for name in cells), strict=True))
-        read = [tuple(map(json.loads, one)) for one in read] if rows.as_json else read
+        make = json.loads if rows.as_json else told
+        read = [dict(zip(cells, map(make, one), strict=True)) for one in zip(*cells.values(), strict=True)]
         table: dict[str, list[Any]] = {name: [] for name in kinds}
         nothing = Sample(np.zeros(0, np.int32), np.zeros(0, np.int32))
         for index, found in zip(indices, reader(read), strict=True):
@@ -499,7 +529,8 @@ class FromStream:
 
     def __call__(self, rows: Sequence[tuple[Any, ...]], places: Sequence[Callable[[], str]]) -> Mapping[str, list[Any]]:
         samples: list[Sample] = []
-        for found, place in zip(self.reader(rows), places, strict=True):
+        read = [dict(zip(self.columns, map(told, row), strict=True)) for row in rows]
+        for found, place in zip(self.reader(read), places, strict=True):
             if isinstance(found, str):
                 raise RecipeError(f"{place()} {found}")
             samples.append(found[0])

@@ -147,6 +147,9 @@ class CausalLM(TextModel):
         from trainer.models.token_loss import give_loss
 
         module = super()._finished(module)
+        ahead = _sees_ahead(module.config)
+        seen = f"model.name={self.name!r} sees the tokens that it is to predict ({ahead}): "
+        require(ahead is None, f"{seen}take a decoder, or set that by model.config")
         tokenizer, words = self.tokenizer_or_none(), module.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         few = f"model.tokenizer has {len(tokenizer or ())} words, and model.name={self.name!r} is made for {words}"
         require(tokenizer is None or len(tokenizer) <= words, f"{few}: take the tokenizer that belongs to it")
@@ -177,3 +180,11 @@ class CausalLM(TextModel):
             config.validate(strict=True)
         except ValueError:  # a temperature without do_sample, as some are published: it would not be saved
             config.do_sample = True
+
+
+def _sees_ahead(config: Any) -> str | None:
+    """The entry of a configuration that lets a token see those behind it, as of encoders; ``None`` for none."""
+    entries = {"is_decoder": False, "is_causal": False, "causal": False, "use_bidirectional_attention": True}
+    if "gpt_neox" in config.model_type:  # which never reads it
+        del entries["is_decoder"]
+    return next((f"{key}={value}" for key, value in entries.items() if getattr(config, key, None) is value), None)

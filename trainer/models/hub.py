@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 FROM_PADDING = ("roberta", "camembert", "longformer", "mpnet", "luke", "ibert", "xmod")  # in names of model types
 
-DROPOUT_FIELDS = (
-    *("dropout", "attention_dropout", "seq_classif_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"),
-    *("classifier_dropout", "hidden_dropout", "classifier_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
-)
-"""The names under which configurations keep their dropout rates."""
+NO_DROPOUT = ("layerdrop", "path", "connect", "token")
+"""What a configuration may drop besides features and weights of attention: in names with ``drop``."""
 
 PROBLEM_TYPES = {name: f"{name}_classification" for name in ("single_label", "multi_label")}
 PROBLEM_TYPES["regression"] = "regression"
@@ -82,7 +79,8 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         raise RecipeError(f"model.{key}={source} is not a folder")
     if is_local(source):
         _require_files(Path(local_folder(source)))
-    why_not = "" if is_local(source) else away()
+    here = is_local(source) or load.__name__ == "from_config"  # made of a configuration that was read before
+    why_not = "" if here else away()
     try:
         found = load(*args, **kwargs)
     except Exception as error:  # transformers checks little of what is in a file before it uses it
@@ -339,7 +337,9 @@ class HubModel(Adaptable):
             raise RecipeError(f"model.config: {config.model_type} has no setting {unknown[0]!r}{hint}")
         changes = dict(self.config)
         if self.dropout is not None:
-            changes = {key: self.dropout for key in DROPOUT_FIELDS if getattr(config, key, None) is not None} | changes
+            rates = {key for key, value in config.to_dict().items() if "drop" in key and type(value) in (int, float)}
+            rates = {key for key in rates if not any(part in key for part in NO_DROPOUT)}
+            changes = dict.fromkeys(rates, self.dropout) | changes
         if kind is not None:  # settings that others are derived from must be there from the beginning
             config = AutoConfig.for_model(kind, **{**of_data, **changes})
             config.architectures = (

@@ -1,4 +1,4 @@
-"""Decoders of transformers on packed rows: attention of each document within itself, and who is certified for it.
+"""Models of transformers on packed rows: attention of each document within itself, and who is certified for it.
 
 The documents of a micro-batch lie one after another in a row without padding. All but attention works token by token;
 attention asks transformers' ``AttentionInterface`` for a function, which is ours: it knows where each document begins,
@@ -90,22 +90,31 @@ def register() -> None:
 def why_not(config: Any) -> str | None:
     """Why models of that configuration are not computed on packed rows; ``None`` where they are."""
     kind, implementation = config.model_type, config._attn_implementation
-    ropes = getattr(config, "rope_parameters", None) or {}
-    ropes = [ropes, *(part for part in ropes.values() if isinstance(part, Mapping))]
-    stretched = [part["rope_type"] for part in ropes if part.get("rope_type") in ("dynamic", "longrope")]
     if kind not in ARCHITECTURES:
         return f"benchmarks/packing.py has no certificate for model type {kind}"
     if (leak := ARCHITECTURES[kind]) is not None:
         return f"its {leak} does not keep packed documents apart"
     if implementation not in (None, "sdpa", "eager", NAME):
         return f"its attention is set to {implementation}"
-    if stretched:
-        return f"rope_type {stretched[0]} turns a document by the length of the longest beside it"
+    if (rope := stretched(config)) is not None:
+        return f"rope_type {rope} turns a document by the length of the longest beside it"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         return "its attention is not causal"
     if kind == "qwen2_moe" and "sliding_attention" in config.layer_types:
         return "its Qwen2MoeAttention does not say how far it sees"
     return None
+
+
+def stretched(config: Any) -> str | None:
+    """The kind of rotations of that configuration, where they depend on the longest document of a micro-batch."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    ropes = [ropes, *(part for part in ropes.values() if isinstance(part, Mapping))]
+    return next((part["rope_type"] for part in ropes if part.get("rope_type") in ("dynamic", "longrope")), None)
+
+
+def made_mask() -> Tensor:
+    """A mask that nobody reads: transformers takes one of four dimensions for made, and makes no other."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 def pack_documents(batch: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -116,8 +125,8 @@ def pack_documents(batch: Mapping[str, Any]) -> dict[str, Any] | None:
 
     Returns:
         All but the mask, ``(1, tokens)``, the first label of each document -100: nothing is predicted across a border;
-        ``position_ids``, ``lengths`` and ``cu_seq_lens`` as of :func:`~trainer.models.unpadded.pack`; and a mask
-        of one entry, ``(1, 1, 1, 1)``: transformers takes one with four dimensions for made, and makes none of its own.
+        ``position_ids``, ``lengths`` and ``cu_seq_lens`` as of :func:`~trainer.models.unpadded.pack`; and a mask of
+        one entry.
     """
     rest = {key: value for key, value in batch.items() if key != "labels"}
     packed = pack({**rest, "targets": batch["labels"]}, None)
@@ -125,4 +134,4 @@ def pack_documents(batch: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     labels = packed.pop("targets")
     labels[:, packed["cu_seq_lens"][:-1].long()] = -100
-    return {**packed, "labels": labels, "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
+    return {**packed, "labels": labels, "attention_mask": made_mask()}

@@ -39,7 +39,7 @@ _NORMS = {f"layers.*.{part}_layernorm": "sequence_parallel" for part in ("input"
 
 TextTask = Literal["single_label", "multi_label", "regression", "token"]
 NO_TOKENIZER = "none"
-PACKED = ("distilbert", "bert", "roberta", "xlm-roberta")
+PACKED = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")
 """Types of models that compute without padding, as transformers makes them."""
 
 
@@ -130,9 +130,9 @@ class TextClassifier(TextModel, HubClassifier):
     Args:
         config: entries of the configuration to override, such as {n_layers: 2, dim: 128}.
         padding_free: compute on the tokens that are there only, which changes no result but the masks of dropout; null
-            does so for DistilBERT, BERT, RoBERTa, XLM-RoBERTa and BigBird with full attention, but not for the task
-            token, and in no subclass with a module or losses of its own: one that reads no token but the first, and no
-            attention_mask, may say true.
+            does so for DistilBERT, BERT, RoBERTa, XLM-RoBERTa, ModernBERT and BigBird with full attention, but not for
+            the task token, and in no subclass with a module or losses of its own: one that reads no token but the
+            first, and no attention_mask, may say true.
     """
 
     name: str = "distilbert"
@@ -178,16 +178,21 @@ class TextClassifier(TextModel, HubClassifier):
             known = self._has_known_blocks(config) and config._attn_implementation in (None, "sdpa")
             self._can_pack = known and whole and not left and (self.padding_free or self._is_plain())
             self._padding_idx = config.pad_token_id if config.model_type.endswith("roberta") else None
+            self._asks = config.model_type == "modernbert"
             require(
                 self._can_pack or self.padding_free is None,
                 f"model.padding_free=true is for encoders ({', '.join(PACKED)}; BigBird with model.attention full) "
-                f"with sdpa attention and padding on the right, and model.name={self.name!r} is none: leave it at null",
+                "whose head reads the first token, with sdpa attention and padding on the right, and "
+                f"model.name={self.name!r} is none: leave it at null",
             )
         return self._can_pack
 
     def _has_known_blocks(self, config: Any) -> bool:
         """Whether models/unpadded.py says how blocks of that configuration compute, as they are here."""
-        return config.model_type in PACKED
+        from trainer.models.packed_attention import stretched
+
+        first = getattr(config, "classifier_pooling", "cls") == "cls"  # of ModernBERT's, some read the mean
+        return config.model_type in PACKED and first and stretched(config) is None
 
     def _is_plain(self) -> bool:
         """Whether module and losses are those of this class, which look at the first token of a text and no mask."""
@@ -198,17 +203,25 @@ class TextClassifier(TextModel, HubClassifier):
         """The micro-batch without its padding, where the module computes without it."""
         if not self.packs() or not isinstance(batch, Mapping) or "attention_mask" not in batch:
             return batch
+        from trainer.models.packed_attention import made_mask
         from trainer.models.unpadded import pack
 
-        return pack(batch, self._padding_idx) or batch
+        packed = pack(batch, self._padding_idx)
+        if packed is not None and self._asks:
+            packed["attention_mask"] = made_mask()
+        return packed or batch
 
     def _finished(self, module: nn.Module) -> nn.Module:
         """The module, computing without padding where it can."""
         module = super()._finished(module)
         if self.packs():
+            from trainer.models.packed_attention import NAME, register
             from trainer.models.unpadded import unpad
 
             unpad(module)
+            if self._asks:
+                register()
+                module.set_attn_implementation(NAME)  # type: ignore[operator]
         return module
 
     def losses(self, module: nn.Module, batch: Any) -> Iterator[Loss]:

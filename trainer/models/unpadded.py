@@ -24,6 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.big_bird.modeling_big_bird import BigBirdLayer
 from transformers.models.distilbert.modeling_distilbert import TransformerBlock
+from transformers.models.modernbert.modeling_modernbert import ModernBertEncoderLayer
 from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaLayer
 
@@ -113,9 +114,13 @@ def _unpadded(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if "cu_seq_lens" not in kwargs:
             return padded(self, hidden_states, *args, **kwargs)
-        hidden, ends = hidden_states[0], kwargs["cu_seq_lens"]
-        rows = hidden[ends[:-1].long()] if self.reads_first else hidden
-        found = COMPUTE[kind](self, rows, hidden, kwargs["lengths"], ends)
+        hidden, ends, compute = hidden_states[0], kwargs["cu_seq_lens"], COMPUTE[kind]
+        if compute is None:
+            found = padded(self, hidden_states, *args, **kwargs)[0]
+            found = found[ends[:-1].long()] if self.reads_first else found
+        else:
+            rows = hidden[ends[:-1].long()] if self.reads_first else hidden
+            found = compute(self, rows, hidden, kwargs["lengths"], ends)
         return found[:, None] if self.reads_first else found[None]
 
     # Of the same name: plans name the blocks, and transformers those that are not to be split.
@@ -144,14 +149,16 @@ def _by_heads(parts: Iterable[Tensor], size: int) -> tuple[Tensor, Tensor, Tenso
     return query, key, value
 
 
-COMPUTE: dict[type[nn.Module], Callable[..., Tensor]] = {
+COMPUTE: dict[type[nn.Module], Callable[..., Tensor] | None] = {
     TransformerBlock: _of_distilbert,
     BertLayer: _of_bert,
     BigBirdLayer: _of_bert,
     RobertaLayer: _of_bert,
     XLMRobertaLayer: _of_bert,
+    ModernBertEncoderLayer: None,
 }
-"""How a block of each class computes ``(block, rows, hidden, lengths, ends)``: ``rows`` ask, ``hidden`` answers."""
+"""How a block of each class computes ``(block, rows, hidden, lengths, ends)``: ``rows`` ask, ``hidden`` answers.
+``None``: as transformers has it, of all tokens, with the attention of packed_attention.py."""
 
 
 @torch.compiler.disable  # lengths differ in every micro-batch: no code is worth compiling for them

@@ -62,12 +62,20 @@ def write(
     from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
     own, device = cast(Any, module), next(module.parameters()).device
+    lengths, there = batch["attention_mask"].sum(-1).tolist(), positions(own.config.to_dict())
+    rooms = [most if there is None else min(most, there - length) for length in lengths]
+    if len({*rooms}) > 1:  # a long text leaves others as much room as they have
+        found: dict[int, str] = {}
+        for room in {*rooms}:
+            rows = [row for row, one in enumerate(rooms) if one == room]
+            part = {key: value[rows] for key, value in batch.items()}
+            found |= zip(rows, write(module, tokenizer, part, [places[row] for row in rows], room, drawn), strict=True)
+        return [found[row] for row in range(len(rooms))]
     ids, mask = _padded_left(batch["input_ids"], batch["attention_mask"])
-    length, there = ids.shape[1], positions(own.config.to_dict())
     ends = {*_listed(own.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
     # Nothing of what comes with the weights, such as a penalty of repetitions: the likeliest, or the draw asked for.
     own.generation_config = GenerationConfig(
-        max_new_tokens=most if there is None else min(most, there - length),
+        max_new_tokens=rooms[0],
         do_sample=False,
         use_cache=True,
         eos_token_id=sorted(ends) or None,
@@ -79,8 +87,10 @@ def write(
         draw += [] if drawn.top_p is None else [TopPLogitsWarper(float(drawn.top_p))]
         draw.append(cast(Any, _Noise(places, drawn.seed)))
     with as_it_came(module):
-        found = own.generate(ids.to(device), attention_mask=mask.to(device), logits_processor=draw)
-    return tokenizer.batch_decode(found[:, length:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        texts = own.generate(ids.to(device), attention_mask=mask.to(device), logits_processor=draw)
+    return tokenizer.batch_decode(
+        texts[:, ids.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 class _Noise:

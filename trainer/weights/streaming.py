@@ -119,6 +119,9 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         kept = first.setdefault(place, parameter)
         if kept is not parameter:
             _register(module, name, kept)
+    # Of a bias that transformers pads, it gives one of the two a storage of its own.
+    for name, source in getattr(module, "all_tied_weights_keys", {}).items():
+        _register(module, name, module.get_parameter(source))
     return module
 
 
