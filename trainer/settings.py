@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import yaml
 
