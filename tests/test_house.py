@@ -24,25 +24,25 @@ BUDGETS = {
     "supervise": 550,
     "doctor": 650,
     "api.py": 170,
-    "run": 3940,
+    "run": 3950,
     "planner": 6380,
     "faults": 980,
     "launching": 770,
-    "memory": 3660,
+    "memory": 3800,
     "engine": 2830,
-    "data": 4550,
-    "models": 3200,
+    "data": 4590,
+    "models": 3240,
     "checkpoint": 1030,
     "report": 1740,
-    "settings.py": 220,
+    "settings.py": 230,
     "recipe.py": 550,
     "contract.py": 260,
-    "weights": 660,
+    "weights": 700,
     "values.py": 210,
     "system": 1740,
-    "errors.py": 130,
+    "errors.py": 140,
 }
-TOTAL = 37380
+TOTAL = 37630
 """Of all floors."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -95,9 +95,10 @@ def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
 def _of_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults for what was only set ``before`` and belongs to other data than are asked for: files for validation,
     say, that go with files for training which others take the place of."""
-    defaults = {field.name: field.default for field in dataclasses.fields(cast(Any, recipe.data))}
-    belonging = getattr(recipe.data, "belonging", {})
+    data: Any = recipe.data
+    belonging = getattr(data, "belonging", {})
     left = [names for key, names in belonging.items() if asked.get(f"data.{key}") not in (None, before[f"data.{key}"])]
+    defaults = {field.name: field.default for field in dataclasses.fields(data)} if left else {}
     return {f"data.{one}": defaults[one] for names in left for one in names if f"data.{one}" not in asked}
 
 

@@ -16,10 +16,11 @@ from transformers import GPT2Config
 from trainer.cli import run
 from trainer.commands.plan import chosen_command
 from trainer.commands.recipes import load_recipe
-from trainer.models import CausalLM
+from trainer.models import CausalLM, LoRA
 from trainer.planner.from_config import FromConfig, hub_recipe, trained_by
 from trainer.planner.predict import prepared
 from trainer.planner.report import Candidate, PlanReport
+from trainer.settings import change
 from trainer.weights.streaming import on_meta
 
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 1024, "vocab_size": 50257}
@@ -111,6 +112,12 @@ def test_an_encoder_is_planned_without_padding_only_where_it_reads_one_token_of_
     batch = recipe.data.collate([recipe.data.train[at] for at in range(3)])
     (loss,) = recipe.model.losses(recipe.model.unloaded().build(), recipe.model.packed(batch))
     assert loss.total.isfinite()
+
+
+def test_a_planned_model_takes_settings(tmp_path):
+    recipe = hub_recipe(config_in(tmp_path, TINY).removeprefix("hf:"), tokens=12, lora=2)
+    changed: Any = change(recipe, {"model.lora.base": "nf4"})
+    assert changed.model.lora == LoRA(2, base="nf4")
 
 
 def test_a_language_model_is_planned_as_it_is_trained(tmp_path):

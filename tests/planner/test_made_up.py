@@ -16,7 +16,7 @@ from trainer.cli import run
 from trainer.commands.recipes import load_recipe
 from trainer.data import CIFAR10, FashionMNIST, ImageFolder, IMDb, TextFiles
 from trainer.errors import RecipeError
-from trainer.models import MLP, TextClassifier, VisionTransformer
+from trainer.models import MLP, CausalLM, TextClassifier, VisionTransformer
 from trainer.planner.made_up import MadeUp
 from trainer.planner.predict import prepared
 from trainer.planner.search import search_for
@@ -166,3 +166,8 @@ def test_files_whose_number_nobody_knows_are_asked_for_by_their_setting(data, sa
     model = TextClassifier("distilbert", tokenizer=tokenizer) if isinstance(data, TextFiles) else MLP()
     with pytest.raises(RecipeError, match=r"^data\.(train_file='x.csv'|root='photos'): there is no f(ile|older) "):
         prepared(recipe_of(model, data), outlines=True)
+
+
+def test_whether_texts_are_packed_is_known_of_a_published_model_without_the_hub():
+    name = "HuggingFaceTB/SmolLM2-135M"
+    assert CausalLM(name, weights=name, tokenizer="none").packs()

@@ -133,7 +133,7 @@ def _planned(asked: Asked, own: dict[str, str]) -> tuple[dict[str, Any], str]:
     search = search_for(recipe, gpu, cluster.devices, cluster.nodes, interconnect=own.get("interconnect"))
     search.keeper = Keeper.here(BEGAN)
     out = new_folder("plan", own.get("out"), reference)
-    size = in_child(planned_size)
+    size = Size(*in_child(planned_size))  # its answer is JSON
     print(search.heading(size))
     with contextlib.closing(Progress(recipe.run.progress)) as progress:
         progress.start(0)

@@ -65,7 +65,7 @@ class CausalLM(TextModel):
         if self._can_pack is None and self.padding_free is not False:
             from trainer.models.packed_attention import why_not
 
-            why = why_not(self.unloaded()._configuration())  # a plan reads no weights
+            why = why_not(self.unloaded()._configuration())  # of a published one that is here, where a plan asks
             refused = f"model.padding_free=true cannot be for model.name={self.name!r}: {why}"
             require(why is None or self.padding_free is None, f"{refused}; leave it at null, which pads")
             own = ("build", "skeleton", "losses")
