@@ -180,6 +180,8 @@ class HubModel(Adaptable):
 
     def prepare(self) -> None:
         """Fetch configuration and weights into the hub's cache."""
+        import transformers.modeling_utils  # noqa: F401  now: what it takes of the host is not the run's memory
+
         self._configuration()
         if self.weights is not None:
             self._folder(self.weights)
