@@ -219,6 +219,10 @@ def patch_tensors() -> None:
             options["dispatch_device"] = False
         return make(cls, data, requires_grad, **options)
 
+    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+        fake = isinstance(tensor, FakeTensor)
+        return tensor.device.type == "cpu" and (not fake or tensor.untyped_storage() in tensor.fake_mode.pinned)
+
     def is_on(kind: str) -> property:
         return property(lambda tensor: tensor.fake_device.type == kind)
 
@@ -236,7 +240,7 @@ def patch_tensors() -> None:
         cuda=lambda tensor, *args, **options: tensor.to(GPU_DEVICE),
         record_stream=lambda tensor, stream: None,
         pin_memory=lambda tensor, device=None: torch.empty_like(tensor, device="cpu", pin_memory=True),
-        is_pinned=lambda tensor, device=None: tensor.device.type == "cpu",
+        is_pinned=is_pinned,
     )
 
 

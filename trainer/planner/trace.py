@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer, tracing
 from trainer.recipe import Recipe
 from trainer.values import Loss
+from trainer.weights import nf4
 from trainer.weights.streaming import allocate, default_dtype, on_meta
 
 
@@ -103,7 +104,7 @@ def trace_run(
     ranks = plan.world_size
     if plan.strategy != "single":
         fake_ranks(ranks, nodes)
-    with matmul_precision(plan.memory.matmul_precision), tracing(target, ranks, nodes) as tracer:
+    with matmul_precision(plan.memory.matmul_precision), tracing(target, ranks, nodes) as tracer, _few_pieces(tracer):
         with _disable_current_modes():
             launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
@@ -116,6 +117,25 @@ def trace_run(
     trace.notes += _notes(recipe, plan, module)
     trace.skipped_micro_steps = samples.skipped
     return trace
+
+
+@contextmanager
+def _few_pieces(tracer: Tracer) -> Iterator[None]:
+    """Let the first of the pieces in which a weight in NF4 is made whole be traced for all but the last."""
+    all_pieces = nf4.in_pieces
+
+    def first_and_last(codes: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        *others, last = all_pieces(codes, whole)
+        tracer.repeat = len(others)
+        yield from others[:1]
+        tracer.repeat = 1
+        yield last
+
+    nf4.in_pieces = first_and_last
+    try:
+        yield
+    finally:
+        nf4.in_pieces = all_pieces
 
 
 def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:

@@ -8,6 +8,7 @@ alone; bitsandbytes quantises whole weights, and keeps the scales in an attribut
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,11 +66,16 @@ def quantise(weights: Tensor) -> Tensor:
     return codes
 
 
+def in_pieces(codes: Tensor, whole: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """The rows of ``codes`` beside the weights that they are of, ``AT_ONCE`` at a time. The planner traces two."""
+    return zip(codes.split(AT_ONCE), whole.split(AT_ONCE * GROUP), strict=True)
+
+
 @torch.no_grad()
 def dequantise(codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The weight of ``shape`` that ``codes`` are of, computed in fp32 and rounded once to ``dtype``."""
     whole = torch.empty(len(codes) * GROUP, dtype=dtype, device=codes.device)
-    for some, out in zip(codes.split(AT_ONCE), whole.split(AT_ONCE * GROUP), strict=True):
+    for some, out in in_pieces(codes, whole):
         # torch 2.11's FSDP casts bytes to the type that it computes in, which holds them exactly.
         packed, scales, numbers = some.to(torch.uint8).split([GROUP // 2, GROUP // BLOCK, 8], 1)
         least, step = numbers.contiguous().view(torch.float32).split(1, 1)
