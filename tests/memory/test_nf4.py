@@ -36,10 +36,8 @@ def files(tmp_path_factory):
     """Weights of both kinds of model, and what NF4 makes of them, in full: by kind, the two paths."""
     found = {}
     for kind in MAKE:
-        for name in ("plain", "rounded"):
-            (tmp_path_factory.getbasetemp() / f"{kind}-{name}").mkdir()
-        folder = tmp_path_factory.getbasetemp()
-        paths = [saved(folder / f"{kind}-{name}", kind, **MAKE[kind].keywords) for name in ("plain", "rounded")]
+        folders = [tmp_path_factory.mktemp(f"{kind}-{name}") for name in ("plain", "rounded")]
+        paths = [saved(folder, kind, **MAKE[kind].keywords) for folder in folders]
         file = Path(paths[1], "model.safetensors") if kind == "text" else Path(paths[1])
         state = load_file(file)
         module = adapted(kind, paths[0]).build()
