@@ -219,7 +219,7 @@ def patch_tensors() -> None:
             options["dispatch_device"] = False
         return make(cls, data, requires_grad, **options)
 
-    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+    def is_pinned(tensor: Any, device: Any = None) -> bool:
         fake = isinstance(tensor, FakeTensor)
         return tensor.device.type == "cpu" and (not fake or tensor.untyped_storage() in tensor.fake_mode.pinned)
 
