@@ -62,7 +62,7 @@ def require_unused(run_dir: Path, resume: str) -> None:
     """Refuse a directory that holds a run which is not resumed."""
     from_within = resume != "none" and Path(os.path.realpath(resume)).is_relative_to(os.path.realpath(run_dir))
     require(
-        not (run_dir / "recipe.yaml").exists() or resume == "auto" or from_within,
+        not os.path.exists(run_dir / "recipe.yaml") or resume == "auto" or from_within,  # no OSError for absurd names
         f"run.dir={run_dir} already holds a run: go on with it by --run.resume auto, or choose another directory",
     )
 
