@@ -25,7 +25,7 @@ BUDGETS = {
     "doctor": 650,
     "api.py": 170,
     "run": 3950,
-    "planner": 6380,
+    "planner": 6400,
     "faults": 980,
     "launching": 770,
     "memory": 3800,
