@@ -104,8 +104,12 @@ def workplace(folder: Path | None) -> Iterator[Path]:
         return
     shared = Path("/dev/shm")
     roomy = shared.is_dir() and shutil.disk_usage(shared).free > 16e9
-    with tempfile.TemporaryDirectory(prefix="gpu-benchmark-", dir=shared if roomy else None) as made:
-        yield Path(made)
+    # No TemporaryDirectory: a forked run that calls exit handlers would remove it.
+    made = Path(tempfile.mkdtemp(prefix="gpu-benchmark-", dir=shared if roomy else None))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 class Picked:

@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,8 +32,9 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")  # as the command line does
 
 from chaos.forks import children, fork, in_forks
-from common import Record, table, workplace
-from hostile_cases import ANY, GOOD, OWN, RAN, REFUSED, SPOKEN, Case, cases, own, wrote
+from common import RESULTS, Record, table, workplace
+from hostile_cases import cases
+from hostile_cases.case import ANY, CONVERSATIONS, GOOD, OWN, RAN, REFUSED, SPOKEN, TALKED, Case, own, wrote
 
 PRELOADED = [
     "trainer.api",
@@ -53,6 +55,15 @@ PRELOADED = [
     "torchvision.datasets",
     "transformers.models.bert.modeling_bert",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "trainer.commands.sweep",
+    "trainer.commands.list_runs",
+    "trainer.data.language",
+    "trainer.data.sequences",
+    "trainer.models.causal",
+    "trainer.run.exporting",
+    "optuna",
+    "peft",
     "datasets",
     "pyarrow.parquet",
     "pyarrow.dataset",
@@ -80,6 +91,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder for the cases, which is kept")
     parser.add_argument("--list", action="store_true", help="print the cases only")
     parser.add_argument("--failed", action="store_true", help="show what failed only")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the file of results")
     options = parser.parse_args()
     only = options.only.split(",") if options.only else []
     chosen = [
@@ -98,7 +110,7 @@ def main() -> None:
     from trainer.report.plots import plot_curves
 
     torch.set_num_threads(1)
-    record = Record("hostile", {})
+    record = Record("hostile", {}, options.results)
     rows = {} if not (options.only or options.cases) else earlier(record.path)
     with workplace(options.work) as folder:
         base = prepared(folder)
@@ -189,10 +201,14 @@ def _prepare(base: Path) -> None:
     wrote("own_run.py", own(more=saved), [])
     wrote("t.csv", GOOD, [])
     wrote("text.py", SPOKEN, [])
+    wrote("chat.py", TALKED, [])
+    wrote("chat.jsonl", CONVERSATIONS, [])
     _bert(Path("bert"))
+    _llama(Path("llama"))
     from trainer.cli import run as trainer
 
-    for words in (["own_run.py"], ["text.py", "--run.dir", "spoken"]):
+    adapted = ["chat.py", "--run.dir", "adapted", "--model.lora.rank", "2"]
+    for words in (["own_run.py"], ["text.py", "--run.dir", "spoken"], ["chat.py", "--run.dir", "talked"], adapted):
         if trainer(["fit", *words]):
             raise RuntimeError(f"the run that the cases begin with failed: {words}")
 
@@ -214,6 +230,22 @@ def _bert(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
+def _llama(folder: Path) -> None:
+    """Save a tiny Llama with random weights, the tokenizer of bytes and a chat template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trainer.data.sequences import CHATML
+    from trainer.models.bytes import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    sizes: dict[str, int] = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads: dict[str, int] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **sizes, **heads)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+
+
 # ---------------------------------------------------------------------------------------------------------- one case
 
 
@@ -225,7 +257,7 @@ def tried(case: Case, base: Path, folder: Path) -> dict[str, Any]:
     out, err = folder / "out", folder / "err"
     began = time.monotonic()
     pid = fork(partial(_fresh if case.fresh else _called, case, here, err, folder / "idle"), out)
-    status, usage, in_time = _waited(pid, began)
+    status, usage, peak, in_time = _waited(pid, began)
     seconds = time.monotonic() - began
     built = folder / "idle"
     start, worked, idle = map(float, built.read_text().split()) if built.exists() else (began, 0.0, 0.0)
@@ -240,7 +272,7 @@ def tried(case: Case, base: Path, folder: Path) -> dict[str, Any]:
         "printed": shown(first.replace(f"{here}/", "").replace(str(base), "…"), 160),
         "seconds": round(seconds - (start - began), 2),
         "processor": round(usage.ru_utime + usage.ru_stime - worked, 2),
-        "extra_mb": round(max(0.0, usage.ru_maxrss * 1024 - idle) / 1e6, 1) if idle else 0.0,
+        "extra_mb": round(max(0.0, usage.ru_maxrss * 1024 - idle, peak - idle) / 1e6, 1) if idle else 0.0,
     }
     why = _fault(case, found, printed, said, in_time)
     if why is None and not built.exists():
@@ -297,18 +329,24 @@ def _begun(case: Case, here: Path, err: Path) -> list[str]:
         os.environ.pop(key, None)
         if value is not None:
             os.environ[key] = value
+    tempfile.tempdir = None  # that of TMPDIR
     os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     return words
 
 
-def _waited(pid: int, began: float) -> tuple[int, resource.struct_rusage, bool]:
-    """Wait for a child; kill it, and whatever it has started, when it takes too long or does nothing for long."""
-    in_time, worked, since = True, 0, began
+def _waited(pid: int, began: float) -> tuple[int, resource.struct_rusage, int, bool]:
+    """Wait for a child; kill it, and whatever it has started, when it takes too long or does nothing for long.
+
+    Its peak of memory is read meanwhile: a run that measures its phases resets the kernel's.
+    """
+    in_time, worked, since, peak = True, 0, began, 0
     while True:
         found, status, usage = os.wait4(pid, os.WNOHANG)
         if found:
             break
+        with suppress(OSError, StopIteration):
+            peak = max(peak, _memory("VmHWM", pid))
         now = time.monotonic()
         if (ticks := sum(map(_ticks, [pid, *children(pid)]))) != worked:
             worked, since = ticks, now
@@ -318,7 +356,7 @@ def _waited(pid: int, began: float) -> tuple[int, resource.struct_rusage, bool]:
         time.sleep(0.01)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    return status, usage, in_time
+    return status, usage, peak, in_time
 
 
 def _ticks(pid: int) -> int:
@@ -329,9 +367,9 @@ def _ticks(pid: int) -> int:
         return 0
 
 
-def _memory(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+def _memory(name: str, pid: int | str = "self") -> int:
+    """Return the bytes of a line of /proc/PID/status."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 
@@ -358,8 +396,10 @@ def _wrong_end(case: Case, code: int, err: str, out: str) -> str | None:
     if case.expect in (RAN, ANY) and code == 0:
         if TRACEBACK in out + err:
             return "ran, but printed a traceback"
+        if case.expect == RAN and case.says not in out:
+            return f"does not print {case.says!r}"
         return "ran, but printed an error" if errors else None
-    if code not in (1, 2):
+    if code not in ((1, 2) if case.code is None else (case.code,)):
         return f"exit code {code}, expected {case.expect}"
     if not errors:
         return "a traceback" if TRACEBACK in out + err else "not a word"

@@ -1,4 +1,8 @@
-"""Does a run survive SIGKILL at any instant, from its first import to its last save, on any other world?"""
+"""Does a command survive SIGKILL at any instant: does it come to the same bits, and leave nothing behind?
+
+``images`` is a tiny run as a person starts it, killed from its first import to its last save and resumed on another
+world. The other scenarios are those of ``kill_scenarios.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -21,12 +25,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import hostile
+import kill_scenarios
 from chaos.command import PRELOADED
 from chaos.compare import MEASURED, checkpoints, newest_step
 from chaos.forks import children, in_forks, living_children
 from chaos.run import RECIPE, ForkedRun, Shape
 from chaos.trial import STEPS
-from common import Record, table, workplace
+from common import RESULTS, Record, table, workplace
+from kill_scenarios import SCENARIOS, TO_END, TO_LEAVE, Digest, Outcome, cpu_seconds
 
 WORLDS = (Shape("single", 1), Shape("ddp", 2), Shape("fsdp", 2))
 LAUNCHERS = ("trainer fit", "torchrun")
@@ -34,48 +41,11 @@ VICTIMS = ("first process", "a rank", "all")
 FLAGS = ("--run.deterministic", "true", "--run.resume", "auto", "--run.allow_change", '["memory.strategy"]')
 """The first keeps the bits the same on every world: what was resumed on another one can be compared with any."""
 
-TO_END = 60.0
-"""Seconds in which the others have to end when a rank was killed, even before all ranks had met."""
-
-TO_LEAVE = 5.0
-"""Seconds after the end of the first process in which nobody may be left."""
-
+IMAGES = "images"
+ORDER = (IMAGES, IMAGES, *SCENARIOS)
+"""The scenarios in turn; twice as often the one that starts interpreters of its own."""
 
 Spans = dict[str, float]
-Digest = dict[str, Any]
-
-
-@dataclass
-class Outcome:
-    """What came of a kill.
-
-    Args:
-        number: of the kill: it decides who is killed, and when.
-        launcher: what had started the run.
-        world: strategy and ranks.
-        victim: who was killed.
-        instant: seconds from the start of the first process to the kill.
-        code: the first process's.
-        seconds: from the kill to its end.
-        saved: the newest checkpoint at that time, as a step.
-        finished: whether the run had ended before.
-        left: command lines of processes that were there :data:`TO_LEAVE` seconds later.
-        worlds: on which it was resumed.
-        deviations: all that is not as promised.
-    """
-
-    number: int
-    launcher: str
-    world: str
-    victim: str
-    instant: float
-    code: int | None = None
-    seconds: float = 0.0
-    saved: int = 0
-    finished: bool = False
-    left: list[str] = field(default_factory=list)
-    worlds: list[str] = field(default_factory=list)
-    deviations: list[str] = field(default_factory=list)
 
 
 def start(launcher: str, world: Shape, run_dir: Path, output: Path) -> subprocess.Popen[bytes]:
@@ -112,15 +82,15 @@ def undisturbed(launcher: str, world: Shape, folder: Path) -> dict[str, Any]:
 
 
 def try_one(
-    number: int, kills: int, victims: Sequence[str], spans: Spans, reference: Digest, folder: Path
-) -> dict[str, Any]:
+    number: int, at: int, share: float, victims: Sequence[str], spans: Spans, reference: Digest, folder: Path
+) -> Outcome:
     """Kill a run once, look at what is left, resume it elsewhere, and compare what it comes to.
 
     A part of them is killed again, when it has been resumed, and goes on on a third world.
     """
     ways = list(product(LAUNCHERS, WORLDS, victims))
-    launcher, world, victim = ways[number % len(ways)]
-    outcome = Outcome(number, launcher, str(world), victim, (number + 0.5) / kills * spans[f"{launcher} {world}"])
+    launcher, world, victim = ways[at % len(ways)]
+    outcome = Outcome(number, IMAGES, launcher, str(world), victim, share * spans[f"{launcher} {world}"])
     folder = folder / str(number)
     folder.mkdir()
     random, run_dir, output = Random(number), folder / "run", folder / "output"
@@ -134,7 +104,8 @@ def try_one(
     _resume(outcome, others[0], folder, number, reference)
     if outcome.deviations:
         outcome.deviations.append(output.read_text(errors="replace")[-1500:])
-    return asdict(outcome)
+    outcome.cpu_seconds = cpu_seconds()
+    return outcome
 
 
 def _kill(outcome: Outcome, process: subprocess.Popen[bytes], victim: str, random: Random) -> None:
@@ -193,6 +164,7 @@ def _forked(outcome: Outcome, world: Shape, folder: Path, number: int) -> Forked
 
 
 def _kill_resumed(outcome: Outcome, world: Shape, folder: Path, number: int, random: Random) -> None:
+    outcome.kills += 1
     run = _forked(outcome, world, folder, number)
     run.wait_for_step(random.randint(1, max(1, STEPS - newest_step(folder / "run"))))
     run.send([random.randrange(world.ranks)], signal.SIGKILL)
@@ -216,46 +188,92 @@ def _differences(run_dir: Path, reference: Digest) -> list[str]:
 
 
 def scores(outcomes: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A row a launcher and victim."""
+    """Return a row for each launcher and victim of the images, and for each other scenario."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for one in sorted(outcomes, key=lambda one: (ORDER.index(one["scenario"]), one["launcher"], one["victim"])):
+        of_images = f"{IMAGES}, {one['launcher']}: {one['victim']}"
+        groups.setdefault(of_images if one["scenario"] == IMAGES else one["scenario"], []).append(one)
     rows = []
-    for launcher, victim in product(LAUNCHERS, VICTIMS):
-        found = [one for one in outcomes if (one["launcher"], one["victim"]) == (launcher, victim)]
-        if not found:
-            continue
+    for name, found in groups.items():
         ended = [one["seconds"] for one in found if not one["finished"]]
-        rows.append(
-            [
-                f"{launcher}: {victim}",
-                str(len(found)),
-                str(sum(one["saved"] == 0 and not one["finished"] for one in found)),
-                str(sum(one["finished"] for one in found)),
-                f"{max(ended, default=0.0):.1f} s",
-                str(sum(len(one["left"]) for one in found)),
-                str(sum(not one["deviations"] for one in found)),
-            ]
-        )
+        unsaved = sum(one["saved"] == 0 and not one["finished"] for one in found)
+        has_checkpoints = any(one["saved"] for one in found)
+        cells = [len(found), unsaved if has_checkpoints else "–", sum(one["finished"] for one in found)]
+        slowest, cpu = max(ended, default=0.0), sum(one["cpu_seconds"] for one in found) / len(found)
+        last = [sum(len(one["left"]) for one in found), sum(not one["deviations"] for one in found)]
+        rows.append([name, *map(str, cells), f"{slowest:.1f} s", f"{cpu:.1f} s", *map(str, last)])
     return rows
+
+
+def trials(kills: int, scenarios: Sequence[str]) -> list[tuple[int, str, int, float]]:
+    """Return of each trial its number, its scenario, how many of that came before, and its share of the run's time."""
+    order = [name for name in ORDER if name in scenarios]
+    names = [order[number % len(order)] for number in range(kills)]
+    places = [names[:number].count(name) for number, name in enumerate(names)]
+    shares = [(at + 0.5) / names.count(name) for name, at in zip(names, places, strict=True)]
+    return list(zip(range(kills), names, places, shares, strict=True))
+
+
+def references(scenarios: Sequence[str], folder: Path, at_once: int) -> dict[str, Any]:
+    """Return what nothing has disturbed: of each scenario seconds, result and files; of the images by world as well."""
+    found: dict[str, Any] = {}
+    if IMAGES in scenarios:
+        ways = list(product(LAUNCHERS, WORLDS))
+        jobs: list[Any] = []
+        for at, way in enumerate(ways):
+            (folder / f"undisturbed-{at}").mkdir()
+            jobs.append(partial(undisturbed, *way, folder / f"undisturbed-{at}"))
+        runs = dict(in_forks(jobs, at_once))
+        different = [f"{way[0]} {way[1]}" for at, way in enumerate(ways) if runs[at]["digest"] != runs[0]["digest"]]
+        seconds = {f"{launcher} {world}": runs[at]["seconds"] for at, (launcher, world) in enumerate(ways)}
+        found[IMAGES] = {"seconds": seconds, "digest": runs[0]["digest"], "different": different}
+    forked = [name for name in scenarios if name != IMAGES]
+    if forked:
+        base = kill_scenarios.prepared(folder)
+        jobs = [
+            partial(kill_scenarios.undisturbed, name, folder / f"undisturbed-{name}", base, 100 * at)
+            for at, name in enumerate(forked)
+        ]
+        found |= {forked[at]: {**one, "base": str(base)} for at, one in in_forks(jobs, at_once)}
+    return found
+
+
+def tried(
+    number: int, name: str, at: int, share: float, victims: Sequence[str], reference: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Do one trial; return its outcome as JSON has it."""
+    if name == IMAGES:
+        outcome = try_one(number, at, share, victims, reference["seconds"], reference["digest"], folder)
+    else:
+        outcome = kill_scenarios.try_forked(name, number, share, reference, Path(reference["base"]), folder)
+    return asdict(outcome)
 
 
 def main() -> None:
     """Kill, resume, compare, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
+    parser.add_argument("--scenarios", help="with semicolons (default: all)")
+    parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS, help="of the images")
     parser.add_argument("--share", type=float, default=1.0, help="of a run's time, from its start (default: all of it)")
     parser.add_argument("--go-on", action="store_true", help="with the kills that the file of an earlier call lacks")
     parser.add_argument("--at-once", type=int, default=1, help="trials side by side (default: 1)")
     parser.add_argument("--folder", type=Path, help="keeps the runs (default: none is kept)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the file of results")
     wanted = parser.parse_args()
-    for module in PRELOADED:  # for the ranks that are forked to resume
+    scenarios = wanted.scenarios.split(";") if wanted.scenarios else list(dict.fromkeys(ORDER))
+    if unknown := [name for name in scenarios if name not in ORDER]:
+        parser.error(f"--scenarios: no {', '.join(unknown)}; there are {'; '.join(dict.fromkeys(ORDER))}")
+    for module in dict.fromkeys((*PRELOADED, *hostile.PRELOADED)):  # for what is forked
         import_module(module)
     settings = {
         "kills": wanted.kills,
+        "scenarios": scenarios,
         "victims": list(wanted.victims),
         "share": wanted.share,
         "at_once": wanted.at_once,
     }
-    record = Record("kills" if wanted.share == 1 else "kills_at_the_start", settings)
+    record = Record("kills" if wanted.share == 1 else "kills_at_the_start", settings, wanted.results)
     outcomes: list[dict[str, Any]] = []
     if wanted.go_on:
         before = json.loads(record.path.read_text())
@@ -263,29 +281,30 @@ def main() -> None:
             parser.error(f"--go-on: {record.path} is of {before['settings']}")
         outcomes = before["kills"]
     with workplace(wanted.folder) as folder:
-        ways = [(launcher, world) for launcher in LAUNCHERS for world in WORLDS]
-        jobs: list[Any] = []
-        for at, way in enumerate(ways):
-            (folder / f"undisturbed-{at}").mkdir()
-            jobs.append(partial(undisturbed, *way, folder / f"undisturbed-{at}"))
-        found = dict(in_forks(jobs, wanted.at_once))
-        spans = {f"{launcher} {world}": found[at]["seconds"] for at, (launcher, world) in enumerate(ways)}
-        reference = found[0]["digest"]
-        different = [way for at, way in enumerate(ways) if found[at]["digest"] != reference]
-        record.write(seconds_undisturbed=spans, worlds_that_differ=[str(way) for way in different])
-        order = Random(0).sample(range(wanted.kills), wanted.kills)  # cut short, the instants still cover a run
-        order = [number for number in order if number not in {one["number"] for one in outcomes}]
-        within = {way: seconds * wanted.share for way, seconds in spans.items()}
-        trial = partial(try_one, kills=wanted.kills, victims=wanted.victims, spans=within, reference=reference)
-        jobs = [partial(trial, number, folder=folder) for number in order]
+        found = references(scenarios, folder, wanted.at_once)
+        different = found.get(IMAGES, {}).get("different", [])
+        spans = {name: one["seconds"] for name, one in found.items()}
+        record.write(seconds_undisturbed=spans, worlds_that_differ=different, kills=outcomes)
+        planned = trials(wanted.kills, scenarios)
+        done = {one["number"] for one in outcomes}
+        order = Random(0).sample(planned, len(planned))  # cut short, the instants still cover a run
+        jobs = [
+            partial(tried, number, name, at, share * wanted.share, wanted.victims, found[name], folder)
+            for number, name, at, share in order
+            if number not in done
+        ]
         for _, outcome in in_forks(jobs, wanted.at_once):
             outcomes.append(outcome)
-            record.write(as_promised=sum(not one["deviations"] for one in outcomes), kills=outcomes)
+            record.write(
+                as_promised=sum(not one["deviations"] for one in outcomes),
+                cpu_seconds=round(sum(one["cpu_seconds"] for one in outcomes)),
+                kills=outcomes,
+            )
             if outcome["deviations"]:
                 print(outcome, flush=True)
-    record.write(complete=True)
-    header = ["killed", "kills", "before a checkpoint", "ended before", "slowest end", "left after 5 s", "as promised"]
-    print(table(header, scores(outcomes)))
+    record.write(complete=len(outcomes) == wanted.kills)
+    header = ["killed", "kills", "before a checkpoint", "ended before", "slowest end", "CPU a kill"]
+    print(table([*header, "left after 5 s", "as promised"], scores(outcomes)))
     sys.exit(any(outcome["deviations"] for outcome in outcomes) or bool(different))
 
 

@@ -1,9 +1,10 @@
 """Which models of transformers can be packed without leaks: a certificate for each, and what packs save.
 
-Of every architecture a tiny model with random weights, in fp64 on the CPU, computes documents packed in one row and
-padded in several. It is certified where (a) the gradient of every parameter is the same to 1e-12, and (b) other words
-in one document leave loss and gradients of all others the same, bit for bit. Of one that is not, the first module is
-named whose output for a document is not what the document gets alone.
+A tiny model of every architecture, with random weights in fp64 on the CPU, computes documents packed in one row and
+padded in several. An architecture is certified if (a) every parameter has the same gradient both ways, and (b) other
+words in one document do not change the losses and gradients of the other documents. Both allow for rounding
+(``TOLERANCE``). For an architecture that fails, the first module is named whose output for a document is not what the
+document gets alone.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ LENGTHS = (9, 13, 5, 1, 11)
 """Of the documents: 39 tokens, a number that no dimension of the tiny models has."""
 
 TOLERANCE = 1e-12
+"""Largest relative difference that counts as rounding.
+
+Equal bits would be too strict: kernels may add in an order that depends on where a document lies in the row, on the
+shapes, and on the processor. Sums of n terms in two orders differ by at most about n units of 2.2e-16. The longest sums
+here (39 tokens times 61 words) have fewer than 2,400 terms: 5e-13. A document that sees another one changes by more
+than 1e-2.
+"""
 BUDGET = 4096  # tokens of a pack, where their fill is looked at
 SMALL = {
     "vocab_size": 61,
@@ -191,7 +199,7 @@ class Certificate:
 
     architecture: str
     difference: float | None = None  # of the worst parameter's gradient, packed and padded
-    alike: bool | None = None  # whether other words of one document leave the others as they are, bit for bit
+    change: float | None = None  # of the others' losses and gradients, where one document has other words
     attention: str = NAME  # that it computed with
     module: str | None = None  # the one that keeps it from being certified
     seconds: float = 0.0
@@ -199,7 +207,12 @@ class Certificate:
     @property
     def certified(self) -> bool:
         exact = self.difference is not None and self.difference <= TOLERANCE
-        return exact and bool(self.alike) and self.attention == NAME
+        return exact and self.apart and self.attention == NAME
+
+    @property
+    def apart(self) -> bool:
+        """Whether no document sees another."""
+        return self.change is not None and self.change <= TOLERANCE
 
 
 def packed(module: nn.Module, texts: Sequence[Tensor]) -> dict[str, Any]:
@@ -245,15 +258,24 @@ def examine(found: Certificate, module: nn.Module, reference: nn.Module) -> None
         found.attention = "none"
         module.config._attn_implementation_internal = None
     ours = gradients(module, losses(module, packed(module, texts)).sum())
-    whole = torch.stack([value.norm() for value in expected.values()]).norm()
-    found.difference = max(
-        float((ours[name] - value).norm() / torch.maximum(value.norm(), 1e-3 * whole))
-        for name, value in expected.items()
-    )
-    changed = [first_change(module, number) for number in (0, 2)]
-    found.alike = changed == [None, None]
+    found.difference = max(distances(ours, expected).values())
+    changes = [changes_by(module, number) for number in (0, 2)]
+    found.change = max(max(one.values()) for one in changes)
     if not found.certified:
-        found.module = first_leak(module, reference, texts) or changed[0] or changed[1] or attention_of(module)
+        leaks = [first_leak(module, reference, texts), *(last_changed(module, one) for one in changes)]
+        found.module = next(filter(None, leaks), None) or attention_of(module)
+
+
+def distances(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far each gradient is from the expected one, relative to its norm.
+
+    Some gradients are 0 but for rounding (biases of attention's keys). The least norm is a thousandth of that of all.
+    """
+    whole = torch.stack([value.norm() for value in expected.values()]).norm()
+    return {
+        name: float((ours[name] - value).norm() / torch.maximum(value.norm(), 1e-3 * whole))
+        for name, value in expected.items()
+    }
 
 
 def attention_of(module: nn.Module) -> str:
@@ -268,47 +290,54 @@ def title(module: nn.Module, name: str) -> str:
     return f"{type(part).__name__} ({name})"
 
 
-def first_change(module: nn.Module, number: int) -> str | None:
-    """Where losses or gradients of all documents but ``number`` are others with other words in it, by a single bit."""
+def changes_by(module: nn.Module, number: int) -> dict[str, float]:
+    """How far other words in document ``number`` change the losses of all others (named ""), and their gradients."""
     others = [place for place in range(len(LENGTHS)) if place != number]
     both = []
     for texts in (documents(), documents(number)):
         each = losses(module, packed(module, texts))[others]
-        both.append((each.detach(), gradients(module, each.sum())))
-    (first, before), (second, after) = both
-    changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
-    if torch.equal(first, second) and not changed:
+        both.append({"": each.detach()} | gradients(module, each.sum()))
+    before, after = both
+    of_losses = distances({"": after.pop("")}, {"": before.pop("")})
+    return of_losses | distances(after, before)
+
+
+def last_changed(module: nn.Module, changes: Mapping[str, float]) -> str | None:
+    """The last module in the forward, so the first in the backward, that has a parameter whose gradient changes."""
+    owners = {name.rpartition(".")[0] for name, change in changes.items() if change > TOLERANCE}
+    if not owners:
         return None
     with torch.no_grad():
-        order = [*seen(module, packed(module, documents()))]  # what ends last begins the backward
-    owners = {name.rpartition(".")[0] for name in changed}
+        order = [*seen(module, packed(module, documents()))]
     return title(module, max(owners & {*order}, key=order.index, default=""))
 
 
 def first_leak(module: nn.Module, reference: nn.Module, texts: Sequence[Tensor]) -> str | None:
-    """The first module whose output for a document depends on the others, though its input does not: with other words
-    in one of them it is not the same bit for bit, or it is not what transformers gives that document alone, to 1e-9."""
+    """The first module whose output for a document depends on the others, though its input does not.
+
+    Its output changes with other words in one of them, or is not what transformers gives that document alone.
+    """
     with torch.no_grad():
         here = seen(module, packed(module, texts))
         there = seen(module, packed(module, documents(0)))
         alone = [seen(reference, padded([text])) for text in texts]
     for name in here:
-        changed = [differs(one, [two], texts, 1, 0.0) for one, two in zip(here[name], there[name], strict=True)]
+        changed = [differs(one, [two], texts, 1) for one, two in zip(here[name], there[name], strict=True)]
         own = zip(*(one[name] for one in alone), strict=True)
-        other = [differs(one, two, texts, 0, 1e-9) for one, two in zip(here[name], own, strict=True)]
+        other = [differs(one, two, texts, 0) for one, two in zip(here[name], own, strict=True)]
         if [False, True] in (changed, other):
             return title(module, name)
     return None
 
 
-def differs(whole: Tensor, others: Sequence[Tensor], texts: Sequence[Tensor], first: int, tolerance: float) -> bool:
+def differs(whole: Tensor, others: Sequence[Tensor], texts: Sequence[Tensor], first: int) -> bool:
     """Whether what a row holds of the documents from ``first`` on differs from what another, or each alone, has."""
     lengths = [len(text) for text in texts]
     for dim in (dim for dim, size in enumerate(whole.shape) if size == sum(lengths)):
         theirs = others[0].split(lengths, dim) if others[0].shape == whole.shape else others
         pairs = [*zip(whole.split(lengths, dim), theirs, strict=True)][first:]
         if all(part.shape == own.shape for part, own in pairs):
-            return any((part - own).double().norm() > tolerance * own.double().norm() for part, own in pairs)
+            return any((part - own).double().norm() > TOLERANCE * own.double().norm() for part, own in pairs)
     return False
 
 
@@ -369,13 +398,12 @@ def in_order(batch: Sequence[int], cut: Cut, ranks: int, lengths: Sequence[int],
 def table(certificates: Mapping[str, Mapping[str, Any]]) -> str:
     """Of what the record has, the rows as docs/packing.md shows them."""
     rows = [
-        "| model type | class of transformers | gradient off by | other documents | certified |",
-        "|---|---|---:|---|---|",
+        "| model type | class of transformers | gradient off by | other documents change by | certified |",
+        "|---|---|---:|---:|---|",
     ]
     for kind, row in sorted(certificates.items()):
-        bits = "the same bits" if row["alike"] else "others"
         said = "yes" if row["certified"] else f"no: `{row['module'].partition(' ')[0]}`"
-        rows.append(f"| `{kind}` | {row['architecture']} | {row['difference']:.0e} | {bits} | {said} |")
+        rows.append(f"| `{kind}` | {row['architecture']} | {row['difference']:.0e} | {row['change']:.0e} | {said} |")
     return "\n".join(rows)
 
 
@@ -389,9 +417,7 @@ def main() -> None:
     for kind in wanted or TYPES + ENCODERS:
         certificates[kind] = found = certify(kind)
         said = "certified" if found.certified else found.module
-        print(
-            f"{kind:20} {found.difference:8.1e}  {'same bits' if found.alike else 'other bits':10}  {said}", flush=True
-        )
+        print(f"{kind:20} {found.difference:8.1e} {found.change:8.1e}  {said}", flush=True)
     if wanted:
         return
     record = Record("packing", {"lengths": LENGTHS, "tolerance": TOLERANCE, "budget": BUDGET})

@@ -15,7 +15,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on the networ
 os.environ.setdefault("TRAINER_PLANS", "off")  # what a test has changed in memory is in no key
 
 import pytest
+from filelock import FileLock
 from helpers.ranks import PICTURES, RankPool
+from helpers.samples import make_samples
 from hypothesis import HealthCheck, settings
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs that are started would inherit that it is ignored
@@ -102,11 +104,35 @@ def pytest_terminal_summary(terminalreporter) -> None:
                 terminalreporter.write_line(f"\n{text}")
 
 
+def _real_samples() -> Path | None:
+    """The folder of real samples: $TRAINER_TEST_DATA, or shared/data beside the repository; None if there is none."""
+    beside = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("TRAINER_TEST_DATA", beside)).resolve()  # some tests change the working directory
+    return folder if folder.is_dir() else None
+
+
+def pytest_report_header() -> str:
+    return f"sample data: {_real_samples() or 'generated (TRAINER_TEST_DATA names a folder of real samples)'}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items) -> None:
+    """Mark the tests that read sample data, so that ``pytest -m samples`` runs them alone."""
+    for item in items:
+        if "sample_data" in item.fixturenames:
+            item.add_marker("samples")
+
+
 @pytest.fixture(scope="session")
 def sample_data() -> Path:
-    """The folder of real samples: $TRAINER_TEST_DATA, or shared/data beside the repository."""
-    beside = Path(__file__).parents[2] / "shared" / "data"
-    folder = Path(os.environ.get("TRAINER_TEST_DATA", beside))
-    if not folder.is_dir():
-        pytest.skip(f"no sample data in {folder}: set TRAINER_TEST_DATA")
+    """The folder of real samples, or one with generated samples, which all workers share."""
+    real = _real_samples()
+    if real is not None:
+        return real
+    shared = Path(tempfile.gettempdir())  # of the process that started the workers: see above
+    folder = shared / "samples"
+    with FileLock(shared / "samples.lock"):
+        if not (folder / "complete").exists():
+            make_samples(folder)
+            (folder / "complete").touch()
     return folder

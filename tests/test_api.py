@@ -18,6 +18,7 @@ from trainer.commands.recipes import load_recipe
 from trainer.data import Digits, TextFiles
 from trainer.engine.loop import NonFiniteError
 from trainer.engine.window import Cut, Windows
+from trainer.errors import RunError
 from trainer.models import MLP, VisionTransformer
 from trainer.run.directory import padding_shares, with_absolute_paths
 
@@ -226,3 +227,12 @@ def test_grouping_by_length_halves_the_padding_that_is_reported():
     cut = {"cut_at": lambda epoch: Cut(32, 4, 8), "fetch": iter, "weigh": lambda batch: {}}
     before, after = padding_shares(Windows(size=len(lengths), seed=0, lengths=lengths, **cut))
     assert after < before / 2
+
+
+def test_a_working_directory_that_was_removed_is_named(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(RunError, match=r"the working directory was removed: .* absolute --run\.dir"):
+        fit(recipe("run"))

@@ -155,7 +155,6 @@ def evaluate(recipe: Recipe, run_dir: str | Path) -> EvaluationResult:
 
 
 def _restore(session: Session, folder: Path) -> Forward:
-    """The model with the weights in ``folder``, for evaluation."""
     fabric, model, plan = session.fabric, session.recipe.model, session.plan.for_evaluation()
     module = built_at_home(fabric, plan, partial(load_model, model, folder))
     return Forward(fabric, model, apply_stack(fabric, model, module, plan).wrapped)

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import trainer
 from trainer.errors import EXIT_REQUEUE, NothingNamed, RecipeError, RunError, Stopped
+from trainer.launching.company import keep_company
 from trainer.recipe import Recipe
 from trainer.system import waiting
 from trainer.system.environment import number, require_numbers
@@ -158,7 +159,6 @@ def _output_lost(argv: Sequence[str]) -> int:
 
 
 def _guarded(command: Callable[[], int | None]) -> int:
-    """Run a command; its exit code, 0 where it returns none."""
     _quiet_libraries()
     try:
         return command() or 0
@@ -193,7 +193,7 @@ def _quiet_libraries() -> None:
     logging.getLogger("torch.utils._pytree").addFilter(_is_not_of_torchao)
     # DDP's, of class tokens and convolutions of one pixel: strides of dimensions of 1, which mean nothing.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-    os.environ["MPLBACKEND"] = "agg"  # for files; a name of no backend would end the import of torchmetrics
+    os.environ["MPLBACKEND"] = "agg"  # for files; an unknown backend would end the import of matplotlib
     if not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):  # read when the libraries are imported, which is later
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
@@ -207,6 +207,8 @@ def _dispatch(argv: list[str]) -> int:
     first = argv[0] if argv else "--help"
     if first in COMMANDS:
         require_numbers()
+        if first in ("fit", "evaluate"):  # before torch is imported
+            keep_company()
         try:
             return _carry_out(first, argv[1:])
         except NothingNamed:

@@ -11,12 +11,10 @@ from importlib import import_module
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-EXIT_REQUEUE = 75
-"""Exit code of a run that stopped because it was asked to, and goes on when it is resumed (EX_TEMPFAIL)."""
+EXIT_REQUEUE = 75  # exit code of a run that was asked to stop, and goes on when it is resumed (EX_TEMPFAIL)
 
 MOST_LISTED = 8
-MOST = 10**15
-"""Of anything that is counted: floats count it exactly, and its products fit into 64 bits or nearly."""
+MOST = 10**15  # limit of every count: floats represent it exactly, and its products fit into about 64 bits
 
 
 class RecipeError(ValueError):
@@ -54,10 +52,8 @@ def listed(indices: Sequence[int | str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
-    """The end of a message: which of the ``known`` names was probably meant by ``word``; empty where none is near.
-
-    Capitals do not matter; ``cutoff`` is how alike two texts must be, from 0 to 1.
-    """
+    """The end of a message: which of the ``known`` names ``word`` probably meant; empty if none is near. Case does not
+    matter; ``cutoff`` is the similarity, from 0 to 1, that two texts need."""
     names = {name.lower(): name for name in reversed(list(known))}  # of several, the first
     close = get_close_matches(word.lower(), names, 1, cutoff)
     return f"; did you mean {prefix}{names[close[0]]}?" if close else ""
@@ -70,10 +66,8 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_types(section: str, settings: Any) -> None:
-    """Refuse a dataclass with a field that is not of its type; for recipes written in Python, where nobody else looks.
-
-    Its fields are of plain types, or of classes, and called by their ``section``, such as ``"optim."``.
-    """
+    """Refuse a dataclass with a field of the wrong type, for recipes written in Python. Fields are of plain types or
+    classes; messages put ``section``, such as ``"optim."``, before their names."""
     for name, hint in _hints(settings.__class__).items():
         if not _fits(value := getattr(settings, name), hint):  # words are found for what does not fit alone
             raise RecipeError(f"{section}{name}={value!r} must be {_in_words(hint)}")
@@ -81,7 +75,7 @@ def require_types(section: str, settings: Any) -> None:
 
 @lru_cache
 def _hints(kind: type) -> dict[str, Any]:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, localns=dict.fromkeys(("Tensor", "ndarray"), Any))  # imported for type checkers only
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
@@ -97,7 +91,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if isinstance(value, bool):
         return hint in (bool, Any)
-    wider = {float: (int, float), str: (str, os.PathLike)}.get(hint, hint)
+    wider = {float: (int, float), str: (str, os.PathLike)}.get(hint, origin or hint)
     return wider is Any or isinstance(value, wider)
 
 

@@ -39,8 +39,7 @@ REPORTED = {
 """What the evaluations of each task may have, besides the loss."""
 
 _hints: Any = cache(get_type_hints)
-MOST_WORKERS = 1024
-"""Processes that a run may start on a machine."""
+MOST_WORKERS = 1024  # processes that a run may start on a machine
 
 NOT_OFFERED = {
     ("memory.strategy", "dp"): "torch.nn.DataParallel copies the model to every GPU in every forward, and torch itself "
@@ -51,8 +50,7 @@ NOT_OFFERED = {
 """What others offer under a key, and why it is refused here: see docs/techniques.md."""
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor", "adagrad", "rmsprop", "lion")
-TORCH = "torch.optim."
-"""Where every class is an optimizer, and no code of anybody's own."""
+TORCH = "torch.optim."  # every class there is an optimizer, not custom code
 
 GROUP_SETTINGS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "lr_scale": ("a factor greater than 0; frozen: true is none at all", lambda value: 0 < value < math.inf),
@@ -71,8 +69,7 @@ MEANT = {
 }
 """Values that a key never has, and what who writes them means."""
 
-MOST_SECONDS = 10**9
-"""That anything may be waited for: threads can count a little further."""
+MOST_SECONDS = 10**9  # of any timeout: threads can count a little further
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.system.redact import redact_value
 
-CLASS = "class"
-"""The key, in the sections model and data of YAML, of the class that they are of."""
+CLASS = "class"  # the key in the sections model and data of YAML that names their class
 
 ELSEWHERE = {
     "optim.lr": "learning_rate base_lr initial_lr",
@@ -93,8 +92,7 @@ def change(recipe: Recipe, *levels: Mapping[str, Any]) -> Recipe:
 
 
 def _of_other_data(recipe: Recipe, before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults for what was only set ``before`` and belongs to other data than are asked for: files for validation,
-    say, that go with files for training which others take the place of."""
+    """Defaults for settings that were only set ``before`` and belong to other data: files for validation, say."""
     data: Any = recipe.data
     belonging = getattr(data, "belonging", {})
     left = [names for key, names in belonging.items() if asked.get(f"data.{key}") not in (None, before[f"data.{key}"])]
@@ -192,7 +190,6 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace(node: Any, changes: Mapping[str, Any]) -> Any:
-    """``dataclasses.replace`` that goes into sections."""
     values = {}
     for name, value in changes.items():
         before = getattr(node, name)
@@ -216,8 +213,7 @@ def _is_section(value: Any) -> bool:
 
 
 def _resolve(owner: type, annotation: Any) -> Any:
-    """The type that a field's ``annotation`` names; ``Any`` for one that exists only while type checking, for which
-    ``typing.get_type_hints`` would give up on the whole class."""
+    """The type of an ``annotation``, or ``Any`` if only type checkers import it, where ``get_type_hints`` fails."""
     if not isinstance(annotation, str):
         return annotation
     for base in owner.__mro__:  # the field may come from a base class in another module

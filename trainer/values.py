@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-IGNORED_LABEL = -100
-"""The label that carries no weight: the convention of torch's cross entropy and of transformers."""
+IGNORED_LABEL = -100  # the label without weight: the convention of torch's cross entropy and of transformers
 
 Task = Literal["single_label", "multi_label", "regression", "token", "language"]
 """What a model says of a sample: one class of several, any number of labels, numbers, a class of every token, or the
@@ -28,7 +27,7 @@ FIGURES: Mapping[str | None, tuple[str, ...]] = {
     "language": ("perplexity",),
     None: (),
 }
-"""What an evaluation finds for each task besides the loss, the most telling first; of accuracies 1 is 100 %."""
+"""The metrics of each task besides the loss, the main one first; an accuracy of 1 is 100 %."""
 
 
 @dataclass(frozen=True, slots=True)

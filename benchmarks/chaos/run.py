@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -196,6 +197,7 @@ def _be_rank(arguments: list[str], environment: Mapping[str, str], samples: Path
     from trainer.run import directory as rundir
 
     os.environ.update(environment)
+    tempfile.tempdir = None  # that of TMPDIR
     _prepare_torch()
     log_windows(samples)
     if not plots:

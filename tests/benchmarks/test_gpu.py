@@ -88,6 +88,7 @@ def test_rows_are_measured_without_the_packages_that_a_bare_machine_lacks(tmp_pa
     assert weights == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", [True, False])
 def test_every_row_is_a_recipe_that_can_work(tiny, tmp_path):
     here = gpu.Benchmark("cpu", tiny, tmp_path, tmp_path)

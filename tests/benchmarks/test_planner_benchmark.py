@@ -73,6 +73,7 @@ def test_late_predictions_leave_those_that_were_made(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------- configurations
 
 
+@pytest.mark.slow
 def test_a_configuration_has_a_name_of_its_own_and_is_a_recipe_that_can_work(tmp_path):
     assert len({file_name(case.name) for case in CASES}) == len(CASES)
     for case in CASES:

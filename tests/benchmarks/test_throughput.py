@@ -45,7 +45,8 @@ def test_all_train_on_the_same_texts_in_orders_with_the_padding_of_a_whole_epoch
     assert grouped < 0.02
 
 
-def test_ours_gets_the_samples_in_the_order_of_the_others(place):
+def test_ours_gets_the_samples_in_the_order_of_the_others(place, sample_data, monkeypatch):
+    monkeypatch.setenv("TRAINER_TEST_DATA", str(sample_data))
     drawn = throughput.draw(throughput.DISTILBERT, place, 0, 1)
     data = throughput.recipe(throughput.DISTILBERT, drawn, place, place, 1, "32-true").data
     visited = throughput.permutation(0, 0, len(drawn.order)).tolist()

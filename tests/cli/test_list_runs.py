@@ -7,11 +7,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from trainer.checkpoint.seal import sealed
 from trainer.cli import run
+from trainer.commands import list_runs
 
 
 def made(
@@ -141,6 +144,101 @@ def test_a_slip_is_named(folder, capsys, monkeypatch, words, said):
 def test_a_folder_without_runs_and_the_help_page(tmp_path, capsys):
     assert lines(capsys, tmp_path) == [f"no runs in {tmp_path}"]
     assert lines(capsys, "--help")[0].startswith("usage: trainer runs [DIR ...]")
+
+
+HUGE = "9" * 400
+LINES = "step,loss,val_loss\n1,0.5,0.25\n"
+FAULTS = {
+    "a field that is too long": (
+        "metrics.csv",
+        LINES + "2," + "x" * 200_000 + ",0.1\n",
+        "field larger than field limit",
+    ),
+    "an open quote": ("metrics.csv", LINES + '2,"0.5,0.1\n' + "3,0.5,0.1\n" * 20_000, "metrics.csv: "),
+    "a short open quote": ("metrics.csv", LINES + '2,"0.5,0.1\n', "metrics.csv: Error: unexpected end of data"),
+    "binary data": ("metrics.csv", bytes(range(256)) * 2_000, "metrics.csv: "),
+    "binary data after the header": ("metrics.csv", LINES.encode() + b"\x00\xff" * 100_000, "metrics.csv: "),
+    "an infinite step": ("metrics.csv", LINES + "inf,0.5,0.1\n", "metrics.csv: ValueError: "),
+    "a step that is NaN": ("metrics.csv", LINES + "nan,0.5,0.1\n", "metrics.csv: ValueError: "),
+    "a step of 400 digits": ("metrics.csv", LINES + HUGE + ",0.5,0.1\n", "step is not a finite number"),
+    "an integer of 400 digits as a step": ("summary.json", f'{{"steps": {HUGE}}}', "step is not a finite number"),
+    "an integer of 400 digits as a metric": (
+        "summary.json",
+        f'{{"metrics": {{"test": {{"accuracy": {HUGE}}}}}}}',
+        "test_accuracy is not a finite number",
+    ),
+    "an integer of 400 digits as memory": (
+        "summary.json",
+        f'{{"memory": {{"reserved_gb": {HUGE}}}}}',
+        "memory_gb is not a finite number",
+    ),
+    "seconds that are NaN": ("summary.json", '{"seconds": NaN}', "seconds is not a finite number"),
+    "seconds that are infinite": ("summary.json", '{"seconds": -Infinity}', "seconds is not a finite number"),
+    "seconds that are a text": ("summary.json", '{"seconds": "long"}', "seconds is not a finite number"),
+    "a metric in many lists": (
+        "summary.json",
+        f'{{"metrics": {{"test": {{"x": {"[" * 900}{"]" * 900}}}}}}}',
+        "test_x is not a finite number",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_run_does_not_hide_the_others(folder, capsys, fault):
+    file, content, reason = FAULTS[fault]
+    (folder / "late" / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    if file == "metrics.csv":
+        (folder / "late" / "summary.json").unlink()  # which has the last step, too
+    found = lines(capsys, folder)
+    assert names(found) == ["deep/early", "number", "dead", "broken", "late"]
+    assert found[6].split()[1] == "broken"
+    assert found[-1].startswith("late: ")
+    assert reason in found[-1]
+    rows = json.loads("\n".join(lines(capsys, folder, "--json")), parse_constant=pytest.fail)
+    assert [row["status"] for row in rows] == ["finished", "finished", "died", "broken", "broken"]
+    assert len(lines(capsys, folder, "--where", "optim.name=adamw", "--sort=step")) == 7  # all but "broken", and why
+    lines(capsys, "--compare", folder / "late", folder / "dead")
+
+
+UNUSUAL = """\
+recipe: x
+picture: !!binary aGk=
+optim:
+  lr: 1.0e-2
+  names: !!set {a, b}
+  nested:
+    ? !!binary aGk=
+    : [.nan, !!timestamp 2001-02-03]
+hang_after: .inf
+huge: 0xHUGE
+""".replace("HUGE", "f" * 5000)
+
+
+def test_settings_that_json_cannot_hold_are_shown(folder, capsys):
+    (folder / "late" / "recipe.yaml").write_text(UNUSUAL)
+    assert names(lines(capsys, folder, "--where=optim.lr=0.01")) == ["deep/early", "late"]
+    assert names(lines(capsys, folder, "--where=hang_after=inf")) == ["late"]
+    assert names(lines(capsys, folder, "--sort=huge"))[0] == "late"
+    (row,) = json.loads("\n".join(lines(capsys, folder / "late", "--json")), parse_constant=pytest.fail)
+    assert row["status"] == "finished"
+    assert row["settings"]["picture"] == "b'hi'"
+    assert row["settings"]["optim.nested"] == {"b'hi'": ["nan", "2001-02-03"]}
+    assert "optim.names" in "\n".join(lines(capsys, "--compare", folder / "late", folder / "dead"))
+
+
+def test_a_recipe_that_is_nested_deeply_is_broken(folder, capsys):
+    (folder / "late" / "recipe.yaml").write_text("a: " + "[" * 200_000)
+    assert "late: recipe.yaml is nested too deeply" in lines(capsys, folder)[-1]
+
+
+def test_a_recipe_with_its_hash_is_read_only_for_its_settings(folder, capsys, monkeypatch):
+    (folder / "late" / "recipe.yaml").write_text(sealed("optim:\n  lr: 0.5\n"))
+    reads = Counter()
+    monkeypatch.setattr(list_runs, "_settings", lambda path, faults: reads.update([path.parent.name]) or {})
+    lines(capsys, folder)
+    assert reads == Counter(["early", "number", "dead", "broken"])
+    lines(capsys, folder, "--json")
+    assert reads["late"] == 1
 
 
 def test_no_torch_is_imported(folder):

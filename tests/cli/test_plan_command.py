@@ -145,6 +145,7 @@ def test_a_table_is_printed_and_written(tmp_path, capfd):
     assert f"--out={tmp_path} already holds a scale" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_network_is_given_to_a_search_and_takes_as_long_as_in_a_table(tmp_path, capfd):
     """One of everything is a search, several of anything a table: here of the same 16 devices on 2 nodes."""
     argv = [*VIT, *HYBRID, *ONE, *SMALL, "--batch_size=16", "--memory.micro_batch_size=1", "--json"]

@@ -109,6 +109,10 @@ def test_every_field_but_functions_is_written(recipe_file):
         ("data: {root: 3}\n", ["data.root=3", "str"]),
         ("- epochs\n", ["mapping", "list"]),
         ("epochs: [3\n", ["line 2", "not valid YAML"]),
+        ("epochs: !!bool x\n", ["cannot be read", "does not fit its tag (KeyError: 'x')"]),
+        ("epochs: !!float ''\n", ["cannot be read", "does not fit its tag (IndexError"]),
+        ("epochs: " + "[" * 200 + "]" * 200, ["is nested too deeply"]),
+        ("epochs: " + "[" * 100_000 + "]" * 100_000, ["is nested too deeply"]),  # PyYAML's C code would crash
         ("recipe: vit_digits\n", ["recipe='vit_digits'", "points_recipe.py"]),
     ],
 )

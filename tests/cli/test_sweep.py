@@ -5,24 +5,34 @@ from __future__ import annotations
 import csv
 import json
 import math
+import multiprocessing
+import os
+import random
 import shlex
 import shutil
+import signal
 import sys
+import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 from cli.supervised import fork_processes
+from helpers.started import StartedRun
 
 from trainer.cli import run
 from trainer.commands import sweep
 from trainer.commands.find_lr import curve_of
+from trainer.commands.measured_run import Trial
 from trainer.commands.recipes import load_recipe
-from trainer.commands.sweep import NOT_COMPARED, Chooser, Optuna, Sweep, parsed, slots_of
+from trainer.commands.sweep import NOT_COMPARED, Chooser, Folds, Optuna, Sweep, parsed, slots_of
 from trainer.data import Digits
 from trainer.errors import RecipeError
+from trainer.system.processes import own_command
 
 RECIPE = """
 import time
@@ -116,35 +126,161 @@ def test_a_trial_that_fails_is_a_row_and_ends_nothing(recipe_file, tmp_path, cap
     assert "ValueError: seven is too few" in capsys.readouterr().out
 
 
+DONE = {"number": 2, "settings": {"optim.lr": 0.5}, "status": "finished", "reason": None, "scores": [0.5]}
+DONE |= {"score": 0.5, "figure": "val_accuracy", "value": 0.5, "step": 3, "seconds": 1.0}
+
+
 class Impatient(Chooser):
     """One trial, ended after its second evaluation."""
 
-    told: Any = None
-
-    def ask(self, again: Any) -> tuple[Any, dict[str, Any]]:
+    def ask(self, earlier: Any, results: int, known: Any) -> tuple[Any, dict[str, Any]]:
         return None, {"optim.lr": 0.1}
 
     def report(self, trial: Any, score: float, number: int) -> bool:
         return number == 1
 
-    def tell(self, trial: Any, row: Any) -> None:
-        self.told = row["status"], len(row["scores"])
-
 
 def test_a_trial_that_falls_behind_is_ended(recipe_file, tmp_path, capsys):
-    recipe, chooser = load_recipe(str(recipe_file))[0], Impatient()
+    recipe = load_recipe(str(recipe_file))[0]
     words = [str(recipe_file), "--model.seconds=0.2", "--max_steps=200", "--epochs=200", "--run.accelerator=cpu"]
-    Sweep(recipe, words, tmp_path, chooser, {"command": words, "over": []}).run(1, [{}])
-    assert chooser.told == ("pruned", 2)
+    Sweep(recipe, words, tmp_path, Impatient(), {"command": words, "over": []}).run(1, [{}])
+    (row,) = content_of(tmp_path)["trials"]
+    assert (row["status"], len(row["scores"])) == ("pruned", 2)
+    assert row["value"] == max(row["scores"])  # of the evaluations that were looked at
     assert "trial 1/1: pruned · val_accuracy" in capsys.readouterr().out
-    found = Optuna(dict([parsed(recipe, str(recipe_file), "optim.lr=1e-3..1.0")]), seed=0)
-    for _ in range(6):
-        trial, settings = found.ask(None)
+
+
+def test_a_trial_knows_results_of_earlier_trials_and_only_settings_of_the_latest(recipe_file):
+    recipe, source = load_recipe(str(recipe_file))
+    found = Optuna(dict([parsed(recipe, source, "optim.lr=1e-3..1.0")]), seed=0)
+    rows = []
+    for number in range(1, 15):
+        trial, settings = found.ask(rows, number - 1, None)
         assert found.report(trial, 0.9, 0) is False
-        found.tell(trial, {"status": "finished", "score": 0.9, "settings": settings})
-    trial, _ = found.ask({"optim.lr": 0.5})
-    assert trial.params == {"optim.lr": 0.5}
-    assert found.report(trial, 0.1, 0) is True
+        rows.append(
+            DONE | {"number": number, "settings": settings, "scores": [0.9], "score": -abs(settings["optim.lr"])}
+        )
+    after = found.ask(rows, 12, None)[1]
+    assert found.ask(rows, 14, None)[1] != after
+    running = [*rows[:12], *(row | {"status": "running", "scores": [], "score": None} for row in rows[12:])]
+    assert found.ask(running, 12, None)[1] == after
+    assert found.ask(rows, 12, {"optim.lr": 0.5})[1] == {"optim.lr": 0.5}
+    for results, is_ended in ((4, False), (5, True)):  # the median of five
+        trial, _ = found.ask(rows, results, {"optim.lr": 0.5})
+        assert found.report(trial, 0.1, 0) is is_ended
+
+
+def tried(out: Path) -> list[list[Any]]:
+    """What the trials were, and what became of them."""
+    names = ("number", "settings", "status", "scores", "value", "step")
+    return [[row[name] for name in names] for row in content_of(out)["trials"]]
+
+
+def train_quickly(words, run_dir, *, watch, **_):
+    """In place of ``run_trial``: evaluations that depend on the settings alone, at instants that depend on nothing."""
+    rate = float(next(word for word in words if word.startswith("--optim.lr=")).partition("=")[2])
+    size = next(word for word in words if word.startswith("--batch_size=")).partition("=")[2]
+    run_dir.mkdir(exist_ok=True)
+    clock = random.Random()
+    lines = ["step,val_accuracy"]
+    for step in range(1, 6):
+        time.sleep(clock.uniform(0, 0.008))
+        if rate > 0.3:
+            return Trial("failed", "it diverged", [], 0.0)
+        quality = 1 / (1 + abs(math.log10(rate) + 2)) + (size == "32") / 10 + math.sin(1e4 * rate) / 10
+        lines.append(f"{step},{quality * (1 if step > 1 else 0.5)}")
+        (run_dir / "part").write_text("\n".join([*lines, ""]))
+        (run_dir / "part").replace(run_dir / "metrics.csv")
+        if clock.random() < 0.5 and (why := watch()) is not None:
+            return Trial(why, None, [], 0.0)
+    return Trial("finished", None, [], 0.0)
+
+
+@pytest.mark.parametrize(("parallel", "kills"), [(1, 7), (2, 13)])
+def test_a_killed_sweep_tries_what_an_undisturbed_one_tries(recipe_file, tmp_path, monkeypatch, parallel, kills):
+    monkeypatch.setattr(sweep, "run_trial", train_quickly)
+    monkeypatch.setattr(Sweep, "_require_compared", lambda self: None)
+    monkeypatch.setattr("trainer.system.files.sync_to_disk", lambda path: None)
+    recipe, source = load_recipe(str(recipe_file))
+    over = ["optim.lr=1e-4..1.0", "batch_size=16,32"]
+    space = dict(parsed(recipe, source, text) for text in over)
+
+    def search(out):
+        Sweep(recipe, ["x"], out, Optuna(space, 3), {"command": ["x"], "over": over}).run(18, [{}] * parallel)
+
+    dice = random.Random(parallel)
+
+    def until(instant, out):
+        """Whether a search ends before it is killed, or interrupted."""
+        child = multiprocessing.get_context("fork").Process(target=search, args=(out,))
+        child.start()
+        child.join(instant)
+        if child.exitcode is not None:
+            assert child.exitcode == 0
+            return True
+        os.kill(child.pid, dice.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGINT]))
+        child.join()
+        return False
+
+    began = time.monotonic()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        assert until(None, tmp_path / name)
+    expected, seconds = tried(tmp_path / "a"), (time.monotonic() - began) / 2
+    assert tried(tmp_path / "b") == expected  # whichever trial ended first
+    assert {status for _, _, status, *_ in expected} == {"finished", "pruned", "failed"}
+    assert len({settings["optim.lr"] for _, settings, *_ in expected}) == 18
+    done = 0
+    while done < kills:
+        out = Path(mkdtemp(dir=tmp_path))
+        while not until(dice.uniform(0, 0.5 * seconds), out):
+            done += 1
+        assert tried(out) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_the_killed_command_tries_what_an_undisturbed_one_tries(recipe_file, tmp_path, parallel):
+    flags = ["--model.seconds=0.05", "--run.accelerator=cpu", "--checkpoint.every=1", f"--parallel={parallel}"]
+    words = ["sweep", str(recipe_file), *OVER, *flags, "--trials=5"]
+    assert run([*words, f"--out={tmp_path / 'undisturbed'}"]) == 0
+    out, dice = tmp_path / "killed", random.Random(parallel)
+    for finished in (0, 1, 2, 3, 5):
+        (tmp_path / f"{finished}").mkdir()
+        started = StartedRun(tmp_path / f"{finished}", own_command(*words, f"--out={out}"))
+        try:
+            if finished == 5:
+                assert started.wait() == 0
+                break
+            assert started.until(partial(has_ended, out, finished), 120), started.text
+            time.sleep(dice.uniform(0, 15))  # from imports to the end of a trial
+            started.process.kill()
+            started.process.wait()
+            started.assert_nothing_left()
+        finally:
+            started.end()
+    assert tried(out) == tried(tmp_path / "undisturbed")
+    assert not list(out.glob("trial-*/checkpoints"))
+
+
+def has_ended(out: Path, trials: int) -> bool:
+    """Whether so many trials of the sweep have ended."""
+    rows = content_of(out)["trials"] if (out / "sweep.json").exists() else []
+    return len([row for row in rows if row["status"] != "running"]) >= trials
+
+
+def test_what_a_killed_start_has_left_is_removed_but_not_behind_a_link(recipe_file, tmp_path):
+    recipe, source = load_recipe(str(recipe_file))
+    command = {"command": ["x"], "over": ["optim.lr=1e-3..1.0"]}
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    for folder in (out / "trial-001", elsewhere):
+        (folder / "checkpoints").mkdir(parents=True)
+    (out / "trial-002").symlink_to(elsewhere)
+    (out / "sweep.json").write_text(json.dumps(command | {"trials": [DONE | {"number": 1}, DONE]}))
+    space = dict([parsed(recipe, source, command["over"][0])])
+    Sweep(recipe, ["x"], out, Optuna(space, 0), command).run(2, [{}])
+    assert not (out / "trial-001" / "checkpoints").exists()
+    assert (elsewhere / "checkpoints").exists()
 
 
 def test_folds_are_validated_once_each_and_their_spread_is_told(recipe_file, tmp_path, capsys):
@@ -169,6 +305,21 @@ def test_folds_are_validated_once_each_and_their_spread_is_told(recipe_file, tmp
     assert content_of(tmp_path / "s") == content
 
 
+def test_folds_without_a_finite_value_are_left_out_of_the_mean_and_counted(recipe_file, tmp_path, capsys):
+    settings = [{"data.val_fraction": repr(1 / 3), "data.val_fold": str(fold)} for fold in range(3)]
+    known = {"reason": None, "scores": [], "figure": "val_auroc", "step": 3, "seconds": 1.0}
+    rows = [
+        known | {"number": number, "settings": each, "status": "finished", "value": value, "score": value}
+        for number, each, value in zip((1, 2, 3), settings, (0.5, None, 0.75), strict=True)
+    ]
+    rows[1] |= {"status": "failed", "reason": "no evaluation found a finite figure", "figure": None, "step": None}
+    command = [str(recipe_file), "--run.accelerator=cpu"]
+    (tmp_path / "sweep.json").write_text(json.dumps({"command": command, "over": [], "folds": 3, "trials": rows}))
+    assert run(["sweep", *command, "--folds=3", "--out", str(tmp_path)]) == 0
+    told = "val_auroc over 2 folds: 0.6250 ± 0.1768 (mean and standard deviation; left out: 1 without a finite value)"
+    assert told in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -176,6 +327,7 @@ def test_folds_are_validated_once_each_and_their_spread_is_told(recipe_file, tmp
         (["--over=optim.lr"], "--over 'optim.lr': write it as KEY=LOW..HIGH or KEY=A,B,C"),
         (["--over=optim.lrr=1,2"], "--over 'optim.lrr' is no setting of the recipe; did you mean optim.lr?"),
         (["--over=optim.lr=1..1"], "leaves nothing to choose"),
+        (["--over=optim.lr=1e-3..1", "--over=optim.lr=1,2"], "--over names a setting twice"),
         (["--over=optim.lr=1..0.1"], "give the lower number first"),
         (["--over=optim.schedule=cosine..linear"], "optim.schedule takes no numbers: give its values with commas"),
         (["--over=optim.schedule=cosine,cosin"], "cosin"),
@@ -200,22 +352,24 @@ def test_what_cannot_be_varied_is_refused_before_anything_runs(recipe_file, flag
     assert not (tmp_path / "s/sweep.json").exists()
 
 
-DONE = {"number": 1, "settings": {"optim.lr": 0.5}, "status": "finished", "reason": None, "scores": [0.5]}
-DONE |= {"score": 0.5, "figure": "val_accuracy", "value": 0.5, "step": 3, "seconds": 1.0}
-
-
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"settings": {"optim.lr": 7.0}}, "trial 2: ValueError: "),
         ({"score": "best"}, "trial 2: score cannot be that"),
+        ({"score": int("9" * 400)}, "trial 2: score cannot be that"),
+        ({"scores": [0.5, math.nan]}, "trial 2: scores cannot be that"),
+        ({"value": None, "step": None}, "trial 2: value, step cannot be that"),
+        ({"number": 3}, "trial 2: number cannot be that"),
+        ({"status": "running", "settings": {"optim.lr": "fast"}}, "trial 2: ValueError: "),
+        ({"status": "running", "settings": {"optim.lr": int("9" * 400)}}, "trial 2: "),
         ({"scores": ["x"]}, "trial 2: scores cannot be that"),
         (None, "trial 1: it is no JSON object"),
     ],
 )
 def test_a_sweep_that_somebody_has_changed_is_refused(recipe_file, tmp_path, changes, why):
     command = {"command": ["x"], "over": ["optim.lr=1e-3..1.0"]}
-    content = json.dumps(command | {"trials": [DONE, DONE | (changes or {})]})
+    content = json.dumps(command | {"trials": [DONE | {"number": 1}, DONE | (changes or {})]})
     (tmp_path / "sweep.json").write_text(content[: None if changes else -1])
     recipe, source = load_recipe(str(recipe_file))
     space = dict([parsed(recipe, source, command["over"][0])])
@@ -223,6 +377,15 @@ def test_a_sweep_that_somebody_has_changed_is_refused(recipe_file, tmp_path, cha
         Sweep(recipe, ["x"], tmp_path, Optuna(space, 0), command)
     assert f"{tmp_path / 'sweep.json'} is not as a sweep has left it ({why}" in str(caught.value)
     assert str(caught.value).endswith("put a copy of it back, or begin anew by another folder, with --out")
+
+
+def test_folds_of_another_recipe_are_refused(recipe_file, tmp_path):
+    recipe, _ = load_recipe(str(recipe_file))
+    command = {"command": ["x"], "over": [], "folds": 2}
+    running = DONE | {"number": 1, "status": "running", "settings": {"data.val_fold": 7}}
+    (tmp_path / "sweep.json").write_text(json.dumps(command | {"trials": [running]}))
+    with pytest.raises(RecipeError, match="trial 1: its settings are not those of its fold"):
+        Sweep(recipe, ["x"], tmp_path, Folds(recipe, 2), command)
 
 
 def test_ranges_are_of_the_kind_of_their_setting_and_each_trial_at_once_has_a_device(recipe_file, monkeypatch):

@@ -14,7 +14,8 @@ from PIL import Image
 from trainer.commands.flags import load_yaml_file
 from trainer.data import ImageFolder, TextFiles
 from trainer.data.arrays import check_images, read_image
-from trainer.data.rows import MOST_LINE, find_file, find_folders
+from trainer.data.rows import MOST_LINE, find_file, find_folders, open_parquet
+from trainer.data.shards import ShardReader, find_shards
 from trainer.data.tokens import CHARACTERS_AT_ONCE, LEAST_CHARACTERS, encode
 from trainer.errors import RecipeError
 from trainer.models.hub import from_hub
@@ -117,7 +118,7 @@ def test_a_few_bytes_of_parquet_that_stand_for_gigabytes_are_refused(tmp_path, t
     one = pa.table({"text": ["x" * 90_000_000, "fine"], "label": ["a", "b"]})
     pq.write_table(one, tmp_path / "one.parquet", compression="zstd")
     assert (tmp_path / "one.parquet").stat().st_size < 20_000
-    said = r"one\.parquet cannot be read as parquet .*text of .* bytes would be unpacked"
+    said = r"one\.parquet row group 0: text of .* bytes would be unpacked"
     refused(said, texts(tmp_path / "one.parquet"), tokenizer)
     text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2000, np.int32)), pa.array(["y" * 3_000_000]))
     table = pa.table({"text": text, "label": ["a", "b"] * 1000})
@@ -135,3 +136,104 @@ def test_a_line_of_json_without_an_end_and_a_column_given_twice_are_refused(tmp_
     refused(
         r"twice\.csv cannot be read as csv .*column 'text' is given twice", texts(tmp_path / "twice.csv"), tokenizer
     )
+
+
+TEXT = "x" * 1000
+
+
+def dictionary(count, text=TEXT):
+    """``count`` times the same text, which is in memory once."""
+    return pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), pa.array([text]))
+
+
+def in_rows(array, *ends):
+    return pa.ListArray.from_arrays(pa.array([0, *ends], pa.int32()), array)
+
+
+def records(**columns):
+    return pa.StructArray.from_arrays(list(columns.values()), list(columns))
+
+
+CHAT = records(role=dictionary(600_000, "user"), content=dictionary(600_000, "y"))
+NESTED = {
+    # One row of many texts; with many bytes of text; many rows that come to gigabytes; within structs, lists and maps.
+    "list": (lambda: in_rows(dictionary(1_000_001), 1_000_001), r"\.list\.element has more than 1,000,000 values"),
+    "chat": (
+        lambda: in_rows(CHAT, 3, 600_000, 600_000),
+        r"row 2 \(the first is row 1\): text\.role has 599,997 values",
+    ),
+    "long": (
+        lambda: in_rows(dictionary(40_000), 2, 40_000),
+        r"row 2 \(the first is row 1\): text has 39,998,000 bytes",
+    ),
+    "rows": (
+        lambda: in_rows(dictionary(4_100, "y" * 1_000_000), *range(1, 4_101)),
+        r"row group 0: text would be decoded to 4,100,000,000 bytes",
+    ),
+    "deep": (
+        lambda: in_rows(records(a=in_rows(in_rows(dictionary(40_000), 40_000), 1), b=pa.array([1])), 0, 1),
+        r"row 2 \(the first is row 1\): text\.a has 40,000,000 bytes",
+    ),
+    "map": (
+        lambda: pa.MapArray.from_arrays(
+            pa.array([0, 40_000], pa.int32()), pa.array(map(str, range(40_000))), dictionary(40_000)
+        ),
+        r"row 1 \(the first is row 1\): text\.value has 40,000,000 bytes",
+    ),
+    "numbers": (lambda: in_rows(pa.array(np.zeros(1_000_001)), 1_000_001), r"text\S* has more than 1,000,000 values"),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_a_nested_column_that_stands_for_gigabytes_is_refused_before_it_is_decoded(tmp_path, kind):
+    make, said = NESTED[kind]
+    path = tmp_path / f"{kind}.parquet"
+    pq.write_table(pa.table({"text": make()}), path, compression="zstd")
+    assert path.stat().st_size < 500_000
+    before = pa.total_allocated_bytes()
+    with pytest.raises(RecipeError, match=rf"{kind}\.parquet.*{said}"):
+        find_file(path, tmp_path / "cache").read(str(tmp_path))
+    assert pa.total_allocated_bytes() - before < 1_000_000
+
+
+def test_two_columns_of_one_path_are_refused_because_one_of_them_would_not_be_checked(tmp_path):
+    table = pa.table({"a.b": dictionary(10), "a": records(b=dictionary(10))})
+    pq.write_table(table, tmp_path / "twice.parquet", store_schema=False)
+    with pytest.raises(RecipeError, match=r"twice\.parquet row group 0: .*a\.b cannot be checked as string"):
+        find_file(tmp_path / "twice.parquet", tmp_path / "cache").read(str(tmp_path))
+
+
+def test_streamed_files_are_checked_when_a_row_group_is_decoded(tmp_path):
+    texts = pa.array(["a film", "a book"]).dictionary_encode()
+    good = pa.table({"text": texts, "label": ["x", None], "messages": [[{"role": "user", "content": "hi"}], None]})
+    pq.write_table(good, tmp_path / "good.parquet")
+    long = pa.table({"text": dictionary(2, "y" * 33_000_000), "label": dictionary(2_000, "z" * 3_000_000)[:2]})
+    pq.write_table(long, tmp_path / "long.parquet", compression="none")
+    paths, cache = [tmp_path / "good.parquet", tmp_path / "long.parquet"], tmp_path / "cache"
+    reader = ShardReader(find_shards(paths, cache), ["text", "label"], 10)
+    assert [reader.row(0), reader.row(1)] == [("a film", "x"), ("a book", None)]
+    before = pa.total_allocated_bytes()
+    with pytest.raises(RecipeError, match=r"long\.parquet row 1 \(the first is row 1\): text has 33,000,000 bytes"):
+        reader.row(2)
+    assert pa.total_allocated_bytes() - before < 1_000_000
+    chats = ShardReader(find_shards(paths[:1], cache), ["messages"], 10)
+    assert [chats.row(0), chats.row(1)] == [([{"role": "user", "content": "hi"}],), (None,)]
+    labels = pa.table({"text": ["a"] * 2_000, "label": dictionary(2_000, "z" * 3_000_000)})
+    pq.write_table(labels, tmp_path / "labels.parquet", compression="none")
+    with pytest.raises(
+        RecipeError, match=r"labels\.parquet row group 0: label would be decoded to 6,000,000,000 bytes"
+    ):
+        find_shards([tmp_path / "labels.parquet"], cache, "label")
+    pq.write_table(pa.table({"text": in_rows(CHAT, 600_000)}), tmp_path / "chat.parquet")
+    with pytest.raises(RecipeError, match=r"chat\.parquet row 1 .*: text\.role has 600,000 values"):
+        ShardReader(find_shards([tmp_path / "chat.parquet"], cache), ["text"], 10).row(0)
+
+
+def test_a_column_of_the_json_type_is_checked_as_text(tmp_path):
+    column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(['["a"]', None, '"b"']))
+    pq.write_table(pa.table({"text": column, "more": in_rows(column, 3, 3, 3)}), tmp_path / "typed.parquet")
+    with open_parquet(tmp_path / "typed.parquet") as file:
+        texts = pa.dictionary(pa.int32(), pa.string())
+        assert [kind if kind == texts else kind.value_type for kind in file.schema_arrow.types] == [texts, texts]
+    table = find_file(tmp_path / "typed.parquet", tmp_path / "cache").read(str(tmp_path))
+    assert len(table) == 3

@@ -43,7 +43,7 @@ def made(tmp_path):
 
 
 def begun(tmp_path):
-    while not list((tmp_path / "cache").glob("key.partial-*/half")):
+    while not list((tmp_path / "cache").glob(".key.*.part/half")):
         time.sleep(0.01)
 
 
@@ -71,7 +71,7 @@ def test_what_a_killed_process_has_begun_is_cleared_away(made, tmp_path):
     made.gate.set()
     made.use()
     assert len(made) == 2
-    assert not list((tmp_path / "cache").glob("*.partial-*"))
+    assert not list((tmp_path / "cache").glob(".*"))
 
 
 def test_a_build_that_fails_leaves_nothing_behind_and_a_cache_that_cannot_be_written_names_the_setting(tmp_path):

@@ -1,7 +1,12 @@
 """Any dataset that ``load_dataset`` reads, here from folders, and pairs of texts."""
 
+import gzip
+import zipfile
+
 import datasets
 import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from helpers.prepared import prepared, refused
 
@@ -95,3 +100,17 @@ def test_a_folder_that_is_missing_is_no_name_of_the_hub(tmp_path):
     HubText("nyu-mll/glue").require_files()
     with pytest.raises(RecipeError, match=r"data\.val_split='v' and data\.val_fraction=0\.1 exclude each other"):
         HubText("a/b", val_split="v", val_fraction=0.1)
+
+
+def test_files_of_a_folder_that_would_take_the_machine_are_refused_by_name(folder, tokenizer):
+    with zipfile.ZipFile(folder / "pairs" / "train-more.csv", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("train.csv", "first,label\n" + "a,0\n" * 1_000)
+    refused(r"pairs/train-more\.csv is compressed or an archive: unpack it first", hub(folder), tokenizer)
+    (folder / "pairs" / "train-more.csv").unlink()
+    (folder / "pairs" / ".hidden.gz").write_bytes(gzip.compress(b"a"))  # datasets does not read it
+    assert len(prepared(hub(folder), tokenizer).train) == 3
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 2_000, pa.int32()), pa.array(["y" * 3_000_000]))
+    pq.write_table(
+        pa.table({"first": texts, "label": [0] * 2_000}), folder / "pairs" / "train.parquet", compression="none"
+    )
+    refused(r"pairs/train\.parquet row group 0: first would be decoded to 6,000,000,000 bytes", hub(folder), tokenizer)

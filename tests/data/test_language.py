@@ -257,10 +257,10 @@ TOOLED = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML.replace(
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "stream"])
 def test_tools_go_to_the_template_and_nothing_that_only_other_rows_have(chats, kind, tmp_path, capfd):
-    """Arrow gives every struct of a column the keys of all."""
+    """Arrow gives every struct of a column the keys of all, and older versions sort them: here both orders agree."""
     tokenizer, rows = byte_tokenizer(), []
-    for name in "fg":
-        call = {"role": "assistant", "tool_calls": [{"name": name, "arguments": {name: 1}}]}
+    for name in "xy":
+        call = {"role": "assistant", "tool_calls": [{"arguments": {name: 1}, "name": name}]}
         chat = [{"role": "user", "content": "hello"}, call, {"role": "tool", "content": "1"}]
         rows.append({"messages": [*chat, {"role": "assistant", "content": "good"}], "tools": [{"name": name, name: 0}]})
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
@@ -268,15 +268,15 @@ def test_tools_go_to_the_template_and_nothing_that_only_other_rows_have(chats, k
     source = rows if kind == "jsonl" else str(tmp_path / "rows.parquet")
     settings = {"tokenizer": tokenizer, "max_length": 300, "streamed": kind == "stream"}
     split = chats(source, chat_template=TOOLED, **settings).train
-    for name, sample in zip("fg", samples(split), strict=True):
-        said = json.dumps([{"name": name, "arguments": {name: 1}}]) + "<|im_end|>"
+    for name, sample in zip("xy", samples(split), strict=True):
+        said = json.dumps([{"arguments": {name: 1}, "name": name}]) + "<|im_end|>"
         assert learned(tokenizer, sample) == [said, "good<|im_end|>"]
         assert tokenizer.decode(sample["input_ids"]).startswith(
             json.dumps([{"name": name, name: 0}]) + "\n<|im_start|>"
         )
     assert "has a column tools" not in capfd.readouterr().err
-    with pytest.raises(RecipeError, match=r"row 1 .* has no list of tools but a text that is no JSON \('f'\)"):
-        chats([{**rows[0], "tools": "f"}], chat_template=TOOLED)
+    with pytest.raises(RecipeError, match=r"row 1 .* has no list of tools but a text that is no JSON \('x'\)"):
+        chats([{**rows[0], "tools": "x"}], chat_template=TOOLED)
     chats([*ROWS[:1], {**ROWS[1], "tools": [{}]}])
     assert capfd.readouterr().err.count("has a column tools, which the chat template does not write") == 1
 
@@ -428,6 +428,62 @@ def test_rows_of_a_stream_that_nothing_can_be_learned_from_are_left_out_by_name(
         chats(str(tmp_path / "rows.parquet"), streamed=True, chat_template=today)
 
 
+ROUNDS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+DOUBLED = "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+CALLED = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+TIME, SPACE = r"takes more than 0\.3 s of CPU time", r"takes more than 0\.2 GB of memory"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (ROUNDS, TIME),
+        (CALLED, TIME),
+        ("{{ 10 ** 1000000000 }}", TIME),  # computed when the template is compiled, in one operation
+        ("{{ 'x' * 3000000000 }}", SPACE),
+        ("{{ 'x' | center(3000000000) }}", SPACE),
+        (DOUBLED, SPACE),
+        ("{% if messages|length > 3 %}" + ROUNDS + "{% endif %}" + CHATML, TIME + ".* begins with 'good'"),
+        ("{{ 'x' * 1000001 }}", "has 1,000,001 characters, and the max is 1,000,000"),
+    ],
+)
+def test_a_chat_template_has_a_bound_on_time_and_memory(chats, tmp_path, monkeypatch, template, said):
+    monkeypatch.setattr("trainer.data.sequences.SECONDS", 0.3)
+    monkeypatch.setattr("trainer.data.sequences.MEMORY", 200_000_000)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(RecipeError, match=said) as refusal:
+        chats(chat_template=str(tmp_path / "chat_template.jinja"), max_length=64)
+    assert "chat_template.jinja" in str(refusal.value) or "row 1 " in str(refusal.value)
+    tokenizer = byte_pairs()
+    tokenizer.chat_template = template
+    with pytest.raises(RecipeError, match=said.removesuffix(".* begins with 'good'")):
+        Conversations("none", max_length=64).encode(["hi", messages(CHATS[1])], tokenizer)
+
+
+def test_a_chat_template_of_a_file_writes_what_the_known_one_writes_in_every_process(chats, tmp_path):
+    (tmp_path / "shards").mkdir()
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "shards" / "a.parquet")
+    settings = {"rows": str(tmp_path / "shards"), "streamed": True, "max_length": 64}
+    known, plain = (chats(chat_template=template, **settings) for template in ("chatml", PLAIN))
+    for workers in (0, 1):
+        found, wanted = (
+            list(Loader(data.train, data.collate, workers=workers)([Request([0, 2]), Request([1])]))
+            for data in (plain, known)
+        )
+        for one, other in zip(found, wanted, strict=True):
+            assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_a_conversation_of_too_many_messages_or_characters_is_not_rendered(chats, monkeypatch):
+    monkeypatch.setattr("trainer.data.sequences.render_jinja_template", lambda **options: pytest.fail("rendered"))
+    monkeypatch.setattr("trainer.data.sequences.ChatReader._look_at_ends", lambda *args: None)
+    many = [("user", "a"), ("assistant", "b")] * 2_501
+    with pytest.raises(RecipeError, match=r"chats\.jsonl row 1 .*has 5,002 messages, and the max is 5,000: split it"):
+        chats([{"messages": messages(many)}])
+    with pytest.raises(RecipeError, match=r"has 1,000,001 characters, and the max is 1,000,000: cut it"):
+        chats([{"messages": messages([("user", "a" * 1_000_000), ("assistant", "b")])}], max_length=64)
+
+
 def test_settings_that_will_not_do_are_refused_by_name(tmp_path, tokenizer, chats):
     file = jsonl(tmp_path / "a.jsonl", ROWS)
 
@@ -441,6 +497,9 @@ def test_settings_that_will_not_do_are_refused_by_name(tmp_path, tokenizer, chat
     no(r"has no chat template: give one by data\.chat_template, a \.jinja file or its text; or chatml")
     no(r"data\.chat_template='none\.jinja' is no Jinja text, nor a file", chat_template="none.jinja")
     no(r"data\.chat_template: line 1 of the template is no Jinja", chat_template="{% for %}")
+    words = byte_pairs()
+    words.chat_template = {"default": 5}
+    no(r"the chat template of model\.tokenizer is no text but 5: mend it", words=words)
     no(r"data\.messages_column='message': .*did you mean 'messages'", messages_column="message", chat_template="chatml")
     no(
         r"has no column messages or conversations, nor data\.prompt_column='prompt' .*it has 'text'",
@@ -450,6 +509,7 @@ def test_settings_that_will_not_do_are_refused_by_name(tmp_path, tokenizer, chat
     no(r"has no end of text \(eos_token\), which stands behind each document", Documents, words=tokenizer)
     no(r"data\.text_column='text': .*a\.jsonl has no such column; it has 'messages'", Documents)
     no(r"data\.train_files is missing", train_files=None)
+    no(r"data\.train_files=.*: write it 8 times at most", train_files="**/" * 1000 + "a.txt")
     no(r"data\.train_files='.*nothing': there is no such folder or file", train_files=str(tmp_path / "nothing"))
     no(r"is no \.parquet file", streamed=True, chat_template="chatml")
     for message, settings in (

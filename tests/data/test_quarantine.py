@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.problems import Problem as Samples
 from helpers.problems import collate, flat, host_sum, make_fabric, make_model, make_samples
+from helpers.rounding import ROUNDING
 
 from trainer import Memory, Recipe, Run
 from trainer.api import fit
@@ -109,8 +110,8 @@ def require_exact(answers, ignored):
     places = [(epoch, step) for epoch in range(2) for step in range(-(-SIZE // BATCH))]
     samples = [len(set(batch_indices(0, *place, SIZE, BATCH)) - set(BAD)) for place in places]
     for answer in answers:
-        torch.testing.assert_close(answer["weights"], ignored["weights"], rtol=1e-12, atol=1e-14)
-        assert answer["losses"] == pytest.approx(ignored["losses"], rel=1e-12)
+        torch.testing.assert_close(answer["weights"], ignored["weights"], rtol=ROUNDING, atol=ROUNDING)
+        assert answer["losses"] == pytest.approx(ignored["losses"], rel=ROUNDING)
         assert answer["samples"] == samples
         assert answer["quarantine"] == answers[0]["quarantine"]
     known = answers[0]["quarantine"]["samples"]
@@ -141,7 +142,7 @@ def test_all_ranks_exceed_the_limit_at_the_same_step_with_the_same_names(limit, 
     for world_size, micro in ((2, 1), (3, 2)):
         for answer in ranks(world_size).run(train, world_size, micro, Split(bad=BAD), limit):
             assert (answer["error"], answer["step"]) == (alone["error"], alone["step"])
-            torch.testing.assert_close(answer["weights"], alone["weights"], rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(answer["weights"], alone["weights"], rtol=ROUNDING, atol=ROUNDING)
     assert f"more than data.max_bad_samples={limit}: file " in alone["error"]
     assert len(alone["quarantine"]["samples"]) > limit
 
@@ -226,7 +227,7 @@ def test_an_evaluation_leaves_them_out_on_any_number_of_ranks(world_size, ranks,
     arguments = (world_size, Split(bad=BAD), len(BAD), 1)
     answers = [evaluate(*arguments)] if world_size == 1 else ranks(world_size).run(evaluate, *arguments)
     for answer in answers:
-        assert answer == (pytest.approx(loss, rel=1e-12), samples, list(BAD))
+        assert answer == (pytest.approx(loss, rel=ROUNDING), samples, list(BAD))
     if world_size == 1:
         warnings = capsys.readouterr().err.splitlines()
         assert len(warnings) == len(BAD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.problems import Problem, collate, make_fabric, make_model, make_samples
+from helpers.rounding import ROUNDING
 
 from trainer.contract import Data
 from trainer.engine.forward import Forward
@@ -48,7 +49,7 @@ def test_ranks_agree_with_one_process_on_every_size(ranks):
         loss, accuracy, samples, confusion = evaluate_on(size, 1)
         assert samples == size
         for answer in ranks(3).run(evaluate_on, size, 3):
-            assert answer[0] == pytest.approx(loss, rel=1e-12)
+            assert answer[0] == pytest.approx(loss, rel=ROUNDING)
             assert answer[1:] == (accuracy, samples, confusion)
 
 
@@ -60,7 +61,7 @@ def test_one_process_agrees_with_plain_pytorch():
     batch = collate(make_samples(Problem("mlp", 31, 1, 1)))
     logits = module(batch["pixel_values"].double())
     loss, accuracy, *_ = evaluate_on(31, 1)
-    assert loss == pytest.approx(cross_entropy(logits, batch["labels"]).item(), rel=1e-12)
+    assert loss == pytest.approx(cross_entropy(logits, batch["labels"]).item(), rel=ROUNDING)
     assert accuracy == pytest.approx((logits.argmax(1) == batch["labels"]).double().mean().item())
 
 

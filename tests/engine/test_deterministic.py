@@ -32,6 +32,15 @@ from trainer.values import BadSample, Incomplete, Request
 WAYS = [("single", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 4), ("fsdp", 4)]
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the ranks have: kernels that share their work out to more threads add in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class EvenCase(Case):
     """A case of ``matrix`` with ``run.deterministic``, for more steps than an epoch has."""

@@ -18,6 +18,7 @@ from helpers.problems import (
     make_samples,
     plain_indices,
 )
+from helpers.rounding import ROUNDING
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 
 from trainer.contract import Data, weigh_mixed
@@ -110,8 +111,8 @@ def mixed_run(problem, mixing, loss_of=soft):
 
 def require_equal(ours, plain):
     found = errors(ours, plain)
-    assert max(found["weights"], found["losses"]) < 1e-12, found
-    assert max(found["change"], found["norms"]) < 1e-10, found
+    assert max(found["weights"], found["losses"]) < ROUNDING, found
+    assert max(found["change"], found["norms"]) < 100 * ROUNDING, found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,7 +152,7 @@ def test_several_labels_are_mixed_as_targets():
     targets, weights = (0.25 * labels + 0.75 * others).double(), torch.tensor(WEIGHTS, dtype=torch.float64)
     wanted = binary_cross_entropy_with_logits(logits, targets, pos_weight=weights, reduction="sum")
     found = model.loss_of_batch(logits, batch)
-    torch.testing.assert_close(found.total, wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.total, wanted, rtol=ROUNDING, atol=0)
     assert float(found.counted()) == model.weigh(batch)["loss"] == 30
 
 

@@ -17,7 +17,9 @@ from helpers.problems import Problem, engine_run
 from torch import nn
 
 from trainer.cli import run
-from trainer.engine.check import LossCheck, halves, taken, untouched
+from trainer.contract import Model
+from trainer.engine.check import PLACE, LossCheck, numbers_of, taken
+from trainer.engine.model_state import ModelState
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -236,23 +238,23 @@ def test_what_is_right_trains_on_two_ranks(model, strategy, words, ranks, tmp_pa
 def test_the_comparison_changes_no_bit_of_what_follows(name, monkeypatch):
     """Dropout draws what it drew, and every part is in the mode that it was in."""
     problem, compared = Problem(name, 12, 6, 3, precision="32-true"), []
-    original, make = LossCheck.compare, problems.make_model
+    original, make = LossCheck._compare, problems.make_model
 
     def with_dropout(name):
         model = make(name)
         return dataclasses.replace(model, dropout=0.3) if hasattr(model, "dropout") else model
 
     def spied(self, *args):
-        began = self.compared
+        compared.append(args[2] is not None)
         original(self, *args)
-        compared.append(self.compared and not began)
 
     monkeypatch.setattr(problems, "make_model", with_dropout)
-    monkeypatch.setattr(LossCheck, "compare", spied)
+    monkeypatch.setattr(LossCheck, "_compare", spied)
     found = engine_run(problem)
     monkeypatch.setattr(LossCheck, "compare", lambda *args: None)
     expected = engine_run(problem)
-    assert compared.count(True) == 1
+    assert compared
+    assert all(compared)
     assert found["losses"] == expected["losses"]
     assert torch.equal(found["after"], expected["after"])
 
@@ -266,12 +268,10 @@ def test_modes_and_generators_are_as_they_were():
         numbers = np.random.get_state()[1], torch.get_rng_state(), generator.get_state()
         return [part.training for part in module.modules()], random.getstate(), *(list(map(int, n)) for n in numbers)
 
-    before = state()
-    with contextlib.suppress(KeyError), untouched(module, generator):
-        assert not any(part.training for part in module.modules())
-        assert not torch.is_grad_enabled()
-        random.random(), np.random.rand(), torch.rand(()), torch.rand((), generator=generator)
-        raise KeyError
+    before, kept = state(), ModelState(module, Model(), generator)
+    random.random(), np.random.rand(), torch.rand(()), torch.rand((), generator=generator)
+    module.train()
+    kept.restore()
     assert state() == before
 
 
@@ -303,15 +303,68 @@ def test_samples_are_taken_out_of_any_nest(batch, expected):
 
 @pytest.mark.parametrize("batch", [row(1, 2), {"x": row(1, 2, 3), "edges": row(1, 2, 3, 4)}, [row(1, 2)], object()])
 def test_a_batch_that_has_no_row_for_each_sample_is_not_cut(batch):
-    assert halves(batch, 3, lambda batch: {"loss": 1.0}) is None
+    assert chosen_of(batch, 3, lambda batch: 1.0) == []
 
 
-def test_halves_have_weight():
-    """Samples that weigh nothing say nothing; a sample that is alone is taken twice."""
+class Counted(Model):
+    """Weighs by ``count``."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def weigh(self, batch):
+        return {"loss": float(self.count(batch))}
+
+
+def chosen_of(batch, count, weigh, check=None):
+    """What is compared of a micro-batch of ``count`` samples, as lists: some samples, their halves, and backwards."""
+    chosen = (check or LossCheck(Counted(weigh)))._choose(batch, count)
+    return [[piece.tolist() if isinstance(piece, torch.Tensor) else piece for piece in pieces] for pieces in chosen]
+
+
+def test_samples_that_are_compared_have_a_weight():
+    """A sample that is alone is taken twice."""
 
     def weigh(batch):
-        return {"loss": float((batch != -100).sum())}
+        return (batch != -100).sum()
 
-    assert [it.tolist() for it in halves(row(-100, 5, -100, 6, 7), 5, weigh)] == [[5, 6, 7], [5], [6, 7]]
-    assert [it.tolist() for it in halves(row(-100, 5), 2, weigh)] == [[5, 5], [5], [5]]
-    assert halves(row(-100, -100), 2, weigh) is None
+    assert chosen_of(row(-100, 5, -100, 6, 7), 5, weigh) == [[[5, 6, 7], [5], [6, 7], [7, 6, 5]]]
+    assert chosen_of(row(-100, 5), 2, weigh) == [[[5, 5], [5], [5], [5, 5]]]
+    assert chosen_of(row(-100, -100), 2, weigh) == []
+
+
+def test_samples_that_are_compared_have_the_smallest_and_the_largest_values_of_a_column():
+    def ends(batch, count, weigh=lambda batch: 1.0, **of):
+        return [(pieces[1], pieces[2]) for pieces in chosen_of(batch, count, weigh, **of)]
+
+    assert ends(row(0, 0, 3, 0, 1, 2), 6) == [([0, 0], [2, 3])]
+    lengths = [{"ids": [1], "mask": row(*[1] * n, *[0] * (5 - n))} for n in (3, 3, 3, 5, 2)]
+    batch = {"mask": torch.stack([sample["mask"] for sample in lengths])}
+    ((left, right),) = ends(batch, 5)
+    assert left["mask"].sum(1).tolist() == [2, 3]
+    assert right["mask"].sum(1).tolist() == [3, 5]
+    ((left, right),) = ends(["abc", "a", "ab", "abcd", "abcde"], 5)
+    assert (left, right) == (["a", "ab"], ["abcd", "abcde"])
+    heavy = ends(torch.ones(5, 2), 5, lambda batch: 0.5 + torch.rand(len(batch)).sum())  # by the weights themselves
+    assert len(heavy) == 1
+
+
+def test_a_column_is_compared_once_and_as_soon_as_its_values_differ():
+    check = LossCheck(Counted(len))
+    alike, other = {"x": torch.ones(3, 2), "labels": row(0, 0, 0)}, {"x": torch.ones(3, 2), "labels": row(0, 1, 0)}
+    assert len(chosen_of(alike, 3, len, check=check)) == 1  # any three samples: a mean of them is found
+    assert check.columns - check.compared == {0}
+    assert len(chosen_of(alike, 3, len, check=check)) == 0
+    assert len(chosen_of(other, 3, len, check=check)) == 1
+    assert check.columns == check.compared == {0, PLACE}
+    assert len(chosen_of(other, 3, len, check=check)) == 0
+
+
+def test_numbers_of_samples_are_values_and_counts():
+    batch = {
+        "labels": row(3, -100), "mask": row(1, 1, 0, 1, 0, 0).reshape(2, 3), "share": torch.tensor([[0.5], [0.25]]),
+        "pixels": torch.rand(2, 3, 4),
+        "image": torch.ones(2, 3, dtype=torch.uint8), "texts": ["ab", "c"],
+        "names": ("x", "y", "z"), "rate": torch.tensor(0.1),
+    }  # fmt: skip
+    assert [*numbers_of(batch, 2)] == [[3, -100], [2, 1], [0.5, 0.25], [2, 1]]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.prepared import prepared
 from helpers.problems import Problem, engine_run, errors, make_samples
+from helpers.rounding import ROUNDING
 
 from trainer.contract import Data
 from trainer.data import Digits
@@ -45,7 +46,7 @@ def test_neither_the_cut_nor_the_ranks_change_what_is_trained(name, ranks):
         run = partial(engine_run, problem, world_size, partial(draw, problem=problem))
         for answer in [run()] if world_size == 1 else ranks(2).run(run):
             found = errors(answer, plain)
-            assert max(found["weights"], found["losses"]) < 1e-12, found
+            assert max(found["weights"], found["losses"]) < ROUNDING, found
     uniform = engine_run(whole)
     assert errors(uniform, plain)["losses"] > 1e-3
 

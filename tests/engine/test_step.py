@@ -16,7 +16,7 @@ from trainer.engine.check import LossCheck
 from trainer.engine.events import Listener
 from trainer.engine.loop import Engine, NonFiniteError
 from trainer.engine.order import batch_indices
-from trainer.engine.schedule import lr_factor
+from trainer.engine.schedule import LearningRate, lr_factor
 from trainer.engine.step import Stepper
 from trainer.engine.window import Cut, Windows
 from trainer.errors import RecipeError
@@ -57,7 +57,7 @@ def engine_of(values, model=None, *, fetch=None, precision="32-true", world_size
     torch.manual_seed(0)
     module = model.build()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler = LearningRate(optimizer, lambda step: 1 / (1 + step))
     stepper = Stepper(fabric, model, fabric.setup_module(module), optimizer, scheduler)
     windows = Windows(
         size=len(values),
@@ -235,7 +235,7 @@ def test_losses_must_be_the_declared_ones_of_the_promised_weight(names, weight, 
 
     engine, _, _ = engine_of([1.0, 2.0], Own())
     engine.stepper.check = LossCheck(Own())
-    engine.stepper.check.compared = True
+    engine.stepper.check.is_done = True
     with pytest.raises(RecipeError, match=message):
         engine.fit(epochs=1)
 
@@ -277,7 +277,7 @@ def test_sgd_with_cosine_decay_reaches_its_floor_with_the_last_step(bad):
     factor = lr_factor(optim, steps, lambda step: 2, skipped_steps=lambda: stepper.skipped_steps)
     for group in stepper.optimizer.param_groups:
         group["lr"] = group["initial_lr"] = 0.1
-    stepper.scheduler = torch.optim.lr_scheduler.LambdaLR(stepper.optimizer, factor)
+    stepper.scheduler = LearningRate(stepper.optimizer, factor)
     engine.fit(epochs=1)
     assert [number for number, result in enumerate(results) if result.skipped] == bad
     taken = [result.lr for result in results if not result.skipped]

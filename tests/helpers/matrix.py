@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from helpers.problems import Problem as Samples
 from helpers.problems import collate, host_sum, make_model, make_samples
+from helpers.rounding import EPS
 from trainer.contract import Data, Model
 from trainer.engine.order import batch_indices, derive_seed
 from trainer.engine.step import Stepper
@@ -27,7 +28,7 @@ from trainer.recipe import Memory, Optim, Recipe
 from trainer.run.session import counted_once
 
 STEPS = 3
-ADAMW = Optim("adamw", lr=1e-3, weight_decay=0.1, clip_norm=1.0)
+ADAMW = Optim("adamw", lr=1e-3, weight_decay=0.1, eps=EPS, clip_norm=1.0)
 AUTOCAST = {"bf16-mixed": torch.bfloat16}
 TYPES = {"64-true": torch.float64}
 
@@ -106,7 +107,7 @@ def plain_run(case: Case) -> dict[str, Any]:
         {"params": [p for p in module.parameters() if p.requires_grad and p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in module.parameters() if p.requires_grad and p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=case.optim.lr)
+    optimizer = torch.optim.AdamW(groups, lr=case.optim.lr, eps=EPS)
     samples, losses = case.samples, []
     lengths = [len(sample["input_ids"]) for sample in samples] if "input_ids" in samples[0] else None
     for epoch, step in steps_of(case):
@@ -206,8 +207,8 @@ def difference(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
 def _flat(state: dict[str, Tensor]) -> Tensor:
     """All parameters in one vector, without the biases of attention's keys in fp32 and below.
 
-    Softmax does not see what all keys have in common, so their gradient is rounding noise and nothing else, of which
-    AdamW makes steps of full length. (In fp64 the noise is far below AdamW's epsilon.)
+    Softmax does not see what all keys have in common, so the gradient of their biases is rounding and nothing else.
+    Some optimizers make steps of full length of it (Lion). In fp64 AdamW does not: its eps is far above the rounding.
     """
     parts = []
     for name, tensor in sorted(state.items()):

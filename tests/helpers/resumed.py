@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from helpers.rounding import EPS
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
 from trainer.api import fit
 from trainer.data import Digits
 from trainer.models import VisionTransformer
 
 TINY = {"patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32, "dropout": 0.2}
-OPTIM = Optim("adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, clip_norm=1.0)
+OPTIM = Optim("adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup_steps=2, eps=EPS, clip_norm=1.0)
 
 
 TESTED = 61

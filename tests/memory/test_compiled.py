@@ -20,6 +20,7 @@ MOST_GRAPHS = 6
 """For training and evaluation: of one shape, of any length, of any length and number of samples, and of one sample."""
 
 
+@pytest.mark.slow
 def test_texts_of_any_length_compile_a_bounded_number_of_graphs(monkeypatch):
     """By Dynamo, which decides what is compiled again; what the compiler proper makes of it takes 20 s a graph."""
     compile_with = nn.Module.compile

@@ -139,7 +139,7 @@ def test_every_forward_and_backward_is_announced_with_its_samples():
     monitor.on_move = lambda: heard.append((monitor.activity, *monitor.samples))
     stepper.step(steps)
     micro_steps = [(phase, number) for number in range(2) for phase in ("forward", "backward") * 2]
-    assert heard == [(None,), *micro_steps, ("step",), (None,)]
+    assert heard == [(None,), ("forward", 0), *micro_steps, ("step",), (None,)]  # the first step compares samples
     heard.clear()
     stepper.accumulate(steps)  # as a rehearsal does
     assert heard == micro_steps

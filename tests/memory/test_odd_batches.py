@@ -10,8 +10,8 @@ import torch
 from helpers import matrix
 from helpers.combinations import Trained, plain_losses, tower_file, train
 from torch import Tensor
-from torch.optim.lr_scheduler import ExponentialLR
 
+from trainer.engine.schedule import LearningRate
 from trainer.memory.plan import decide_plan
 from trainer.memory.sharding import local
 from trainer.recipe import Memory, Optim
@@ -51,7 +51,7 @@ def test_a_rank_without_samples_updates_in_backward_as_the_others(ranks):
 def steps_around(case: Trained, steps: tuple[int, ...], spoiled: int | None) -> dict[str, Any]:
     """Take ``steps``; in one of them the last rank's last micro-batch has a gradient that is not finite."""
     fabric, stepper, windows, stack = matrix.set_up(case, decide_plan(case.recipe, case.world_size))
-    stepper.scheduler = ExponentialLR(stepper.optimizer, DECAY)
+    stepper.scheduler = LearningRate(stepper.optimizer, lambda step: DECAY**step)
     losses, scales = [], []
     for step in steps:
         (window,) = windows.epoch(*divmod(step, 3), step % 3 + 1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.combinations import covering
 from helpers.matrix import Case, difference, plain_run, set_up, stacked_run
+from helpers.rounding import ROUNDING
 
 from trainer.memory.plan import decide_plan
 from trainer.recipe import Memory
@@ -30,7 +31,7 @@ ALL = [
 AXES = ("model", "strategy", "checkpointing", "offload", "cut")
 COVERING = [tuple(c.values()) for c in covering([dict(zip(AXES, c, strict=True)) for c in ALL], 2, AXES)]
 """Every pair of settings of two axes."""
-LIMITS = {"64-true": 1e-12, "32-true": 1e-6}
+LIMITS = {"64-true": ROUNDING, "32-true": 1e-6}
 
 
 def memory_of(strategy: str, precision: str, **knobs: object) -> Memory:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.problems import make_model
+from helpers.rounding import ROUNDING
 from torch.autograd import grad
 from torch.nn.attention.flex_attention import flex_attention
 from torch.profiler import ProfilerActivity, profile
@@ -79,7 +80,7 @@ def test_block_sparse_attention_is_that_of_transformers(tokens, config, training
         if one is module:
             assert (np.random.get_state()[1] == state).all()
     for ours, others in zip(*found, strict=True):
-        torch.testing.assert_close(ours, others, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(ours, others, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_a_short_batch_attends_fully_and_the_next_long_one_does_not():
@@ -87,10 +88,10 @@ def test_a_short_batch_attends_fully_and_the_next_long_one_does_not():
     module.train(), theirs.train()
     short, long = texts([44, 9]), texts([45, 60])
     expected = theirs(**long).logits
-    torch.testing.assert_close(module(**short).logits, theirs(**short).logits, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(module(**short).logits, theirs(**short).logits, rtol=ROUNDING, atol=ROUNDING)
     assert theirs.bert.attention_type == "original_full"  # for good
     assert (theirs(**long).logits - expected).abs().max() > 1e-3
-    torch.testing.assert_close(module(**long).logits, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(module(**long).logits, expected, rtol=ROUNDING, atol=ROUNDING)
     (loss,) = model.losses(module, {**long, "labels": torch.tensor([0, 1])})
     loss.total.backward()
     assert not any(p.grad is None for name, p in module.named_parameters() if "pooler" not in name)
@@ -105,7 +106,7 @@ def test_the_export_is_a_block_sparse_model_of_transformers(tmp_path):
     assert loaded.bert.attention_type == loaded.config.attention_type == "block_sparse"
     assert list(module.state_dict()) == list(theirs.state_dict())
     batch = texts([70, 50])
-    torch.testing.assert_close(loaded(**batch).logits, module.eval()(**batch).logits, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(loaded(**batch).logits, module.eval()(**batch).logits, rtol=ROUNDING, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -272,4 +273,4 @@ def test_a_compiled_layer_computes_the_same():
     expected = module.eval()(**batch).logits
     for layer in module.bert.encoder.layer:
         layer.compile(fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(module(**batch).logits, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(module(**batch).logits, expected, rtol=ROUNDING, atol=ROUNDING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -14,6 +14,7 @@ from helpers.combinations import covering
 from helpers.language import language_model, language_samples, precise
 from helpers.matrix import Case, difference, perturbed, stacked_run, steps_of
 from helpers.problems import collate
+from helpers.rounding import ROUNDING
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -38,7 +39,7 @@ EVERY = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values
 ALL = [one for one in EVERY if one["offload"] != "parameters" or one["place"][0] == "fsdp"]
 COVERING = covering(ALL, 2, AXES)
 """Every pair of settings of two axes."""
-LIMIT = 1e-12
+LIMIT = ROUNDING
 OPTIM = {"sgd": Optim("sgd", lr=0.1), "adamw": matrix.ADAMW}
 """SGD moves weights by as much as a gradient is wrong, of which AdamW and clipping take out a factor."""
 
@@ -104,7 +105,8 @@ def plain_loop(family: str, optim: str) -> dict[str, Any]:
         {"params": [p for p in module.parameters() if p.ndim >= 2], "weight_decay": case.optim.weight_decay},
         {"params": [p for p in module.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optim](groups, lr=case.optim.lr)
+    kinds = {"sgd": torch.optim.SGD, "adamw": partial(torch.optim.AdamW, eps=case.optim.eps)}
+    optimizer = kinds[optim](groups, lr=case.optim.lr)
     samples, losses = case.samples, []
     for epoch, step in steps_of(case):
         batch = collate([samples[index] for index in batch_indices(0, epoch, step, case.size, case.batch_size)])

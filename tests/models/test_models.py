@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torchvision
 from helpers.problems import make_model
+from helpers.rounding import ROUNDING
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import RecipeError
 from trainer.models import MLP, BigBird, CausalLM, TextClassifier, VisionTransformer
+from trainer.models.hub import require_moderate_config
 
 SMALL = {"patch_size": 4, "layers": 3, "heads": 2, "width": 16, "mlp_width": 32}
 
@@ -88,7 +91,8 @@ def test_local_weights_are_loaded_a_head_that_fits_is_kept_and_positions_are_int
         (lambda: MLP([0]), r"model\.hidden=\[0\]"),
         (lambda: TextClassifier(dropout=-1.0), r"model\.dropout=-1\.0"),
         (lambda: BigBird(attention="sparse"), r"model\.attention='sparse' is not one of full, block_sparse"),
-        (lambda: text(config={"n_layers": 10**9}).prepare(), r"is configured with 1,000,000,000 layers"),
+        (lambda: text(config={"n_layers": 10**9}).prepare(), r"model\.config: n_layers .* 1,000,000,000 layers"),
+        (lambda: text(config={"num_labels": 10**9}).prepare(), r"model\.config: num_labels has 1,000,000,000 labels"),
         (
             lambda: text(config={"n_layer": 2}).prepare(),
             r"has no setting 'n_layer'; did you mean n_layers\?",
@@ -104,6 +108,27 @@ def test_local_weights_are_loaded_a_head_that_fits_is_kept_and_positions_are_int
 def test_refusals(make, message):
     with pytest.raises(RecipeError, match=message):
         make()
+
+
+def test_counts_of_every_name_are_bounded_and_sizes_are_not(tmp_path):
+    config = {"model_type": "bart", "encoder_layers": 3, "decoder_layers": 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        RecipeError, match=rf"model\.name='{tmp_path}': decoder_layers .* 1,000,000,000 layers.*lower it"
+    ):
+        text(name=str(tmp_path), tokenizer="none").prepare()
+    many = {"no_rope_layers": [1] * 500, "kv_source_layers": list(range(500)), "vocab_size_per_layer_input": 262_144}
+    require_moderate_config(
+        "it", many | {"text_config": {"num_labels": 21_841}, "layer_norm_eps": 1e-5, "layer_types": ["a"]}
+    )
+    for key, value in {
+        "depths": [6_000, 6_000],
+        "n_blocks": 20_000,
+        "encoder": {"depth": 20_000},
+        "layers": [1, 20_000],
+    }.items():
+        with pytest.raises(RecipeError, match=r"it: .* the max is 10,000"):
+            require_moderate_config("it", {key: value})
 
 
 def test_freezing_all_but_the_last_blocks():
@@ -136,7 +161,7 @@ def test_padding_does_not_change_the_loss(name):
     short, long = text_batch([5]), text_batch([5, 31])
     (alone,) = model.losses(module, short)
     (both,) = model.losses(module, long)
-    torch.testing.assert_close(alone.logits[0], both.logits[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(alone.logits[0], both.logits[0], rtol=ROUNDING, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["distilbert", "bigbird"])

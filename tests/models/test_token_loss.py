@@ -12,6 +12,7 @@ from helpers.language import EXACT, FAMILIES, WORDS, language_model, language_sa
 from helpers.live_bytes import LiveBytes
 from helpers.matrix import Case, difference, stacked_run
 from helpers.problems import Problem, collate, engine_run, errors, initial_module, plain_run
+from helpers.rounding import ROUNDING
 from helpers.tiny import InMemory, target_of
 from helpers.traced import held, traces
 from torch import Tensor, nn
@@ -93,9 +94,9 @@ def test_every_chunk_gives_the_gradient_of_whole_logits(kind: str, transform: Tr
     expected = gradients(0.3 * whole, hidden, head)
     for chunk in CHUNKS:
         loss = chunked_loss(hidden, head, targets, transform, chunk)
-        torch.testing.assert_close(loss, whole, rtol=1e-13, atol=0)
+        torch.testing.assert_close(loss, whole, rtol=ROUNDING, atol=0)
         for ours, theirs in zip(gradients(0.3 * loss, hidden, head), expected, strict=True):
-            assert (ours - theirs).norm() <= 1e-13 * theirs.norm(), chunk
+            assert (ours - theirs).norm() <= ROUNDING * theirs.norm(), chunk
 
 
 def test_logits_may_be_as_large_as_they_like() -> None:
@@ -103,7 +104,7 @@ def test_logits_may_be_as_large_as_they_like() -> None:
     head, (hidden, targets) = head_of("plain").double(), states()
     hidden = (1e3 * hidden).detach().requires_grad_()
     whole, loss = (of(hidden, head, targets, Transform()) for of in (whole_loss, chunked_loss))
-    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(loss, whole, rtol=ROUNDING, atol=0)
     torch.testing.assert_close(gradients(loss, hidden, head)[0], gradients(whole, hidden, head)[0])
 
 
@@ -213,7 +214,7 @@ def test_models_take_the_same_steps_in_chunks(family: str, chunk: int) -> None:
     module = initial_module(problem)
     module.loss_chunk = chunk
     ours = engine_run(problem, of=(model, module))
-    assert max(errors(ours, plain_run(problem)).values()) < 1e-12
+    assert max(errors(ours, plain_run(problem)).values()) < ROUNDING
 
 
 def test_places_are_those_before_a_label_and_are_known_on_the_host() -> None:
@@ -296,7 +297,7 @@ def test_an_adapted_head_is_one_of_the_targets() -> None:
         found.append([loss.total, *torch.autograd.grad(loss.total, trained)])
     assert len(trained) == 2 * 3
     for ours, whole in zip(*found, strict=True):
-        assert (ours - whole).norm() <= 1e-12 * whole.norm()
+        assert (ours - whole).norm() <= ROUNDING * whole.norm()
     with pytest.raises(RecipeError, match=r"model.lora.targets: the weight of lm_head is the embedding's, too"):
         language_model("gemma", lora=lora).build()
 
@@ -323,7 +324,7 @@ class InChunks(Case):
 def test_ranks_and_techniques_take_the_steps_of_whole_logits(family: str, knobs: dict[str, Any], ranks: Any) -> None:
     plain = stacked_run(InChunks(family, Memory(precision="64-true", micro_batch_size=4, strategy="single"), chunk=0))
     case = InChunks(family, Memory(precision="64-true", micro_batch_size=2, **knobs), 2)
-    assert max(difference(ranks(2).run(stacked_run, case)[0], plain).values()) < 1e-12
+    assert max(difference(ranks(2).run(stacked_run, case)[0], plain).values()) < ROUNDING
 
 
 def gatherings(chunk: int) -> int:

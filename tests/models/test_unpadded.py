@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.problems import Problem, engine_run, make_model, plain_run, tokenizer_folder
+from helpers.rounding import ROUNDING
 from helpers.tiny import InMemory
 from helpers.traced import held, traced
 from torch import Tensor
@@ -62,10 +63,10 @@ def test_gradients_are_those_of_transformers_on_padded_texts(name: str) -> None:
     assert packed["lengths"].tokens == LENGTHS
     with torch.no_grad():
         evaluated = [next(model.losses(one.eval(), part)).logits for one, part in ((module, packed), (theirs, batch))]
-        assert (evaluated[0] - evaluated[1]).norm() <= 1e-12 * evaluated[1].norm()
+        assert (evaluated[0] - evaluated[1]).norm() <= ROUNDING * evaluated[1].norm()
     module.train(), theirs.train()
     expected = gradient(model, theirs, batch)
-    assert (gradient(model, module, packed) - expected).norm() <= 1e-12 * expected.norm()
+    assert (gradient(model, module, packed) - expected).norm() <= ROUNDING * expected.norm()
     if name == "bigbird":  # whose attention is ours where it is padded, too
         theirs = dataclasses.replace(model, padding_free=False).build().double().train()
         theirs.load_state_dict(module.state_dict())
@@ -90,8 +91,8 @@ def test_steps_on_two_ranks_are_those_of_whole_padded_batches(name: str, ranks: 
 
 def close(run: dict[str, Any], plain: dict[str, Any]) -> None:
     moved = (plain["after"] - plain["before"]).norm()
-    assert (run["after"] - plain["after"]).norm() <= 1e-12 * moved
-    assert run["losses"] == pytest.approx(plain["losses"], rel=1e-12)
+    assert (run["after"] - plain["after"]).norm() <= ROUNDING * moved
+    assert run["losses"] == pytest.approx(plain["losses"], rel=ROUNDING)
 
 
 @pytest.mark.parametrize("name", [*ENCODERS, "modernbert"])
@@ -120,7 +121,7 @@ def test_attention_drops_as_many_weights_as_it_is_told(rows: int, monkeypatch: p
     drawn = torch.cat([_DroppedAttention.apply(query, key, values, 0.3) for _ in range(40)])
     kept = drawn != 0
     rate = round(0.3 * 2**16) / 2**16
-    assert torch.allclose(drawn, torch.where(kept, weights / (1 - rate), 0.0), rtol=1e-12)
+    assert torch.allclose(drawn, torch.where(kept, weights / (1 - rate), 0.0), rtol=ROUNDING)
     expected = kept.numel() * (1 - rate)
     assert abs(kept.sum() - expected) < 4 * (expected * rate) ** 0.5  # standard deviations of a binomial distribution
     assert (kept.double().mean(0) - (1 - rate)).abs().max() < 0.4  # at every place

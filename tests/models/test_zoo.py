@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from helpers.rounding import ROUNDING
 from zoo import ALL, Case, Outcome, Zoo, ZooOfTransformers, collate, error, make, run, samples
 
 from trainer import Data, Memory, Optim, Recipe
@@ -58,7 +59,7 @@ def check(name: str, strategy: str, checkpointing: str | float, ranks: object, f
         return "refused"
     assert outcome.code == 0, outcome.stderr
     off = error(case, outcome)
-    assert off <= {"32-true": 2e-6, "64-true": 1e-12}[precision]
+    assert off <= {"32-true": 2e-6, "64-true": ROUNDING}[precision]
     return f"{off:.0e}"
 
 
@@ -117,7 +118,7 @@ def test_parameters_that_a_technique_cannot_hold_are_refused(name, knobs, messag
 def test_a_tied_weight_is_saved_once_wherever_it_is(ranks, tmp_path):
     case = Case("gpt2", Memory(strategy="fsdp", cpu_offload="parameters", micro_batch_size=3, precision="64-true"), 2)
     outcome = outcome_of(case, ranks, tmp_path)
-    assert error(case, outcome) <= 1e-12
+    assert error(case, outcome) <= ROUNDING
 
 
 def test_a_sharded_and_checkpointed_model_is_saved_as_transformers_would(ranks, tmp_path):
@@ -126,7 +127,7 @@ def test_a_sharded_and_checkpointed_model_is_saved_as_transformers_would(ranks, 
     memory = Memory(strategy="fsdp", activation_checkpointing="full", micro_batch_size=3, precision="64-true")
     case = Case("gpt2", memory, 2, kind=ZooOfTransformers)
     outcome = outcome_of(case, ranks, tmp_path)
-    assert error(case, outcome) <= 1e-12
+    assert error(case, outcome) <= ROUNDING
     assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["use_cache"] is True
     module = GPT2LMHeadModel.from_pretrained(tmp_path / "run" / "model", dtype=torch.float64)
     assert module.lm_head.weight is module.transformer.wte.weight
@@ -201,4 +202,4 @@ def test_what_cannot_update_sparsely_is_refused(optim):
 )
 def test_sparse_gradients_update_as_dense_ones(optim, tmp_path):
     case = Case("sparse", Memory(micro_batch_size=3, precision="64-true"), optim=optim)
-    assert error(case, run(case, str(tmp_path))) <= 1e-12
+    assert error(case, run(case, str(tmp_path))) <= ROUNDING

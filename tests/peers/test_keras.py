@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from helpers.benchmark import imported
+from helpers.rounding import ROUNDING
 from torch import nn
 
 os.environ.setdefault("KERAS_BACKEND", "torch")  # Keras looks when it is imported
@@ -34,7 +35,7 @@ def mean_gradient(case, samples, module=None):
 
 
 def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_a_ragged_micro_batch_weighs_as_much_as_a_full_one_in_keras_and_what_it_holds_in_ours():
@@ -43,17 +44,17 @@ def test_a_ragged_micro_batch_weighs_as_much_as_a_full_one_in_keras_and_what_it_
     assert [len(part) for part in cut] == [4, 4, 4, 1]
     close(changed(RAGGED), torch.stack([mean_gradient(RAGGED, part) for part in cut]).mean(0))
     assert correctness.measure("Keras", RAGGED).relative_error > 0.5
-    assert correctness.measure("ours", RAGGED).relative_error < 1e-13
+    assert correctness.measure("ours", RAGGED).relative_error < ROUNDING
 
 
 def test_both_are_exact_on_even_micro_batches():
     for contender in ("Keras", "ours"):
-        assert correctness.measure(contender, EVEN).relative_error < 1e-13, contender
+        assert correctness.measure(contender, EVEN).relative_error < ROUNDING, contender
 
 
 def test_a_window_that_is_not_full_at_the_end_is_lost_in_keras_and_a_step_in_ours():
     assert changed(SHORT).count_nonzero() == 0
-    assert correctness.measure("ours", SHORT).relative_error < 1e-13
+    assert correctness.measure("ours", SHORT).relative_error < ROUNDING
 
 
 def test_what_is_left_of_an_epoch_goes_into_the_next_ones_first_step_in_keras():

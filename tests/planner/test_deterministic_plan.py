@@ -33,10 +33,8 @@ def trace(strategy: str, ranks: int, whole: bool) -> Trace:
     return trace_run(asked, plan, samples, target_of())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [("fsdp", 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [("single", 1), ("ddp", 2)])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_partial_sums_are_counted_as_if_every_micro_step_were_traced(strategy, ranks):
     found = traces({name: partial(trace, strategy, ranks, name == "whole") for name in ("whole", "traced")})
     peaks = {name: replay(one).peak_allocated for name, one in found.items()}

@@ -161,6 +161,7 @@ def outside(meta: bool, optimizer_first: bool) -> dict[str, Any]:
     return taken(loop)
 
 
+@pytest.mark.slow
 def test_modules_from_outside_take_what_those_made_inside_take() -> None:
     inside = in_child(partial(taken, gpt_loop))
     calls = [partial(outside, meta, first) for meta, first in ((False, False), (False, True), (True, False))]

@@ -183,6 +183,10 @@ def test_a_classifier_of_texts_has_a_command_that_trains_it_so(tmp_path, monkeyp
     assert {"lr: 0.0001", "cpu_offload: optimizer", "devices: 1"} <= lines
 
 
+HUGE = 10**9
+T5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+BART = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}
+SWIN = {"model_type": "swin", "architectures": ["SwinForImageClassification"]}
 UNKNOWN = {"model_type": "nobodys", "architectures": ["NobodysForCausalLM"]}
 QUANTISED = GPT2 | {"quantization_config": {"quant_method": "gptq"}}
 ROBERTA = {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "max_position_embeddings": 514}
@@ -200,6 +204,23 @@ REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (UNKNOWN, [], ["no model_type 'nobodys'", "install a newer one"]),
     (UNKNOWN | {"auto_map": {"AutoConfig": "x.Y"}}, [], ["auto_map", "no such remote code is executed"]),
     ({"model_type": "bart"}, ["--task", "causal-lm"], ["encoder-decoder", "--task seq2seq-lm"]),
+    # What would be built or simulated one by one, without an end.
+    (GPT2, ["--batch", "1000000"], ["--batch=1000000 is more than the 100,000 samples", "lower it"]),
+    (T5 | {"num_decoder_layers": HUGE}, [], ["num_decoder_layers", "1,000,000,000 layers, and the max is 10,000"]),
+    (BART | {"decoder_layers": HUGE}, [], ["decoder_layers", "1,000,000,000 layers", "lower it"]),
+    (SWIN | {"depths": [HUGE, 1]}, [], ["depths", "1,000,000,001 layers", "lower it"]),
+    (GPT2 | {"text_config": {"layers": HUGE}}, [], ["layers stands for 1,000,000,000 layers"]),
+    (BERT | {"num_labels": HUGE}, [], ["num_labels has 1,000,000,000 labels, and the max is 1,000,000"]),
+    (GPT2 | {"n_layer": 0}, [], ["num_hidden_layers 0", "at least 1"]),
+    (GPT2 | {"n_layer": -1}, [], ["num_hidden_layers -1", "at least 1"]),
+    (T5 | {"num_decoder_layers": -1}, [], ["num_decoder_layers -1", "at least 1"]),
+    (BERT | {"hidden_size": 0}, [], ["hidden_size 0"]),
+    (BERT | {"num_attention_heads": -2}, [], ["num_attention_heads -2"]),
+    (BERT | {"vocab_size": 0}, [], ["vocab_size 0"]),
+    *(
+        (SWIN | {"image_size": size}, [], ["image_size", "height and width"])
+        for size in ([3, 4, 5], "224", 0, -1, HUGE)
+    ),
 ]
 
 

@@ -79,6 +79,7 @@ def by_tracer(train: Callable[..., None]) -> int:
     return peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_same_peak(checkpointed: bool) -> None:
     train = partial(steps, on_meta(partial(Pictured, checkpointed)))

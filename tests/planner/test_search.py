@@ -277,6 +277,7 @@ class WideModel(Own):
         return Wide()
 
 
+@pytest.mark.slow
 def test_one_micro_step_that_needs_less_than_two_is_found_by_traces() -> None:
     """From the second micro-step on, the gradients of the first are there: 331 MB for 1 × 2, 350 for 2 × 1.
 

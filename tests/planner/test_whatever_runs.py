@@ -237,6 +237,7 @@ def on_the_fake_gpu() -> dict[str, Any]:
         return results("cuda")
 
 
+@pytest.mark.slow
 def test_code_runs_on_the_fake_gpu_as_on_a_cpu() -> None:
     real, fake = in_child(partial(results, "cpu")), in_child(on_the_fake_gpu)
     assert {name: found for name, found in real.items() if isinstance(found, str)} == {}

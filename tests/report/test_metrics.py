@@ -2,7 +2,10 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
+from helpers.rounding import ROUNDING
 
+from trainer.errors import RecipeError
+from trainer.recipe import REPORTED
 from trainer.report.metrics import ClassificationMetrics, classification_report
 from trainer.report.mistakes import MOST, Mistakes
 from trainer.values import FIGURES, Loss
@@ -77,11 +80,20 @@ def test_total_loss_is_the_sum_of_the_means_of_several_losses():
         ClassificationMetrics(CLASSES, "cpu").update(wide)
 
 
-def test_an_update_never_waits_for_the_device():
+@pytest.mark.parametrize("task", ["single_label", "token", "multi_label", "regression"])
+def test_an_update_never_waits_for_the_device(task):
     # A meta tensor has no values: whatever needs one on the host (item, nonzero, bincount) raises.
-    metrics = ClassificationMetrics(CLASSES, "meta")
+    metrics = ClassificationMetrics(CLASSES, "meta", task=task, wanted=REPORTED[task])
     logits, targets = torch.zeros(4, CLASSES, device="meta"), torch.zeros(4, dtype=torch.long, device="meta")
+    targets = torch.zeros_like(logits) if task in ("multi_label", "regression") else targets
     metrics.update(Loss(logits.sum(), (targets != -100).sum(), logits=logits, targets=targets))
+
+
+def test_logits_that_are_asked_for_and_missing_are_named():
+    metrics = ClassificationMetrics(CLASSES, "cpu", wanted=["mcc"])
+    metrics.update(Loss(torch.zeros(()), 1))
+    with pytest.raises(RecipeError, match=r"run.metrics=mcc needs predictions: give the model's Loss its logits"):
+        metrics.compute()
 
 
 def test_small_losses_keep_their_digits_and_reset_forgets_while_compute_can_be_repeated():
@@ -120,7 +132,7 @@ def test_two_ranks_with_uneven_updates_equal_one_process(ranks):
         for one in losses[:seen]:
             single.update(one)
         expected = single.compute()
-        assert loss == pytest.approx(expected.loss, rel=1e-12)
+        assert loss == pytest.approx(expected.loss, rel=ROUNDING)
         assert others == [expected.accuracy, expected.samples, expected.confusion.tolist()]
 
 

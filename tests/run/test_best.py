@@ -28,6 +28,7 @@ from trainer.data import Digits
 from trainer.errors import RunError
 from trainer.models import MLP, VisionTransformer
 from trainer.run.best import Best
+from trainer.system.files import remove
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -132,6 +133,14 @@ def test_a_killed_run_decides_as_the_undisturbed_one(whole, tmp_path, at):
     assert json.loads((rest / "summary.json").read_text())["best"] == whole[1].best
     assert checkpoints(rest) == [BEST, END]
     assert saved(rest, END) == saved(run_dir, END)
+
+
+def test_a_run_that_was_killed_after_its_last_evaluation_reports_that_one_too(whole, tmp_path):
+    killed = Path(shutil.copytree(whole[0], tmp_path / "r"))
+    for name in ("summary.json", "model"):  # written after the last step
+        remove(killed / name)
+    train(killed, {"resume": "auto"})
+    assert json.loads((killed / "summary.json").read_text())["best"] == whole[1].best
 
 
 def test_what_goes_on_in_another_folder_or_from_an_older_checkpoint_takes_the_best_along(whole, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import pytest
 import torch
 from helpers.language import language_model
 from helpers.pretrained import text, vit
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from trainer import RecipeError
 from trainer.checkpoint.export import save_model
@@ -114,9 +116,124 @@ def test_adapters_alone_are_what_peft_loads_onto_the_weights(tmp_path, kind, bas
     assert {name.split(".")[2] for name in adapters if ".lora_" not in name} == (
         {"pre_classifier", "classifier"} if kind == "text" else set()
     )
+    own = json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())
+    assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text()) == own
     if base == "full":  # as anybody loads it
         inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
         torch.testing.assert_close(loaded.eval()(**inputs).logits, module(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+def changed(path: Path, **values: Any) -> None:
+    """Set ``values`` in a JSON file of a model, or remove those that are ``...``; then no hash of it is known."""
+    content = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
+    for folder in path.parents[:2]:
+        (folder / "files.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("named", [..., [], None, 5, ["Evil"], ["BertModel"], ["__class__"], [5]])
+def test_the_class_comes_from_the_recipe_and_from_no_file(trained_text, tmp_path, named):
+    recipe, run_dir = trained_text
+    shutil.copytree(run_dir, tmp_path / "run")
+    changed(tmp_path / "run" / "model" / "config.json", architectures=named)
+    said = export(recipe, tmp_path / "run", "hf", str(tmp_path / "out"), None, False)
+    assert said.startswith(f"{tmp_path / 'out'}: its outputs differ from the trained model's by 0.0e+00")
+
+
+@pytest.fixture(scope="module")
+def trained_text(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("run"), "text")
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory) -> tuple[Any, Path]:
+    """The recipe and the directory of a run with adapters, and what ``export`` makes of them."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("run")
+    model: Any = language_model("gpt2", **WITH_BYTES)
+    model.save(module := model.build(), folder / "base", module.state_dict())
+    model = dataclasses.replace(model, name=str(folder / "base"), weights=str(folder / "base"), config={})
+    model = dataclasses.replace(model, lora=LoRA(rank=2))
+    save_model(model, model.build().eval(), folder / "model")
+    recipe = Recipe(model=model, data=Documents("absent.txt"), batch_size=2)
+    export(recipe, folder, "peft", None, None, False)
+    return recipe, folder
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"peft_type": "EVIL"},
+        {"r": 10**9},
+        {"target_modules": ["nothing"]},
+        {"layer_replication": [[0, 10**6]]},
+        {"megatron_config": {"a": 1}, "megatron_core": "evil"},
+        {"auto_mapping": {"base_model_class": "x", "parent_library": "os"}},
+        {"init_lora_weights": "olora"},
+        {"task_type": "EVIL", "base_model_name_or_path": "/nowhere"},
+    ],
+)
+def test_the_configuration_of_adapters_comes_from_the_recipe_and_from_no_file(adapted, tmp_path, setting):
+    recipe, run_dir = adapted
+    shutil.copytree(run_dir / "model", tmp_path / "model")
+    changed(tmp_path / "model" / "adapter" / "adapter_config.json", **setting)
+    export(recipe, tmp_path, "peft", None, None, False)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "peft" / name).read_bytes() == (run_dir / "peft" / name).read_bytes()
+
+
+def test_other_adapters_than_those_of_the_recipe_are_refused(adapted, tmp_path):
+    recipe, run_dir = adapted
+    shutil.copytree(run_dir / "model", tmp_path / "model")
+    (tmp_path / "model" / "files.json").unlink(missing_ok=True)
+    path = tmp_path / "model" / "adapter" / "adapter_model.safetensors"
+    good = load_file(path)
+    first = next(iter(good))
+    odd = [{}, good | {"more": torch.ones(1)}, good | {first: good[first][:1]}, good | {first: good[first].long()}]
+    said = r"adapter_model\.safetensors does not hold the adapters of model\.lora in recipe\.yaml"
+    for tensors in odd:
+        save_file(tensors, path)
+        with pytest.raises(RecipeError, match=said):
+            export(recipe, tmp_path, "peft", None, None, False)
+    path.write_bytes(b"garbage")
+    with pytest.raises(RecipeError, match=r"adapter_model\.safetensors is corrupt"):
+        export(recipe, tmp_path, "peft", None, None, False)
+    without = recipe.replace(model=dataclasses.replace(recipe.model, lora=LoRA()))
+    with pytest.raises(RecipeError, match="--to peft is for adapters"):
+        export(without, tmp_path, "peft", None, None, False)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_links_and_a_configuration_that_does_not_fit_the_weights_are_refused(trained_text, tmp_path):
+    recipe, run_dir = trained_text
+    shutil.copytree(run_dir, tmp_path / "run")
+    link = tmp_path / "run" / "model" / "more"
+    link.symlink_to("/etc")
+    with pytest.raises(RecipeError, match=r"model/more is a link"):
+        export(recipe, tmp_path / "run", "hf", str(tmp_path / "out"), None, False)
+    link.unlink()
+    changed(tmp_path / "run" / "model" / "config.json", hidden_dim=10**13)
+    with pytest.raises(RecipeError, match=r"model cannot be loaded \(.*was its config\.json changed\?"):
+        export(recipe, tmp_path / "run", "hf", str(tmp_path / "out"), None, False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_with_more_words_than_the_model_is_refused(trained_text, tmp_path):
+    recipe, run_dir = trained_text
+    shutil.copytree(run_dir, tmp_path / "run")
+    (tmp_path / "run" / "model" / "tokenizer_config.json").write_text("{}")  # without the names of special tokens
+    (tmp_path / "run" / "model" / "files.json").unlink()
+    with pytest.raises(RecipeError, match="has no embedding for a token of its tokenizer"):
+        export(recipe, tmp_path / "run", "hf", None, None, False)
+
+
+def test_made_up_texts_fit_the_positions_of_the_model(adapted, tmp_path):
+    recipe, run_dir = adapted
+    reader = exporting.Reader(recipe.model.saved_in(run_dir / "model"), recipe.data, (), ())
+    for room in (7, 64):
+        batches = exporting._batches(reader, tmp_path / "out", room)
+        assert max(tensor.shape[1] for batch in batches for tensor in batch.values()) <= room
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_what_gives_other_outputs_is_not_kept(tmp_path, monkeypatch):

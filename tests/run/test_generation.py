@@ -101,3 +101,10 @@ def test_a_long_text_takes_no_room_from_those_that_are_asked_about_with_it(modul
     texts = ["x", "a" * (POSITIONS - 2), "def main("]
     alone = [write(module, tokenizer, batch_of(tokenizer, [text]), [0], 20)[0] for text in texts]
     assert write(module, tokenizer, batch_of(tokenizer, texts), [0, 1, 2], 20) == alone
+
+
+@pytest.mark.parametrize("ends", [[1, "a"], "a", 1.5, {"a": 1}, [None], True])
+def test_ends_of_text_that_are_no_integers_are_refused(module, tokenizer, monkeypatch, ends):
+    monkeypatch.setattr(module.generation_config, "eos_token_id", ends)
+    with pytest.raises(RecipeError, match=r"eos_token_id=.* must be an integer or several: mend generation_config"):
+        write(module, tokenizer, batch_of(tokenizer, TEXTS), [0, 1, 2], NEW)

@@ -1,10 +1,10 @@
-"""Optimizers, schedules and all that goes with them: a run equals a plain loop in float64, and resumes bit for bit."""
+"""Optimizers and schedules: a run in float64 equals a plain loop but for rounding, and resumes bit for bit."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.problems import make_model
 from helpers.resumed import TINY, FewDigits, losses, recipe, resume, saved
+from helpers.rounding import EPS, round_otherwise, rounding
 from helpers.tiny import prediction_of, recipe_of
 from safetensors.torch import load_file
 from torch import nn
@@ -28,6 +29,7 @@ from trainer.cli import run
 from trainer.engine.feed import fill_from_data
 from trainer.engine.order import batch_indices
 from trainer.engine.schedule import decay
+from trainer.memory.optimizer import build_optimizer
 from trainer.memory.own_optimizer import trial_of
 from trainer.memory.parameter_groups import choose_trained, layers_of
 from trainer.memory.plan import decide_plan
@@ -39,6 +41,9 @@ from trainer.weights.blocks import find_blocks
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 STEPS = 10  # two epochs
+# Of the longest chain of sums: a forward sums over some 300 numbers one layer after another (patches 48, each of two
+# blocks 110, the head 32), a backward over as many, and a gradient over 5 tokens of 12 images.
+TERMS = 660
 EVALUATED = {"evaluate": True, "best": "last"}
 WARM = {"schedule": "cosine", "warmup_ratio": 0.25, "min_lr": 1e-4}
 
@@ -61,17 +66,44 @@ def settings_of(optim: Optim) -> dict[str, Any]:
     return chosen | {"eval_every": 2, "run": dict(EVALUATED)}
 
 
-def distance(run_dir: Path, expected: dict[str, torch.Tensor]) -> float:
-    """Of the weights that a run has written, relative to theirs."""
-    found = load_file(run_dir / "model" / "model.safetensors")
+def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    """The weights that a run has written."""
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of two states, relative to the expected one."""
     assert found.keys() == expected.keys()
     ours, plain = (torch.cat([state[name].flatten() for name in sorted(state)]) for state in (found, expected))
     assert ours.dtype == torch.float64
     return float((ours - plain).norm() / plain.norm())
 
 
-def plain_run(optim: Optim, of: Callable[[nn.Module], Textbook]) -> dict[str, torch.Tensor]:
-    """The weights that a loop of plain PyTorch ends with, on whole batches."""
+def far(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of two lists of losses."""
+    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+
+
+@dataclass
+class Plain:
+    """What a plain loop gives, and how far another order of its sums takes that."""
+
+    weights: dict[str, torch.Tensor]
+    losses: list[float]
+    moved: float = 0.0
+    losses_moved: float = 0.0
+
+
+def plain_run(optim: Optim, of: Callable[[nn.Module], Textbook]) -> Plain:
+    """A loop of plain PyTorch on whole batches, and its condition: what it gives if its gradients round otherwise."""
+    plain, otherwise = plain_loop(optim, of), plain_loop(optim, of, TERMS)
+    plain.moved = distance(otherwise.weights, plain.weights) + rounding(STEPS)  # each step rounds the weights, too
+    plain.losses_moved = far(otherwise.losses, plain.losses) + rounding(TERMS)
+    return plain
+
+
+def plain_loop(optim: Optim, of: Callable[[nn.Module], Textbook], terms: int = 0) -> Plain:
+    """The weights and losses of the loop; its gradients are rounded as sums of ``terms`` numbers may be."""
     run = recipe(Path("nowhere"), **settings_of(optim))
     run.data.prepare()
     torch.set_default_dtype(torch.float64)
@@ -79,6 +111,7 @@ def plain_run(optim: Optim, of: Callable[[nn.Module], Textbook]) -> dict[str, to
     module = fill_from_data(run.model, run.data).build().train()
     torch.set_default_dtype(torch.float32)
     book, size, step = of(module), len(run.data.train), 0
+    found: list[float] = []
 
     def loss_of(split: Any, indices: Any) -> torch.Tensor:
         batch = run.data.collate([split[index] for index in indices])
@@ -87,7 +120,10 @@ def plain_run(optim: Optim, of: Callable[[nn.Module], Textbook]) -> dict[str, to
 
     for epoch in range(run.epochs):
         for number in range(-(-size // run.batch_size)):
-            loss_of(run.data.train, batch_indices(run.seed, epoch, number, size, run.batch_size)).backward()
+            loss = loss_of(run.data.train, batch_indices(run.seed, epoch, number, size, run.batch_size))
+            loss.backward()
+            found.append(loss.item())
+            round_otherwise([p.grad for p in module.parameters() if p.grad is not None], terms)
             nn.utils.clip_grad_norm_(module.parameters(), optim.clip_norm or float("inf"))
             book.optimizer.step()
             book.optimizer.zero_grad()
@@ -98,7 +134,7 @@ def plain_run(optim: Optim, of: Callable[[nn.Module], Textbook]) -> dict[str, to
                 with torch.no_grad():
                     book.evaluated(loss_of(run.data.val, range(len(run.data.val))).item())
     assert step == STEPS
-    return {name: value.detach() for name, value in module.state_dict().items()}
+    return Plain({name: value.detach() for name, value in module.state_dict().items()}, found)
 
 
 def decayed(module: nn.Module, decay: float) -> list[dict[str, Any]]:
@@ -144,13 +180,13 @@ def with_groups(module: nn.Module) -> Textbook:
             parameter.requires_grad_(False)
         else:
             groups.append({"params": [parameter], "lr": rate, "weight_decay": weight_decay})
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=EPS)
     schedule = CosineAnnealingLR(optimizer, STEPS)
     return Textbook(optimizer, schedule.step)
 
 
 def with_average(module: nn.Module, decay: Any = 0.8) -> Textbook:
-    optimizer = torch.optim.AdamW(decayed(module, 0.1), lr=1e-2)
+    optimizer = torch.optim.AdamW(decayed(module, 0.1), lr=1e-2, eps=EPS)
     average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))
     average.update_parameters(module)  # the first one copies
 
@@ -263,15 +299,17 @@ def with_own(kind: Any, module: nn.Module, **arguments: Any) -> Textbook:
 
 
 OWN = Optim(factory=SignMomentum, lr=1e-2, weight_decay=0.1, arguments={"beta": 0.8}, clip_norm=1.0)
-NADAM = Optim("torch.optim.NAdam", lr=1e-2, weight_decay=0.1, arguments={"momentum_decay": 0.01})
+NADAM = Optim("torch.optim.NAdam", lr=1e-2, weight_decay=0.1, arguments={"momentum_decay": 0.01, "eps": EPS})
 GROUPS = {
     "heads*": {"lr_scale": 10, "weight_decay": 0.2},
     "*pos_embedding": {"frozen": True},
     "*ln_1.bias": {"weight_decay": 0.3},
     "heads.head.*": {"weight_decay": 0},
 }
-GROUPED = Optim("adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", clip_norm=1.0, layer_decay=0.5, groups=GROUPS)
-AVERAGED = Optim("adamw", lr=1e-2, weight_decay=0.1, ema=0.8)
+GROUPED = Optim(
+    "adamw", lr=1e-2, weight_decay=0.1, eps=EPS, schedule="cosine", clip_norm=1.0, layer_decay=0.5, groups=GROUPS
+)
+AVERAGED = Optim("adamw", lr=1e-2, weight_decay=0.1, eps=EPS, ema=0.8)
 PLATEAU = Optim("sgd", lr=0.1, schedule="plateau", plateau_factor=0.5, plateau_patience=0, min_lr=0.02)
 CASES: dict[str, tuple[Optim, Callable[[nn.Module], Textbook]]] = {
     "betas, eps and a warm cosine": (
@@ -285,7 +323,7 @@ CASES: dict[str, tuple[Optim, Callable[[nn.Module], Textbook]]] = {
     "plateau": (PLATEAU, with_plateau),
     "layers and groups": (GROUPED, with_groups),
     "averaged": (AVERAGED, with_average),
-    "NAdam": (NADAM, partial(with_own, torch.optim.NAdam, momentum_decay=0.01)),
+    "NAdam": (NADAM, partial(with_own, torch.optim.NAdam, momentum_decay=0.01, eps=EPS)),
     "one's own": (replace(OWN, clip_norm=None), partial(with_own, SignMomentum, beta=0.8)),
     "averaged, warm": (dataclasses.replace(AVERAGED, ema_warmup=True), with_warm_average),
 }
@@ -327,7 +365,33 @@ def test_a_run_equals_the_plain_loop(case, world, ranks, tmp_path):
     settings, (size, memory) = settings_of(optim), WORLDS[world]
     call = partial(train, tmp_path, **settings | {"memory": settings["memory"] | memory})
     call() if size == 1 else ranks(size).run(call)
-    assert distance(tmp_path, plain_run(optim, book)) < 1e-12
+    plain = plain_run(optim, book)
+    assert distance(weights_of(tmp_path), plain.weights) <= plain.moved
+    assert far(losses(tmp_path), plain.losses) <= plain.losses_moved
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_that_were_rounded_to_fp32_are_found(case):
+    """The smallest fault that the tolerance should not hide."""
+    optim, book = CASES[case]
+
+    def rounded(parameter: nn.Parameter) -> None:
+        parameter.grad.copy_(parameter.grad.float())
+
+    def faulty(module: nn.Module) -> Textbook:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(rounded)
+        return book(module)
+
+    plain, found = plain_run(optim, book), plain_loop(optim, faulty)
+    assert distance(found.weights, plain.weights) > 100 * plain.moved
+    assert far(found.losses, plain.losses) > 50 * plain.losses_moved
+
+
+def test_eps_is_torchs_unless_it_is_given():
+    for optim, eps in ((Optim("adamw"), 1e-8), (Optim("adamw", eps=EPS), EPS)):
+        made = build_optimizer([nn.Parameter(torch.zeros(2, 2))], optim, Memory(), torch.device("cpu"))
+        assert [group["eps"] for group in made.param_groups] == [eps] * len(made.param_groups)
 
 
 def test_layers_are_counted_from_the_embeddings_to_the_head():
@@ -354,13 +418,14 @@ def test_averages_may_be_begun_and_left_on_resume_and_are_what_export_gives(tmp_
         resume(tmp_path / "plain", tmp_path / "refused", 4, **settings)
     resume(tmp_path / "plain", tmp_path / "begun", 4, **settings | allowed)
     resume(tmp_path / "averaged", tmp_path / "left", 4, **plain | allowed)
-    assert distance(tmp_path / "left", load_file(tmp_path / "plain" / "model" / "model.safetensors")) == 0
-    assert distance(tmp_path / "begun", load_file(tmp_path / "plain" / "model" / "model.safetensors")) > 1e-3
+    plain_weights = weights_of(tmp_path / "plain")
+    assert distance(weights_of(tmp_path / "left"), plain_weights) == 0
+    assert distance(weights_of(tmp_path / "begun"), plain_weights) > 1e-3
     found = Found(path := tmp_path / "averaged" / "checkpoints" / f"step-{STEPS:08d}", read_manifest(path))
     run = recipe(tmp_path, **settings)
     run.data.prepare()
     module = load_whole_model(found, fill_from_data(run.model, run.data))
-    assert distance(tmp_path / "averaged", module.state_dict()) == 0
+    assert distance(weights_of(tmp_path / "averaged"), module.state_dict()) == 0
 
 
 def test_averages_of_half_precision_are_exchanged_and_put_back_bit_for_bit():
@@ -465,8 +530,10 @@ def test_the_planner_traces_the_state_of_an_optimizer_of_ones_own():
     for name, optim in {"sgd": Optim("sgd"), "one": replace(OWN, clip_norm=None), "two": NADAM}.items():
         peaks[name] = prediction_of(recipe_of("tower", Memory(), optim)).allocated
     size = 4 * sum(p.numel() for p in recipe_of("tower").model.build().parameters())
-    assert peaks["one"] - peaks["sgd"] == pytest.approx(size, rel=0.1)
-    assert peaks["two"] - peaks["sgd"] == pytest.approx(2 * size, rel=0.1)
+    # Tensors take whole blocks of 512 bytes, and torch 2.11 splits fewer of them.
+    assert peaks["one"] - peaks["sgd"] == pytest.approx(size, rel=0.2)
+    # The step of torch 2.11's NAdam has temporaries of the size of the state.
+    assert 0.8 * 2 * size <= peaks["two"] - peaks["sgd"] <= 1.2 * 4 * size
 
 
 def test_an_optimizer_that_a_file_names_is_imported_only_if_the_file_is_trusted(tmp_path, monkeypatch):
@@ -542,7 +609,7 @@ USUAL = ("plateau", "averaged", "one's own")
     "case", [case if case in USUAL else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, ranks, tmp_path):
-    settings = settings_of(CASES[case][0])
+    settings, plain = settings_of(CASES[case][0]), plain_run(*CASES[case])
     train(tmp_path / "whole", **settings)
     resume(tmp_path / "whole", tmp_path / "rest", 4, **settings)
     assert saved(tmp_path / "rest", STEPS) == saved(tmp_path / "whole", STEPS)
@@ -551,12 +618,12 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(case, ranks, tmp_path)
     ranks(2).run(
         partial(resume, tmp_path / "whole", tmp_path / "sharded", 4, **settings | {"memory": memory, "run": run})
     )
-    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "whole"), rel=1e-12)
-    assert distance(tmp_path / "sharded", load_file(tmp_path / "whole" / "model" / "model.safetensors")) < 1e-12
+    assert far(losses(tmp_path / "sharded"), losses(tmp_path / "whole")) <= plain.losses_moved
+    assert distance(weights_of(tmp_path / "sharded"), weights_of(tmp_path / "whole")) <= plain.moved
 
 
 def test_a_plateau_of_two_ranks_resumes_bit_for_bit(ranks, tmp_path):
-    settings = settings_of(PLATEAU)
+    settings = settings_of(replace(PLATEAU, lr=3.0))  # high enough that the loss rises early on
     settings["memory"] |= {"strategy": "ddp"}
     ranks(2).run(partial(train, tmp_path / "whole", **settings))
     ranks(2).run(partial(resume, tmp_path / "whole", tmp_path / "rest", 4, **settings))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from trainer import Data, Loss, Model, Recipe, RecipeError, predict
 from trainer.checkpoint.export import save_model
 from trainer.data import ImageFolder, TextFiles
 from trainer.models import MLP
+from trainer.run import prediction
 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]
 COUNT = 9
@@ -90,6 +93,31 @@ def test_a_folder_becomes_a_file_with_the_models_own_probabilities(images, tmp_p
     assert said.out == f"{COUNT} predictions: {out}\n"
     assert f"{COUNT}/{COUNT}" in said.err
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("printed", [True, False])
+def test_a_killed_command_leaves_what_the_next_one_removes(images, tmp_path, monkeypatch, printed):
+    recipe, run_dir, _ = images
+    out, scratch, given = tmp_path / "out", tmp_path / "tmp", tmp_path / "list.csv"
+    out.mkdir()
+    scratch.mkdir()
+    given.write_text(f"photo\n{recipe.data.root}/0.png\n")
+    monkeypatch.setattr(prediction, "gettempdir", lambda: str(scratch))
+    how = {"paths": [str(given)], "column": "photo", "output": None if printed else str(out / "o.csv"), "quiet": True}
+    with monkeypatch.context() as dying:
+        dying.setattr(prediction, "answers", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+        pid = os.fork()
+        if pid == 0:
+            predict(recipe, run_dir, **how)
+        os.waitpid(pid, 0)
+    left = sorted(path.name for path in (scratch if printed else out).iterdir())
+    assert len(left) == (1 if printed else 2)
+    assert all(name.startswith(".trainer-predict." if printed else ".o.csv.") for name in left)
+    (folder,) = (path for path in [*scratch.iterdir(), *out.iterdir()] if path.is_dir())
+    assert folder.stat().st_mode & 0o777 == 0o700  # it holds a copy of the table
+    predict(recipe, run_dir, **how)
+    assert [path.name for path in [*out.iterdir(), *scratch.iterdir()]] == ([] if printed else ["o.csv"])
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])

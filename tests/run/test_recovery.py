@@ -12,6 +12,7 @@ import torch
 from helpers.memory_hog import Hungry
 from helpers.ranks import RankPool
 from helpers.resumed import losses
+from helpers.rounding import EPS, ROUNDING
 from safetensors.torch import load_file
 
 from trainer import Checkpoint, Memory, Optim, Recipe, Run
@@ -22,7 +23,7 @@ from trainer.memory.oom import OutOfMemory
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 SHAPE = {"patch_size": 4, "layers": 2, "heads": 2, "width": 16, "mlp_width": 32}
-OPTIM = Optim("adamw", lr=1e-3, weight_decay=0.1, schedule="cosine", warmup_steps=2, clip_norm=1.0)
+OPTIM = Optim("adamw", lr=1e-3, weight_decay=0.1, eps=EPS, schedule="cosine", warmup_steps=2, clip_norm=1.0)
 
 
 def run(hunger: dict, memory: dict, folder: Any = None, optim: Optim = OPTIM, **changes: Any) -> dict:
@@ -70,8 +71,8 @@ def undisturbed() -> dict:
 
 
 def require_recovered(disturbed: dict, undisturbed: dict, micro_batch_size: int, recoveries: int) -> None:
-    assert error(disturbed, undisturbed) <= 1e-12
-    assert disturbed["losses"] == pytest.approx(undisturbed["losses"], rel=1e-12)  # five, each step once
+    assert error(disturbed, undisturbed) <= ROUNDING
+    assert disturbed["losses"] == pytest.approx(undisturbed["losses"], rel=ROUNDING)  # five, each step once
     expected = {"micro_batch_size": micro_batch_size, "recoveries": recoveries, "steps": 5}
     assert expected.items() <= disturbed["summary"].items()
     assert disturbed["status"]["cut"] == {"batch_size": 24, "micro_batch_size": micro_batch_size}
@@ -138,7 +139,7 @@ def test_auto_with_enough_memory_changes_nothing():
 
 def test_a_later_epoch_of_larger_micro_batches_is_cut_though_the_first_cannot_be(undisturbed):
     disturbed = run({"most": 3}, {"micro_batch_size": "auto"}, accumulate={0: 24, 1: 3})
-    assert error(disturbed, undisturbed) <= 1e-12
+    assert error(disturbed, undisturbed) <= ROUNDING
     assert disturbed["summary"]["recoveries"] == 2  # 8, 4, 2
     assert disturbed["status"]["cut"] is None  # each epoch has one of its own
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import pickle
 import re
 import signal
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from trainer.errors import RecipeError
 from trainer.planner import target
 from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.gpus import gpu_named
-from trainer.system.children import Child, Failed, in_child, in_children
+from trainer.system.children import Bounded, Child, Failed, in_child, in_children
 from trainer.system.machine import FACTS
 
 LARGE = {"text": "x" * 3_000_000, "figures": [1, 2.5, None]}
@@ -116,3 +119,85 @@ def test_a_process_in_a_group_of_ranks_can_predict_others() -> None:
     finally:
         if not joined:
             torch.distributed.destroy_process_group()
+
+
+def asked(what: str, size: int = 0) -> Any:
+    if what == "time":
+        while True:
+            pass
+    if what == "memory":
+        return len("x" * size)
+    if what == "refuse":
+        raise RecipeError("it is wrong")
+    return os.kill(os.getpid(), signal.SIGKILL) if what == "die" else [what, os.getpid(), os.getppid()]
+
+
+def test_a_bounded_job_is_ended_at_its_limits_and_called_again() -> None:
+    call = Bounded(asked, seconds=0.2, memory=200_000_000)
+    word, pid, parent = call("\ud800")
+    assert (word, parent, pid == parent) == ("\ud800", os.getpid(), False)
+    assert call("again")[1] == pid  # one process serves many calls
+    for what, said in (
+        ("time", r"takes more than 0\.2 s of CPU time"),
+        ("memory", r"takes more than 0\.2 GB of memory"),
+    ):
+        with pytest.raises(Failed, match=said):
+            call(what, 2**30)
+    assert call("memory", 50_000_000) == 50_000_000
+    with pytest.raises(Failed, match="its process ended with code -9"):
+        call("die")
+    with pytest.raises(RecipeError, match="it is wrong"):
+        call("refuse")
+    killed = call("a")[1]
+    os.kill(killed, signal.SIGKILL)
+    assert wait_for(lambda: has_ended(killed))
+    assert call("b")[0] == "b"
+
+
+def test_each_process_has_a_bounded_job_of_its_own(monkeypatch: Any) -> None:
+    """Also one that loads data: it may start no process of multiprocessing."""
+    call = Bounded(asked, seconds=5.0, memory=10**9)
+    mine = call("a")[1]
+
+    def in_worker() -> list[int]:
+        assert multiprocessing.current_process().daemon
+        return [os.getpid(), *call("b")[1:]]
+
+    worker, theirs, parent = in_child(in_worker)
+    assert (theirs == mine, parent == worker) == (False, True)
+    assert wait_for(lambda: not Path(f"/proc/{theirs}").exists())  # it ends with its process
+    assert call("c")[1] == mine
+    copy = pickle.loads(pickle.dumps(call))
+    assert copy("d")[1] != mine
+    monkeypatch.setattr("trainer.system.children.IDLE", 0.01)
+    idle = Bounded(asked, seconds=5.0, memory=10**9)
+    first = idle("e")[1]
+    assert wait_for(lambda: has_ended(first))  # nothing was asked of it
+    assert idle("f")[1] != first
+
+
+def has_ended(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def wait_for(condition: Any) -> bool:
+    until = time.monotonic() + LONG
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def stuck_once(path: str) -> str:
+    """Wait for ever without computing, as for a lock that was held at the fork; the second call answers."""
+    if os.path.exists(path):
+        return "answered"
+    Path(path).touch()
+    time.sleep(3600)
+    return "never"
+
+
+def test_a_fork_that_is_stuck_is_replaced_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.system.children.WALL", 2.0)
+    assert Bounded(stuck_once, seconds=5.0, memory=10**9)(str(tmp_path / "asked")) == "answered"
+    with pytest.raises(Failed, match="ended with code -9"):
+        Bounded(time.sleep, seconds=5.0, memory=10**9)(3600)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 from collections.abc import Mapping
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.manifest import MOST_BYTES
 from trainer.checkpoint.seal import seal_folder
-from trainer.errors import RunError, require
-from trainer.system.files import read_object, staged_file, write_atomic
+from trainer.errors import require
+from trainer.system.files import errno_of, read_object, staged_file, write_atomic
 from trainer.system.redact import redact_value
 from trainer.weights.blocks import as_it_came
 from trainer.weights.files import read_weights, shortened
@@ -47,7 +48,7 @@ def save_model(model: Model, module: nn.Module, folder: Path, state: Mapping[str
             config = json.dumps(_config(model), indent=2, allow_nan=False, ensure_ascii=False)
             write_atomic(folder / CONFIG, f"{config}\n")
     except SafetensorError as error:  # of the disk; its text has the error's name, but not its number
-        raise RunError(f"{folder / WEIGHTS} could not be written: {error}") from error
+        raise OSError(errno_of(error) or errno.EIO, str(error), str(folder / WEIGHTS)) from error
     seal_folder(folder)
 
 

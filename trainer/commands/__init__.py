@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-TRUST = "trust-recipe"
-"""The switch that lets a YAML file lead to Python code."""
+TRUST = "trust-recipe"  # the switch that lets a YAML file name Python code
 
 
 class OwnFlags(NamedTuple):
@@ -20,8 +19,7 @@ class OwnFlags(NamedTuple):
 
 
 NONE = OwnFlags()
-EVERY = OwnFlags(
+EVERY = OwnFlags(  # the flags of every command that takes a recipe
     {"config": "read settings from a YAML file; flags override it"},
     {"print_config": "print the recipe as YAML", TRUST: "execute the .py file that a recipe.yaml names"},
 )
-"""What every command takes that takes a recipe."""

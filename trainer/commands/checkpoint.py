@@ -156,7 +156,7 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
     from trainer.commands.recipes import load_recipe
     from trainer.report.card import Trained, card_of
     from trainer.run.resume import Found, load_whole_model
-    from trainer.system.files import staged_folder, write_atomic
+    from trainer.system.files import room_in, staged_folder, write_atomic
 
     recipe, _ = load_recipe(str(stored), trusted=trusted)
     manifest = read_manifest(path)
@@ -164,7 +164,7 @@ def export_checkpoint(paths: Sequence[Path], out: Path | None, *, trusted: bool 
     figures, data = dict(manifest.figures or {}), {"class": type(recipe.data).__name__, "fingerprint": manifest.dataset}
     facts = {"status": f"checkpoint of step {manifest.step:,}", "plan": manifest.plan, "saved": manifest.created}
     trained = Trained({**facts, **figures}, {}, data, manifest.versions)  # of which split they are nobody has written
-    with staged_folder(target) as folder:
+    with room_in(target.absolute().parent, "give another folder by --out"), staged_folder(target) as folder:
         save_model(recipe.model, module, folder)
         write_atomic(folder / "README.md", card_of(recipe, run_dir, trained))
     print(escaped(f"the model of {path.name} is in {target}"))

@@ -27,8 +27,7 @@ def known_classes(part: str) -> dict[str, type]:
 
 
 def taken_from(tree: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """The settings of a YAML file without the classes that it names, as ``data: {class: X}``, ``data.class: X`` or
-    ``data: X``; and these."""
+    """A YAML file's settings without the classes that it names in one of three ways, and these classes."""
     rest, classes = dict(tree), dict[str, str]()
     for part in PARTS:
         section, named = rest.get(part), rest.pop(f"{part}.{CLASS}", None)
@@ -82,7 +81,6 @@ def _at_defaults(kind: type) -> Any:
 
 
 def _imported(part: str, name: str, trusted: bool) -> type:
-    """The class of anybody's own that ``module.Class`` names."""
     given, (_, base), known = f"{part}.{CLASS}={name!r}", PARTS[part], known_classes(part)
     module = name.rpartition(".")[0]
     nowhere = f"{given} was defined in a notebook, or in a script that was run, and no file that is imported has it"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from trainer.commands.measured_run import run_trial
 from trainer.commands.recipes import new_folder
-from trainer.errors import RunError, require
+from trainer.errors import RecipeError, RunError, require
 from trainer.recipe import Recipe
 from trainer.system.files import write_atomic
 from trainer.system.redact import redact_words
@@ -31,13 +31,8 @@ DIVERGED = 4.0
 def find_lr(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | None]], wanted: str | None) -> None:
     """The range test of Smith (2015): as many steps, each with a learning rate larger by the same factor.
 
-    What is suggested is the rate at which the smoothed loss falls fastest.
-
-    Args:
-        recipe: with the flags applied.
-        reference: what names it.
-        flags: of the command line, passed on.
-        wanted: the folder, by ``--out``.
+    It suggests the rate at which the smoothed loss falls fastest. The ``flags`` are those of the command line, which
+    the ``recipe`` has, and ``wanted`` is the folder that ``--out`` names.
     """
     own = {"optim.schedule": "range_test", "optim.min_lr": LOWEST, "optim.lr": HIGHEST, "optim.warmup_steps": 0}
     own |= {"optim.warmup_ratio": "null", "optim.scale_lr": "none", "max_steps": STEPS}
@@ -54,10 +49,8 @@ def find_lr(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | Non
     if len(curve.rates) < 4 * HALF:
         raise RunError(f"{len(curve.rates)} steps are too few to find a learning rate: {ended}; see {out / 'run.log'}")
     found, least = curve.steepest(), curve.rates[curve.smoothed.index(min(curve.smoothed))]
-    require(
-        found is not None, f"the loss fell nowhere between {LOWEST:g} and {curve.rates[-1]:g}: see {out / 'run.log'}"
-    )
-    assert found is not None
+    if found is None:
+        raise RecipeError(f"the loss fell nowhere from {LOWEST:g} to {curve.rates[-1]:g}: see {out / 'run.log'}")
     rows = zip(curve.rates, curve.losses, curve.smoothed, strict=True)
     lines = ["lr,loss,smoothed", *(f"{rate!r},{loss!r},{smooth!r}" for rate, loss, smooth in rows)]
     write_atomic(out / "lr.csv", "\n".join(lines) + "\n")
@@ -67,13 +60,9 @@ def find_lr(recipe: Recipe, reference: str, flags: Sequence[tuple[str, str | Non
     plot_rates(curve.rates, curve.losses, curve.smoothed, found, out / "lr.png")
     unscaled = [("optim.scale_lr", "none")] if recipe.optim.scale_lr != "none" else []  # it is of this batch size
     given = [(name, text) for name, text in flags if name not in ("optim.lr", "optim.scale_lr")]
-    command = [
-        "trainer",
-        "fit",
-        *redact_words([reference, *as_words([*given, ("optim.lr", f"{found:.1e}"), *unscaled])]),
-    ]
+    words = [reference, *as_words([*given, ("optim.lr", f"{found:.1e}"), *unscaled])]
     print(f"the loss falls fastest at {found:.1e}, and is least at {least:.1e}")
-    print(escaped(f"  {shlex.join(command)}"))
+    print(escaped(f"  {shlex.join(['trainer', 'fit', *redact_words(words)])}"))
     print(escaped(f"files: {out}: lr.csv, lr.png, lr.json, run.log"))
 
 

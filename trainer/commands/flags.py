@@ -6,6 +6,7 @@ from __future__ import annotations
 import types
 from argparse import SUPPRESS, Action, ArgumentError
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path, PurePath
@@ -22,12 +23,14 @@ from trainer.errors import RecipeError, nearest, require
 from trainer.recipe import ALSO_CALLED, MEANT, NOT_OFFERED, Recipe
 from trainer.settings import did_you_mean, settings_of
 from trainer.system.files import read_regular
+from trainer.system.reports import cause
 
 SWITCHES = ("help", *EVERY.switches)
 
 UNIONS = (Union, types.UnionType)
 MOST_BYTES = 1_000_000
 """Of a YAML file: read at some 100 kB a second."""
+MAX_DEPTH, MAX_FOR_C = 100, 2_000  # levels; characters that can begin one: at 40,000, PyYAML's C code crashes
 MOST_NODES = 100_000
 """In a YAML file, aliases counted as often as they are used: a few lines of them can stand for billions."""
 
@@ -223,7 +226,7 @@ def load_yaml_file(path: Path) -> dict[Any, Any]:
         raise RecipeError(f"{path} line {line}: not valid YAML: {error.problem}") from error
     except RecursionError:
         raise RecipeError(f"{path} is nested too deeply") from None
-    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError) as error:  # PyYAML checks no !!int 'x'
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise RecipeError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
     return tree
 
@@ -244,16 +247,22 @@ def load_yaml(text: str) -> Any:
     """What jsonargparse makes of YAML, with its safe loader.
 
     Raises:
-        RecipeError: for a duplicate key, of which it would silently keep the last, for a key that is no word, and for
-            aliases that come to more than :data:`MOST_NODES` entries, or to themselves.
+        RecipeError: for a duplicate key, of which it would silently keep the last, for a key that is no scalar, and for
+            aliases that come to more than :data:`MOST_NODES` entries.
+        YAMLError: for what is not valid YAML, and for a value that does not fit its tag.
     """
-    nodes = [yaml.compose(text, yaml.SafeLoader)]
-    seen = 0
+    root, seen = None, 0
+    if yaml.__with_libyaml__ and sum(map(text.count, "[{-?:")) <= MAX_FOR_C:
+        with suppress(yaml.YAMLError):  # Python's error says more
+            root = yaml.compose(text, yaml.CSafeLoader)
+    nodes = [(0, root or yaml.compose(text, yaml.SafeLoader))]
     while nodes:
-        node = nodes.pop()
+        depth, node = nodes.pop()
         seen += 1
         if seen > MOST_NODES:
             raise RecipeError(f"comes to more than {MOST_NODES:,} entries: too many, or aliases of aliases")
+        if depth > MAX_DEPTH:
+            raise RecursionError  # as Python's loader does
         lines: dict[str, int] = {}
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
             line = key.start_mark.line + 1
@@ -262,9 +271,12 @@ def load_yaml(text: str) -> Any:
             if key.value in lines:
                 raise RecipeError(f"line {line}: duplicate key {key.value}, first given on line {lines[key.value]}")
             lines[key.value] = line
-            nodes.append(value)
-        nodes += node.value if isinstance(node, yaml.SequenceNode) else ()
-    return get_loader("yaml")(text)
+            nodes.append((depth + 1, value))
+        nodes += [(depth + 1, item) for item in node.value] if isinstance(node, yaml.SequenceNode) else []
+    try:
+        return get_loader("yaml")(text)
+    except (ValueError, AttributeError, TypeError, LookupError, OverflowError) as error:  # of !!int x, !!bool x, ...
+        raise yaml.YAMLError(f"a value does not fit its tag ({cause(error)})") from error
 
 
 def _value(text: Any) -> Any:

@@ -38,11 +38,9 @@ VARIED = {f"memory.{name}": value for name, value in vars(Memory()).items() if n
 STEADY = {"model.dropout": 0.0, "model.attention_dropout": 0.0, "optim.schedule": "constant", "optim.warmup_steps": 0}
 """Set unless asked for otherwise: another cut draws another dropout, and a first step of hardly any learning rate would
 make any technique look lossless."""
-ON_HOST = "nothing to gain: the host is the device"
-"""What to say of techniques that move memory from the device to the host, where there is no GPU."""
+ON_HOST = "nothing to gain: the host is the device"  # for techniques that move memory there
 OWN = {"run.dir": "--out", "max_steps": "--steps"}
-ANY = {"accelerator": "cuda", "devices": 2}
-"""A machine on which every rung makes sense, of those that make sense on some."""
+ANY = {"accelerator": "cuda", "devices": 2}  # a machine on which every rung makes sense
 TURNS = [(knob, turn) for knob in KNOBS for turn in knob.turns if turn.rung]
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.manifest import CorruptCheckpoint
+from trainer.checkpoint.seal import require_sealed_text
 from trainer.errors import RecipeError, require
 from trainer.settings import did_you_mean
 from trainer.system.files import open_regular, read_object
 from trainer.system.lock import NAME as LOCK
 from trainer.system.processes import ProcessId
+from trainer.system.reports import cause
 from trainer.system.text import as_text, columns, escaped
 
 USAGE = """\
@@ -52,19 +56,23 @@ def runs(argv: Sequence[str]) -> None:
         return
     names = [*known.valued, *known.switches]
     for name, _ in flags:
-        require(
-            name in names,
-            f"runs: unknown flag --{name}{did_you_mean(name, names, dashes='--')}: see trainer runs --help",
-        )
+        hint = did_you_mean(name, names, dashes="--")
+        require(name in names, f"runs: unknown flag --{name}{hint}: see trainer runs --help")
     pair = [Path(text) for name, text in flags if name == "compare" and text]
     if pair:
         require(len(pair) == 2, f"--compare takes two run directories, and was given {len(pair)}")
         for path in pair:
-            require(_is_run(path), f"--compare: {path} is no run directory: it has no recipe.yaml")
+            is_run = os.path.isfile(path / "recipe.yaml")
+            require(is_run, f"--compare: {path} is no run directory: it has no recipe.yaml")
         print(compared(*map(row_of, pair)))
         return
-    found = [row_of(path, folder) for folder in map(Path, folders or ["runs"]) for path in _below(folder)]
+    paths = [(path, folder) for folder in map(Path, folders or ["runs"]) for path in _below(folder)]
     where = [text for name, text in flags if name in ("where", "filter") and text]
+    order = [text for name, text in flags if name == "sort" and text]
+    found = [row_of(*path, with_settings=("json", None) in flags) for path in paths]
+    asked = {text.partition("=")[0] for text in where} | {text.removeprefix("-") for text in order}
+    if not asked <= {key for row in found for key in row}:  # they are settings, whose files take longer to read
+        found = [row_of(*path) for path in paths]
     rows = sorted(found, key=lambda row: row["date"])
     hidden = ("settings", "faults", "figure")
     keys = list(dict.fromkeys(key for row in rows for key in (*row, *row["settings"]) if key not in hidden))
@@ -73,7 +81,7 @@ def runs(argv: Sequence[str]) -> None:
         require(bool(equals), f"--where={text!r} must be KEY=VALUE, such as status=finished")
         _require_key("--where", key, keys)
         rows = [row for row in rows if _same(_of(row, key), value)]
-    for text in (text for name, text in flags if name == "sort" and text):
+    for text in order:
         key = text.removeprefix("-")
         _require_key("--sort", key, keys)
         known_of = [row for row in rows if _of(row, key) is not None]
@@ -82,20 +90,14 @@ def runs(argv: Sequence[str]) -> None:
     if ("json", None) in flags:
         print(json.dumps(rows, indent=1, ensure_ascii=True))
         return
-    if not rows:
-        where_from = ", ".join(folders or ["runs"])
-        print(f"no runs in {escaped(where_from)}" if not found else f"none of {len(found)} runs fits --where")
-        return
-    print(table(rows))
+    where_from = ", ".join(folders or ["runs"])
+    none = f"none of {len(found)} runs fits --where" if found else f"no runs in {escaped(where_from)}"
+    print(table(rows) if rows else none)
 
 
 def _require_key(flag: str, key: str, keys: Sequence[str]) -> None:
     hint = did_you_mean(key, keys) or f"; columns are {', '.join(name for name in keys if '.' not in name)}"
     require(key in keys or not keys, f"{flag}={key!r} is no column and no setting of these runs{hint}")
-
-
-def _is_run(path: Path) -> bool:
-    return os.path.isfile(path / "recipe.yaml")
 
 
 def _below(folder: Path) -> list[Path]:
@@ -110,8 +112,11 @@ def _below(folder: Path) -> list[Path]:
     return found
 
 
-def row_of(path: Path, folder: Path | None = None) -> dict[str, Any]:
-    """What is known of a run: figures, and its ``settings``. What cannot be read is in its ``faults``."""
+def row_of(path: Path, folder: Path | None = None, with_settings: bool = True) -> dict[str, Any]:
+    """The columns of a run, its ``settings``, and in ``faults`` what cannot be read.
+
+    Without ``with_settings``, recipe.yaml is parsed only if it does not match its hash: if it does, it is whole.
+    """
     faults: list[str] = []
 
     def content(name: str) -> dict[str, Any]:
@@ -122,33 +127,39 @@ def row_of(path: Path, folder: Path | None = None) -> dict[str, Any]:
 
     summary, status = content("summary.json"), content("status.json")
     memory, metrics = _mapping(summary.get("memory")), _mapping(summary.get("metrics"))
-    figures = {
-        f"{split}_{name}": value
-        for split, of_split in metrics.items()
-        for name, value in _mapping(of_split).items()
-        if value is not None
-    }
-    history = _last_of(path / "metrics.csv")
-    state = str(status.get("status") or summary.get("status") or "unknown")
-    settings = _settings(path / "recipe.yaml", faults)
+    history = _last_of(path / "metrics.csv", faults)
+    numbers = {"step": summary.get("steps", history.get("step")), "seconds": summary.get("seconds")}
+    numbers["memory_gb"] = memory.get("reserved_gb") or memory.get("host_peak_gb")
+    numbers |= {f"{split}_{name}": value for split, found in metrics.items() for name, value in _mapping(found).items()}
+    wrong = [name for name, value in numbers.items() if value is not None and not _is_finite(value)]
+    faults += [f"{name} is not a finite number" for name in wrong]
+    known = {name: value for name, value in numbers.items() if value is not None and name not in wrong}
+    figures = {name: value for name, value in known.items() if name not in ("step", "memory_gb", "seconds")}
+    val_loss = history.get("val_loss", known.get("val_loss"))
     told = [(key, value) for key, value in figures.items() if not key.endswith("_loss")] or list(figures.items())
-    newest = max(
-        (file.stat().st_mtime for file in (path / "status.json", path / "recipe.yaml") if file.exists()), default=0
-    )
-    name = os.path.relpath(path, folder) if folder and path != folder else str(path)
+    recipe, is_whole = path / "recipe.yaml", False
+    with suppress(CorruptCheckpoint):
+        is_whole = require_sealed_text(recipe) is None
+    settings = _settings(recipe, faults) if with_settings or not is_whole else {}
+    newest = max((file.stat().st_mtime for file in (path / "status.json", recipe) if file.exists()), default=0)
     return {
-        "run": name,
-        "status": "broken" if faults else _alive(path, state),
-        "step": summary.get("steps", history.get("step")),
+        "run": os.path.relpath(path, folder) if folder and path != folder else str(path),
+        "status": "broken" if faults else _alive(path, str(status.get("status") or summary.get("status") or "unknown")),
+        "step": known.get("step"),
         "figure": f"{told[0][0].replace('_', ' ', 1)} {_percent(*told[0])}" if told else None,
-        "val_loss": history.get("val_loss", figures.get("val_loss")),
-        "memory_gb": memory.get("reserved_gb") or memory.get("host_peak_gb"),
-        "seconds": summary.get("seconds"),
+        "val_loss": val_loss if _is_finite(val_loss) else None,
+        "memory_gb": known.get("memory_gb"),
+        "seconds": known.get("seconds"),
         "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(newest)),
-        **{key: value for key, value in figures.items() if key != "val_loss"},
+        **{name: value for name, value in figures.items() if name != "val_loss"},
         "settings": settings,
         "faults": faults,
     }
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold; JSON has larger integers, and Python's json NaN and Infinity."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -168,45 +179,50 @@ def _alive(path: Path, state: str) -> str:
 
 
 def _settings(path: Path, faults: list[str]) -> dict[str, Any]:
-    """Every setting in recipe.yaml by its dotted name."""
+    """Every setting in recipe.yaml by its dotted name, in types that JSON has."""
     from trainer.commands.flags import load_yaml_file
 
-    flat: dict[str, Any] = {}
     try:
-        waiting = [("", load_yaml_file(path))]
+        tree = load_yaml_file(path)
     except RecipeError as error:
         faults.append(str(error).replace(f"{path}", path.name))
-        return flat
-    while waiting:
-        prefix, tree = waiting.pop(0)
-        for key, value in tree.items():
-            name = f"{prefix}{key}"
-            if isinstance(value, dict) and not prefix:
-                waiting.append((f"{name}.", value))
-            else:
-                flat[name] = value
+        return {}
+    flat: dict[str, Any] = {}
+    for key, value in _plain(tree).items():
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
     return flat
 
 
-def _last_of(path: Path) -> dict[str, float]:
-    """The last figure of every column of ``metrics.csv``, as far as its end tells."""
+def _plain(value: Any) -> Any:
+    """``value`` in types of JSON: YAML also has dates, sets, bytes, NaN, and integers that no float can hold."""
+    if isinstance(value, dict):
+        return {str(_plain(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return sorted(map(_plain, value), key=str) if isinstance(value, set) else list(map(_plain, value))
+    if isinstance(value, int) and not _is_finite(value):
+        return hex(value)  # Python refuses to write one of 4,300 digits as a decimal
+    return value if value is None or isinstance(value, str) or _is_finite(value) else str(value)
+
+
+def _last_of(path: Path, faults: list[str]) -> dict[str, float]:
+    """The last step and ``val_loss`` in ``metrics.csv``."""
     last: dict[str, float] = {}
     try:
         with open_regular(path) as file:
-            header = file.readline(MOST_BYTES).decode(errors="replace")
-            at = file.tell()
-            file.seek(max(at, os.fstat(file.fileno()).st_size - MOST_BYTES))
-            whole = file.tell() == at
-            lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()[0 if whole else 1 :]
+            header = file.readline(MOST_BYTES).decode(errors="replace").strip()
+            file.seek(max(file.tell() - 1, os.fstat(file.fileno()).st_size - MOST_BYTES, 0))
+            lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()[1:]  # the first is the end of another
+        names = next(csv.reader([header], strict=True), ["step"])
+        require("step" in names, "it has no column step")
+        kinds: dict[str, type[float]] = {"step": int} | ({"val_loss": float} if "val_loss" in names else {})
+        for row in csv.reader(lines, strict=True):
+            cells = dict(zip(names, row, strict=False))
+            last |= {name: kind(cells[name]) for name, kind in kinds.items() if cells.get(name)}
     except OSError:
-        return last
-    for row in csv.DictReader(io.StringIO("\n".join([header.strip(), *lines]))):
-        for name, cell in row.items():
-            try:
-                last[str(name)] = float(cell or "")
-            except (ValueError, TypeError):  # noqa: PERF203
-                continue
-    return last | ({"step": int(last["step"])} if "step" in last and last["step"] == last["step"] else {})
+        return {}
+    except (csv.Error, ValueError) as error:
+        faults.append(f"{path.name}: {cause(error)}")
+    return last
 
 
 def _of(row: Mapping[str, Any], key: str) -> Any:
@@ -227,9 +243,7 @@ def _same(value: Any, text: str) -> bool:
         return json.dumps(value) == text or str(value) == text
 
 
-def _percent(name: str, value: Any) -> str:
-    if not isinstance(value, int | float):
-        return str(value)
+def _percent(name: str, value: float) -> str:
     return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4f}"
 
 
@@ -237,8 +251,8 @@ def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name == "memory_gb":
-        return f"{value:.2f} GB" if isinstance(value, int | float) else str(value)
-    if name == "seconds" and isinstance(value, int | float):
+        return f"{value:.2f} GB"
+    if name == "seconds":
         hours, rest = divmod(int(value), 3600)
         return f"{hours}:{rest // 60:02}:{rest % 60:02}"
     return escaped(f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value)

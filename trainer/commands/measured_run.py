@@ -35,8 +35,7 @@ RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOL
 """For runs on a CPU: glibc keeps freed tensors, and resident memory would show the largest of everything so far."""
 CPU = {"accelerator": "cpu", "devices": 1, "device": "CPU", "device_memory_gb": None}
 SECONDS_BETWEEN_LOOKS = 1.0
-GRACE_SECONDS = 10.0
-"""How long an interrupted run may take to write its summary."""
+GRACE_SECONDS = 10.0  # that an interrupted run has to write its summary
 
 
 @dataclass(frozen=True)
@@ -161,9 +160,8 @@ def _run(
     watch: Callable[[], str | None],
 ) -> int | str | None:
     """The exit code of ``command``, ``None`` if it took too long, or why it was ended. No process of it is left."""
-    watched, until = Watched(command, environment, stdout=output, stderr=output), math.inf
-    if seconds is not None:
-        until = time.monotonic() + seconds
+    watched = Watched(command, environment, stdout=output, stderr=output)
+    until = math.inf if seconds is None else time.monotonic() + seconds
     try:
         while (left := until - time.monotonic()) > 0:
             with suppress(subprocess.TimeoutExpired):
@@ -199,7 +197,6 @@ def _outcome(code: int | str | None, text: str, seconds: float | None) -> tuple[
 
 
 def _figures(run_dir: Path) -> dict[str, Any]:
-    """What the run directory says, as far as the run came."""
     figures: dict[str, Any] = {}
     if (run_dir / "summary.json").is_file():
         summary = json.loads((run_dir / "summary.json").read_text())

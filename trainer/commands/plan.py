@@ -64,11 +64,8 @@ FLAGS = OwnFlags(VALUED, SWITCHES, about=ABOUT)
 
 
 def plan(argv: list[str]) -> None:
-    """Plan a recipe for one number of devices, or make a table of several; print the answer and write it.
-
-    Raises:
-        RunError: when nothing fits; the table is printed and the files are written all the same.
-    """
+    """Plan a recipe for one number of devices, or make a table of several; print the answer and write it. If nothing
+    fits, the table is printed and the files are written all the same before a ``RunError``."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     require(not launched, "trainer plan needs no ranks: start it without a launcher, and say --devices")
     if any(word.partition("=")[0] == "--script" for word in argv):
@@ -181,7 +178,6 @@ def _clusters(recipe: Recipe, own: dict[str, str], several: bool) -> list[Cluste
 
 
 def _write(path: Path, reference: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Write what was found; what the file then holds."""
     from trainer.report.summary import versions
 
     date = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -251,10 +247,8 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, Any] | None) -> None:
-    """Write ``plan.html``: ``content``, what ``plan.json`` holds, as a table with two sliders, without a network.
-
-    Its memory curve is drawn of the ``timeline``, as ``plot_plan`` draws it; without one there is none.
-    """
+    """Write ``plan.html``: ``content``, as in ``plan.json``, as a table with two sliders; it needs no network.
+    The memory curve is that of the ``timeline``, as ``plot_plan`` draws it; without one there is none."""
     from trainer.report import page
     from trainer.report.plots import CATEGORIES
 

@@ -35,11 +35,7 @@ USAGE = "usage: trainer plan --script FILE [flags] [-- ARGS OF THE SCRIPT]"
 
 
 def plan_script(argv: Sequence[str]) -> None:
-    """Plan a script; print the answer and write it.
-
-    Raises:
-        RunError: when it does not fit; all is printed and written all the same.
-    """
+    """Plan a script; print the answer and write it, also if it does not fit, which is a ``RunError``."""
     from trainer.commands.flags import scan
 
     words, args = list(argv), list[str]()
@@ -73,7 +69,6 @@ def plan_script(argv: Sequence[str]) -> None:
 
 
 def _script(own: dict[str, str], named: Sequence[str], args: Sequence[str]) -> scripts.Script:
-    """The script with its settings, as far as they can be checked at once."""
     require(Path(own["script"]).is_file(), f"--script {own['script']}: no such file")
     if "gpu" in own:
         require(own["gpu"] != "cpu", "--gpu=cpu: a script is planned on a GPU: name one, such as --gpu rtx-4090")

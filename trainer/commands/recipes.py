@@ -26,8 +26,7 @@ from trainer.system.text import wrapped
 if TYPE_CHECKING:
     from trainer.commands.flags import Flags, RecipeParser
 
-MOST = 1_000_000
-"""Of whatever a command's own flags count: devices, nodes, steps, trials."""
+MOST = 1_000_000  # limit of the counts in a command's own flags: devices, nodes, steps, trials
 
 
 def recipes_folder() -> Path:
@@ -80,8 +79,7 @@ def load_recipe(reference: str, *, trusted: bool = False) -> tuple[Recipe, str |
 
 
 def source_of(reference: str, folder: Path | None = None) -> str:
-    """What a run's ``recipe.yaml`` calls the recipe, by its packaged name or a path from ``folder`` (the working
-    directory by default): that name, or the absolute path of its file."""
+    """The packaged name, or the absolute path of a file given from ``folder`` (by default the working directory)."""
     names = packaged_recipes()
     if reference in names:
         return reference
@@ -191,11 +189,8 @@ def asked_for(
     named: Callable[[str], str] = str,
     made: Callable[[str, Flags], Recipe | None] = lambda reference, flags: None,
 ) -> Asked | None:
-    """Read the command line of a command that takes a recipe, or the directory of a run, and then flags.
-
-    ``what`` is RECIPE, or RUN_DIR, whose recipe ``named`` finds; one that is in no file is ``made``, of the flags that
-    are the command's own. ``None`` when printing was all that was asked for.
-    """
+    """Read a command line of RECIPE or RUN_DIR (``what``) and flags; ``None`` if printing was all that was asked for.
+    The recipe of a RUN_DIR is what ``named`` finds; one in no file is ``made`` from the command's own flags."""
     from trainer.commands.flags import scan
 
     positionals, flags = scan(argv, own)
@@ -277,7 +272,6 @@ def _names_class(flag: str) -> bool:
 def _with_classes_of(
     path: Path, recipe: Recipe, classes: Mapping[str, str], trusted: bool
 ) -> tuple[Recipe, dict[str, list[str]]]:
-    """``with_classes`` of those that the file ``path`` names."""
     try:
         return with_classes(recipe, classes, trusted)
     except RecipeError as error:

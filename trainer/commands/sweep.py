@@ -8,13 +8,15 @@ import math
 import os
 import shlex
 import shutil
+import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from queue import SimpleQueue
+from random import Random
 from statistics import mean, stdev
 from typing import Any, get_args
 
@@ -49,9 +51,9 @@ MOST_BYTES = 64 * 2**20
 TAKEN = ("run.dir", "run.resume", "run.best", "run.metrics")
 """What the sweep sets, or compares by."""
 NUMBER, TEXT = (int, float, type(None)), (str, type(None))
-ROW: dict[str, Any] = {"number": int, "settings": dict, "status": str, "reason": TEXT, "scores": list, "score": NUMBER}
-ROW |= {"figure": TEXT, "value": NUMBER, "step": NUMBER, "seconds": NUMBER}
-"""What a trial is in ``sweep.json``."""
+FOUND: dict[str, Any] = {"score": NUMBER, "figure": TEXT, "value": NUMBER, "step": NUMBER}
+ROW = {"number": int, "settings": dict, "status": str, "reason": TEXT, "scores": list, "seconds": NUMBER, **FOUND}
+"""What a trial is in ``sweep.json``; ``FOUND`` is what its evaluations have found, all of it or nothing."""
 NOT_COMPARED = (
     "a sweep compares trials by a validation set, and the data has none: hold out a part of the training set "
     "(--data.val_fraction 0.1, say), or say --run.best test_loss"
@@ -85,6 +87,7 @@ def sweep(argv: list[str]) -> None:
         chooser: Chooser = Folds(recipe, trials)
     else:
         space = dict(parsed(recipe, source, text) for text in over)
+        require(len(space) == len(over), "--over names a setting twice: give each setting once, with all of its values")
         chooser, trials = Optuna(space, recipe.seed), count("trials", own.get("trials", "20"))
     parallel = count("parallel", own.get("parallel", "1"))
     out = Path(own.get("out") or f"runs/{Path(reference).stem}-sweep").absolute()
@@ -142,25 +145,25 @@ def slots_of(recipe: Recipe, parallel: int) -> list[dict[str, str]]:
 
 
 class Chooser:
-    """What the trials are: settings are asked for, and what came of them is told, by one thread at a time."""
+    """The source of settings. What it chooses for a trial depends only on the rows of the trials before it."""
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Know of a trial of an earlier start."""
+    def check(self, row: Mapping[str, Any]) -> None:
+        """Raise a ValueError for a row of ``sweep.json`` that this sweep cannot have written."""
 
     def example(self) -> dict[str, Any]:
         """Settings that a trial may have."""
-        return {}
+        return self.ask([], 0, None)[1]
 
-    def ask(self, again: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-        """A trial and its settings; ``again`` are those of one that an earlier start has left unfinished."""
+    def ask(self, earlier: Sequence[Mapping[str, Any]], results: int, known: Any) -> tuple[Any, dict[str, Any]]:
+        """The next trial and its settings, which are ``known`` if an earlier start has chosen them.
+
+        Of the ``earlier`` rows, the results of the first ``results`` may be used, and of the others only the settings.
+        """
         raise NotImplementedError
 
     def report(self, trial: Any, score: float, number: int) -> bool:
-        """What the evaluation ``number`` of a trial has found, higher is better; whether the trial is to be ended."""
+        """Take the score of evaluation ``number`` of a trial (higher is better); return whether to end the trial."""
         return False
-
-    def tell(self, trial: Any, row: Mapping[str, Any]) -> None:
-        """How a trial has ended."""
 
 
 class Folds(Chooser):
@@ -168,81 +171,66 @@ class Folds(Chooser):
 
     def __init__(self, recipe: Recipe, folds: int) -> None:
         known = {"data.val_fraction", "data.val_fold"} <= settings_of(recipe).keys()
-        name = type(recipe.data).__name__
-        require(known, f"--folds needs a dataset with val_fraction and val_fold, which {name} has not")
+        require(known, f"--folds needs data.val_fraction and data.val_fold: {type(recipe.data).__name__} has not both")
         require(folds > 1, f"--folds={folds}: each part is validated by a model of the others: give 2 at least")
-        self.left = [{"data.val_fraction": repr(1 / folds), "data.val_fold": str(fold)} for fold in range(folds)]
+        self.folds = [{"data.val_fraction": repr(1 / folds), "data.val_fold": str(fold)} for fold in range(folds)]
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        self.left.remove(dict(row["settings"]))
+    def check(self, row: Mapping[str, Any]) -> None:
+        require(row["settings"] == self.folds[row["number"] - 1], "its settings are not those of its fold")
 
-    def example(self) -> dict[str, Any]:
-        return dict(self.left[0])
-
-    def ask(self, again: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-        settings = dict(again) if again is not None else self.left[0]
-        self.left.remove(settings)
-        return None, settings
+    def ask(self, earlier: Sequence[Mapping[str, Any]], results: int, known: Any) -> tuple[Any, dict[str, Any]]:
+        return None, dict(self.folds[len(earlier)])
 
 
 class Optuna(Chooser):
-    """Trials by Optuna: settings by its Tree-structured Parzen Estimator, ended early by the median of the others."""
+    """Settings by Optuna's Tree-structured Parzen Estimator; trials below the median of the others are ended early.
+
+    Each trial has its own study and its own seed. A single study would depend on which trial ended first, and on how
+    many settings the process has drawn, so a sweep that was killed would try other settings.
+    """
 
     def __init__(self, space: Mapping[str, Any], seed: int) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.space, self.states, self.seed = dict(space), optuna.trial.TrialState, seed
-        self.study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner())
-        self._draw_on()
+        self.optuna, self.space, self.seed = optuna, dict(space), seed
 
-    def _draw_on(self) -> None:
-        """Draw from a seed of its own after so many trials: the first one's would give an earlier start's again."""
-        from optuna.samplers import TPESampler
-
-        self.study.sampler = TPESampler(seed=(self.seed + len(self.study.trials)) % 2**32, constant_liar=True)
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        from optuna.trial import create_trial
-
-        scores = dict(enumerate(row["scores"]))
-        state = self._state(row["status"])
-        value = row["score"] if state == self.states.COMPLETE else None
-        known: dict[str, Any] = {"params": dict(row["settings"]), "distributions": self.space}
-        self.study.add_trial(create_trial(state=state, value=value, intermediate_values=scores, **known))
-        self._draw_on()
+    def check(self, row: Mapping[str, Any]) -> None:
+        self._frozen(row, True)
 
     def example(self) -> dict[str, Any]:
         ends = {key: getattr(values, "choices", None) or [values.low] for key, values in self.space.items()}
         return {key: first for key, (first, *_) in ends.items()}
 
-    def ask(self, again: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-        if again is not None:
-            self.study.enqueue_trial(dict(again))
-        trial = self.study.ask(self.space)
+    def ask(self, earlier: Sequence[Mapping[str, Any]], results: int, known: Any) -> tuple[Any, dict[str, Any]]:
+        seed = Random(f"{self.seed} {len(earlier)}").getrandbits(32)
+        sampler = self.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        pruner = self.optuna.pruners.MedianPruner()
+        study = self.optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
+        study.add_trials([self._frozen(row, place < results) for place, row in enumerate(earlier)])
+        if known is not None:
+            study.enqueue_trial(known)
+        trial = study.ask(self.space)
         return trial, dict(trial.params)
 
     def report(self, trial: Any, score: float, number: int) -> bool:
         trial.report(score, number)
         return bool(trial.should_prune())
 
-    def tell(self, trial: Any, row: Mapping[str, Any]) -> None:
-        state = self._state(row["status"])
-        self.study.tell(trial, row["score"] if state == self.states.COMPLETE else None, state)
-
-    def _state(self, status: str) -> Any:
-        return {"finished": self.states.COMPLETE, "pruned": self.states.PRUNED}.get(status, self.states.FAIL)
+    def _frozen(self, row: Mapping[str, Any], with_result: bool) -> Any:
+        states = self.optuna.trial.TrialState
+        ended = {"finished": states.COMPLETE, "pruned": states.PRUNED, "running": states.RUNNING}
+        state = ended.get(row["status"], states.FAIL) if with_result else states.RUNNING
+        value = row["score"] if state == states.COMPLETE else None
+        scores = dict(enumerate(row["scores"])) if state.is_finished() else {}
+        known: dict[str, Any] = {"params": row["settings"], "distributions": self.space}
+        return self.optuna.trial.create_trial(state=state, value=value, intermediate_values=scores, **known)
 
 
 class Sweep:
-    """The trials of a recipe, each in a folder of ``out``, and ``sweep.json``, which an interrupted one goes on from.
+    """The trials of a recipe, each in a folder of ``out``, and ``sweep.json``, from which an interrupted sweep goes on.
 
-    Args:
-        recipe: with what all trials have.
-        words: of the command line that makes it.
-        out: the folder.
-        chooser: says what each trial varies.
-        settings: what another start must have alike to go on.
+    The ``words`` of the command line make the ``recipe``; a start goes on only if it has the same ``settings``.
     """
 
     def __init__(
@@ -256,35 +244,48 @@ class Sweep:
         try:
             require(bool(before) or not os.path.lexists(out / "sweep.json"), "it is no JSON object")
             for row in before.get("trials", []):
-                wrong = [name for name, kind in ROW.items() if not isinstance(row[name], kind)]
-                numbers = all(isinstance(score, int | float) for score in row["scores"])
-                require(not wrong and numbers, f"{', '.join(wrong) or 'scores'} cannot be that")
-                if row["status"] != "running":
-                    chooser.add(row)
+                wrong = [name for name, kind in ROW.items() if not _fits(row[name], kind)]
+                wrong += [] if all(_fits(score, (int, float)) for score in row["scores"]) else ["scores"]
+                wrong += [] if row["number"] == len(self.rows) + 1 else ["number"]
+                wrong += [name for name in FOUND if (row[name] is None) != (row["score"] is None)]
+                require(not wrong, f"{', '.join(wrong)} cannot be that")
+                chooser.check(row)
                 self.rows.append(row)
-        except (LookupError, TypeError, ValueError) as error:  # RecipeError is one
+        except (LookupError, TypeError, ValueError, OverflowError) as error:  # RecipeError is a ValueError
             why = f"{out / 'sweep.json'} is not as a sweep has left it (trial {len(self.rows) + 1}: {cause(error)})"
             raise RecipeError(f"{why}: put a copy of it back, or begin anew by another folder, with --out") from error
-        self.unfinished = [row for row in self.rows if row["status"] == "running"]
         self.guard, self.stop = threading.Lock(), threading.Event()
+        self.free: SimpleQueue[Mapping[str, str]] = SimpleQueue()
         self.column = next((row["figure"] for row in self.rows if row["figure"]), None)
 
     def run(self, trials: int, slots: Sequence[Mapping[str, str]]) -> None:
-        """Until there are so many."""
-        done = len(self.rows) - len(self.unfinished)
+        """Run the trials that are not done, in the order of their numbers, one in each slot.
+
+        A trial uses the results of those that are at least ``lag`` before it, and waits for them. So its settings do
+        not depend on which of the trials that run at once ends first, and a slot seldom waits for another one.
+        """
+        done = [row["number"] for row in self.rows if row["status"] != "running"]
         if self.rows:
-            print(escaped(f"going on in {self.out}: {done} of {trials} trials are done"), flush=True)
-        free: SimpleQueue[Mapping[str, str]] = SimpleQueue()
+            print(escaped(f"going on in {self.out}: {len(done)} of {trials} trials are done"), flush=True)
+        for folder in (self.out / f"trial-{number:03d}" for number in done):
+            if not folder.is_symlink():  # an earlier start may have been killed before it had removed them
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         for slot in slots:
-            free.put(slot)
-        self.trials = trials
-        if self.column is None and trials > done:
+            self.free.put(slot)
+        self.trials, self.lag = trials, 2 * len(slots) - 1
+        if self.column is None and trials > len(done):
             self._require_compared()
         pool = ThreadPoolExecutor(len(slots))
-        running = [pool.submit(self._one, free) for _ in range(trials - done)]
+        running: dict[int, Future[None]] = {}
         try:
-            for one in running:
-                one.result()
+            for number in sorted({*range(1, trials + 1)} - {*done}):
+                slot = self.free.get()
+                for earlier, future in running.items():
+                    if earlier <= number - self.lag or future.done():
+                        future.result()
+                running[number] = pool.submit(self._one, *self._begin(number), slot)
+            for future in running.values():
+                future.result()
         except BaseException:
             self.stop.set()  # the runs that are not done are taken up again when the sweep is
             raise
@@ -305,19 +306,20 @@ class Sweep:
         best = Best(recipe, "val" if data.val is not None else "test")
         require(best.is_chosen and (data.val or data.test) is not None, NOT_COMPARED)
 
-    def _one(self, free: SimpleQueue[Mapping[str, str]]) -> None:
+    def _begin(self, number: int) -> tuple[Any, dict[str, Any]]:
+        """Choose the settings of a trial, or take those of an earlier start, and write them down."""
         with self.guard:
-            old = self.unfinished.pop(0) if self.unfinished else None
-            trial, settings = self.chooser.ask(old["settings"] if old else None)
-            row: dict[str, Any] = old or {"number": 1 + max((row["number"] for row in self.rows), default=0)}
-            row |= {"settings": settings, "status": "running", "reason": None, "scores": [], "score": None}
-            row |= {"figure": None, "value": None, "step": None, "seconds": None}
-            if old is None:
+            earlier, (row, *_) = self.rows[: number - 1], [*self.rows[number - 1 :], {}]
+            trial, settings = self.chooser.ask(earlier, number - self.lag, row.get("settings"))
+            if not row:
                 self.rows.append(row)
+            row |= {**dict.fromkeys(ROW), "number": number, "settings": settings, "status": "running", "scores": []}
             self._write()
-        slot = free.get()
+        return trial, row
+
+    def _one(self, trial: Any, row: dict[str, Any], slot: Mapping[str, str]) -> None:
         try:
-            words = [*self.words, *(f"--{key}={value}" for key, value in settings.items())]
+            words = [*self.words, *(f"--{key}={value}" for key, value in row["settings"].items())]
             run_dir = self.out / f"trial-{row['number']:03d}"
             resumed = ["--run.resume=auto"] if (run_dir / "recipe.yaml").exists() else []
             one = ["--run.devices=1"] if "CUDA_VISIBLE_DEVICES" in slot else []
@@ -325,15 +327,14 @@ class Sweep:
             def watch() -> str | None:
                 return "stopped" if self.stop.is_set() else self._look(trial, row, run_dir)
 
-            kept: dict[str, Any] = {"environment": slot, "watch": watch, "keeps_model": True}
-            found = run_trial([*words, *one, *resumed], run_dir, **kept)
+            found = run_trial([*words, *one, *resumed], run_dir, environment=slot, watch=watch, keeps_model=True)
         finally:
-            free.put(slot)
-        if found.status not in ("stopped", "interrupted") and not self.stop.is_set():
+            self.free.put(slot)
+        if found.status != "stopped" and not self.stop.is_set():
             self._note(trial, row, run_dir, found)
 
     def _look(self, trial: Any, row: dict[str, Any], run_dir: Path) -> str | None:
-        """Tell the chooser of new evaluations; ``pruned`` where it wants no more of them."""
+        """Report new evaluations to the chooser; ``pruned`` if it ends the trial."""
         scores = [self._score(column, value) for column, value, _ in evaluations(run_dir, self.recipe)]
         with self.guard:
             for number in range(len(row["scores"]), len(scores)):
@@ -343,18 +344,19 @@ class Sweep:
         return None
 
     def _note(self, trial: Any, row: dict[str, Any], run_dir: Path, found: Trial) -> None:
-        """Write down how a trial has ended; only its model and its figures stay."""
-        if found.status == "finished":
-            self._look(trial, row, run_dir)
+        """Write down how a trial has ended, and remove its checkpoints.
+
+        A trial that is pruned is so even if it finished before this process looked: later trials depend on that.
+        """
+        status = found.status if found.status == "pruned" else self._look(trial, row, run_dir) or found.status
         with self.guard:
-            row |= {"status": found.status, "reason": found.reason, "seconds": round(found.seconds, 1)}
-            if known := evaluations(run_dir, self.recipe):
+            row |= {"status": status, "reason": found.reason, "seconds": round(found.seconds, 1)}
+            if known := evaluations(run_dir, self.recipe)[: len(row["scores"])]:
                 column, value, step = max(known, key=lambda one: (self._score(*one[:2]), -one[2]))
                 row |= {"figure": column, "value": value, "step": step, "score": self._score(column, value)}
                 self.column = column
-            elif row["status"] == "finished":
+            elif status == "finished":
                 row |= {"status": "failed", "reason": "no evaluation found a finite figure"}
-            self.chooser.tell(trial, row)
             self._write()
             print(escaped(f"trial {row['number']}/{self.trials}: {_told(row)}"), flush=True)
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
@@ -404,7 +406,9 @@ class Sweep:
         if "folds" in self.settings:
             values = [row["value"] for row in ranked]
             spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
-            print(f"{self.column} over {len(values)} folds: {mean(values):.4f}{spread} (mean and standard deviation)")
+            lacking = f"; left out: {len(others)} without a finite value" if others else ""
+            found = f"{self.column} over {len(values)} folds: {mean(values):.4f}{spread}"
+            print(f"{found} (mean and standard deviation{lacking})")
         else:
             print(escaped(f"best: trial {ranked[0]['number']}, {self.column} {ranked[0]['value']:.4f}"))
             print(escaped(f"  {self._command(ranked[0])}"))
@@ -424,6 +428,11 @@ def evaluations(run_dir: Path, recipe: Recipe) -> list[tuple[str, float, int]]:
         found = [(column, float(row[column]), int(row["step"])) for row in rows if row.get(column)]
         return [one for one in found if math.isfinite(one[1])]
     return []
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of ``sweep.json`` is of a kind, and finite if it is a number."""
+    return isinstance(value, kind) and not (isinstance(value, int | float) and not abs(value) <= sys.float_info.max)
 
 
 def _told(row: Mapping[str, Any]) -> str:

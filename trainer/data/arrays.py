@@ -243,7 +243,7 @@ def _unreadable(path: str, why: str) -> RecipeError:
 
 
 def _refuse_bomb(image: Image.Image) -> None:
-    """Before anything is decoded: a few bytes can stand for gigabytes."""
+    """Check the header before anything is decoded: a few bytes can stand for gigabytes."""
     width, height = image.size
     short, long = sorted(image.size)
     if width * height > MOST_PIXELS or long > MOST_SIDE or long > MOST_RATIO * max(1, short):
@@ -254,11 +254,8 @@ def _refuse_bomb(image: Image.Image) -> None:
 
 
 def check_images(paths: Sequence[str], most_bad: int, cache: Path) -> dict[str, CheckedFile]:
-    """Read every file to its end, hash it, and check its structure, decoding as little as the format allows.
-
-    More than ``most_bad`` broken files are refused. Sound ones are remembered in ``cache``: one rank of a machine reads
-    them, once. Faults may be those of the disk, or the network, and gone the next time.
-    """
+    """Read every file, hash it and check its structure, decoding as little as possible; refuse more than ``most_bad``.
+    One rank of a machine reads, once: ``cache`` remembers sound files. Faults may be those of the disk or network."""
 
     def look(files: Sequence[Path]) -> list[CheckedFile]:
         with ThreadPoolExecutor(8) as pool:  # reading waits for the disk, or the network
@@ -298,10 +295,8 @@ def _check(path: Path) -> CheckedFile:
 
 
 def read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """scikit-learn's handwritten digits, from its file: importing it takes a second or more.
-
-    Pixels, float64 ``(1797, 8, 8)`` from 0 to 16, and classes, int64 ``(1797,)``.
-    """
+    """scikit-learn's digits from its file (importing it takes a second or more): pixels, float64 ``(1797, 8, 8)`` from
+    0 to 16, and classes, int64 ``(1797,)``."""
     package = find_spec("sklearn")
     folders = package.submodule_search_locations if package is not None else None
     path = Path(next(iter(folders or ["sklearn"]))) / "datasets" / "data" / "digits.csv.gz"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -17,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from trainer.data.fingerprint import MOST_BYTES, spread
 from trainer.errors import RecipeError
-from trainer.system.files import hash_file, open_regular, read_regular, staged_file
+from trainer.system.files import hash_file, open_regular, read_regular, room_in, staged_file, staged_folder
 from trainer.system.text import escaped
 
 MANIFEST = "manifest.json"
@@ -44,17 +43,16 @@ def cached(root: Path, key: str, what: str, build: Callable[[Path], None]) -> Pa
     """
     place = root / key
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        if _fault(place) is not None:
-            with _locked(root / f"{key}.lock", what):
-                if fault := _fault(place):
-                    _build(place, fault, build)
+        with room_in(root, "set data.cache_dir to a folder on another disk"):
+            root.mkdir(parents=True, exist_ok=True)
+            if _fault(place) is not None:
+                with _locked(root / f"{key}.lock", what):
+                    if fault := _fault(place):
+                        _build(place, fault, build)
     except (OSError, NotImplementedError) as error:  # the latter where files cannot be locked
         why = getattr(error, "strerror", None) or error
-        raise RecipeError(
-            f"the cache {root} cannot be used ({why}): set data.cache_dir to a folder on a disk with space that can "
-            "lock files"
-        ) from error
+        fix = "set data.cache_dir to a folder of yours on a disk that can lock files"
+        raise RecipeError(f"the cache {root} cannot be used ({why}): {fix}") from error
     return place
 
 
@@ -72,20 +70,12 @@ def _build(place: Path, fault: str, build: Callable[[Path], None]) -> None:
     if place.exists():
         print(escaped(f"trainer: warning: {place} is broken ({fault}): it is made again"), file=sys.stderr, flush=True)
         shutil.rmtree(place)
-    for part in place.parent.glob(f"{place.name}.partial-*"):  # of a process that has died: this one has the lock
+    for part in place.parent.glob(f".{place.name}.*.part"):  # of a dead process of any machine: this one has the lock
         shutil.rmtree(part)
-    aside = place.with_name(f"{place.name}.partial-{os.getpid()}")
-    aside.mkdir()
-    try:
-        build(aside)
-        files = {path.name: [path.stat().st_size, checksum(path)] for path in sorted(aside.iterdir())}
-        (aside / MANIFEST).write_text(json.dumps(files))
-        for name in (*files, MANIFEST):
-            with open(aside / name, "rb") as file:
-                os.fsync(file.fileno())
-        aside.rename(place)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with staged_folder(place) as folder:
+        build(folder)
+        files = {path.name: [path.stat().st_size, checksum(path)] for path in sorted(folder.iterdir())}
+        (folder / MANIFEST).write_text(json.dumps(files))
 
 
 def _fault(place: Path) -> str | None:

@@ -105,10 +105,8 @@ DEEPEST = 16  # a sample that refers to itself must not be followed for ever
 
 
 class Content:
-    """A sha256 that is fed with values. Kind, size and order of values count, the order of a mapping's keys does not.
-
-    Of an object of another kind than the usual ones, the type's name and attributes count.
-    """
+    """A sha256 that is fed with values: kind, size and order count, the order of a mapping's keys does not; of objects
+    of an unusual kind, the type's name and attributes."""
 
     def __init__(self, *values: Any, depth: int = 0) -> None:
         self._hash = hashlib.sha256()
@@ -186,8 +184,7 @@ class Content:
 
 # The content of tables on disk, block by block, however they are chunked in their files.
 
-MOST_BYTES, BLOCK = 1 << 30, 1024
-"""Bytes up to which a table is read whole, in a few seconds, and of the part of a larger one; rows read at once."""
+MOST_BYTES, BLOCK = 1 << 30, 1024  # bytes read of a table, which is all of a smaller one; rows read at once
 
 
 def spread(size: int, count: int) -> list[int]:

@@ -158,7 +158,6 @@ class _Images(Augmentation, Sampled):
         return Pixels(self.image_size, *self._mean_and_std, **changes)
 
     def _set_splits(self, train: _Part, test: _Part) -> None:
-        """Take ``val`` out of the training images and wrap the three."""
         from trainer.data.arrays import ImageArrays
 
         labels = train.labels.tolist()
@@ -229,14 +228,12 @@ class _Downloaded(_Images):
     _counts: ClassVar[tuple[int, int]]  # samples of train and test
 
     def outline(self) -> Outline | None:
-        """The images that would be downloaded."""
         if not self.download or self.root.endswith(".npz") or (local_path(self.root) / self._place).is_dir():
             return None
         shape = (self.channels, self.image_size, self.image_size)
         return self._outlined(*self._counts, 10, {"pixel_values": ("float32", shape)})
 
     def prepare(self, tokenizer: Any = None) -> None:
-        """Download if asked to, and read all images."""
         classes, train, test = self._read()
         self._set_classes(classes)
         source, found = type(self).__name__, (("train", train), ("test", test))

@@ -15,8 +15,7 @@ from trainer.values import IGNORED_LABEL, Task
 if TYPE_CHECKING:
     from datasets import Dataset
 
-SEPARATOR = "|"
-"""Between the labels, or numbers, of a cell of text."""
+SEPARATOR = "|"  # between the labels, or numbers, of a cell of text
 
 
 def several(cell: Any, place: Callable[[], str], column: str) -> list[str]:
@@ -62,10 +61,8 @@ def tagged(cells: tuple[Any, Any], place: Callable[[], str], columns: tuple[str,
 
 
 class RowLabels:
-    """The labels of the rows of a ``table``, made of their JSON when they are asked for.
-
-    A tuple of floats for each label or number of a text, or a list with the class of each token.
-    """
+    """The labels of the rows of a ``table``, made from their JSON on access: a tuple of floats for each label or number
+    of a text, or a list with the class of each token."""
 
     def __init__(self, table: Dataset, make: Callable[[Any], Any]) -> None:
         self.table, self.make = table, make

@@ -144,10 +144,7 @@ class Loader:
         return self._guard(indices, self.collate, samples)
 
     def _require_all(self, batch: Any, indices: Sequence[int]) -> None:
-        """Refuse another number of samples than was asked for: what is left out would be missing in silence.
-
-        Of a collated batch the ``labels`` are counted, or what comes first; a sample may have several.
-        """
+        """Refuse another number of samples than requested; of a collated batch, a multiple is allowed."""
         counted = batch if isinstance(batch, list) else _first_of(batch)
         found, asked = len(counted) if counted is not None else len(indices), len(indices)
         if found != asked and (counted is batch or not found or found % asked):
@@ -166,7 +163,6 @@ class Loader:
             raise SampleError(f"{self._describe(indices)} could not be loaded: {reason(error)}") from error
 
     def _describe(self, indices: Sequence[int]) -> str:
-        """The files or rows of samples, the first four of them at least."""
         describe = getattr(self.split, "describe", lambda i: f"sample {i} of {type(self.split).__name__}")
         shown = ", ".join(describe(i) for i in indices[:4])
         return shown if len(indices) <= 4 else f"{shown} or one of the {len(indices) - 4} after it"
@@ -229,17 +225,15 @@ def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = F
 
 
 def _paired(indices: Sequence[int], seeds: Sequence[int] | None) -> list[tuple[int, int]]:
-    """Samples with their seeds, which are 0 where there are none."""
     return list(zip(indices, seeds or [0] * len(indices), strict=True))
 
 
 def _unpaired(samples: Sequence[tuple[int, int]], like: Any) -> tuple[list[int], list[int] | None]:
-    """The places and seeds of samples, without seeds where ``like`` is ``None``."""
     return [index for index, _ in samples], None if like is None else [seed for _, seed in samples]
 
 
 def _first_of(batch: Any) -> Any:
-    """What tells how many samples a collated batch has; ``None`` where nothing does."""
+    """The part of a collated batch that is counted: its ``labels``, or else the first; ``None`` if there is none."""
     if isinstance(batch, Mapping):
         batch = [batch["labels"]] if "labels" in batch else list(batch.values())
     parts = batch if isinstance(batch, list | tuple) else [batch]
@@ -251,11 +245,8 @@ SMALL = 64  # entries up to which a list is faster than tensor operations
 
 
 def stray_labels(batch: Any, num_classes: int) -> list[tuple[int, int | None]]:
-    """The labels of a collated batch that are none of ``num_classes`` classes, each with its row.
-
-    Looks at integer tensors ``batch["labels"]`` in host memory, of shape ``(n, ...)``; -100 is no label. The row is
-    ``None`` for a tensor without rows.
-    """
+    """Labels in ``batch["labels"]``, integers ``(n, ...)`` in host memory, outside of ``num_classes``, each with its
+    row (``None`` for a tensor without rows); -100 is no label."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool or labels.is_cuda:
         return []

@@ -38,10 +38,8 @@ def mixed(batch: Any, own: Sequence[int], partners: Sequence[int], mix: Mix) -> 
 
 
 def rectangle(share: float, centre: tuple[float, float], height: int, width: int) -> tuple[slice, slice, float]:
-    """The rows and columns that CutMix takes of the partner, and the share, in 256ths, that is left.
-
-    Its sides are those of the image times the root of 1 - ``share``, cut off at the border (Yun et al. 2019).
-    """
+    """The rows and columns that CutMix takes of the partner, and the share, in 256ths, that is left: the image's sides
+    times the root of 1 - ``share``, cut off at the border (Yun et al. 2019)."""
     sides = []
     for place, size in zip(centre, (height, width), strict=True):
         middle, half = int(place * size), int(size * (1 - share) ** 0.5) // 2

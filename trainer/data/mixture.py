@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -13,7 +14,7 @@ from trainer.contract import Data
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents
 from trainer.data.text import HubText, IMDb, TextFiles
-from trainer.errors import require
+from trainer.errors import require, require_types
 from trainer.values import Mixing, Task
 
 ALIKE = ("num_classes", "class_names", "image_size", "channels", "max_length")
@@ -53,6 +54,8 @@ class Mixture(Data):
     def __post_init__(self) -> None:
         require(isinstance(self.parts, list | tuple) and len(self.parts) > 0, f"data.parts={self.parts!r}: {GIVE}")
         self._built = [_built(number, part) for number, part in enumerate(self.parts, start=1)]
+        total = sum(weight for _, weight in self._built)
+        require(total < math.inf, "data.parts: the weights add up to more than a number can hold: give smaller ones")
 
     def __getattr__(self, name: str) -> Any:
         """What is not here is that of the first dataset: ``class_names``, ``load_image``, ..."""
@@ -139,11 +142,14 @@ def _built(number: int, part: Any) -> tuple[Data, float]:
         ]
         for key in required:
             require(key in settings, f"{named}: {data} needs the setting {key}: add it")
+        draft = object.__new__(kind)  # whose settings nothing has looked at yet
+        draft.__dict__ |= {field.name: field.default for field in fields(kind)} | settings
+        require_types(f"{named}: {data}.", draft)
         data = kind(**settings)
     require(isinstance(data, Data) and len(given) in (1, 2), f"{named} is {part!r}: {GIVE}")
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
     kind_of = type(data).__name__
-    require(is_number, f"{named} ({kind_of}) has the weight {weight!r}: it must be a number greater than 0")
+    require(is_number, f"{named} ({kind_of}) has the weight {weight!r:.40}: it must be a finite number greater than 0")
     return cast(Data, data), float(weight)
 
 

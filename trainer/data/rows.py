@@ -10,20 +10,23 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from glob import escape, glob
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import pandas
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from datasets.utils.extract import Extractor
 
-from trainer.data.cache import checksums, content_of, hash_of
+from trainer.data.cache import cache_folder, checksums, content_of, hash_of
 from trainer.data.common import reason
-from trainer.errors import RecipeError, nearest, require
-from trainer.system.files import open_regular, read_regular
+from trainer.errors import RecipeError, RunError, nearest, require
+from trainer.system.files import open_regular, read_regular, room_in
 from trainer.system.hub import advice as of_hub
 from trainer.system.hub import away, tell_of_cache
 
@@ -42,9 +45,9 @@ NO_ROWS = "add some, or name another file"
 MOST_LINE, MOST_DECODED = 32_000_000, 4_000_000_000
 """Bytes of a line, a cell or a file of one text; and of the texts in a row group, which are in memory together."""
 
-GROWTH, ROWS_A_BYTE, MOST_COLUMNS = 1_000, 100, 10_000
-"""How far a column of Parquet may grow when it is unpacked, rows that a byte of it may stand for, and columns of which
-the names are compared."""
+GROWTH, VALUES_PER_BYTE, MAX_VALUES, MOST_COLUMNS = 1_000, 100, 500_000, 10_000
+"""How far a column of Parquet may grow when it is unpacked, how many of its values a byte of the file may stand for,
+how many texts a row may have in a column of lists, and columns of which the names are compared."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +99,7 @@ def find_file(path: Path, cache: Path, written: CsvFormat = FOUND) -> Rows:
 def _read_file(path: Path, kind: str, written: CsvFormat, cache_dir: str) -> datasets.Dataset:
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what they say of errors, ours say, too
     try:
-        if Extractor.infer_extractor_format(path) is not None:  # datasets would unpack one, whatever its name says
-            said = "it is compressed or an archive: unpack it first, where you can see what is in it"
-            raise ValueError(said)  # noqa: TRY301
-        if kind == ".jsonl":
-            for _ in _lines(path):
-                pass
-        if kind == ".parquet":
-            _refuse_bombs(path)
+        _refuse_bombs(path, kind)
         options = {"cache_dir": cache_dir} | (_csv_options(path, written) if _KINDS[kind][0] == "csv" else {})
         table = datasets.load_dataset(_KINDS[kind][0], data_files=str(path), split="train", **options)
     except RecipeError:
@@ -190,45 +186,91 @@ def _require_short(what: str, line: bytes) -> None:
         raise ValueError(f"{what} has more than {MOST_LINE / 1e6:g} MB: no text is that long")
 
 
-def _refuse_bombs(path: Path) -> None:
-    """Look into a Parquet file before it is decoded: a few kB of it can stand for gigabytes, of one cell or of many.
+def _refuse_bombs(path: Path, kind: str) -> None:
+    """Check a file before datasets reads it: a few kB can stand for gigabytes."""
+    if Extractor.infer_extractor_format(path) is not None:  # datasets would unpack one, whatever its name says
+        raise RecipeError(f"{path} is compressed or an archive: unpack it first, where you can see what is in it")
+    for _ in _lines(path) if kind == ".jsonl" else ():
+        pass
+    if kind == ".parquet":
+        with open_parquet(path, pre_buffer=False) as file:
+            require_moderate(path, file.metadata)
+            # One column is in memory at a time.
+            for group, column in product(range(file.metadata.num_row_groups), _text_columns(file.metadata)):
+                read_group(path, file, group, [column])
 
-    Texts stay as the file has them meanwhile, each different one once: pages of at most 2 GB, whatever the footer says.
+
+def _text_columns(metadata: pq.FileMetaData) -> list[str]:
+    """The paths of all columns of texts or bytes, those within lists and structs included."""
+    columns = map(metadata.schema.column, range(metadata.num_columns))
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+
+
+def open_parquet(path: Path | str, **options: Any) -> pq.ParquetFile:
+    """Open a file so that all texts stay dictionary-encoded when they are read: each distinct text is in memory once.
+
+    An extension type, such as Arrow's for JSON, would decode them: it is ignored.
     """
-    size, schema = path.stat().st_size, pq.read_schema(path)
-    kinds = [field.type.value_type if pa.types.is_dictionary(field.type) else field.type for field in schema]
-    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    texts = [name for name, kind in zip(schema.names, kinds, strict=True) if any(check(kind) for check in is_text)]
-    with pq.ParquetFile(path, read_dictionary=texts, pre_buffer=False) as file:
-        metadata = file.metadata
-        if metadata.num_rows > max(1_000_000, ROWS_A_BYTE * size):
-            raise ValueError(f"{metadata.num_rows:,} rows in {size:,} bytes")
-        for group in range(metadata.num_row_groups):
-            require_moderate(metadata.row_group(group), group)
-            for name in texts:
-                column = file.read_row_group(group, columns=[name], use_threads=False).column(0)
-                for chunk in column.chunks:
-                    _require_cells(name, group, chunk)
+    metadata = pq.read_metadata(path)
+    texts = _text_columns(metadata)
+    return pq.ParquetFile(path, metadata=metadata, read_dictionary=texts, arrow_extensions_enabled=False, **options)
 
 
-def require_moderate(row_group: Any, number: int) -> None:
-    """Raise ValueError where a column would grow out of all proportion, by the footer: a lie is found in reading."""
-    for column in map(row_group.column, range(row_group.num_columns)):
-        unpacked, packed = column.total_uncompressed_size, column.total_compressed_size
-        if unpacked > max(MOST_LINE, GROWTH * packed):
-            raise ValueError(
-                f"row group {number}: {column.path_in_schema} of {packed:,} bytes would be unpacked to {unpacked:,}"
-            )
+def require_moderate(path: Path, metadata: pq.FileMetaData) -> None:
+    """Refuse a file of which a column would grow out of all proportion. It trusts the footer."""
+    values, most = [0] * metadata.num_columns, max(1_000_000, VALUES_PER_BYTE * path.stat().st_size)
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for at, column in enumerate(map(group.column, range(group.num_columns))):
+            unpacked, packed, name = column.total_uncompressed_size, column.total_compressed_size, column.path_in_schema
+            place, values[at] = f"{path} row group {number}: {name}", values[at] + column.num_values
+            grown = f"{place} of {packed:,} bytes would be unpacked to {unpacked:,}: write it again, or remove it"
+            require(unpacked <= max(MOST_LINE, GROWTH * packed), grown)
+            many = f"{path}: {name} has more than {most:,} values, too many for the size of the file: remove the file"
+            require(values[at] <= most, many)
+            size = column.num_values * max(8, metadata.schema.column(at).length)
+            require(size <= MOST_DECODED, f"{place} would be decoded to {size:,} bytes: write smaller row groups")
 
 
-def _require_cells(name: str, group: int, chunk: Any) -> None:
-    lengths = pc.binary_length(chunk.dictionary)
-    longest = pc.max(lengths).as_py() or 0
-    if longest > MOST_LINE:
-        raise ValueError(f"row group {group}: a cell of {name} has {longest:,} bytes: no text is that long")
-    decoded = pc.sum(pc.take(lengths, chunk.indices)).as_py() or 0
-    if decoded > MOST_DECODED:
-        raise ValueError(f"row group {group}: {name} would be decoded to {decoded:,} bytes: write smaller row groups")
+def read_group(path: Path | str, file: pq.ParquetFile, group: int, columns: Sequence[str]) -> pa.Table:
+    """Read ``columns`` of a row group of :func:`open_parquet`; refuse texts and lists that would take the machine."""
+    # Arrow's own threads do not survive a fork.
+    table = file.read_row_group(group, columns=list(columns), use_threads=False)
+    before = sum(file.metadata.row_group(other).num_rows for other in range(group))
+    for column, chunks in zip(table.column_names, table.columns, strict=True):
+        row, decoded = before, 0
+        for chunk in chunks.chunks:
+            for name, texts, starts in _texts_of(f"{path} row group {group}", column, chunk, np.arange(len(chunk) + 1)):
+                sizes = np.append(pc.binary_length(texts.dictionary).to_numpy(zero_copy_only=False), 0)  # null is last
+                ends = np.append(0, np.cumsum(sizes[texts.indices.fill_null(len(sizes) - 1)], dtype=np.int64))
+                decoded += int(ends[-1])
+                totals = {"values": (np.diff(starts), MAX_VALUES), "bytes": (np.diff(ends[starts]), MOST_LINE)}
+                for what, (counts, most) in totals.items():
+                    for at in np.flatnonzero(counts > most):
+                        told = f"{path} row {row + at + 1} (the first is row 1): {name} has {counts[at]:,} {what}"
+                        raise RecipeError(f"{told}, and the max is {most:,}: split or remove the row")
+            row += len(chunk)
+        large = f"{path} row group {group}: {column} would be decoded to {decoded:,} bytes"
+        require(decoded <= MOST_DECODED, f"{large}: write smaller row groups")
+    return table
+
+
+def _texts_of(place: str, name: str, array: Any, starts: np.ndarray) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """The texts of each field of a column; row ``i`` has those from ``starts[i]`` to ``starts[i + 1]``."""
+    kind, types = array.type, pa.types
+    if types.is_struct(kind):
+        for number, field in enumerate(kind):
+            yield from _texts_of(place, f"{name}.{field.name}", array.field(number), starts)
+    elif types.is_fixed_size_list(kind):
+        yield from _texts_of(place, name, array.values, (starts + array.offset) * kind.list_size)
+    elif types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        yield from _texts_of(place, name, array.values, array.offsets.to_numpy()[starts])
+    elif types.is_dictionary(kind):
+        yield name, array, starts
+    else:  # such as a text column that has the same path as another, which Arrow would decode
+        known = types.is_primitive, types.is_null, types.is_decimal, types.is_fixed_size_binary
+        fix = "rename it, or write it as text"
+        require(any(check(kind) for check in known), f"{place}: {name} cannot be checked as {kind}: {fix}")
 
 
 def _csv_options(path: Path, written: CsvFormat) -> dict[str, Any]:
@@ -331,8 +373,14 @@ def find_hub(
     here = Path(name).is_dir()
     why_not = None if here else away()
     try:
-        tables = datasets.load_dataset(name, config, **options)
+        for path in map(Path, sorted(glob(f"{escape(name)}/**", recursive=True)) if here else ()):
+            if path.is_file():
+                _refuse_bombs(path, path.suffix.lower())
+        with room_in(cache_folder(cache_dir).parent, "set data.cache_dir to a folder on another disk"):
+            tables = datasets.load_dataset(name, config, **options)
     except Exception as error:  # connection, authentication, missing dataset, missing split: one list would not do
+        if isinstance(error, RunError | RecipeError):
+            raise
         # Which parts and splits there are stands behind the first line.
         why = why_not or f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_REASON]}"
         if here:

@@ -36,6 +36,7 @@ from trainer.data.tokens import (
     words_of,
 )
 from trainer.errors import RecipeError, nearest, require
+from trainer.system.children import Bounded, Failed
 from trainer.system.environment import first_here
 from trainer.system.files import read_regular
 from trainer.system.text import escaped
@@ -43,6 +44,12 @@ from trainer.values import IGNORED_LABEL
 
 MOST_CHARACTERS = 10_000_000
 """Of a document, which is tokenised as a whole: each takes more than a hundred bytes meanwhile."""
+
+MAX_MESSAGES, SECONDS, MEMORY = 5_000, 10.0, 10**9
+"""Of a conversation; and of CPU time and of memory that a chat template may take to write it."""
+
+WRITERS: dict[str, Bounded] = {}
+"""What renders the chat templates that this process has met, by what decides the texts."""
 
 ROWS_AT_ONCE, MOST_TEMPLATE, SHOWN = 128, 1_000_000, 5
 EMPTY, CUT = "is empty", "has no word of the assistant within data.max_length"
@@ -106,7 +113,7 @@ def ids_of(texts: Sequence[str], tokenizer: Any) -> Iterator[ndarray]:
 
 def _require_text(text: Any, most: int) -> None:
     require(isinstance(text, str), f"has no text but {text!r:.40}")
-    require(len(text) <= most, f"has {len(text):,} characters, and {most:,} are the most: cut it")
+    require(len(text) <= most, f"has {len(text):,} characters, and the max is {most:,}: cut it")
     require(text.encode(errors="replace").decode() == text, "is not UTF-8 text")
 
 
@@ -179,18 +186,18 @@ class ChatReader:
         self.special = {*added.values(), *tokenizer.all_special_ids}
         self.special_texts = tuple(filter(None, {*added, *tokenizer.all_special_tokens}))
         self.settings = ["conversations", column, *pair, max_length, self.template, loss_on]
+        self.most = max(LEAST_CHARACTERS, CHARACTERS_A_TOKEN * max_length)
+        own = f"the chat template of model.tokenizer ({tokenizer.name_or_path})"
+        self.named = own if template is None else f"data.chat_template={template[:300]!r}"
+        self.write: Callable[..., Any] = self._write
+        if self.template != CHATML:  # it may come from anywhere, and is a program
+            key = hash_of(*self.settings, tokenizer.special_tokens_map, sorted(self.special_texts))
+            self.write = WRITERS.setdefault(key, Bounded(self._write, SECONDS, MEMORY))
         self._look_at_ends(template)
 
     def _look_at_ends(self, given: str | None) -> None:
         """See on a conversation of two words how the template ends a turn of the assistant."""
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
-            self._render(probe)
-        except jinja2.TemplateSyntaxError as error:
-            said = f"data.chat_template: line {error.lineno} of the template is no Jinja ({error.message}): mend it"
-            raise RecipeError(said) from error
-        except Exception:  # it wants more than this
-            return
         (found,) = self([{"messages": probe}])
         if isinstance(found, str) or self.loss_on == "all":
             return
@@ -230,16 +237,41 @@ class ChatReader:
         try:
             messages = messages_of([cell for name, cell in cells.items() if name != TOOLS])
             tools = _tools(cells.get(TOOLS))
-            try:
-                written = self._with_spans(messages, tools)
-            except RecipeError:
-                raise
-            except Exception as error:  # what a template raises, or Jinja of it
-                raise RecipeError(f"is refused by the chat template ({reason(error)})") from error
-            require(bool(written.text), "is written as nothing at all by the chat template")
-            _require_text(written.text, max(LEAST_CHARACTERS, CHARACTERS_A_TOKEN * self.max_length))
         except RecipeError as error:
             return str(error)
+        return self._bounded(messages, tools)
+
+    def _bounded(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False
+    ) -> _Written | str:
+        """A conversation as the template writes it, or what is wrong with it; without an answer, as a ``prompt``."""
+        size = sum(len(message.get("content") or "") for message in messages)
+        if size > self.most:
+            return f"has {size:,} characters, and the max is {self.most:,}: cut it"
+        try:
+            found = self.write(messages, tools, prompt)
+        except Failed as error:
+            where = f"{error} for the conversation that begins with {messages[0].get('content')!r:.40}"
+            raise RecipeError(f"{self.named} {where}: mend the template, or split the conversation") from error
+        except RecursionError:
+            return "is nested too deeply"
+        return found if isinstance(found, str) else _Written(*found)
+
+    def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool) -> _Written | str:
+        """The same without any bound on time and memory."""
+        try:
+            written = _Written(*self._render(messages, prompt=True)) if prompt else self._with_spans(messages, tools)
+            require(bool(written.text), "is written as nothing at all by the chat template")
+            _require_text(written.text, self.most)
+        except jinja2.TemplateSyntaxError as error:
+            said = f"data.chat_template: line {error.lineno} of the template is no Jinja ({error.message}): mend it"
+            raise RecipeError(said) from error
+        except RecipeError as error:
+            return str(error)
+        except MemoryError:
+            raise
+        except Exception as error:  # what a template raises, or Jinja of it
+            return f"is refused by the chat template ({reason(error)})"
         return written
 
     def _with_spans(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> _Written:
@@ -319,23 +351,26 @@ class ChatReader:
         for chat in chats:
             while chat and chat[-1]["role"] == "assistant":  # an answer that is there: the model is to give its own
                 chat.pop()
-        try:
-            written = [self._render(chat, prompt=True)[0] for chat in chats]
-        except Exception as error:
-            raise RecipeError(f"the chat template refuses it without an answer ({reason(error)})") from error
-        return [ids.tolist() for ids in ids_of(written, self.tokenizer)]
+        texts = []
+        for found in (self._bounded(chat, prompt=True) for chat in chats):
+            if isinstance(found, str):
+                raise RecipeError(f"without an answer, it {found}")
+            texts.append(found.text)
+        return [ids.tolist() for ids in ids_of(texts, self.tokenizer)]
 
 
 def _template(tokenizer: Any, given: str | None) -> str:
     """The chat template, which the tokenizer has from here on."""
     if given is None:
         try:
-            return tokenizer.get_chat_template()
+            found = tokenizer.get_chat_template()
         except ValueError as error:
             none = (
                 "the tokenizer of model.tokenizer has no chat template: give one by data.chat_template, a .jinja file"
             )
             raise RecipeError(f"{none} or its text; or chatml, where it has the token <|im_end|>") from error
+        require(isinstance(found, str), f"the chat template of model.tokenizer is no text but {found!r:.40}: mend it")
+        return found
     text, path = given, local_path(given)
     if given == "chatml":
         fix = "give a data.chat_template that ends the assistant's words with {{ eos_token }}"
@@ -389,6 +424,7 @@ def _said(cell: Any, name: str) -> list[dict[str, Any]]:
 def _listed(cell: Any, name: str) -> list[dict[str, Any]]:
     whole = isinstance(cell, list) and len(cell) > 0
     require(whole, f"has no {name}" if cell in (None, []) else f"has no list of messages but {cell!r:.40}")
+    require(len(cell) <= MAX_MESSAGES, f"has {len(cell):,} messages, and the max is {MAX_MESSAGES:,}: split it")
     return [_message(one, f"message {number} of {name}") for number, one in enumerate(cell, start=1)]
 
 

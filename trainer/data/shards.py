@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.data.cache import checksum, content_of
 from trainer.data.common import reason
 from trainer.data.fingerprint import MOST_BYTES, Content
-from trainer.data.rows import require_moderate
+from trainer.data.rows import open_parquet, read_group, require_moderate
 from trainer.data.tokens import Padder, encode, require_label, require_text
 from trainer.errors import RecipeError
 from trainer.values import Groups
@@ -60,25 +60,21 @@ def find_shards(paths: Sequence[Path], cache: Path, label_column: str | None = N
 def _look_into(path: Path, label_column: str | None) -> tuple[list[tuple[int, int]], list[str], list[str]]:
     labels: set[str] = set()
     try:
-        with pq.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             metadata, columns = file.metadata, file.schema_arrow.names
+            require_moderate(path, metadata)
             rows = [(group, metadata.row_group(group).num_rows) for group in range(metadata.num_row_groups)]
             rows = [(group, count) for group, count in rows if count]
             for group, _ in rows:
-                require_moderate(metadata.row_group(group), group)
-            for group, _ in rows:
                 # A missing column is told by who knows the name of the setting, and too many labels are refused there.
                 if label_column is not None and label_column in columns and len(labels) <= MOST_LABELS:
-                    values = pc.unique(_read(file, group, [label_column]).column(0)).to_pylist()
+                    values = pc.unique(read_group(path, file, group, [label_column]).column(0)).to_pylist()
                     labels |= {str(value) for value in values if value is not None}
+    except RecipeError:
+        raise
     except Exception as error:  # pyarrow raises OSError and ArrowInvalid, and others for damaged files
         raise _unreadable(str(path), error) from error
     return rows, columns, sorted(labels)
-
-
-def _read(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> pa.Table:
-    # Without threads of its own: a process that was forked has none of those that its parent had.
-    return file.read_row_group(group, columns=list(columns), use_threads=False)
 
 
 def _unreadable(place: str, error: BaseException) -> RecipeError:
@@ -136,7 +132,9 @@ class ShardReader:
         shard, group = self.places[number]
         path = self.shards[shard].path
         try:
-            table = _read(self._file(path), group, self.columns)
+            table = read_group(path, self._file(path), group, self.columns)
+        except RecipeError:
+            raise
         except Exception as error:
             raise _unreadable(f"{path} row group {group} (the first is 0)", error) from error
         if len(table) != self.sizes[number]:
@@ -149,7 +147,7 @@ class ShardReader:
 
     def _file(self, path: str) -> pq.ParquetFile:
         if path not in self._files:
-            self._files[path] = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
+            self._files[path] = open_parquet(path, pre_buffer=False, page_checksum_verification=True)
             if len(self._files) > OPEN_FILES:
                 self._files.popitem(last=False)[1].close()
         self._files.move_to_end(path)
@@ -206,7 +204,7 @@ class StreamedSplit:
             cells = self.reader.table(0).column(self.encode.columns[0])
             if pa.types.is_nested(cells.type):  # a list of messages is as long as all that they say
                 cells = pa.chunked_array([list(map(str, cells.to_pylist()))], pa.large_string())
-            lengths = pc.utf8_length(cells)
+            lengths = pc.utf8_length(cells.cast(pa.large_string()))
         except (RecipeError, pa.ArrowException):  # told when it is their turn, where they may be allowed to be bad
             return []
         order = pc.array_sort_indices(lengths.combine_chunks(), order="descending", null_placement="at_end")

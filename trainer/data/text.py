@@ -473,6 +473,7 @@ def files_of(key: str, pattern: str, kinds: Sequence[str]) -> list[Path]:
         "://" not in pattern.removeprefix("file://"),
         f"{key} is no local path: download the files first (hf download for those of the hub)",
     )
+    require(pattern.count("**") <= 8, f"{key:.200}: ** stands for any number of folders: write it 8 times at most")
     if path.is_dir():
         names = {name for kind in kinds for name in glob(f"{escape(str(path))}/{kind}", recursive=True)}
         require(

@@ -24,8 +24,7 @@ from trainer.system.streams import keep_streams
 from trainer.values import Request
 
 SECONDS_BETWEEN_LOOKS = 1.0  # at the workers, whether they live, while a micro-batch is waited for
-SHARED, SMALL_SHARED = Path("/dev/shm"), 1e9
-"""Bytes of shared memory below which loading workers may run out of it; containers have 64 MB unless told otherwise."""
+SHARED, SMALL_SHARED = Path("/dev/shm"), 1e9  # bytes below which workers may run out of it; containers have 64 MB
 
 HINTS: dict[int, str] = {
     signal.SIGKILL: "; the kernel does this when memory runs out: lower data.workers, or look into its log",
@@ -39,11 +38,8 @@ class WorkerError(RunError):
 
 
 def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
-    """``data.workers``; where it is left open, as many for each of the ``ranks`` of this machine as load for a GPU.
-
-    On a CPU they would take the cores that compute. They are processes, and not a thread that loads a window ahead:
-    drawing a sample seeds the generators of its process.
-    """
+    """``data.workers``; by default as many for each of the ``ranks`` of this machine as load for a GPU, none on a CPU,
+    whose cores compute. Processes, not threads: drawing a sample seeds the generators of its process."""
     if data.workers is not None:
         return data.workers
     small = SHARED.is_dir() and shutil.disk_usage(SHARED).free < SMALL_SHARED  # where they hand their batches over
@@ -53,11 +49,8 @@ def decide_workers(data: Data, accelerator: str, ranks: int) -> int:
 def load_in_workers(
     fetch: Any, requests: Iterable[Request], workers: int, pin_memory: bool, timeout: float
 ) -> Iterator[Any]:
-    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader; for ``Loader``, which says more.
-
-    Raises:
-        WorkerError: a second or two after needing what a dead worker owes, and ``timeout`` seconds after a hung one's.
-    """
+    """Yield ``fetch[request]`` for every request, in order, by torch's DataLoader; see ``Loader``. A ``WorkerError``
+    comes a second or two after a dead worker's result is needed, and ``timeout`` seconds after a hung one's."""
     if workers:  # tokenizers warns once per process about forks after it has used threads
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     watch = _Watch(timeout)
@@ -92,8 +85,7 @@ def load_in_workers(
         watch.close()
 
 
-ENDED_IN_BETWEEN = (EOFError, ConnectionError, FileNotFoundError)
-"""What a micro-batch raises whose worker has ended while it was handed over."""
+ENDED_IN_BETWEEN = (EOFError, ConnectionError, FileNotFoundError)  # if a worker ends during a handover
 
 SECONDS_TO_END, SECONDS_TO_LEAVE = 60.0, 2.0
 """How long that worker may take to be gone, on a machine with much else to do; and all workers together to leave when
@@ -169,7 +161,6 @@ class _Watch:
         return f"{name} {what} while it loaded {samples}{advice}"
 
     def kill(self) -> None:
-        """End all workers that are left, also those that are stopped."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

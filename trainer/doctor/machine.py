@@ -39,10 +39,8 @@ from trainer.system.text import GB, gigabytes
 DISTRIBUTION = "exactbatch-trainer"
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
-SECONDS_OF_GPUS = 60.0
-"""How long a new process may take to import torch and ask each GPU."""
-BUSY = 0.1
-"""Share of a GPU's memory that others may hold before that is worth a word."""
+SECONDS_OF_GPUS = 60.0  # that a new process may take to import torch and query each GPU
+BUSY = 0.1  # share of a GPU's memory in use by others from which on a warning is given
 
 
 def libraries(subject: Subject) -> Finding:
@@ -134,8 +132,7 @@ def shared_memory(subject: Subject) -> Finding:
 # The disk: whether the run directory can be written to as checkpoints are, and has the space for them.
 
 PROBE_BYTES = 8 * 2**20
-SLOW = 20e6
-"""Bytes a second below which a disk is called slow."""
+SLOW = 20e6  # bytes a second below which a disk is called slow
 
 
 def run_directory(subject: Subject) -> Iterator[Finding]:
@@ -250,10 +247,8 @@ def _add_up(backend: str, rank: int, size: int, listener: socket.socket) -> bool
 
 # Memory and checkpoints: the planner's prediction for the longest samples, and a checkpoint written and read back.
 
-LARGEST = 2e9
-"""Bytes of weights up to which a checkpoint is tried."""
-SECONDS = 30.0
-"""That a prediction, and a checkpoint, may take."""
+LARGEST = 2e9  # bytes of weights up to which a checkpoint is tried
+SECONDS = 30.0  # that a prediction, and a checkpoint, may take
 FIX = "--memory.budget 90%, or trainer plan, finds one that fits; --memory.activation_checkpointing full"
 
 

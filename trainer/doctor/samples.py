@@ -21,18 +21,13 @@ from trainer.system.files import open_regular
 from trainer.system.reports import cause
 from trainer.weights.nf4 import size_of
 
-LOOKED_AT = 200
-"""Samples of each split."""
-
-COMPARED = 100_000
-"""Samples of each split that are looked for in another."""
-PLAIN = ("RGB", "L", "1")
-"""Of images: those that nothing is lost of when they are made RGB or grey."""
+LOOKED_AT = 200  # samples of each split
+COMPARED = 100_000  # samples of each split that are searched for in another split
+PLAIN = ("RGB", "L", "1")  # image modes that become RGB or grey without loss
 MOST_TOLD = 3
 BAD_FIX = "replace or remove it, or data.max_bad_samples"
 SPLITS = ("train", "val", "test")
-Problem = tuple[str, str, str]
-"""Where it is, what it is, and the fix."""
+Problem = tuple[str, str, str]  # where it is, what it is, and the fix
 
 
 def samples(subject: Subject) -> Iterator[Finding]:
@@ -64,7 +59,6 @@ def samples(subject: Subject) -> Iterator[Finding]:
 
 
 def _told(check: str, problems: Sequence[Problem], status: Status) -> Iterator[Finding]:
-    """The first few problems, and how many more there are."""
     for place, what, fix in problems[:MOST_TOLD]:
         yield Finding(status, f"{place}: {what}", fix, check)
     if len(problems) > MOST_TOLD:
@@ -72,7 +66,6 @@ def _told(check: str, problems: Sequence[Problem], status: Status) -> Iterator[F
 
 
 def _problems(subject: Subject, sample: Any, classes: int | None) -> Iterator[tuple[str, str]]:
-    """What is wrong with a sample, and the fix."""
     if not isinstance(sample, dict):
         return
     label = sample.get("labels")
@@ -94,7 +87,6 @@ def _describe(name: str, split: Any, position: int) -> str:
 
 
 def _image_modes(check: str, split: Any, positions: Sequence[int]) -> Iterator[Finding]:
-    """Files whose mode loses something: transparency, sixteen bits, a palette, CMYK."""
     files = getattr(split, "samples", None)
     if not isinstance(files, Sequence) or not files or not isinstance(files[0], tuple):
         return
@@ -132,10 +124,8 @@ def duplicates(subject: Subject) -> Iterator[Finding]:
 
 
 def keys(split: Any) -> dict[int, bytes]:
-    """A hash of the content of each sample, without its label, by its position.
-
-    Of all samples of files, arrays and texts, up to ``COMPARED``; of another split, of those that are looked at.
-    """
+    """A hash of each sample's content without its label, by its position: of all samples of files, arrays and texts, up
+    to ``COMPARED``; of another split, of those that are looked at."""
     if hasattr(split, "digests"):
         return dict(enumerate(split.digests[:COMPARED]))
     if isinstance(getattr(split, "images", None), Tensor):

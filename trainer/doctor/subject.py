@@ -89,11 +89,8 @@ class Subject:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: of what may go wrong (warning), of what will (FAIL), of what could not be looked at (skipped), or ok.
-
-    ``check`` says what was looked at; left empty, it is the name that the check goes by. A :class:`RecipeError` has its
-    ``fix`` within.
-    """
+    """One line: of what may go wrong (warning), will (FAIL), could not be examined (skipped), or ok. ``check`` is what
+    was examined, by default the name of the check. A :class:`RecipeError` has its ``fix`` within."""
 
     status: Status
     text: str

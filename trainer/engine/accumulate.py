@@ -214,7 +214,6 @@ class AccumulatingOptimizer(Optimizer):
         return updates
 
     def _gather(self, row: Sequence[float], device: torch.device, ranks: int) -> list[list[float]]:
-        """The same row of all ranks."""
         if ranks == 1:
             return [list(row)]
         own = torch.tensor(row, dtype=torch.float64, device=device)

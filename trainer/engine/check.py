@@ -1,26 +1,25 @@
-"""Whether a model's losses are what the model says they are."""
+"""Checks that a model's losses are sums over samples, each with its weight."""
 
 from __future__ import annotations
 
 import copy
 import math
-import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.contract import Model
 from trainer.engine.forward import Forward
+from trainer.engine.model_state import ModelState
 from trainer.engine.sync import reshard
-from trainer.engine.window import MicroBatch
+from trainer.engine.window import Window
 from trainer.errors import RecipeError, require
 from trainer.values import Loss
 
@@ -28,22 +27,30 @@ ITEMS = "the sum of the losses of the micro-batch's items, and how many items it
 YIELD = f"yield Loss(total, weight): {ITEMS}"
 ONCE = "yield every one of loss_names once for each"
 Weights = Mapping[str, float]
-COMPARED = 4  # samples that are compared with their two halves: few, for this is besides the step
+HALF = 2
+COMPARED = 2 * HALF  # samples that are compared with their two halves
+WATCHED = 100  # steps in which samples are compared that differ in something new
+PLACE = -1  # the column in which all samples of a micro-batch differ
 # How far a sum may be from that of its halves, relative to them: kernels round otherwise for other shapes.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 5e-3}
 HALF_TOLERANCE = 3e-2
 
 
 class LossCheck:
-    """Looks at the losses of the first step; afterwards nobody has the time."""
+    """Checks every loss of the first step, and compares the losses of a few samples in the first steps."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.kind = model, type(model).__name__
         self.seen: Counter[str] = Counter()
-        self.compared = False
+        self.steps, self.is_done = 0, model.samples_interact
+        self.columns: set[Any] = set()
+        self.compared: set[Any] = set()  # columns of which different values have been compared
 
-    def each(self, losses: Any, batch: Any) -> Iterator[Loss]:
-        """What ``losses()`` returned for ``batch``, each looked at before it goes on to backward."""
+    def each(self, losses: Any, batch: Any) -> Any:
+        """Return what ``losses()`` gave for ``batch``; in the first step, check each loss before its backward."""
+        return losses if self.steps else self._checked(losses, batch)
+
+    def _checked(self, losses: Any, batch: Any) -> Iterator[Loss]:
         is_some = isinstance(losses, Iterable) and not isinstance(losses, Loss | Tensor)
         require(is_some, f"{self.kind}: losses() returns a {type(losses).__name__}: {YIELD}")
         names: set[str] = set()
@@ -90,44 +97,91 @@ class LossCheck:
             )
         self.seen[loss.name] += 1
 
-    def end(self, micro_steps: int) -> None:
-        """Every declared loss must have come once a micro-batch."""
-        for name in self.model.loss_names:
+    def end(self, micro_steps: int) -> bool:
+        """End a step, in which every declared loss must have come once a micro-batch; return whether all is checked."""
+        for name in self.model.loss_names if not self.steps else ():
             found = f"{self.kind}: losses() yielded {name!r} {self.seen[name]} times in {micro_steps} micro-batches"
             require(self.seen[name] == micro_steps, f"{found}: {ONCE}")
+        self.steps += 1
+        return self.is_done or self.steps == WATCHED
 
-    def compare(self, forward: Forward, micro: MicroBatch, ranks: int, generator: torch.Generator) -> None:
-        """Once: the losses of some samples of ``micro`` must be those of their two halves added up, as no mean is.
+    def compare(self, forward: Forward, window: Window, ranks: int, generator: torch.Generator) -> None:
+        """Require that the loss of a few samples is the sum of those of their two halves, as no mean is.
 
-        In eval mode and without gradients. Not compared is a model whose losses are drawn, a micro-batch whose tensors
-        do not all have a row for each sample, and one that a model cannot take in smaller pieces. Every rank makes the
-        same number of forwards.
+        Compared are samples that differ in what none differed in before, in eval mode and without gradients. Not
+        compared are losses that are drawn or use the statistics of a batch, a micro-batch in which some tensor does not
+        have a row for each sample, and one that the model cannot take in smaller pieces. Every rank makes the same
+        number of forwards.
         """
-        if self.compared or self.model.samples_interact:
+        if self.is_done:
             return
-        self.compared = True
-        pieces = halves(micro.batch, len(micro.indices), self.model.weigh)
-        if pieces is not None:
-            self._require_counts(*map(self.model.weigh, pieces))
-        elif ranks == 1:
-            return
-        with untouched(forward.module, generator):
-            found = [self._totals(forward, piece) for piece in pieces or [micro.batch] * 3]
-            tolerance = _tolerance(forward.module)
-            wrong = self._wrong(found, tolerance) if pieces else {}
-            is_wrong = torch.tensor([int(bool(wrong))], device=forward.device)
+        chosen = [pieces for micro in window for pieces in self._choose(micro.batch, len(micro.indices))]
+        numbers = [len(chosen), len(self.columns - self.compared)]
+        if ranks > 1:
+            agreed = torch.tensor(numbers, device=forward.device)
+            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
+            numbers = agreed.tolist()
+        for number in range(numbers[0]):
+            state = ModelState(forward.module, self.model, generator)
+            try:
+                self._compare(forward, state, chosen[number : number + 1], window.micro_batches[0].batch, ranks)
+            finally:
+                state.restore()
+        self.is_done = not numbers[1]
+
+    def _choose(self, batch: Any, count: int) -> list[list[Any]]:
+        """The samples with the smallest and the largest values of each column that is still to be compared.
+
+        Each time the samples, their two halves, and the samples backwards. A sample that is alone is taken twice.
+        """
+        try:
+            columns = dict(enumerate(numbers_of(batch, count) if count > 1 else ())) | {PLACE: range(count)}
+            chosen: dict[tuple[int, ...], list[Any]] = {}
+            if any(len({*column}) > 1 or key == PLACE for key, column in columns.items() if key not in self.compared):
+                weights = [self.model.weigh(taken(batch, [place], count)) for place in range(count)]
+                heavy = [place for place in range(count) if all(weights[place].values())]
+                by_weight = {name: [one[name] for one in weights] for name in weights[0]}
+                for key, column in (by_weight | columns).items() if heavy else ():
+                    order = sorted(heavy, key=column.__getitem__)
+                    if key not in self.compared and (key == PLACE or column[order[0]] != column[order[-1]]):
+                        self.compared.add(key)
+                        order = order[:HALF] + order[max(HALF, len(order) - HALF) :] if len(order) > 1 else order * 2
+                        if key != PLACE or not chosen:
+                            parts = (order, order[: len(order) // 2], order[len(order) // 2 :], order[::-1])
+                            chosen[tuple(order)] = [taken(batch, part, count) for part in parts]
+            self.columns |= columns.keys()
+            return [*chosen.values()]
+        except Exception:  # a custom batch that only its model understands
+            return []
+
+    def _compare(self, forward: Forward, state: ModelState, found: Any, spare: Any, ranks: int) -> None:
+        """Compare what ``_choose`` has ``found``, or make as many forwards of ``spare`` as the other ranks make.
+
+        A difference counts if it is there both without and with what forwards write to buffers: some count samples or
+        initialise them by their first samples, and some compute with what they have just written.
+        """
+        if found:
+            self._require_counts(*map(self.model.weigh, found[0][:3]))
+        tolerance, wrong = _tolerance(forward.module), dict.fromkeys(self.model.loss_names if found else (), "")
+        *pieces, backwards = found[0] if found else [spare] * 4
+        for state.frozen in (True, False):
+            totals = [self._totals(forward, state, piece) for piece in pieces]
+            texts = {} if state.mixes_samples else self._wrong(totals, tolerance)
+            wrong = {name: texts[name] for name in wrong if name in texts}
+            number = torch.tensor([len(wrong)], device=forward.device)
             if ranks > 1:
-                torch.distributed.all_reduce(is_wrong)
-            if is_wrong.item():  # on any rank; perhaps they are drawn
-                again = self._totals(forward, pieces[0] if pieces else micro.batch)
-                for name in list(wrong):
-                    if not math.isclose(float(again[name]), float(found[0][name]), rel_tol=tolerance):
-                        del wrong[name]
-        for text in wrong.values():
-            raise RecipeError(
-                f"{self.kind}: {text}: losses() must give the sum over the samples, not a mean (use reduction='sum'); "
-                "if the loss of a sample depends on the others of its micro-batch, say so by samples_interact = True"
-            )
+                torch.distributed.all_reduce(number)
+            if not number.item():  # on no rank
+                return
+        # Another total means that it is drawn, or that some tensor has as many rows as samples, but not one for each.
+        again = self._totals(forward, state, backwards)
+        for name, text in wrong.items():
+            if name in again and math.isclose(float(again[name]), float(totals[0][name]), rel_tol=tolerance):
+                raise RecipeError(
+                    f"{self.kind}: {text}: losses() must give the sum over the samples, not a mean (use "
+                    "reduction='sum'); if the loss of a sample depends on the others of its micro-batch, say so by "
+                    "samples_interact = True"
+                )
 
     def _require_counts(self, whole: Weights, left: Weights, right: Weights) -> None:
         for name, weight in whole.items():
@@ -138,15 +192,23 @@ class LossCheck:
                     "sums over"
                 )
 
-    def _totals(self, forward: Forward, batch: Any) -> dict[str, Tensor]:
-        """The losses of ``batch``; none where the model cannot take it, which the step finds out if it is no cut's."""
+    def _totals(self, forward: Forward, state: ModelState, batch: Any) -> dict[str, Tensor]:
+        """The losses of ``batch``, in eval mode, without gradients and without compiling; none if the model fails."""
+        for part in forward.module.modules():
+            part.training = False  # eval() may do more
+        # Once dynamo has met these shapes, it would compile for any; without it, nothing has been compiled.
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         try:
-            losses = islice(forward.losses(batch), len(self.model.loss_names) + 1)  # they may have no end
-            return {loss.name: loss.total.detach().double().reshape(()) for loss in losses}
+            with torch.no_grad(), eager, state:
+                losses = islice(forward.losses(batch), len(self.model.loss_names) + 1)  # they may have no end
+                return {loss.name: loss.total.detach().double().reshape(()) for loss in losses}
         except torch.OutOfMemoryError:
             raise
-        except Exception:
+        except Exception:  # that of a whole micro-batch is found by the step
             return {}
+        finally:
+            reshard(forward.module)
+            state.restore(generators=False)
 
     def _wrong(self, found: Sequence[Mapping[str, Tensor]], tolerance: float) -> dict[str, str]:
         """What is to be said of the losses that do not add up; one that is not finite is not compared."""
@@ -159,20 +221,17 @@ class LossCheck:
         return wrong
 
 
-def halves(batch: Any, count: int, weigh: Callable[[Any], Weights]) -> list[Any] | None:
-    """Some of the ``count`` samples of ``batch``, and their two halves, each with a weight; ``None`` if it is not cut.
-
-    A sample that is alone is taken twice.
-    """
-    try:
-        heavy = [place for place in range(count) if all(weigh(taken(batch, [place], count)).values())][:COMPARED]
-        if not heavy:
-            return None
-        middle = len(heavy) // 2
-        left, right = (heavy[:middle], heavy[middle:]) if middle else (heavy, heavy)
-        return [taken(batch, places, count) for places in (left + right, left, right)]
-    except Exception:  # a batch of somebody's own, which only its model understands
-        return None
+def numbers_of(batch: Any, count: int) -> Iterator[Sequence[float]]:
+    """Columns of ``count`` numbers: values, such as labels, and how many entries are positive: the lengths of masks."""
+    if isinstance(batch, Tensor) and batch.ndim and len(batch) == count:
+        rows = batch.reshape(count, batch[0].numel())
+        if rows.shape[1] == 1 or rows.dtype in (torch.int64, torch.int32, torch.bool):
+            yield (rows[:, 0] if rows.shape[1] == 1 else (rows > 0).sum(1)).tolist()
+    elif isinstance(batch, list) and len(batch) == count and isinstance(batch[0], str):
+        yield [len(text) for text in batch]
+    elif isinstance(batch, Mapping | list | tuple):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from numbers_of(item, count)
 
 
 def taken(batch: Any, places: list[int], count: int) -> Any:
@@ -208,31 +267,6 @@ def _taken_of(batch: Sequence[Any], places: list[int], count: int) -> list[Any]:
     if is_of_samples and not all(isinstance(item, Tensor) for item in batch):
         raise ValueError("its items could be fields as well as samples")
     return parts
-
-
-@contextmanager
-def untouched(module: nn.Module, generator: torch.Generator) -> Iterator[None]:
-    """Eval mode, without gradients and without compiling; in the end everything is as it was, and so is what is drawn.
-
-    Modes are set one by one: ``eval()`` may do more, and some parts may be in it already.
-    """
-    modes = [(part, part.training) for part in module.modules()]
-    drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), generator.get_state()
-    # Once dynamo has met these shapes, it would compile for any; without it, nothing has been compiled.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    try:
-        for part, _ in modes:
-            part.training = False
-        with torch.no_grad(), eager:
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
-        reshard(module)
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
-        torch.set_rng_state(drawn[2])
-        generator.set_state(drawn[3])
 
 
 def _tolerance(module: nn.Module) -> float:

@@ -226,10 +226,8 @@ def tree_reduce_scatter(parts: Tensor, present: Sequence[bool], group: Any = Non
 
 
 class PartialSums:
-    """Adds nodes of equal height that come one after the other, in their memory, keeping as few sums as can be.
-
-    It is a binary counter: after n nodes as many are kept as n has ones in binary, no more than log2(n) + 1.
-    """
+    """Adds nodes of equal height that come one after the other, in their memory, keeping as few sums as possible: as a
+    binary counter, after n nodes as many as n has ones in binary, at most log2(n) + 1."""
 
     def __init__(self) -> None:
         self.sums: list[tuple[int, Node]] = []  # heights, falling, and nodes

@@ -15,8 +15,7 @@ from trainer.errors import listed, require
 from trainer.recipe import Recipe
 from trainer.values import BadSample, Chances, Request
 
-EVALUATION_FACTOR = 2
-"""Evaluation keeps no activations, so its micro-batches can be larger than training's and still peak below them."""
+EVALUATION_FACTOR = 2  # evaluation keeps no activations: its micro-batches may be larger than training's
 
 
 def fill_from_data(model: Model, data: Data) -> Model:
@@ -51,11 +50,8 @@ def windows_of(
     reduce: Reduce = list,
     quarantine: Quarantine | None = None,
 ) -> Windows:
-    """The share of one rank in the training batches of a recipe whose data is prepared; see ``Windows``. ``reduce``
-    sums over the shares: of ranks that take the same one, only one counts.
-
-    Without a ``quarantine``, bad samples are left out where they are met, and no other rank is told.
-    """
+    """One rank's share of the training batches of a prepared recipe; see ``Windows``. ``reduce`` sums over the shares
+    (of ranks with the same one, one counts). Without a ``quarantine``, bad samples are left out on this rank only."""
     train = recipe.data.train
     lengths = getattr(train, "lengths", None)
     require(

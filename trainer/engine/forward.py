@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 
 class Forward:
-    """Computes the losses of a ``model`` with a ``module`` that ``fabric.setup_module`` returned.
-
-    The module is called as the strategy wrapped it, without Fabric's own wrapper, and precision is applied here: the
-    same operations for less time per micro-step (see benchmarks/overhead.py).
-    """
+    """Computes the losses of a ``model`` with a ``module`` that ``fabric.setup_module`` returned: as the strategy
+    wrapped it, without Fabric's own wrapper, with precision applied here, in less time (see benchmarks/overhead.py)."""
 
     check: LossCheck | None = None  # looks at the losses that are trained on, while it is there
 

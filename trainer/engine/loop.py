@@ -97,9 +97,7 @@ class Engine:
         self, epochs: int, max_steps: int | None = None, eval_every: int | None = None, max_skipped: int = 20
     ) -> Counters:
         """Train for ``epochs`` or ``max_steps``, whichever ends first; ``last_result`` is then the last evaluation's.
-
-        :class:`NonFiniteError` after ``max_skipped`` skipped steps in a row.
-        """
+        :class:`NonFiniteError` after ``max_skipped`` skipped steps in a row."""
         counters = self.counters
         total = count_steps(self.windows, epochs, max_steps)
         self.stepper.module.train()

@@ -74,8 +74,7 @@ def batch_indices(
     return torch.cat(samples)[torch.cat(shares).argsort(stable=True)].tolist()
 
 
-MIX, DRAWN = 1, 2
-"""Tell the seeds of how a batch is mixed, and of samples that were drawn with replacement, from others."""
+MIX, DRAWN = 1, 2  # separate the seeds of mixing, and of samples drawn with replacement, from the others
 
 
 def draw_mix(
@@ -112,7 +111,6 @@ def _stretches(seed: int, epoch: int, groups: Groups) -> tuple[list[int], list[i
 
 @lru_cache(maxsize=2)
 def _starts(groups: Groups) -> list[int]:
-    """The first sample of every group."""
     return [0, *accumulate(groups.sizes)]
 
 

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 from trainer.errors import RecipeError
 from trainer.values import BadSample
 
-Reduce = Callable[[list[float]], list[float]]
-"""Sums a list of floats over all ranks."""
-
+Reduce = Callable[[list[float]], list[float]]  # sums a list of floats over all ranks
 SHOWN = 5  # bad samples that a message names; a file of the run has all
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
+from trainer.engine.model_state import ModelState
 from trainer.engine.step import Stepper
 from trainer.engine.window import Window
 
@@ -12,6 +13,8 @@ from trainer.engine.window import Window
 def rehearse(stepper: Stepper, window: Window) -> None:
     """Forward and backward of ``window``, with the optimizer's state in memory as in every step but the first."""
     is_first = not stepper.optimizer.state
+    state = ModelState(stepper.module, stepper.model, stepper.generator)
+    state.copy_small()
     try:
         if is_first:
             make_state(stepper.optimizer)
@@ -19,6 +22,7 @@ def rehearse(stepper: Stepper, window: Window) -> None:
     finally:
         if is_first:
             stepper.optimizer.state.clear()
+        state.restore()
     stepper.abandon()
 
 

@@ -112,12 +112,14 @@ class LearningRate(LambdaLR):
         super().__init__(optimizer, factor)
 
     def evaluated(self, loss: float) -> None:
-        """The model has this validation loss, the same on all ranks."""
+        """Take in a validation loss, the same on all ranks."""
         if self.plateau is not None:
-            before = self.plateau.factor
             self.plateau.rule.step(loss)
-            if self.plateau.factor != before:
-                self._set(self._computed(self.last_epoch))
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Compute the rates of the next step again: the plateau or the number of skipped steps has changed."""
+        self._set(self._computed(self.last_epoch))
 
     def state_dict(self) -> dict[str, Any]:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -126,10 +128,7 @@ class LearningRate(LambdaLR):
         return state | ({"plateau": self.plateau.state_dict()} if self.plateau is not None and has_heard else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the rates that were saved, unless the recipe now asks for others.
-
-        Those may be older than the last skipped step, which the function takes into account at its next.
-        """
+        """Continue with the saved rates, unless the recipe now asks for others."""
         if self.plateau is not None and "plateau" in state_dict:
             self.plateau.load_state_dict(state_dict["plateau"])
         steps, computed = state_dict["steps"], self._computed(state_dict["steps"])
@@ -151,11 +150,11 @@ class LearningRate(LambdaLR):
 
 
 class PlateauListener(Listener):
-    """Tells the schedule of ``stepper``, whichever that is by then, of every evaluation."""
+    """Passes every validation loss to the current schedule of ``stepper``."""
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
-        assert isinstance(self.stepper.scheduler, LearningRate)
+        assert self.stepper.scheduler is not None
         self.stepper.scheduler.evaluated(result.loss)

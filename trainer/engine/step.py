@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
@@ -21,6 +20,9 @@ from trainer.engine.sync import GradientSync, gradient_sync
 from trainer.engine.totals import LossTotals, TotalsInOrder
 from trainer.engine.window import MicroBatch, Window
 from trainer.errors import RunError
+
+if TYPE_CHECKING:
+    from trainer.engine.schedule import LearningRate
 
 
 @dataclass(slots=True)
@@ -62,7 +64,7 @@ class Stepper(Forward):
         model: Model,
         module: nn.Module,
         optimizer: Optimizer,
-        scheduler: LRScheduler | None = None,  # stepped once an optimizer step, never on a skipped one
+        scheduler: LearningRate | None = None,  # stepped once per optimizer step, but not by a skipped one
         *,
         sync: GradientSync | None = None,  # by default, as the strategy wrapped the module
         clip_norm: float | None = None,  # largest global gradient norm
@@ -124,14 +126,14 @@ class Stepper(Forward):
     def accumulate(self, window: Window) -> LossTotals:
         """Forward and backward, micro-batch by micro-batch; the gradients are then those of the whole batch."""
         totals = (TotalsInOrder if self.sync.in_order else LossTotals)(window, self.world_size, self.copies)
+        if self.check:
+            self.compare(self.check, window)
         self.sync.begin(window)
         if self.batchnorm:
             self.batchnorm.remember()
         for micro in window:
             self.prepare(micro, len(window))
             self.phases.enter("forward", micro)
-            if self.check:
-                self.compare(self.check, micro)
             for number, loss in enumerate(self.losses(micro.batch), start=1):
                 self.phases.enter("backward")
                 if micro.is_last and number == len(self.model.loss_names):
@@ -140,15 +142,15 @@ class Stepper(Forward):
                 totals.add(loss, micro.is_empty)
                 if number < len(self.model.loss_names):  # the last backward goes on until gradients are synchronised
                     self.phases.enter("forward", micro)
-        if self.check:
-            self.check.end(len(window))
+        if self.check and self.check.end(len(window)):
             self.check = None
         self.sync.after()
         return totals
 
-    def compare(self, check: LossCheck, micro: MicroBatch) -> None:
-        """Let ``check`` compare the losses of some samples of ``micro``, which leaves no trace."""
-        check.compare(self, micro, self.fabric.world_size, self.generator)
+    def compare(self, check: LossCheck, window: Window) -> None:
+        """Let ``check`` compare the losses of some samples of ``window``, which leaves no trace."""
+        self.phases.enter("forward", window.micro_batches[0])
+        check.compare(self, window, self.fabric.world_size, self.generator)
 
     def abandon(self) -> None:
         """Leave a step wherever it is, as if it had not begun."""
@@ -196,6 +198,8 @@ class Stepper(Forward):
                 self.scaler.update()  # fp16 must adapt
             if self.batchnorm:
                 self.batchnorm.restore()
+            if self.scheduler is not None:  # the rest of the schedule is one step shorter
+                self.scheduler.refresh()
         else:
             self.precision.optimizer_step(self.optimizer)
             if self.average is not None:

@@ -70,6 +70,10 @@ class ReplicatedSync(GradientSync):
         super().__init__(parameters)
         self.module, self.may_overlap = module, may_overlap
 
+    def begin(self, window: Window) -> None:
+        # Every step starts with the buffers of the first rank, whatever forwards came before it.
+        self.module.require_forward_param_sync = True
+
     def before(self, is_last: bool) -> None:
         # What DDP.no_sync() sets; the context manager would also restore a state that nobody here relies on.
         self.module.require_backward_grad_sync = is_last and self.overlapped
@@ -102,12 +106,8 @@ class ReplicatedSync(GradientSync):
 
 
 class ShardedSync(GradientSync):
-    """FSDP reduces each block's gradients to shards while backward goes on.
-
-    Args:
-        every_micro_step: reduce after every micro-step instead of after the last: no rank keeps whole gradients.
-        replicas: how many ranks hold each shard.
-    """
+    """FSDP reduces each block's gradients to shards while backward goes on: ``every_micro_step`` (then no rank keeps
+    whole gradients), or in the last. ``replicas`` ranks hold each shard."""
 
     def __init__(
         self, module: FSDPModule, parameters: Sequence[Tensor], every_micro_step: bool = False, replicas: int = 1
@@ -159,10 +159,8 @@ def means_over_ranks(
 
 @torch.no_grad()
 def norm_over_ranks(local: Tensor, replicas: int = 1, group: torch.distributed.ProcessGroup | None = None) -> Tensor:
-    """The norm of gradients of which each shard is on ``replicas`` ranks, from ``local``, that of this rank's shards.
-
-    The ``group``, by default of all ranks, must be able to reduce tensors on the device of ``local``.
-    """
+    """The norm of gradients whose shards are each on ``replicas`` ranks, from this rank's ``local`` norm. ``group`` (by
+    default all ranks) must be able to reduce tensors on the device of ``local``."""
     square = local.double().square()
     torch.distributed.all_reduce(square, group=group)
     return (square / replicas).sqrt().to(local.dtype)

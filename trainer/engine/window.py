@@ -21,13 +21,10 @@ from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
 from trainer.values import BadSample, Chances, Groups, Incomplete, Mix, Mixing, Request
 
-MOST_DEALT = 2**18
-"""Samples of a run of which the fullest micro-batch is looked for; of more, the longest samples bound it."""
-
+MOST_DEALT = 2**18  # samples whose fullest micro-batch is searched for; of more, the longest samples bound it
 MOST_HALVINGS = 64  # of a micro-batch: none has 2 ** 64 samples
 
-Fetch = Callable[[Iterator[Request]], Iterator[Any]]
-"""Gives a collated micro-batch for every request, in order."""
+Fetch = Callable[[Iterator[Request]], Iterator[Any]]  # returns a collated micro-batch for every request, in order
 
 OnLoad = Callable[[Sequence[int]], None]
 """Called with the samples of each micro-batch before it is waited for, and with none after the last of a step."""
@@ -137,8 +134,7 @@ def _equal_bounds(size: int, micro_batch_size: int, world_size: int) -> list[tup
 
 
 def _dealt(by_length: Sequence[int], count: int, most: int, lengths: Sequence[int]) -> list[list[int]]:
-    """``count`` micro-batches of at most ``most`` samples, those with the most tokens first: every sample, the longest
-    first, goes to the one with the fewest that has room (Graham's rule, 1969)."""
+    """Graham's rule (1969): the longest sample first, each to the micro-batch with the fewest tokens that has room."""
     pieces: list[list[int]] = [[] for _ in range(count)]
     waiting = [(0, number) for number in range(count)]
     for index in by_length:
@@ -176,8 +172,7 @@ def _packs(
 
 
 def _best_fit(by_length: Sequence[int], budget: int, most: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Best-fit decreasing (Johnson 1974): each sample, the longest first, goes to the pack with the least room that has
-    enough; a sample longer than ``budget`` makes a pack of its own."""
+    """Best-fit decreasing (Johnson 1974); a sample longer than ``budget`` makes a pack of its own."""
     packs: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # from tokens to the packs that have room for so many more
     rooms: list[int] = []  # those keys in order: there are no more than tokens in a budget, however many samples
@@ -478,10 +473,8 @@ class Windows:
 def micro_batch(
     loaded: Any, indices: Sequence[int], seed: int, is_last: bool, is_empty: bool
 ) -> tuple[MicroBatch, list[BadSample]]:
-    """A micro-batch of what was loaded for ``indices``, and the samples that could not be; see :class:`MicroBatch`.
-
-    One that has lost all its samples is empty. What an empty one fails to borrow is left to the rank whose it is.
-    """
+    """A micro-batch of what was loaded for ``indices``, and its bad samples; see :class:`MicroBatch`. One without
+    samples is empty; what an empty one fails to borrow is left to the rank whose it is."""
     if not isinstance(loaded, Incomplete):
         return MicroBatch(loaded, seed, is_last, is_empty, indices), []
     is_lost = is_empty or not loaded.kept

@@ -10,13 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from trainer.errors import EXIT_REQUEUE
-from trainer.system.processes import ProcessId
 from trainer.system.reports import say
 
 
@@ -123,15 +122,14 @@ _watches: list[StartWatch] = []
 
 
 class StartWatch:
-    """Ends this rank when another one ends before the run's own watch has begun: it may wait for that one for ever.
+    """Ends this rank when one that it has started ends before the run's own watch has begun.
 
-    Fabric's own observer kills this process without a word when a rank that was started from it has failed, within five
-    seconds; it observes the list of those that it has ``started``, which grows, and is emptied here. Something else has
-    started the ``others`` on this machine.
+    Fabric's own observer kills this process without a message when a rank that was started from it has failed, within
+    five seconds. It observes the list of those that it has ``started``, which grows, and is emptied here.
     """
 
-    def __init__(self, started: list[subprocess.Popen], others: Mapping[int, ProcessId]) -> None:
-        self.started, self.others = started, dict(others)
+    def __init__(self, started: list[subprocess.Popen]) -> None:
+        self.started = started
         self.ranks: list[subprocess.Popen] = []
         self.stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="start watch", daemon=True)
@@ -173,23 +171,14 @@ class StartWatch:
                 killed = f"{name} was killed by {signal.Signals(-code).name}"
             elif code:
                 failed = f"{name} ended with exit code {code}"
-        for rank, process in self.others.items():
-            if process.is_here() and process.state() == "gone":
-                failed = f"rank {rank} (pid {process.pid}) was killed or has failed"
         return killed, failed
 
 
-def watch_start(started: list[subprocess.Popen], others: Mapping[int, ProcessId]) -> None:
-    """Begin to watch the ranks that Fabric starts from this process, and others of this machine."""
+def watch_start(started: list[subprocess.Popen]) -> None:
+    """Begin to watch the ranks that Fabric starts from this process."""
     end_start_watch()
-    _watches.append(StartWatch(started, others))
+    _watches.append(StartWatch(started))
     atexit.register(wait_for_children)
-
-
-def have_started() -> None:
-    """All ranks have met and are prepared: only those that were started from this process are watched any more."""
-    for watch in _watches:
-        watch.others = {}
 
 
 def end_start_watch() -> None:

@@ -22,13 +22,12 @@ from trainer.errors import MOST_LISTED, RecipeError, RunError, listed
 from trainer.launching.world import World
 from trainer.system.environment import number
 from trainer.system.files import parsed_object
-from trainer.system.processes import ProcessId, has_told_launcher
+from trainer.system.processes import has_told_launcher
 
 ADDRESS = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
 SECONDS_BETWEEN_LOOKS = 0.2
 MOST_BYTES = 1 << 16  # of what a rank says of itself
-FOREIGN = "the store says of rank {rank} what no rank says of itself: can others reach its port?"
 
 SECONDS_TO_MEET = 45.0
 """How much later than this rank another one of the machine may come, where no launcher would end it if that is gone."""
@@ -61,9 +60,7 @@ def keep_to_loopback(environment: MutableMapping[str, str] = os.environ) -> None
             environment.setdefault(name, interface)
 
 
-def gather_here(
-    world: World, seconds: float, environment: MutableMapping[str, str] = os.environ
-) -> tuple[TCPStore | None, dict[int, ProcessId]]:
+def gather_here(world: World, seconds: float, environment: MutableMapping[str, str] = os.environ) -> TCPStore | None:
     """Host the store of the ranks of one machine, or reach it, at the address that the environment names from then on.
 
     Where Fabric starts the ranks this is done before, and those find each other by it. Others wait for each other here:
@@ -71,7 +68,7 @@ def gather_here(
 
     Returns:
         The store, to be kept until the process group takes it up; none where the launcher hosts it, or the first rank
-        does and this is another that it has started. And those of the other ranks' processes that nobody else watches.
+        does and this is another that it has started.
 
     Raises:
         RunError: naming the ranks that did not come, or the store that cannot be reached.
@@ -79,33 +76,28 @@ def gather_here(
     """
     keep_to_loopback(environment)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None, {}
+        return None
     rank = number("LOCAL_RANK" if world.started_by_fabric else "RANK", 0, environment)
     if rank and world.started_by_fabric:
-        return None, {}
+        return None
     environment["MASTER_ADDR"] = ADDRESS
     port = number("MASTER_PORT", 0, environment)
     if world.started_by_fabric or world.size == 1:
-        return _hosted(port, environment), {}
+        return _hosted(port, environment)
     seconds = seconds if has_told_launcher() else min(seconds, SECONDS_TO_MEET)
     store: TCPStore | None = None
     try:
         if rank == 0:
             store = _hosted(port, environment)
         else:
-            store = TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-        found = all_that_come(store, rank, world.size, seconds, ProcessId.own().to_dict())
+            half = timedelta(seconds=seconds / 2)  # torch tries to connect twice, for so long each time
+            store = TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=half)
+            store.set_timeout(timedelta(seconds=seconds))
+        all_that_come(store, rank, world.size, seconds, {})
     except DistError as error:
         why = "ended before the ranks met" if store is not None else f"has not come within {seconds:g} s"
         raise RunError(f"rank {rank}: the first rank {why}: nothing was trained, nothing is lost") from error
-    return store, {other: _process(other, said) for other, said in enumerate(found) if other != rank}
-
-
-def _process(rank: int, said: object) -> ProcessId:
-    try:
-        return ProcessId.from_dict(said)
-    except ValueError as error:
-        raise RunError(FOREIGN.format(rank=rank)) from error
+    return store
 
 
 def _hosted(port: int, environment: MutableMapping[str, str]) -> TCPStore:

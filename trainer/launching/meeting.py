@@ -18,11 +18,12 @@ from typing import Any
 from torch.distributed import DistError, TCPStore
 
 from trainer.errors import RecipeError, RunError, require
-from trainer.launching.loopback import FOREIGN, INTERFACE, all_that_come, interface_of
+from trainer.launching.loopback import INTERFACE, all_that_come, interface_of
 from trainer.report.summary import versions
 from trainer.system.environment import number
 from trainer.system.text import escaped
 
+FOREIGN = "the store says of rank {rank} what no rank says of itself: can others reach its port?"
 LONGEST = 100  # characters of a name that a rank says of itself
 
 

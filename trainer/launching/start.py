@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from subprocess import Popen
 from typing import Any
@@ -27,13 +27,11 @@ from trainer.memory.sharding import fabric_strategy
 from trainer.system.environment import number
 from trainer.system.processes import LAUNCHER, SUPERVISOR, ProcessId, end_with_parent
 
-Watch = Callable[[list[Popen[bytes]], Mapping[int, ProcessId]], None]
-"""Told of the processes that Fabric starts from this one, as they come, and of other ranks on this machine."""
+Watch = Callable[[list[Popen[bytes]]], None]
+"""Takes the list of the processes that Fabric starts from this one, which grows."""
 
 
-def launch(
-    plan: Plan, world: World, watch: Watch = lambda started, ranks: None, seconds: float = SECONDS_TO_MEET
-) -> Fabric:
+def launch(plan: Plan, world: World, watch: Watch = lambda started: None, seconds: float = SECONDS_TO_MEET) -> Fabric:
     """Start Fabric, with the strategy and precision of ``plan``, and the other processes where no launcher has.
 
     Args:
@@ -51,9 +49,9 @@ def launch(
     if world.launcher != "ray":  # which ends its workers itself
         _end_with_launcher()
     environment = _environment(world)
-    store, others = None, dict[int, ProcessId]()
+    store = None
     if plan.strategy != "single" and world.nodes == 1 and world.launcher != "ray" and not dist.is_initialized():
-        store, others = gather_here(world, seconds)
+        store = gather_here(world, seconds)
     fabric = Fabric(
         accelerator=world.accelerator,
         devices=world.devices,
@@ -62,8 +60,8 @@ def launch(
         plugins=[precision_plugin(plan.memory, world.accelerator), *environment],
     )
     started = getattr(fabric.strategy.launcher, "procs", None)
-    if others or (started is not None and world.size > 1):
-        watch([] if started is None else started, others)
+    if started is not None and world.size > 1:
+        watch(started)
     with _launching():
         fabric.launch()
     del store  # it is the process group's now

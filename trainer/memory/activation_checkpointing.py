@@ -34,10 +34,8 @@ KEPT_BY_NAME = {"trainer::block_sparse_attention", "flex_attention"}  # which ar
 
 
 def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str | float) -> None:
-    """Checkpoint ``blocks`` of ``module``, which keeps no cache of keys and values from now on.
-
-    ``wish`` is none, selective, full, or the fraction of the blocks to checkpoint fully, spread evenly.
-    """
+    """Checkpoint ``blocks`` of ``module``, which keeps no cache of keys and values from now on. ``wish`` is none,
+    selective, full, or the fraction of the blocks to checkpoint fully, spread evenly."""
     if wish == "none":
         return
     switch_cache_off(module)
@@ -54,11 +52,8 @@ def checkpoint_blocks(module: nn.Module, blocks: Sequence[nn.Module], wish: str 
 
 
 def keep_expensive(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of ``selective``.
-
-    Attention with dropout is computed again: what is kept draws no random numbers the second time, and every dropout
-    after it in the block would then draw other ones than in the first pass.
-    """
+    """The policy of ``selective``. Attention with dropout is recomputed: kept, it would draw no random numbers in the
+    second pass, and every later dropout in the block would draw other ones than in the first."""
     kept = operation in KEPT and not _dropout(operation, args, kwargs)
     keep = kept or operation.name() in KEPT_BY_NAME
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

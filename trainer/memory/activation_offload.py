@@ -18,18 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from trainer.memory.sharding import local
 
-LEAST_BYTES = 2**20
-"""Smaller tensors stay: moving them takes longer than it frees memory."""
-
-IN_FLIGHT = 2
-"""Tensors on their way to the host at most; a third one waits for the first, so that the peak is always the same."""
+LEAST_BYTES = 2**20  # smaller tensors stay: moving them takes longer than it frees memory
+IN_FLIGHT = 2  # tensors on their way to the host at most; a third waits, so that the peak is always the same
 
 
 def offload_activations(module: nn.Module, device: torch.device) -> None:
-    """Make every forward of the whole ``module`` offload what it saves for backward; its parameters stay.
-
-    With checkpointed blocks, what is saved are their inputs. On a CPU the copies are made all the same, in vain.
-    """
+    """Make every forward of ``module`` offload what it saves for backward, but for parameters; with checkpointed
+    blocks, their inputs. On a CPU the copies are made all the same, in vain."""
     forward = module.forward
     sizes = {p.numel() for p in module.parameters()}
 
@@ -87,10 +82,8 @@ class Saved:
 
 
 class Shelf:
-    """What one forward on ``device`` has saved, in order.
-
-    Tensors of ``least_bytes`` and more are moved, but for those of which ``stays`` says that they must stay.
-    """
+    """What one forward on ``device`` has saved, in order. Tensors of ``least_bytes`` and more move, unless ``stays``
+    says that they must not."""
 
     def __init__(self, device: torch.device, least_bytes: int, stays: Callable[[Tensor], bool]) -> None:
         self.device, self.least_bytes, self.stays = device, least_bytes, stays

@@ -18,11 +18,8 @@ HOST = torch.device("cpu")
 
 
 def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Module:
-    """``model.build()`` with its weights where they will live: on the rank's device, or in host memory; or on meta.
-
-    They are made in host memory, in the precision's type: the same ``seed`` gives the same weights on every rank and
-    device and under every technique, as only the host's generator draws.
-    """
+    """``model.build()`` with its weights where they will live: on the rank's device, in host memory, or on meta. The
+    host makes them, in the precision's type: a ``seed`` gives the same weights on every rank and device."""
     dtype = weights_dtype(plan.memory)
     if plan.memory.init == "meta":
         return build_on_meta(model, seed, dtype)
@@ -39,10 +36,8 @@ def build_module(fabric: Fabric, model: Model, seed: int, plan: Plan) -> nn.Modu
 
 
 def built_at_home(fabric: Fabric, plan: Plan, build: Callable[[], nn.Module]) -> nn.Module:
-    """What ``build`` makes in host memory, moved to :func:`home_of_weights` tensor by tensor.
-
-    Host memory holds one copy of the weights meanwhile; ``memory.init=meta`` needs none.
-    """
+    """What ``build`` makes in host memory, moved to :func:`home_of_weights` tensor by tensor: the host holds one copy
+    meanwhile. ``memory.init=meta`` needs none."""
     with default_dtype(weights_dtype(plan.memory) or torch.float32), HOST:
         module = build()
     return module.to(home_of_weights(fabric, plan))
@@ -55,10 +50,8 @@ def home_of_weights(fabric: Fabric, plan: Plan) -> torch.device:
 
 
 def build_on_meta(model: Model, seed: int, dtype: torch.dtype | None = None) -> nn.Module:
-    """The module of ``model``, which has a ``skeleton``, with parameters on meta and real buffers on the CPU.
-
-    Shard it if you like, then :func:`materialise` it. ``dtype`` is of all that is floating-point.
-    """
+    """The module of ``model``, which has a ``skeleton``, with parameters on meta and real buffers on the CPU; ``dtype``
+    is of all floating-point ones. It may be sharded before :func:`materialise`."""
     torch.manual_seed(seed)
     with default_dtype(dtype):
         return skeleton_on_meta(model).train()

@@ -39,11 +39,8 @@ def lean_adam(groups: Any, optim: Optim, memory: Memory, device: torch.device, *
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether the update is worth compiling on ``device``, and can be.
-
-    On a CPU it runs as it is: compiling takes ten seconds a shape of weights and a C++ compiler. On a GPU the compiled
-    update needs no memory for intermediate tensors; Triton builds its launcher with a C compiler.
-    """
+    """Whether to compile the update on ``device``: not on a CPU (ten seconds a shape, and a C++ compiler). On a GPU a
+    compiled update needs no intermediate tensors; Triton builds its launcher with a C compiler."""
     from torch.utils._triton import has_triton
 
     return device.type == "cuda" and has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
@@ -81,10 +78,7 @@ def _class(kind: type[Optimizer], compiled: bool) -> Any:
             update(weight, gradient, state["step"], *moments, None, *settings, rounds)
 
         def _seed(self) -> None:
-            """Replicas that rounded a weight differently would drift apart: draw from the numbers of step and weight.
-
-            The engine seeds its own numbers before every micro-step, so none that follow depend on this.
-            """
+            """Seed from step and weight: all replicas round alike. The engine reseeds before every micro-step."""
             shown = [p for group in self.param_groups for p in group["params"]]  # in backward it is one at a time
             steps = max((int(self.state[p]["step"]) for p in shown if p in self.state), default=0)
             torch.manual_seed(derive_seed(steps, self.numbers[shown[0]]))

@@ -184,10 +184,8 @@ class Monitor(Phases):
         return self.whole.raised_to(self._device_peaks()._replace(host=process_peak()))
 
     def report(self, all_ranks: bool) -> dict[str, Any]:
-        """The memory section of ``summary.json``, in GB.
-
-        With ``all_ranks`` the largest over the ranks, a collective, which a rank that failed alone must not wait in.
-        """
+        """The memory section of ``summary.json``, in GB. ``all_ranks`` takes the largest over the ranks: a collective,
+        in which a rank that failed alone must not wait."""
         if self._looking and self.phase is not None:  # the phase that the run died in
             self._look()
         values = torch.tensor([self.host_idle, *chain(self.use(), *self.phases.values())])
@@ -249,8 +247,7 @@ class LeakCheck:
 
 # ``run.snapshot``: every allocation on the GPU with its stack, in torch's own format for pytorch.org/memory_viz.
 
-MOST_EVENTS = 100_000
-"""The last so many allocations and frees are kept: some hundreds of MB of host memory."""
+MOST_EVENTS = 100_000  # the last allocations and frees that are kept: some hundreds of MB of host memory
 
 
 def require_recordable(recipe: Recipe, accelerator: str) -> None:

@@ -79,11 +79,8 @@ def describe_oom(
 
 
 def next_knobs(plan: Plan, recipe: Recipe, phase: str | None = None, on_gpu: bool = True) -> list[str]:
-    """Flags that may help next, each by itself, the cheapest first and the lossy ones last, marked as such.
-
-    Left out are those that are on already, that cannot lower the peak of ``phase`` (``None``: of any), and that would
-    be refused together with the rest of ``recipe``.
-    """
+    """Flags that may help next, each by itself, the cheapest first; lossy ones last, and marked. Left out are those on
+    already, of no use in ``phase`` (``None``: any), or refused with the rest of ``recipe``."""
     found: dict[bool, list[str]] = {False: [], True: []}
     for remedy in _candidates(plan, recipe):
         if (phase is not None and phase not in remedy.phases) or (remedy.to_host and not on_gpu):
@@ -124,7 +121,6 @@ class Remedy:
 
 
 def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Remedy]:
-    """All that there is to try, in that order."""
     if plan.first_cut.micro_batch_size > 1:  # one sample cannot be cut
         yield _smaller_micro_batches(plan, recipe)
     for knob in KNOBS:
@@ -138,7 +134,6 @@ def _candidates(plan: Plan, recipe: Recipe) -> Iterator[Remedy]:
 
 
 def _smaller_micro_batches(plan: Plan, recipe: Recipe) -> Remedy:
-    """The same batches in smaller pieces."""
     cut, most = plan.first_cut, recipe.memory.micro_batch_tokens
     if most is not None:
         most = max(1, most // 2)

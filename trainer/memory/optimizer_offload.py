@@ -35,11 +35,8 @@ from trainer.memory.sharding import HALF, local, move_buffers
 from trainer.memory.update_ahead import UpdateAhead
 from trainer.recipe import Precision
 
-CHUNK = 2**19
-"""Elements that are accumulated at once: 2 MB in fp32, large enough for the bus. One chunk comes while another goes."""
-
-IN_FLIGHT = 2
-"""Gradients on their way to the host at most; a third one waits for the first, so that the peak is always the same."""
+CHUNK = 2**19  # elements accumulated at once: 2 MB in fp32, large enough for the bus
+IN_FLIGHT = 2  # gradients on their way to the host at most; a third waits, so that the peak is always the same
 
 BUCKET = 2**23
 """Elements that are reduced over the ranks at once, 32 MB in fp32, once a step, from the accumulators: of 47 million
@@ -148,10 +145,8 @@ class HostGradients(GradientSync):
             self.ahead.take(*self._trained(parameter), arrived)
 
     def bring_home(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> Callable[[], None] | None:
-        """Copy ``gradient`` to ``home``, or add it to what is there; returns what waits for that, if it takes time.
-
-        With ``held``, its memory is not used again before, also where nobody else sees to that.
-        """
+        """Copy ``gradient`` to ``home``, or add it there; returns what waits for that, if it takes time. With ``held``,
+        its memory is not used again before."""
         if self.carrier is not None:
             return self.carrier.carry(gradient, home, adds, held).synchronize
         (home.add_ if adds else home.copy_)(gradient)
@@ -257,9 +252,7 @@ def _accumulators(
 
 class StreamedGradients(HostGradients):
     """Takes the gradients of each part of ``module``, with shards in host memory, as soon as FSDP has reduced them.
-
-    Its ``parameters`` are in fp32: FSDP divides and casts none of their gradients afterwards.
-    """
+    Its ``parameters`` are in fp32: FSDP divides and casts none of their gradients afterwards."""
 
     def __init__(
         self,
@@ -288,10 +281,7 @@ class StreamedGradients(HostGradients):
             super().before_last_backward()
 
     def _take(self, expected: int, reduced: Tensor) -> None:
-        """Called by FSDP with the shards of a part's gradients, one behind the other; gives it host memory instead.
-
-        Nobody reads or writes that memory, the same for all parts. FSDP cuts it up, and has nothing left to copy.
-        """
+        """Called by FSDP with the shards of a part's gradients; replaces them by unused host memory of all parts."""
         if len(self.unused) < len(reduced):
             self.unused = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu")
         self.in_one, self.expected = reduced.detach(), expected
@@ -345,11 +335,8 @@ class Carrier:
         """How a transfer is cut. The planner traces one chunk for all."""
 
     def carry(self, gradient: Tensor, home: Tensor, adds: bool, held: bool = False) -> torch.cuda.Event:
-        """Copy ``gradient`` to ``home``, or add it to what is there; returns at once, what tells that it is there.
-
-        With ``held``, it is not freed before it has left, even where the carrier is ``told``.
-        The sum is made on the device: host memory is read and written over the bus, and no core of the host is busy.
-        """
+        """Copy ``gradient`` to ``home``, or add it there; returns at once what tells that it is there. With ``held``,
+        it is not freed before, even if the carrier is ``told``. The device sums over the bus, and uses no host core."""
         current = torch.cuda.current_stream(self.device)
         self.going.wait_stream(current)
         if home.data_ptr() in self.written:
@@ -404,10 +391,8 @@ class Carrier:
 
 
 class ReduceAfterCarrying(ReduceScatter):
-    """FSDP's reduce-scatter, whose output takes the memory of gradients that have been carried away.
-
-    FSDP's stream waits for them to have left, and neither the host nor the computation does.
-    """
+    """FSDP's reduce-scatter, whose output reuses the memory of gradients that were carried away: FSDP's stream waits
+    for them to leave, the host and the computation do not."""
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier, self.computing = carrier, torch.cuda.current_stream(carrier.device)

@@ -22,11 +22,8 @@ TRIED_STEPS = 3
 
 
 def make_own(groups: Any, optim: Optim) -> Optimizer:
-    """The optimizer that ``optim.name`` or ``optim.factory`` stands for, over ``groups``.
-
-    Raises:
-        RecipeError: when there is no such class, it does not take its arguments, or ignores a decay.
-    """
+    """The optimizer that ``optim.name`` or ``optim.factory`` stands for, over ``groups``. A ``RecipeError`` if there is
+    no such class, it does not take its arguments, or ignores a decay."""
     make, called = _maker(optim), describe_own(optim)
     try:
         made = make(groups, lr=optim.lr, **optim.arguments)

@@ -26,12 +26,8 @@ class Rule:
 
 
 def choose_trained(module: nn.Module, model: Model, optim: Optim) -> None:
-    """Freeze, or let train, what ``optim.groups`` says so of, in a module as ``model`` built it.
-
-    Raises:
-        RecipeError: for a pattern that no parameter has the name of, or none that trains, and for a layer decay where
-            there are no layers.
-    """
+    """Freeze, or let train, what ``optim.groups`` names, in a module as ``model`` built it. A ``RecipeError`` for a
+    pattern without a parameter, or without one that trains, and for a layer decay where there are no layers."""
     if optim.layer_decay is not None:
         require_blocks(module, model.blocks, f"optim.layer_decay={optim.layer_decay}")
     named = dict(module.named_parameters())
@@ -49,11 +45,8 @@ def choose_trained(module: nn.Module, model: Model, optim: Optim) -> None:
 
 
 def layers_of(module: nn.Module, classes: Sequence[type] = ()) -> dict[str, int]:
-    """How far each parameter is from those that are frozen first: 0 before the first block (embeddings), then the
-    number of its block, from 1 on, and one more than the blocks behind the last one (the head, norms before it).
-
-    Of what is between two blocks it is that of the one before.
-    """
+    """How far each parameter is from those frozen first: 0 before the first block (embeddings), then the number of its
+    block, or of the block before it, from 1 on; one more behind the last block (the head, norms before it)."""
     blocks = find_blocks(module, classes)
     number = {p: at for at, block in reversed([*enumerate(blocks, 1)]) for p in block.parameters()}
     number |= dict.fromkeys(head_parameters(module, blocks), len(blocks) + 1)

@@ -11,11 +11,10 @@ from trainer.memory.knobs import HALF, described, left_open
 from trainer.memory.refusals import require_compatible
 from trainer.recipe import Memory, Recipe, Strategy
 
-EVALUATED = (
+EVALUATED = (  # the knobs that an evaluation uses as training does
     *("strategy", "precision", "matmul_precision", "tensor_parallel", "sequence_parallel", "replicas"),
     "micro_batch_tokens",
 )
-"""The knobs that an evaluation turns as training does."""
 
 CUT_MATTERS = (
     "{}.samples_interact: the loss of a sample depends on the others of its micro-batch, so the cut matters: with "
@@ -64,11 +63,7 @@ def _count(number: int, noun: str, plural: str) -> str:
 
 
 def decide_plan(recipe: Recipe, world_size: int) -> Plan:
-    """Decide everything that the recipe left open.
-
-    Raises:
-        RecipeError: when the wishes contradict each other or cannot work together.
-    """
+    """Decide everything that the recipe left open; a ``RecipeError`` if its settings cannot work together."""
     for name in left_open(recipe.memory):
         raise RecipeError(
             f"memory.{name}=auto is for the planner, which has not been asked: use trainer fit or trainer plan"

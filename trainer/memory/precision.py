@@ -16,10 +16,7 @@ from trainer.recipe import MatmulPrecision, Memory
 
 
 def weights_dtype(memory: Memory) -> torch.dtype | None:
-    """The type that weights are created in; ``None`` where they stay as the model makes them, fp32 usually.
-
-    Master weights are fp32 whatever the precision of those on the device.
-    """
+    """The type in which weights are created, ``None`` for the model's own; master weights are always fp32."""
     types = {"64-true": torch.float64}
     if memory.cpu_offload != "optimizer":
         types |= {"bf16-true": torch.bfloat16, "16-true": torch.float16}

@@ -19,18 +19,15 @@ if TYPE_CHECKING:
 
     from trainer.memory.plan import Plan
 
-DIVIDE_BY_SQUARES = (*ADAM, "adagrad", "rmsprop")
-"""Optimizers that divide by the root of squared gradients, plus an epsilon of at most 1e-8."""
+DIVIDE_BY_SQUARES = (*ADAM, "adagrad", "rmsprop")  # with an epsilon of at most 1e-8 beside the root
 
 
 CONDITIONAL = "which is conditional (some micro-batches leave parameters without a gradient)"
 
 
 def require_compatible(recipe: Recipe, world_size: int, cuts: Sequence[Cut]) -> None:
-    """Refuse wishes that contradict each other, with the key, the reason and what to change.
-
-    ``cuts`` are how batches are cut, in every phase of an accumulation schedule.
-    """
+    """Refuse settings that contradict each other, with the key, the reason and what to change; ``cuts`` are those of
+    every phase of an accumulation schedule."""
     if recipe.optim.is_own:
         from trainer.memory.own_optimizer import own_refusals
 
@@ -238,11 +235,7 @@ def require_able(module: nn.Module, plan: Plan) -> None:
 
 
 def _require_local_norms(module: nn.Module, plan: Plan) -> None:
-    """Refuse SyncBatchNorm where it would synchronise.
-
-    Its statistics are of what the ranks have in one micro-step: not of the batch, others for another cut or number of
-    ranks, with the samples of weight zero of a rank that has nothing left; and on a CPU its forward raises.
-    """
+    """Refuse SyncBatchNorm where it would synchronise. On a CPU its forward raises."""
     from torch.nn import SyncBatchNorm
 
     names = [name for name, part in module.named_modules() if isinstance(part, SyncBatchNorm)]
@@ -255,10 +248,8 @@ def _require_local_norms(module: nn.Module, plan: Plan) -> None:
 
 
 def require_first_order(output: Any, setting: str, remedy: str) -> None:
-    """Refuse, when it is asked for, the gradient of a gradient (``create_graph=True``) of what a module returned.
-
-    All ranks do so alike, and before a technique's own hooks on ``output`` if called before they are made.
-    """
+    """Refuse the gradient of a gradient (``create_graph=True``) of what a module returned, when it is asked for: on all
+    ranks alike, and before a technique's own hooks on ``output`` if called before they are made."""
     import torch
     from torch.utils._pytree import tree_leaves
 

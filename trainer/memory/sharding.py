@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.memory.plan import Plan
 from trainer.memory.refusals import require_first_order
 
-DATA, TENSOR = "data", "tensor"
-"""The dimensions of a mesh over which ranks take other samples, and over which they share every block."""
+DATA, TENSOR = "data", "tensor"  # mesh dimensions: ranks with different samples; ranks that share every block
 
 HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -123,8 +122,7 @@ def shard(
 
 @contextmanager
 def _bytes_sharded() -> Iterator[None]:
-    """``fully_shard`` of torch 2.11 makes a shard a parameter that trains, which bytes cannot, before one that does as
-    the parameter did."""
+    """Work around torch 2.11: ``fully_shard`` first makes every shard trainable, which bytes cannot be."""
 
     def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
         return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)

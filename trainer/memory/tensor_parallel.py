@@ -50,8 +50,7 @@ from trainer.weights.blocks import find_blocks
 STYLES = ("colwise", "rowwise", "attention", "replicated_with_grad_allreduce", "sequence_parallel")
 """Of a plan; the names are transformers' own, but for ``attention``: an ``nn.MultiheadAttention``."""
 
-HEADS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads")
-"""Attributes in which modules keep how many heads they have: each rank has its share of them."""
+HEADS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads")  # attributes that count heads
 
 OTHER_DROPOUTS = ("alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rrelu")
 
@@ -177,9 +176,7 @@ def _split(layer: nn.Module, style: str, name: str, region: _Region, key: str, t
 
 class SplitAttention(nn.Module):
     """``nn.MultiheadAttention`` as torchvision uses it, its packed weight taken apart, so that heads can be split.
-
-    A checkpoint has the packed weight all the same: ``packed`` says which of its three stretches of rows each is.
-    """
+    Checkpoints keep the packed weight: ``packed`` says which of its three stretches of rows each is."""
 
     packed: ClassVar = {
         f"{part}.{kind}": (f"in_proj_{kind}", number)
@@ -234,8 +231,7 @@ class _Region(TorchFunctionMode):
         self.partly: list[nn.Module] = []  # whose weights are on every rank, and see the heads of this one
 
     def around(self, parent: nn.Module, is_shared: bool, goes_on: bool) -> Callable[..., Any]:
-        """The forward of ``parent``, which holds layers that are split by columns. One that ``is_shared`` is a block
-        from (n, tokens, width) to the like, and gets this rank's tokens; the next block ``goes_on`` with them."""
+        """``parent.forward``; if it ``is_shared``, on this rank's tokens, with which the next block ``goes_on``."""
         forward, kind = parent.forward, type(parent).__name__
 
         @wraps(forward)

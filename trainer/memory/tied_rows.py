@@ -18,10 +18,8 @@ from trainer.memory.optimizer_offload import HostGradients, StreamedGradients
 
 
 def leave_in_rows(module: nn.Module, sync: HostGradients) -> None:
-    """Let ``sync`` take the gradient of a tied embedding of ``module`` in rows, where its loss is computed in chunks.
-
-    Shards of several ranks are summed by FSDP, which wants it whole.
-    """
+    """Let ``sync`` take the gradient of a tied embedding of ``module`` in rows, where its loss is computed in chunks;
+    not for shards of several ranks, which FSDP sums whole."""
     if getattr(module, "logit_transform", None) is None or (sync.sharded and sync.world_size > 1):
         return
     words, head = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]

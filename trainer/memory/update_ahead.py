@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from trainer.memory.sharding import local
 from trainer.system.machine import available_bytes
 
-AT_ONCE = 2**18
-"""Elements that are updated at once, if no parameter is larger: of fewer, Python would take most of the time."""
+AT_ONCE = 2**18  # elements updated at once: with fewer, Python would take most of the time
 
 
 class UpdateAhead:
@@ -84,10 +83,8 @@ class UpdateAhead:
         return ended
 
     def settle(self, norm: Tensor, largest: float | None) -> bool:
-        """Whether gradients of this ``norm`` are neither clipped to ``largest`` nor skipped; else undo all.
-
-        If so, the optimizer finds no gradient where it has nothing left to do.
-        """
+        """Whether gradients of this ``norm`` are neither clipped to ``largest`` nor skipped; else undo all. If so, the
+        optimizer finds no gradient where it has nothing left to do."""
         self.was_right = self.is_right(norm, largest)
         if not self.was_right:
             self.undo()
@@ -143,7 +140,6 @@ class UpdateAhead:
             parameter.grad = None
 
     def _keep(self, parameter: Tensor) -> bool:
-        """Copy what the update overwrites, if there is room."""
         state = self.optimizer.state.get(parameter)
         values, copies = _tensors(parameter, state or {}), self.copies[parameter]
         fresh = {name: value for name, value in values.items() if name not in copies}

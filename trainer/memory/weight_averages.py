@@ -11,8 +11,7 @@ from torch import Tensor
 from trainer.memory.sharding import local
 from trainer.recipe import Optim
 
-POWER = 2 / 3
-"""Of timm's warm-up (``ModelEmaV3``): the n-th update, from 0, has a decay of at most 1 - (1 + n) ** -POWER."""
+POWER = 2 / 3  # of timm's warm-up (``ModelEmaV3``): the n-th update, from 0, decays by at most 1 - (1 + n) ** -POWER
 
 
 class WeightAverages:

@@ -39,7 +39,7 @@ class BigBird(TextClassifier):
         require_choice("model.attention", self.attention, Attention)
 
     def _finished(self, module: nn.Module) -> nn.Module:
-        """The module with attention of ours, and the pooler that no loss reaches frozen."""
+        """The module with our attention; the pooler, which no loss reaches, is frozen."""
         from trainer.models.block_sparse import use_own_attention
 
         module = super()._finished(module)

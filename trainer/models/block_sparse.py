@@ -237,10 +237,8 @@ def _flops_backward(grad: Any, *args: Any, **_: Any) -> int:
 
 
 def inner_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | None) -> tuple[int, ...]:
-    """Sizes of what ``op``, one of the two above, allocates for itself at its fullest, called with ``args``.
-
-    On a GPU of that ``capability`` FlexAttention may do its work, which needs a number for each query in backward.
-    """
+    """Sizes of what ``op``, one of the two above, allocates for itself at its fullest, called with ``args``. On a GPU
+    of that ``capability`` FlexAttention may do its work, which needs a number for each query in backward."""
     backward = op is torch.ops.trainer.block_sparse_attention_backward.default
     query, _, _, _, counts, width = args[backward : 6 + backward]
     batch, heads, tokens, size = query.shape

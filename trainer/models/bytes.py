@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-BYTES = "bytes"
-"""What ``model.tokenizer`` is called that asks for it."""
+BYTES = "bytes"  # the value of ``model.tokenizer`` that asks for it
 
 END, PAD = "<|endoftext|>", "<|pad|>"
-TURNS = ("<|im_start|>", "<|im_end|>")
-"""For chat templates, such as ChatML."""
+TURNS = ("<|im_start|>", "<|im_end|>")  # for chat templates, such as ChatML
 
 
 def byte_tokenizer() -> Any:

@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
     from trainer.contract import Data
 
-MOST_FEATURES = 10**7
-"""Of a layer, classes or pixels: beyond it a size in bytes may not fit into 64 bits."""
-
-MOST_LAYERS = 10_000
-"""Each is made one by one."""
+MOST_FEATURES = 10**7  # of a layer, classes or pixels: beyond it a size in bytes may not fit into 64 bits
+MOST_LAYERS = 10_000  # each is built separately
 
 
 ImageTask = Literal["single_label", "multi_label", "regression"]

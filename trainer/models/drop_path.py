@@ -32,8 +32,7 @@ class DropPath(nn.Module):
 
 
 def add_drop_path(blocks: Sequence[Any], rate: float) -> None:
-    """Put it behind both branches of torchvision's encoder blocks, at rates from 0 to ``rate``, as timm does. No name
-    of a parameter changes."""
+    """Put it behind both branches of torchvision's blocks, at rates from 0 to ``rate``, as timm does; names stay."""
     for number, block in enumerate(blocks):
         own = rate * number / (len(blocks) - 1)
         block.dropout = nn.Sequential(block.dropout, DropPath(own))
@@ -63,5 +62,4 @@ def uniform(seeds: Tensor, count: int) -> Tensor:
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left."""
     return (state >> by) & (2 ** (64 - by) - 1)

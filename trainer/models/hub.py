@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from trainer.errors import RecipeError, nearest, require
+from trainer.errors import RecipeError, RunError, nearest, require
 from trainer.models.common import MOST_LAYERS, Supervised, require_filled, train_last_blocks
 from trainer.models.lora import OWN, Adaptable, LoRA, reset_adapters, save_adapters
-from trainer.system.files import require_regular
+from trainer.system.files import require_regular, room_in
 from trainer.system.hub import advice, away, tell_of_cache
 from trainer.values import Pretrained
 from trainer.weights.blocks import find_blocks, switch_cache_off
@@ -81,10 +82,15 @@ def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any
         _require_files(Path(local_folder(source)))
     here = is_local(source) or load.__name__ == "from_config"  # made of a configuration that was read before
     why_not = "" if here else away()
+    from huggingface_hub.constants import HF_HUB_CACHE
+
     try:
-        found = load(*args, **kwargs)
+        with room_in(Path(HF_HUB_CACHE), "set HF_HOME to a folder on another disk"):
+            found = load(*args, **kwargs)
     except Exception as error:  # transformers checks little of what is in a file before it uses it
-        if isinstance(error, MemoryError | RuntimeError) and "memory" in str(error):
+        if isinstance(error, RunError | RecipeError) or (
+            isinstance(error, MemoryError | RuntimeError) and "memory" in str(error)
+        ):
             raise  # no fault of the files
         reason = next(iter(str(error).strip().splitlines()), "")
         if not isinstance(error, OSError | ValueError | SafetensorError):
@@ -126,6 +132,37 @@ def positions(config: Mapping[str, Any]) -> int | None:
     if any(name in kind for name in FROM_PADDING):  # which do not use the positions up to that of the padding token
         found -= 1 + (config.get("pad_token_id") or 0)
     return found if found > 0 and "t5" not in kind else None  # T5 has the entry, but only relative positions
+
+
+COUNT = re.compile(r"(?!.*(per_layer|_size|_dim|channels)).*(layer|depth|blocks|experts|stages)")
+"""Names of settings that count layers, which are built one by one; the settings left out are sizes of tensors."""
+
+MAX_LABELS = 1_000_000
+"""Each is a name in two mappings."""
+
+
+def require_moderate_config(said: str, config: Mapping[str, Any]) -> None:
+    """Refuse counts of layers and labels that would take the machine, before transformers builds anything of them."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            require_moderate_config(said, value)
+        numbers = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, int)]
+        # A list has the layers of each stage, or the numbers of single layers.
+        count = sum(numbers) if "depth" in str(key) or "num" in str(key) else max(numbers, default=0)
+        labels = len(value) if isinstance(value, Mapping) else count if key == "num_labels" else 0
+        require(labels <= MAX_LABELS, f"{said}: {key} has {labels:,} labels, and the max is {MAX_LABELS:,}: lower it")
+        if COUNT.match(str(key)):
+            many = f"{said}: {key} stands for {count:,} layers, and the max is {MOST_LAYERS:,}: lower it"
+            require(max(count, len(numbers)) <= MOST_LAYERS, many)
+            negative = str(key).endswith("layers") and min(numbers, default=0) < 0
+            require(not negative, f"{said}: {key} {value!r:.80} must be at least 1")
+
+
+def _read_config(source: str, **options: Any) -> Any:
+    from transformers import AutoConfig, PretrainedConfig
+
+    require_moderate_config(f"model.name={source!r}", PretrainedConfig.get_config_dict(source, **options)[0])
+    return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def refuse_code(name: str, config: Any) -> None:
@@ -300,13 +337,14 @@ class HubModel(Adaptable):
         config.dtype = dtype
         config.save_pretrained(folder)
         if self.lora.rank and self.weights is not None:
-            source = str(Path(local_folder(self.weights)).absolute()) if is_local(self.weights) else self.weights
-            facts = {
-                "base_model_name_or_path": source,
-                "revision": self.revision,
-                "task_type": PEFT_TASKS.get(self.auto),
-            }
-            save_adapters(module, state, folder / ADAPTER_FOLDER, **facts)
+            self.save_adapters(module, state, folder / ADAPTER_FOLDER)
+
+    def save_adapters(self, module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Write what peft loads onto ``weights``; ``module`` and ``state`` are as for :func:`save_adapters`."""
+        weights = str(self.weights)
+        source = str(Path(local_folder(weights)).absolute()) if is_local(weights) else weights
+        facts = {"base_model_name_or_path": source, "revision": self.revision, "task_type": PEFT_TASKS.get(self.auto)}
+        save_adapters(module, state, folder, **facts)
 
     def saved_in(self, folder: Path) -> Self:
         """The model whose configuration and weights ``save`` wrote to ``folder``."""
@@ -322,9 +360,11 @@ class HubModel(Adaptable):
         return {}
 
     def _configuration(self) -> Any:
+        import torch
         from transformers import AutoConfig
 
         kind = self._type()
+        require_moderate_config("model.config", self.config)
         if kind is not None:
             of_data = self._of_data()
             config = AutoConfig.for_model(kind, **of_data)
@@ -332,7 +372,7 @@ class HubModel(Adaptable):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             config.name_or_path = self.name
         else:
-            config = self._load("name", self.name, AutoConfig.from_pretrained, trust_remote_code=False)
+            config = self._load("name", self.name, _read_config)
         unknown = [key for key in self.config if not hasattr(config, key)]
         if unknown:
             hint = nearest(unknown[0], config.to_dict())
@@ -349,9 +389,9 @@ class HubModel(Adaptable):
             )  # of several for a task (DeiT), transformers takes the first
         for key, value in changes.items():
             setattr(config, key, value)
+        if torch.get_default_dtype() == torch.float64 and getattr(config, "_experts_implementation", "") is None:
+            config._experts_implementation = "eager"  # the grouped matmul has no kernel for float64
         refuse_code(self.name, config)
-        layers = getattr(config, "num_hidden_layers", None) or 0
-        require(layers <= MOST_LAYERS, f"model.name={self.name!r} is configured with {layers:,} layers: take another")
         return config
 
 

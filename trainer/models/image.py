@@ -85,7 +85,6 @@ class ImageClassifier(HubClassifier):
             shutil.copyfile(path, folder / PROCESSOR)
 
     def _processor(self) -> Path | None:
-        """The settings of the image processor, where there are some."""
         from transformers.utils import cached_file
 
         if self.weights is None and self._type() is not None:  # there are no files behind the name

@@ -265,8 +265,13 @@ def save_adapters(module: nn.Module, state: Mapping[str, Tensor], folder: Path, 
     config = replace(configured[ADAPTER], modules_to_save=list(layers) or None, inference_mode=True, **facts)
     config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)
-    named = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": state[name].detach().cpu() for name in trained}
+    named = {name_in_peft(name): state[name].detach().cpu() for name in trained}
     save_file({name: value.contiguous() for name, value in named.items()}, folder / ADAPTERS, {"format": "pt"})
+
+
+def name_in_peft(name: str) -> str:
+    """The name of a parameter of an adapted module in the files of peft."""
+    return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def _update(module: nn.Module, path: str, state: Mapping[str, Tensor]) -> Tensor:

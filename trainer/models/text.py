@@ -28,19 +28,17 @@ _DISTILBERT = {f"transformer.layer.*.attention.{name}": "colwise" for name in ("
 _DISTILBERT |= {"transformer.layer.*.attention.out_lin": "rowwise", "transformer.layer.*.ffn.lin1": "colwise"}
 _DISTILBERT |= {"transformer.layer.*.ffn.lin2": "rowwise"}
 _DISTILBERT |= {f"transformer.layer.*.{part}_layer_norm": "sequence_parallel" for part in ("sa", "output")}
-ENCODERS = {
+ENCODERS = {  # how ranks share the blocks of model types for which transformers has no plan
     "distilbert": _DISTILBERT,
     **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "big_bird"), _BERT),
 }
-"""How ranks share the blocks of model types for which transformers does not say it."""
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 _NORMS = {f"layers.*.{part}_layernorm": "sequence_parallel" for part in ("input", "post_attention")}
 """Types whose plan of transformers splits layers, and whose blocks compute all else token by token."""
 
 TextTask = Literal["single_label", "multi_label", "regression", "token"]
 NO_TOKENIZER = "none"
-PACKED = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")
-"""Types of models that compute without padding, as transformers makes them."""
+PACKED = ("distilbert", "bert", "roberta", "xlm-roberta", "modernbert")  # types that compute without padding
 
 
 class TextModel(HubModel):
@@ -212,7 +210,6 @@ class TextClassifier(TextModel, HubClassifier):
         return packed or batch
 
     def _finished(self, module: nn.Module) -> nn.Module:
-        """The module, computing without padding where it can."""
         module = super()._finished(module)
         if self.packs():
             from trainer.models.packed_attention import NAME, register

@@ -23,8 +23,7 @@ from torch.nn.functional import cross_entropy, linear, pad
 from trainer.errors import require
 from trainer.values import IGNORED_LABEL
 
-LOGITS = 2**24
-"""How many logits are held at once where nobody says so: 64 MiB in fp32. Products of so many keep a GPU busy."""
+LOGITS = 2**24  # logits held at once by default: 64 MiB in fp32; products of this size keep a GPU busy
 
 SCALES: dict[str, int] = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
@@ -99,10 +98,7 @@ def _with_loss(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def predicted_places(labels: Tensor) -> Tensor:
-    """Where the flattened ``labels``, ``(n, length)``, follow that are to be predicted; int64, one for each of them.
-
-    On a GPU this waits for the device.
-    """
+    """int64 places in the flattened ``labels``, ``(n, length)``, whose next one is predicted. On a GPU this waits."""
     following = pad(labels[:, 1:] != IGNORED_LABEL, (0, 1))
     return following.flatten().nonzero().flatten()
 

@@ -28,11 +28,8 @@ from transformers.models.modernbert.modeling_modernbert import ModernBertEncoder
 from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaLayer
 
-BITS = 16
-"""Random bits that decide whether a weight of attention is dropped, on a CPU: the rate is rounded to 2^-16."""
-
-ROWS = 256
-"""Queries that are at once at attention with dropout, on a CPU: the weights of all of a long text fit into no cache."""
+BITS = 16  # random bits that decide whether a CPU drops an attention weight: the rate is rounded to 2^-16
+ROWS = 256  # queries processed at once by attention with dropout on a CPU: a long text's weights fit into no cache
 
 
 class Lengths:
@@ -97,10 +94,7 @@ def pack(batch: Mapping[str, Any], padding_idx: int | None) -> dict[str, Any] | 
 
 
 def unpad(module: nn.Module) -> None:
-    """Let the blocks of ``module`` take packed micro-batches as well as padded ones.
-
-    Only their class changes: parameters and their names stay.
-    """
+    """Let the blocks of ``module`` take packed micro-batches, too; only their class changes, no parameter or name."""
     blocks = [part for part in module.modules() if type(part) in COMPUTE]
     for block in blocks:
         block.__class__ = _unpadded(type(block))  # type: ignore[arg-type]
@@ -245,10 +239,8 @@ def _repeated(keys: Tensor, query: Tensor, dim: int) -> Tensor:
 
 
 def _has_varlen(query: Tensor) -> bool:
-    """Whether torch's kernel for packed texts takes such tensors. It has no dropout.
-
-    It asks the GPU that is there, which a plan is not for: planned is the other way, which keeps as many bytes.
-    """
+    """Whether torch's kernel for packed texts takes such tensors; it has no dropout. It asks the real GPU: plans
+    assume the other way, which keeps as many bytes."""
     half = query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
     half &= query.shape[-1] % 8 == 0 and query.shape[-1] <= 256  # the sizes of heads that flash attention has
     is_real = half and torch.version.hip is None and not isinstance(query, FakeTensor)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 Name = Literal["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14", "custom"]
 SHAPE_FIELDS = ("patch_size", "layers", "heads", "width", "mlp_width")
-PRETRAINED_SIZE = 224
 POSITIONS = "encoder.pos_embedding"
 
 

@@ -47,10 +47,8 @@ class AllocatorSettings:
 
 
 class Block:
-    """``size`` bytes from ``address`` on, in a segment of ``pool``: in use, free, or without memory behind them.
-
-    The last is so in an expandable segment only, which begins at the address ``segment``.
-    """
+    """``size`` bytes from ``address`` on, in a segment of ``pool``: in use, free, or, in an expandable segment (which
+    begins at ``segment``), without memory behind them."""
 
     __slots__ = ("address", "allocated", "mapped", "next", "pool", "previous", "requested", "segment", "size")
 
@@ -160,12 +158,7 @@ class CachingAllocator:
         self._next_address = 2**40
 
     def malloc(self, requested: int, stream: int = 0) -> Block:
-        """A block for ``requested`` bytes on ``stream``.
-
-        Raises:
-            ValueError: for no bytes at all; torch does not come here for an empty tensor.
-            Shortage: when even a released cache leaves too little memory.
-        """
+        """A block for ``requested`` bytes on ``stream``; :class:`Shortage` if even a released cache is too small."""
         if requested <= 0:
             raise ValueError(f"a block of {requested} bytes cannot be allocated")
         size = self.settings.rounded(requested)
@@ -184,11 +177,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Put ``block`` back in its pool, merged with its free neighbours.
-
-        Raises:
-            ValueError: if it is not in use.
-        """
+        """Put ``block``, which is in use, back in its pool, merged with its free neighbours."""
         if not block.allocated:
             raise ValueError(f"the block at address {block.address} is not in use")
         block.allocated = False

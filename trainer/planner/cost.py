@@ -43,11 +43,8 @@ ERROR = 0.2
 """What steps are off by: the root mean square, in logarithms, over the published steps of docs/planner.md, "Times".
 None of them was used for a figure here."""
 ESTIMATES = f"estimates, ± {100 * ERROR:.0f} % (root mean square): to order plans on a card, less so to order cards"
-TAKES_WEIGHTS = "split_with_sizes_copy"
-"""The operation with which FSDP2 takes gathered weights over: it waits for their all-gather."""
-
-Seconds = Callable[[Work], tuple[str, float]]
-"""Which link a collective takes, and for how many seconds."""
+TAKES_WEIGHTS = "split_with_sizes_copy"  # FSDP2's first operation on gathered weights: it waits for their all-gather
+Seconds = Callable[[Work], tuple[str, float]]  # the link that a collective takes, and for how many seconds
 
 
 def kernel_seconds(item: Work, gpu: GPU) -> float:
@@ -63,7 +60,6 @@ def kernel_seconds(item: Work, gpu: GPU) -> float:
 
 
 def _size(dtype: str) -> float:
-    """Bytes of an element."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) / 8 if bits else 1
 

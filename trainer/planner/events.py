@@ -7,10 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 Category = Literal["params", "gradients", "optimizer", "activations", "temporaries", "batch"]
 Kind = Literal["compute", "to_device", "to_host", "collective"]
-HOST_STREAM, HOST_THREAD = -1, -2
-"""The streams of what the host computes, and of what a thread of it computes beside all else."""
-EMPTY_CACHE = -1
-"""The id of an event that is about no block: torch.cuda.empty_cache."""
+HOST_STREAM, HOST_THREAD = -1, -2  # streams of what the host computes, and of what a thread of it computes meanwhile
+EMPTY_CACHE = -1  # the id of an event without a block: torch.cuda.empty_cache
 
 
 class Event(NamedTuple):

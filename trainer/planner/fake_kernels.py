@@ -202,10 +202,8 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def counted_args(name: str, args: tuple) -> tuple:
-    """Arguments with which torch counts the operations of an attention kernel, with shapes in the place of tensors.
-
-    Keys and values get as many heads as queries, which costs the same: torch 2.11 refuses to count anything else.
-    """
+    """Arguments with which torch counts the operations of an attention kernel: shapes for tensors, and as many heads of
+    keys and values as of queries, which costs the same and which torch 2.11 insists on."""
     if not name.startswith("_scaled_dot_product"):
         return args
     first = 1 if name.endswith("_backward") else 0  # after the gradient

@@ -223,10 +223,7 @@ class FakeGPUMode(FakeTensorMode):
                 return None  # not computable on a CPU: simply not known
 
     def _tried(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What ``func`` returns, which torch cannot say of fake tensors, from trying it on the host.
-
-        What is not known is stood in for by numbers that all differ, so that none is left out, or by ones.
-        """
+        """What ``func`` returns on the host; unknown inputs are distinct values, so that none is dropped, or ones."""
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, FakeTensor)]
         results = None
         if func.namespace in BUILT_IN and all(tensor.numel() <= LARGEST_KNOWN for tensor in tensors):
@@ -284,7 +281,7 @@ def _on_a_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 #
 # Source of the lists: aten/src/ATen/autocast_mode.h; the dispatcher is asked whether they are complete.
 
-CASTS = {
+CASTS = {  # operations cast to the lower type, to fp32, with a result in fp32, and to the widest type of the inputs
     "lower": """_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
         conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv
         linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot scaled_dot_product_attention
@@ -301,7 +298,6 @@ CASTS = {
         linalg_matrix_norm.str_ord sum sum.dim_IntList""",
     "widest": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
 }
-"""What is cast to the lower type, to fp32, what gives a result in fp32, what takes the widest type of its inputs."""
 LEFT_ALONE = """norm.Scalar norm.ScalarOpt_dim binary_cross_entropy _cudnn_rnn rnn_relu_cell rnn_tanh_cell lstm_cell
     gru_cell _thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution cudnn_convolution_transpose"""
 """Refused by autocast, recurrent, or reached only through another of the lists."""
@@ -328,7 +324,6 @@ def install_autocast(library: torch.library.Library, is_on_gpu: Callable[[Any], 
 
 
 def _overload(name: str) -> Any:
-    """The operation of that name; ``None`` if this version of torch has none."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(aten, packet, None), overload or "default", None)
 

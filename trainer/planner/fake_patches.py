@@ -79,12 +79,7 @@ def replace(owner: Any, **answers: Any) -> None:
 @contextmanager
 def installed(target: Target, ranks: int = 1) -> Iterator[list[str]]:
     """Give this process ``target``, a card or the CPU, as its device, of which this machine says that it has ``ranks``.
-
-    Yields warnings for a person; torch is itself again afterwards, also after half of it.
-
-    Raises:
-        RunError: when it has one already, fake or in use.
-    """
+    Yields warnings for a person; torch is itself again afterwards. A ``RunError`` if there is a device already."""
     global _library
     if _library is not None:
         raise RunError("a process can have one fake GPU at a time: end the block of the other one first")
@@ -150,11 +145,8 @@ def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool 
 
 
 def patch_modules() -> None:
-    """Modules move their parameters, and compile nothing; recurrent ones leave theirs where they are.
-
-    A tensor whose data is replaced is on the device of the new data, also for Python. Memory that is not there has an
-    address all the same: code asks whether two tensors look at the same one.
-    """
+    """Modules move their parameters, and compile nothing; recurrent ones leave theirs in place. A tensor with replaced
+    data is on the new device for Python, too; fake memory has addresses, as code compares where tensors are."""
     data: Any = torch._C.TensorBase.data
     address: Any = torch.UntypedStorage.data_ptr
 
@@ -245,10 +237,7 @@ def patch_tensors() -> None:
 
 
 def _to(move: Callable[..., Any], moved: int = 1) -> Callable[..., Any]:
-    """``Tensor.to``, in which ``"cuda"`` and ``0`` are the GPU, without C++ asking a driver which one is current.
-
-    Of another tensor, C++ would take the device that it believes in. ``moved`` tensors come first.
-    """
+    """``Tensor.to``: ``"cuda"``, ``0`` and a tensor's device are the GPU, without a driver; ``moved`` come first."""
 
     def placed(where: Any) -> tuple[Any, ...]:
         if isinstance(where, Tensor):
@@ -295,10 +284,8 @@ def patch_cuda(target: Target, ranks: int) -> None:
 
 
 def patch_updates() -> None:
-    """Gradients are scaled and never overflow; optimizers take the fused paths that they have for CUDA.
-
-    Updates that they compile work in place, without intermediate tensors; models are traced as they are.
-    """
+    """Gradients are scaled and never overflow; optimizers take the fused paths that they have for CUDA. Updates that
+    they compile work in place, without intermediate tensors; models are traced as they are."""
 
     def compiled(function: Any = None, **options: Any) -> Any:
         if function is None:  # as a decorator with options
@@ -342,10 +329,8 @@ def _real_batches(loader: DataLoader) -> Any:
 
 
 def patch_transformers() -> None:
-    """Masks that mask nothing are left out, as in a real run; transformers keeps them where it sees fake tensors.
-
-    Call it when the model is built: before, transformers need not be imported.
-    """
+    """Leave out masks that mask nothing, as a real run does; transformers keeps them for fake tensors. Call it when the
+    model is built: before, transformers need not be imported."""
     utils = sys.modules.get("transformers.utils.import_utils")
     replace(utils, is_fake_tensor=lambda tensor: False)
 

@@ -20,10 +20,8 @@ BROADCAST_BUFFER = 250 * MIB  # of weights that DDP packs together when it gives
 
 
 def fake_ranks(ranks: int, nodes: int = 1) -> None:
-    """Make this process the first of ``ranks``, as torchrun would have started them on ``nodes``; the others are mute.
-
-    Every rank is taken to do what this one does: sums over the ranks are of equal parts.
-    """
+    """Make this process the first of ``ranks``, as torchrun would start them on ``nodes``; the others are mute, and
+    taken to do what this one does: sums over the ranks are of equal parts."""
     sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks // nodes, "GROUP_WORLD_SIZE": nodes}
     own = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), 0)
     os.environ.update({name: str(number) for name, number in (sizes | own).items()})
@@ -37,10 +35,8 @@ _FORGOTTEN: list[Any] = []
 
 
 def forget_process_group() -> None:
-    """Give up the process group that the parent of this process was in, if any, without ending it.
-
-    Its threads did not survive the fork: to destroy it would wait for them.
-    """
+    """Give up the process group of this process's parent, if any, without ending it: its threads did not survive the
+    fork, and destroying it would wait for them."""
     if not torch.distributed.is_initialized():
         return
     world = distributed_c10d._world

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from trainer.data.images import MOST_PIXELS
 from trainer.errors import RecipeError, listed, require
 from trainer.models.causal import CausalLM
 from trainer.models.common import classification_loss
-from trainer.models.hub import MOST_TEXT, local_folder, positions, published
+from trainer.models.hub import MOST_TEXT, local_folder, positions, published, require_moderate_config
 from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextClassifier
 from trainer.planner.made_up import MadeUp
@@ -35,6 +36,9 @@ TASKS = {
 
 ENDINGS = {f"For{word}": task for task, word in TASKS.items()}
 ENDINGS |= {"LMHeadModel": "causal-lm", "ForConditionalGeneration": "seq2seq-lm"}
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+"""As transformers calls them in every configuration that has them, whatever its file calls them."""
+
 SAMPLES = 100_000  # of the training set that is made up: more than a batch
 MOST_TOKENS, FEW_TOKENS = 4096, 512  # where nobody says how many: at most; of a model that takes any number
 BATCH = 8  # as in transformers' TrainingArguments
@@ -87,6 +91,7 @@ def hub_recipe(
         RecipeError: when the configuration cannot be had or used, or is none for the task or for so many tokens.
     """
     require(task is None or task in TASKS, f"--task={task!r} must be one of {', '.join(TASKS)}")
+    require((batch or 1) <= SAMPLES, f"--batch={batch} is more than the {SAMPLES:,} samples of a plan: lower it")
     said = f"{PREFIX}{name}"
     given, folder = _read(said, name, revision)
     chosen = task or _guessed(said, given)
@@ -94,6 +99,10 @@ def hub_recipe(
     _shape(said, chosen, tokens, given, [])  # refuses what it can before torch is imported
     model = _class(said, given, chosen)(str(folder), tokenizer=NO_TOKENIZER, lora=LoRA(lora))
     config = model._configuration()
+    for name in SIZES:
+        size = getattr(config.get_text_config(), name, None)
+        fits = not isinstance(size, int) or size > 0
+        require(fits, f"{said}: its {CONFIG} says {name} {size}: it must be at least 1")
     outline = _shape(said, chosen, tokens, config.to_dict() | {"num_labels": config.num_labels}, notes)
     return Recipe(
         model=model,
@@ -126,6 +135,7 @@ def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], P
         raise RecipeError(f"{said}: {folder / CONFIG} cannot be read: {error.strerror}") from error
     known = isinstance(config.get("model_type"), str)
     require(known, f"{said}: {folder / CONFIG} names no model_type: give one as transformers writes it")
+    require_moderate_config(said, config)
     quantised = f"{said}: its {CONFIG} has a quantization_config, and quantised weights cannot be trained"
     require(not config.get("quantization_config"), f"{quantised}: name the model that they were made of")
     return config, folder
@@ -167,9 +177,13 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
     classes = None if task.endswith("-lm") else config.get("num_labels")
     if task == "image-classification":
         require(tokens is None, f"{said}: --tokens is for texts, and --task {task} takes images")
-        size = config.get("image_size") or IMAGE_SIZE
-        notes += [] if config.get("image_size") else [f"its {CONFIG} has no image_size: planned with {size}"]
-        height, width = size if isinstance(size, list | tuple) else (size, size)
+        given = config.get("image_size")
+        size = IMAGE_SIZE if given is None else given
+        notes += [f"its {CONFIG} has no image_size: planned with {size}"] if given is None else []
+        sides = list(size) if isinstance(size, list | tuple) else [size, size]
+        fits = len(sides) == 2 and all(isinstance(side, int) and 0 < side <= MOST_PIXELS for side in sides)
+        require(fits, f"{said}: its {CONFIG} says image_size {size!r}: give one number of pixels, or height and width")
+        height, width = sides
         pixels = ("float32", (config.get("num_channels") or 3, height, width))
         return Outline({"pixel_values": pixels, "labels": ("int64", ())}, SAMPLES, num_classes=classes)
     both = f"{said} is an encoder-decoder, of which --task {task} would take the decoder alone: give --task seq2seq-lm"

@@ -67,21 +67,16 @@ class GPU:
 
     @property
     def context(self) -> int:
-        """Bytes that CUDA takes beside torch's allocator: context and loaded kernels. A margin, rounded up.
-
-        It grows with the number of multiprocessors; cuBLAS's and cuDNN's kernels come on top, as they are used.
-        """
+        """Bytes that CUDA takes beside torch's allocator for context and loaded kernels, which grow with the number of
+        multiprocessors. A margin, rounded up; cuBLAS's and cuDNN's kernels come on top, as they are used."""
         if self.name == "cpu":
             return 0
         return {7: 400, 8: 500}.get(self.capability[0], 700) * 10**6
 
 
 def gpu_named(name: str) -> GPU:
-    """The GPU that a person means; case, spaces, dashes, ``NVIDIA``, ``GeForce`` and ``RTX`` do not matter.
-
-    Raises:
-        RecipeError: for a name that is not in the table, with the nearest and all others.
-    """
+    """The GPU of that name; case, spaces, dashes, ``NVIDIA``, ``GeForce`` and ``RTX`` do not matter. A ``RecipeError``
+    lists the table."""
     meant = {_squash(known): gpu for known, gpu in GPUS.items()}
     meant |= {alias: GPUS[known] for alias, known in ALIASES.items()}
     squashed = _squash(name)
@@ -93,10 +88,8 @@ def gpu_named(name: str) -> GPU:
 
 
 def gpu_of(seen: Mapping[str, Any]) -> GPU:
-    """The GPU that torch sees, with the memory that it finds: see :func:`trainer.system.machine.seen_gpus`.
-
-    A card that is not in the table (a laptop's, a MIG slice, a newer one) gets estimates from its clocks and units.
-    """
+    """The GPU that torch sees, with the memory it finds (:func:`trainer.system.machine.seen_gpus`). A card that is not
+    in the table (a laptop's, a MIG slice, a newer one) gets estimates from its clocks and units."""
     for gpu in GPUS.values():
         if gpu.reported == seen["name"] and abs(gpu.memory / seen["total_memory"] - 1) < 0.05:
             return dataclasses.replace(gpu, memory=seen["total_memory"])
@@ -121,11 +114,8 @@ def usable_memory(gpu: GPU, ranks: int) -> int:
 
 
 def nccl_bytes(ranks: int) -> int:
-    """Bytes of NCCL's buffers; 0 for one rank. A margin that was not measured.
-
-    Each channel to each neighbour has about 10 MB of buffers. A ring has two neighbours on up to 32 channels, a tree
-    more with every doubling of the ranks.
-    """
+    """Bytes of NCCL's buffers, 0 for one rank; a margin, not measured. About 10 MB for each channel and neighbour: a
+    ring has two on up to 32 channels, a tree more with every doubling of the ranks."""
     return int(250e6 + 100e6 * math.log2(ranks)) if ranks > 1 else 0
 
 
@@ -211,8 +201,7 @@ def _card(
 def _geforce(
     title: str, capability: tuple[int, int], memory: float, bandwidth: float, tflops: float, bus: float
 ) -> GPU:
-    """Since Ampere tensor cores of GeForce do twice the fp32 rate in half precision with sums in fp32, which is half of
-    what is advertised (sums in fp16), and once in tf32."""
+    """Tensor cores since Ampere: twice the fp32 rate in half precision with fp32 sums (half of what is advertised)."""
     name, reported = title.lower().replace(" ", "-"), "NVIDIA GeForce " + re.sub(r" \d+GB$", "", title)
     return _card(name, title, reported, capability, memory, bandwidth, (tflops / 64, tflops, tflops, 2 * tflops), bus)
 
@@ -279,7 +268,6 @@ _GEFORCE = [
 ]
 
 GPUS = {gpu.name: gpu for gpu in [*_SERVERS, *_GEFORCE]}
-"""All GPUs of the table by name."""
 
 NO_GPU = f"no GPU is there: say which one is meant with --gpu: {', '.join(sorted(GPUS))}, or cpu"
 

@@ -10,11 +10,8 @@ from typing import Any
 from trainer.memory.knobs import LOSSY, SEARCHED, UNPROVEN, left_open
 from trainer.recipe import Memory, Recipe
 
-Settings = dict[str, Any]
-"""Values of the recipe by their keys, such as ``{"memory.cpu_offload": "optimizer"}``."""
-
-OPEN = {knob.name: getattr(Memory(), knob.name) for knob in SEARCHED}
-"""What each knob that a search may turn is when a recipe does not mention it."""
+Settings = dict[str, Any]  # of a recipe by their keys, such as ``{"memory.cpu_offload": "optimizer"}``
+OPEN = {knob.name: getattr(Memory(), knob.name) for knob in SEARCHED}  # their default values
 
 
 def wants_plan(recipe: Recipe) -> bool:
@@ -30,11 +27,8 @@ def free_knobs(memory: Memory) -> list[str]:
 
 
 def combinations(recipe: Recipe, ranks: int, on_gpu: bool = True, nodes: int = 1) -> list[Settings]:
-    """The settings of all knobs that are free, one dict for each combination; the first one uses no technique.
-
-    Sharding and offloading change nothing on one CPU, where the host is the device. With several ``nodes`` each may
-    have a copy of its own of a sharded model.
-    """
+    """The settings of all free knobs, a dict for each combination; the first uses no technique. On one CPU sharding and
+    offloading change nothing; with several ``nodes`` each may have its own copy of a sharded model."""
     free = free_knobs(recipe.memory)
     knobs = [knob for knob in SEARCHED if knob.name in free and (ranks > 1 or not knob.needs_ranks)]
     values = {knob.name: knob.values if on_gpu or not knob.to_host else knob.values[:1] for knob in knobs}
@@ -72,8 +66,7 @@ def is_sensible(memory: Memory, ranks: int) -> bool:
 CHECKPOINTING, OFFLOADED, REPLICAS = "memory.activation_checkpointing", "memory.activation_offload", "memory.replicas"
 SYNC, IN_BACKWARD = "memory.sync_every_micro_step", "memory.optimizer_in_backward"
 OFFLOAD = "memory.cpu_offload"
-FRACTIONS = (0.25, 0.5, 0.75)
-"""Parts of the blocks that are worth checkpointing: what they need and take lies between those of none and full."""
+FRACTIONS = (0.25, 0.5, 0.75)  # shares of blocks worth trying: memory and time lie between those of none and full
 
 ORDER = {f"memory.{knob.name}": knob.values for knob in SEARCHED if knob.graded}
 ORDER |= {CHECKPOINTING: ("none", *FRACTIONS, "selective", "full"), "memory.reshard_after_forward": (False, True)}
@@ -122,10 +115,8 @@ def updates(settings: Mapping[str, Any]) -> Settings:
 
 
 def micro_batch_sizes(recipe: Recipe, ranks: int) -> list[int | None]:
-    """Samples of a micro-batch to consider, the most first: one for each number of micro-steps that makes a difference.
-
-    ``[None]`` where the recipe decides.
-    """
+    """Samples of a micro-batch to consider, the most first: one for each number of micro-steps that makes a difference;
+    ``[None]`` where the recipe decides."""
     given = recipe.memory.micro_batch_size != "auto" or recipe.accumulate is not None
     if given or recipe.batch_size is None or recipe.run.deterministic:  # for which it must not depend on the ranks
         return [None]

@@ -28,7 +28,6 @@ class Alike:
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """A whole batch at once."""
         import torch
 
         return {
@@ -38,10 +37,8 @@ class Alike:
 
 
 class MadeUp(Data):
-    """In the place of a dataset: as many samples as ``outline`` says, and ``notes`` on them for whoever reads the plan.
-
-    What a model takes from its dataset besides the number of classes it takes from ``data``, if there is one.
-    """
+    """In the place of a dataset: as many samples as ``outline`` says, and ``notes`` on them for readers of the plan.
+    What a model takes from its dataset besides the number of classes comes from ``data``, if given."""
 
     def __init__(self, outline: Outline, data: Data | None = None, notes: Sequence[str] = ()) -> None:
         self.num_classes, self.notes = outline.num_classes, list(notes)

@@ -25,8 +25,7 @@ TCP_HOP = 20e-6
 # (github.com/NVIDIA/nccl/issues/209 and /450). RDMA reaches ``ACHIEVED``: 600 of 800 Gbit/s over RoCE (issue 495).
 TCP = 0.6
 TREE = 0.9  # what a tree reaches of the bandwidth of a ring
-USUAL, ONE = "25gbe,100gbe,8x-ib-hdr", "ib-hdr"
-"""What is compared when nobody says which, and what joins the devices of a single plan."""
+USUAL, ONE = "25gbe,100gbe,8x-ib-hdr", "ib-hdr"  # compared by default; joins the devices of a single plan
 
 
 @dataclass(frozen=True)
@@ -111,22 +110,14 @@ class Interconnect:
 
 
 def sent(op: str, size: int, group: Group) -> float:
-    """Bytes that each rank sends for a collective of ``size`` bytes (of the whole tensor), as a ring.
-
-    ``(n - 1) / n`` of them for an all-gather or a reduce-scatter over n ranks, twice as much for an all-reduce
-    (Patarasuk and Yuan, 2009).
-    """
+    """Bytes that each rank sends for a collective of ``size`` bytes (of the whole tensor), as a ring: ``(n - 1) / n``
+    of them for an all-gather or reduce-scatter over n ranks, twice that for all-reduce (Patarasuk and Yuan, 2009)."""
     return (2 if op == "all_reduce" else 1) * (group.ranks - 1) / group.ranks * size
 
 
 def interconnects(text: str, gpu: GPU) -> list[Interconnect]:
-    """What ``--interconnect`` names, separated by commas: each ``BETWEEN`` or ``WITHIN+BETWEEN``.
-
-    Without ``WITHIN`` it is the link of the GPU's data sheet.
-
-    Raises:
-        RecipeError: for a name that is not known, or that is there twice.
-    """
+    """What ``--interconnect`` names, separated by commas: each ``BETWEEN`` or ``WITHIN+BETWEEN``; without ``WITHIN`` it
+    is the link of the GPU's data sheet. A ``RecipeError`` for a name that is unknown, or there twice."""
     names = [name.strip().lower() for name in text.split(",")]
     require(len(set(names)) == len(names), f"--interconnect={text} names one of them twice")
     return [_interconnect(name, gpu) for name in names]
@@ -173,13 +164,8 @@ class Cluster:
 
 
 def clusters(devices: Sequence[int], nodes: Sequence[int] | None, per_node: int | None) -> list[Cluster]:
-    """The devices with their nodes, one device first: the others are compared with it.
-
-    There are as many ``nodes`` as ``devices``, or one number for all; else machines of ``per_node`` devices, or of 8.
-
-    Raises:
-        RecipeError: for numbers that do not divide each other.
-    """
+    """The devices with their nodes, one device first, to compare with. ``nodes`` are as many as ``devices``, or one
+    number for all; else machines have ``per_node`` devices, or 8. A ``RecipeError`` if numbers do not divide."""
     shown, here = ",".join(map(str, devices)), per_node or 8
     require(len(set(devices)) == len(devices), f"--devices={shown} names a number twice")
     require(nodes is None or per_node is None, "--nodes and --per-node say the same: give one of them")

@@ -105,14 +105,8 @@ class Prediction:
 
 
 def prepared(recipe: Recipe, outlines: bool = False) -> Recipe:
-    """The recipe with its data prepared and its model filled from it; no weights are fetched or read.
-
-    With ``outlines``, data that is not here but has an outline is made up of that, which its ``notes`` say, and a text
-    model goes without its tokenizer.
-
-    Raises:
-        RecipeError: when the configuration, the tokenizer or the data cannot be had.
-    """
+    """The recipe with its data prepared and its model filled from it; no weights are fetched or read. ``outlines`` lets
+    missing data be made up of its outline, as ``notes`` say, and a text model go without its tokenizer."""
     outline = recipe.data.outline() if outlines else None
     recipe.data.require_files()
     try:

@@ -13,8 +13,7 @@ from trainer.planner.events import EMPTY_CACHE, Category, Event, Trace
 from trainer.system.text import GB
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-BUCKETS = 999
-"""Parts that a timeline cuts the events in; each leaves two points at most, the last event one more."""
+BUCKETS = 999  # parts of the events in a timeline; each leaves two points at most, the last event one more
 
 
 class PhasePeak(NamedTuple):

@@ -27,8 +27,7 @@ UNPROTECTED = (
     f"{IN_BACKWARD}: a step that is not finite ends the run, and a run out of memory is not mended: --{IN_BACKWARD} "
     "false keeps both"
 )
-NOTHING = ("nothing fits", "no combination of knobs works", "the model cannot be traced")
-"""How the explanation begins that says why there is no plan."""
+NOTHING = ("nothing fits", "no combination of knobs works", "the model cannot be traced")  # explain a missing plan
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,6 @@ def _offload(memory: Memory) -> str:
 
 
 def _lossy(one: Candidate) -> str:
-    """What a search with lossy plans has changed."""
     values = {knob.column: one.flags.get(f"memory.{knob.name}") for knob in LOSSY}
     return ", ".join(column.format(str(now).removesuffix("-true")) for column, now in values.items() if now is not None)
 
@@ -253,10 +251,8 @@ def _retried(one: Candidate) -> str:
 
 
 def explain(candidates: Sequence[Candidate], combinations: tuple[int, int]) -> list[str]:
-    """What was tried, and what would be cheaper than the chosen plan, the first, but does not fit.
-
-    ``combinations`` of knobs are those that can be and those that were refused.
-    """
+    """What was tried, and what would be cheaper than the chosen plan, the first, but does not fit. ``combinations`` of
+    knobs: those that can be, and those that were refused."""
     chosen = candidates[0]
     lines = _tried(candidates, combinations)
     time = chosen.step_ms or 0.0

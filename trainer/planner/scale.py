@@ -82,11 +82,7 @@ class ScaleReport:
 
 @dataclass
 class Scale:
-    """The table of one recipe.
-
-    Raises:
-        RecipeError: for a knob that is left to the planner's search.
-    """
+    """The table of one recipe, which may leave no knob to the planner's search: that is a ``RecipeError``."""
 
     recipe: Recipe  # from :func:`trainer.planner.predict.prepared`
     target: Target  # the GPU
@@ -154,10 +150,7 @@ class Scale:
         return replace(row, settings=settings, plan=decide_plan(applied(self.recipe, settings), row.cluster.devices))
 
     def _next(self, row: ScaleRow, tried: Sequence[ScaleRow], alone: Sequence[ScaleRow]) -> ScaleRow | None:
-        """The row with the micro-batch to simulate next; ``None`` when there is nothing to simulate, or not yet.
-
-        ``tried`` was simulated of it, ``alone`` of one device, which comes first: others need little more than that.
-        """
+        """The row to simulate next, after those ``tried``, and ``alone`` on one device; ``None`` if there is none."""
         recipe = applied(self.recipe, row.settings)
         sizes = [size for size in micro_batch_sizes(recipe, row.cluster.devices) if size is not None]
         if not sizes or any(one.found is None for one in tried):
@@ -261,7 +254,6 @@ def _cells(row: ScaleRow, report: ScaleReport) -> list[str]:
 
 
 def _short(number: float) -> str:
-    """Three digits, without an exponent."""
     return "0" if not number else f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
 

@@ -59,11 +59,8 @@ class Script:
 
 
 def plan_script(script: Script) -> dict[str, Any]:
-    """What the script takes: ``FakeGPU.to_json()``, ``text`` for a person and ``outlined``, what was missing.
-
-    Raises:
-        RecipeError: when it fails, never takes a step, takes too long, or wants what is not here.
-    """
+    """What the script takes: ``FakeGPU.to_json()``, ``text`` for a person and ``outlined``, what was missing. A
+    ``RecipeError`` if it fails, takes no step or too long, or wants what is not here."""
     ours, theirs = Pipe(duplex=False)
     environment = {name: text for name, text in os.environ.items() if not LAUNCHED.fullmatch(name)}
     with script.log.open("wb") as log, TemporaryFile() as stopped:

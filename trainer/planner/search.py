@@ -263,7 +263,6 @@ class Search:
             yield Arm(settings, list(sizes[1:]), sharded, False)
 
     def _relate(self) -> None:
-        """Tell the arms of each other."""
         by_settings: dict[str, list[Arm]] = {}
         by_kept: dict[str, list[Arm]] = {}
         for arm in self.arms:
@@ -287,10 +286,10 @@ class Search:
 
     def _padding(self, sizes: Sequence[int | None]) -> dict[int, float]:
         """By samples of a micro-batch, the part of the most tokens of a batch: texts of like length pad less in small
-        ones, which may thus be faster. All 1 without lengths."""
+        ones, which may thus be faster. All 1 without lengths, and where all have the same."""
         lengths: Any = getattr(self.recipe.data.train, "lengths", None)
         tokens: dict[int, int] = {}
-        for size in sizes if lengths is not None else ():
+        for size in sizes if lengths is not None and len({*lengths}) > 1 else ():
             cut = cut_at(knobs.applied(self.recipe, with_size({}, size)), self.devices, 0)
             batch = batch_indices(self.recipe.seed, 0, 0, len(lengths), cut.batch_size)
             packs, shares = self.recipe.model.packs(), share_of(self.recipe.memory, 0, self.devices)[1]
@@ -381,7 +380,6 @@ class Search:
     # What traces tell about other plans.
 
     def _at_least_ms(self, arm: Arm, size: int | None) -> float:
-        """Milliseconds that no plan of ``arm`` with this micro-batch is faster than."""
         samples, padding = size or 0, self.padding
         slower = (
             (one.step_ms or 0.0) * min(1.0, padding[samples] / padding[known])
@@ -455,7 +453,6 @@ class Search:
     # Predictions.
 
     def _trace(self, wanted: Sequence[tuple[Arm, int | None]]) -> None:
-        """Predict these plans, and let their arms know."""
         answers = self._predicted([with_size(arm.settings, size) for arm, size in wanted])
         first = bool(answers) and not any(arm.known for arm in self.arms)
         if first and all(isinstance(one, Failed) for one in answers):  # a trace of each other plan would say no more
@@ -532,7 +529,6 @@ class Search:
         return [dataclasses.replace(one, reason=self._reason(one, first)) for one in (first, *others)]
 
     def _interpolated(self, arm: Arm) -> Iterator[Candidate]:
-        """The plans of ``arm`` that were not traced."""
         for size in arm.sizes:
             found = self._estimate(arm, size) if (size or 0) not in arm.known else None
             if found is not None:

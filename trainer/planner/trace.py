@@ -275,7 +275,7 @@ class _FakeStepper(Stepper):
         self.tracer = tracer
         super().__init__(*arguments, **options)
 
-    def compare(self, check: LossCheck, micro: MicroBatch) -> None:
+    def compare(self, check: LossCheck, window: Window) -> None:
         """Nothing: a few samples without gradients are no peak."""
 
     def to_device(self, batch: Any) -> Any:

@@ -292,10 +292,8 @@ def flops_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], out: Any
 
 
 def units_of(name: str, args: tuple, dtype: str) -> str:
-    """What computes a product of ``dtype``: units for tf32 where torch may take them for fp32, or those for fp32.
-
-    Convolutions of a few channels a group have nothing to fill tensor cores with (ATen's DepthwiseConv2d.cu).
-    """
+    """What computes a product of ``dtype``: units for tf32 where torch may take them for fp32, or those for fp32. With
+    few channels a group, convolutions cannot fill tensor cores (ATen's DepthwiseConv2d.cu)."""
     backends: Any = torch.backends
     setting = backends.cuda.matmul if name in MATRIX_PRODUCTS else None
     if name in CONVOLUTIONS:
@@ -363,10 +361,8 @@ def _kind(tensors: list[Tensor], results: list[Tensor]) -> Kind:
 
 
 def group_among(values: list[Any]) -> tuple[int, int]:
-    """How many ranks the process group among the arguments of a collective has, and how far apart they are.
-
-    ``(0, 1)``, which stands for all ranks, where there is no group among them.
-    """
+    """How many ranks the process group among a collective's arguments has, and how far apart they are; ``(0, 1)``, for
+    all ranks, if there is none."""
     for value in values:
         kind: Any = value._type() if isinstance(value, torch.ScriptObject) else None
         group = torch.distributed.ProcessGroup.unbox(value) if kind and kind.name() == "ProcessGroup" else value

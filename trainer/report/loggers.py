@@ -159,7 +159,6 @@ class CSVMetrics(Logger):
         self.save()
 
     def _continues(self) -> bool:
-        """Whether the file has its header already."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists() or not self.path.stat().st_size:
             return False
@@ -203,8 +202,7 @@ def _wandb(tracking: Tracking, run_dir: Path, config: Mapping[str, Any]) -> Logg
     return logger
 
 
-RUN = "trainer.run"
-"""The tag of MLflow's runs by which one that is resumed is found again: MLflow gives ids of its own."""
+RUN = "trainer.run"  # the tag that identifies a run to resume: MLflow has run ids of its own
 
 
 def _mlflow(tracking: Tracking, run_dir: Path, config: Mapping[str, Any]) -> Logger:

@@ -36,6 +36,15 @@ class Mistake(NamedTuple):
     of_target: float
 
 
+def of_all_ranks(tensor: Tensor) -> list[Tensor]:
+    """The tensors of all ranks, in their order, on every rank; they have the same shape. A collective."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [tensor]
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return found
+
+
 class Mistakes:
     """The mistakes that the model was surest of, over all ranks, without ever waiting for the device.
 
@@ -78,18 +87,11 @@ class Mistakes:
         rows = torch.cat([self.rows, torch.stack([column.double() for column in found], -1)])
         self.rows = rows[rows[:, 0].topk(MOST).indices]
 
-    def _of_all_ranks(self) -> Tensor:
-        if not (dist.is_available() and dist.is_initialized()):
-            return self.rows
-        found = [torch.empty_like(self.rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, self.rows)
-        return torch.cat(found)
-
     def worst(self) -> list[Mistake] | None:
         """The mistakes, the surest first, alike on every rank; a collective where they are wanted, or else ``None``."""
         if not self.wanted:
             return None
-        found = self._of_all_ranks().tolist()
+        found = torch.cat(of_all_ranks(self.rows)).tolist()
         rows = sorted((row for row in found if row[0] >= 0), key=lambda row: (-row[0], row[1]))
         return [Mistake(int(at), int(target), int(said), p, q) for p, at, target, said, q in rows[:MOST]]
 

@@ -18,8 +18,7 @@ from trainer.system.text import escaped
 FOLDER = Path(__file__).parent
 STYLE, REPORT = FOLDER / "style.css", FOLDER / "report.html"
 LINES = "\n"
-MOST_ERRORS = 50
-"""Mistakes on the page; errors.csv has more."""
+MOST_ERRORS = 50  # mistakes on the page; errors.csv has all of them
 
 PICTURES = {
     "curves.png": "Loss, figures of the evaluations, and learning rate over steps",
@@ -43,14 +42,8 @@ def write_report(
 ) -> None:
     """Write ``report.html``: what a run was asked, what came of it, and how to do it again, in one file.
 
-    Pictures, mistakes and settings are those in ``run_dir``; what is not there is left out.
-
-    Args:
-        run_dir: of the run.
-        facts: labels and texts of the summary, the status and the most telling figure first.
-        plan: how the batch was cut, and what saved memory.
-        data: its class, the sizes of its splits, its fingerprint.
-        versions: of libraries.
+    Pictures, mistakes and settings are those in ``run_dir``; what is not there is left out. ``facts`` are labels and
+    texts, the status and the main metric first; ``plan`` is how the batch was cut, and what saved memory.
     """
     stored = run_dir / "recipe.yaml"
     recipe = stored.read_text(encoding="utf-8").partition("\n# sha256")[0] if stored.exists() else ""

@@ -26,13 +26,8 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 
 def plot_curves(metrics_csv: Path, target: Path, best: int | None = None) -> None:
-    """Draw the curves of ``metrics_csv`` as a PNG, 1200 pixels wide; columns that are missing are left out.
-
-    Args:
-        metrics_csv: of the run.
-        target: the picture.
-        best: the step whose weights are the run's model, to be marked.
-    """
+    """Draw the curves of ``metrics_csv`` as a PNG, 1200 pixels wide, and mark the ``best`` step, whose weights are
+    kept; missing columns are left out."""
     curves = _read(metrics_csv)
     names = [name for name in dict.fromkeys(_evaluated(curves)) if name != "loss"]
     rows = len(names) // 2 + 1
@@ -166,7 +161,6 @@ def _mark(axes: Axes, best: int | None) -> None:
 
 
 def _draw_phases(axes: Axes, memory: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
-    """A group of bars for each phase that was measured."""
     first, *_ = kinds
     phases = {name: figures for name, figures in memory.get("phases", {}).items() if figures[first] is not None}
     width = 0.8 / len(kinds)

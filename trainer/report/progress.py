@@ -20,8 +20,7 @@ from trainer.system.text import escaped
 
 Clock = Callable[[], float]
 SECONDS_BETWEEN_LINES = 5.0
-CELLS = 10
-"""Of the bar: figures give way to it where the terminal is narrow."""
+CELLS = 10  # of the bar: where the terminal is narrow, metrics have priority
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 BETWEEN = " · "
 

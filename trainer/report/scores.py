@@ -1,25 +1,24 @@
-"""Figures of an evaluation that its sums do not give: computed once, of the predictions of all ranks together."""
+"""Metrics of an evaluation that are no sums: computed once, from the predictions of all ranks together."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.contract import Metric
 from trainer.errors import RecipeError, require
 from trainer.recipe import HIGHER, REGRESSION
+from trainer.report.metrics import NEEDS_PREDICTIONS, ClassificationMetrics
+from trainer.report.progress import warn
 from trainer.system.reports import cause
 from trainer.values import FIGURES, IGNORED_LABEL, Loss
-
-FROM_SUMS = ("loss", "accuracy", "subset_accuracy", "perplexity", "bits_per_byte")
-OF_SCORES = ("auroc", "average_precision", "top5_accuracy")
-"""Of the scores of all classes; the others of a classifier are of the class with the largest."""
 
 
 def is_higher_better(name: str, own: Sequence[Metric] = ()) -> bool:
@@ -28,16 +27,16 @@ def is_higher_better(name: str, own: Sequence[Metric] = ()) -> bool:
 
 
 class Scores:
-    """The figures that ``wanted`` asks for, of one evaluation after the other.
+    """The metrics in ``wanted``, for one evaluation after the other.
 
     Args:
-        wanted: names, of the tables of :mod:`trainer.recipe`, which fit the task, and metrics of one's own.
+        wanted: names from the tables of :mod:`trainer.recipe` that fit the task, and custom metrics.
         task: of the model: a key of ``REPORTED``; ``None`` for a model of one's own that does not say so.
         num_classes: of the model; ``None`` for one that does not classify.
-        gather: from the rows of this rank (``None`` where it has none) to those of all ranks, on the first one at
-            least; a collective.
+        gather: the rows of all ranks, on the first one at least, from those of this rank or ``None``; a collective.
         decide: what a function returns on the first rank, on all ranks; what it refuses, all refuse alike.
         bytes_per_token: of the texts, for each token that is predicted; ``None`` where the data do not say.
+        split: the name of the evaluated set, for warnings.
     """
 
     def __init__(
@@ -48,83 +47,101 @@ class Scores:
         gather: Callable[[Tensor | None], Tensor | None] = lambda rows: rows,
         decide: Callable[[Callable[[], dict[str, float]]], dict[str, float]] = lambda compute: compute(),
         bytes_per_token: float | None = None,
+        split: str = "evaluation",
     ) -> None:
         self.task = task or ("single_label" if num_classes else None)
         always = FIGURES["language"] if task == "language" else ()  # of the loss alone: nothing else is kept of logits
         names = [*always, *(metric for metric in wanted if isinstance(metric, str))]
-        summed = (*FROM_SUMS, *(FIGURES[self.task] if num_classes else ()))
-        self.sums = [name for name in dict.fromkeys(names) if name in summed]
-        self.names = [name for name in dict.fromkeys(names) if name not in summed]
+        self.of_loss = {"loss", "perplexity", "bits_per_byte"}.intersection(names)
+        self.names = [name for name in dict.fromkeys(names) if name not in self.of_loss]
         self.own = [metric for metric in wanted if isinstance(metric, Metric)]
         why = "run.metrics=bits_per_byte is of whole documents (Documents, not streamed), and the data are none: "
         require("bits_per_byte" not in names or bytes_per_token is not None, f"{why}leave it out; there is perplexity")
-        self.num_classes, self.gather, self.decide = num_classes, gather, decide
+        self.gather, self.decide, self.split = gather, decide, split
         self.bytes_per_token = bytes_per_token or math.nan
-        self.keeps_scores = bool(self.own) or not self.classifies or any(name in OF_SCORES for name in self.names)
+        self.warned: list[str] = []
         self.reset()
-
-    @property
-    def classifies(self) -> bool:
-        """Whether there is one class an item, so that the largest score says all that most figures need."""
-        return self.task in ("single_label", "token")
 
     def reset(self) -> None:
         """Before an evaluation."""
-        self.predictions: list[Tensor] = []
-        self.targets: list[Tensor] = []
+        self.kept: tuple[list[Tensor], list[Tensor]] = [], []  # predictions and targets
 
     def update(self, loss: Loss) -> None:
         """Keep the predictions of a micro-batch in host memory, which waits for the device."""
         if not (self.names or self.own) or loss.logits is None or loss.targets is None:
             return
         logits, targets = loss.logits.detach(), loss.targets
-        if self.classifies:
+        if self.task in ("single_label", "token"):
             logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-            if not self.keeps_scores:
-                logits = logits.argmax(-1)
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
-        self.predictions.append(logits.cpu())
-        self.targets.append(targets.cpu())
+        is_half = logits.dtype in (torch.float16, torch.bfloat16)
+        self.kept[0].append((logits.float() if is_half else logits).cpu())
+        self.kept[1].append(targets.cpu())
 
     def compute(self, loss: float) -> dict[str, float]:
-        """The figures of the evaluation whose mean loss is ``loss``, the same on all ranks. A collective."""
-        every = {"perplexity": math.exp(min(loss, 700.0))}
-        every["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
-        found = {name: value for name, value in every.items() if name in self.sums}
+        """The metrics of the evaluation whose mean loss is ``loss``, the same on all ranks. A collective."""
+        of_loss = {"perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": loss / math.log(2) / self.bytes_per_token}
+        found = {name: value for name, value in of_loss.items() if name in self.of_loss}
         if not (self.names or self.own):
             return found
-        kept = self.predictions, self.targets
-        predictions, targets = (self.gather(torch.cat(rows) if rows else None) for rows in kept)
+        predictions, targets = (self.gather(torch.cat(rows) if rows else None) for rows in self.kept)
         self.reset()
         return found | self.decide(partial(self._figures, predictions, targets))
 
     def _figures(self, predictions: Tensor | None, targets: Tensor | None) -> dict[str, float]:
-        asked = [*self.names, *(metric.name for metric in self.own)]
-        missing = "give the model's Loss its logits and targets"
-        require(predictions is not None and targets is not None, f"run.metrics={asked[0]} needs predictions: {missing}")
-        assert predictions is not None
-        assert targets is not None
+        if predictions is None or targets is None:
+            raise RecipeError(f"run.metrics={[*self.names, *(own.name for own in self.own)][0]} {NEEDS_PREDICTIONS}")
         if not targets.is_floating_point() and targets.ndim == 1:  # an item each
             there = targets != IGNORED_LABEL
             predictions, targets = predictions[there], targets[there]
-        found = {}
+        self.left_out: list[str] = []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torchmetrics', of a set in which a class does not occur
-            for name in self.names:
-                found[name] = _named(f"run.metrics={name}", partial(self._figure, name, predictions, targets))
-        for metric in self.own:
-            found[metric.name] = _named(f"metric {metric.name}", partial(metric.compute, predictions, targets))
-        return found
+            warnings.simplefilter("ignore")  # those of scikit-learn and scipy about undefined metrics, which are NaN
+            compute = partial(self._metric, predictions, targets)
+            found = {name: _named(f"run.metrics={name}", partial(compute, name)) for name in self.names}
+        if self.left_out and self.left_out != self.warned:  # once, not after every evaluation
+            self.warned = self.left_out
+            warn(f"{self.split} lacks positive or negative samples of some classes: {'; '.join(self.left_out)}")
+        own = {one.name: partial(one.compute, predictions, targets) for one in self.own}
+        return found | {name: _named(f"metric {name}", compute) for name, compute in own.items()}
 
-    def _figure(self, name: str, predictions: Tensor, targets: Tensor) -> float:
+    def _metric(self, predictions: Tensor, targets: Tensor, name: str) -> float:
+        from scipy import stats  # these imports take a second: only when there is something to compute
+        from sklearn.metrics import average_precision_score, roc_auc_score
+
+        task: Any = "regression" if name in REGRESSION else self.task or "single_label"
         if not len(targets):
             return math.nan
-        if name in REGRESSION:
-            return _regression(name, predictions, targets)
-        if self.task == "multi_label":
-            return _multi_label(name, predictions, targets)
-        return _classification(name, predictions, targets, self.num_classes or predictions.shape[-1])
+        if task == "regression":
+            predictions, targets = predictions.reshape(len(targets), -1), targets.reshape(len(targets), -1)
+        if name in ("pearson", "spearman"):  # NaN for constants and for single samples, which scipy refuses
+            compute = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}[name]
+            pairs = zip(predictions.double().T.numpy(), targets.double().T.numpy(), strict=True)
+            return float(np.mean([compute(*pair)[0] for pair in pairs])) if len(targets) > 1 else math.nan
+        if name in ("auroc", "average_precision"):
+            compute = roc_auc_score if name == "auroc" else average_precision_score
+            return self._mean_over_classes(name, compute, task, predictions, targets)
+        if name == "top5_accuracy":  # of equal logits the last class is first, as in scikit-learn
+            own, places = predictions.gather(1, targets[:, None]), torch.arange(predictions.shape[-1])
+            below = (predictions < own) | ((predictions == own) & (places <= targets[:, None]))
+            return float(((~below).sum(-1) < 5).double().mean())
+        metrics = ClassificationMetrics(predictions.shape[-1], "cpu", task=task)
+        metrics.count(predictions, targets)
+        found = metrics.values(metrics.counted.numpy())
+        require(name in found, f"run.metrics={name} is of class 1 of two: say {name}_macro")
+        return found[name]
+
+    def _mean_over_classes(self, name: str, compute: Any, task: str, predictions: Tensor, targets: Tensor) -> float:
+        """Over those with positive samples and, for AUROC, negative ones: the others have no such metric."""
+        if predictions.isnan().any():
+            return math.nan
+        found = []
+        for positive, scores in _columns(task, predictions.clamp(-1e38, 1e38), targets):
+            known = positive.any() and not (name == "auroc" and positive.all())
+            found.append(compute(positive.numpy(), scores.numpy()) if known else math.nan)
+        if unknown := sum(map(math.isnan, found)):
+            some = f"the mean of {len(found) - unknown} of {len(found)}"
+            self.left_out.append(f"{name} is {some if unknown < len(found) else 'NaN, as none can be scored'}")
+        return float(np.nanmean(found))
 
 
 def _named(what: str, compute: Callable[[], Any]) -> float:
@@ -137,53 +154,22 @@ def _named(what: str, compute: Callable[[], Any]) -> float:
         raise RecipeError(f"{what} cannot be computed ({cause(error)}): leave it out, or mend it") from error
 
 
-# All by torchmetrics, which takes seconds to import: only when there is something to compute.
+def _columns(task: str, logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each class (of two only the second): which samples are of it, and scores that rank them by its probability p.
 
-
-def _regression(name: str, predictions: Tensor, targets: Tensor) -> float:
-    from torchmetrics.functional import regression as by
-
-    same = predictions.reshape(targets.shape) if predictions.numel() == targets.numel() else predictions
-    values, truth = same.double().contiguous(), targets.double()
-    compute: Mapping[str, Callable[..., Tensor]] = {
-        "mae": by.mean_absolute_error,
-        "mse": by.mean_squared_error,
-        "rmse": partial(by.mean_squared_error, squared=False),
-        "r2": by.r2_score,
-        "pearson": by.pearson_corrcoef,
-        "spearman": by.spearman_corrcoef,
-    }
-    return float(compute[name](values, truth).mean())
-
-
-def _classification(name: str, predictions: Tensor, targets: Tensor, classes: int) -> float:
-    from torchmetrics.functional import classification as by
-
-    if name in OF_SCORES:
-        if name == "top5_accuracy":
-            return float(by.multiclass_accuracy(predictions, targets, classes, average="micro", top_k=min(5, classes)))
-        if len(targets.unique()) < 2:  # torchmetrics warns, and gives 0
-            return math.nan
-        scores = predictions.double().softmax(-1)
-        if classes == 2:
-            return float(getattr(by, f"binary_{name}")(scores[:, 1], targets))
-        return float(getattr(by, f"multiclass_{name}")(scores, targets, classes))
-    found = predictions if predictions.ndim == 1 else predictions.argmax(-1)
-    if name == "mcc":
-        return float(by.multiclass_matthews_corrcoef(found, targets, classes))
-    if name == "balanced_accuracy":
-        return float(by.multiclass_recall(found, targets, classes, average="macro"))
-    figure, _, average = name.partition("_")
-    if not average:
-        return float(getattr(by, f"binary_{'f1_score' if figure == 'f1' else figure}")(found, targets))
-    compute = getattr(by, f"multiclass_{'f1_score' if figure == 'f1' else figure}")
-    return float(compute(found, targets, classes, average=average))
-
-
-def _multi_label(name: str, predictions: Tensor, targets: Tensor) -> float:
-    from torchmetrics.functional import classification as by
-
-    figure, average = (name, "macro") if name in OF_SCORES else name.rsplit("_", 1)
-    compute = getattr(by, f"multilabel_{'f1_score' if figure == 'f1' else figure}")
-    kept = {"average": average, "ignore_index": IGNORED_LABEL}
-    return float(compute(predictions.double().sigmoid(), targets.long(), targets.shape[-1], **kept))
+    The scores are log(p / (1 - p)): a softmax is 1 from a difference of 37 on, which makes sure predictions ties.
+    """
+    if task == "multi_label":
+        for scores, labels in zip(logits.T, targets.T, strict=True):
+            kept = labels != IGNORED_LABEL
+            yield labels[kept] > 0.5, scores[kept]
+    elif logits.shape[-1] == 2:
+        yield targets == 1, logits[:, 1].double() - logits[:, 0].double()
+    else:
+        rows = (part.double().sort(-1).values for part in logits.split(4096))  # sums that no order of classes changes
+        rest = torch.cat([(row[:, :-1] - row[:, -1:]).logsumexp(-1) for row in rows])  # of all but the largest
+        largest, total = logits.amax(-1).double(), rest.exp().log1p()
+        for number, column in enumerate(logits.T):
+            share = column.double() - largest
+            others = total + (share - total).exp().neg().log1p()
+            yield targets == number, share - torch.where(share == 0, rest, others)

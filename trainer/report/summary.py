@@ -21,10 +21,8 @@ from trainer.system.text import GB, escaped, gigabytes
 DISTRIBUTIONS = ("torch", "lightning", "torchvision", "transformers", "datasets", "accelerate")
 MOST_BYTES = 1 << 20
 LEAST_WHOLE = 10  # samples a second: fewer are shown with a fraction
-LEAST_DATA_SHARE = 0.05
-"""Of the time, what waiting for data must take to be worth a person's attention at every step."""
-LEAST_FAR = 0.1
-"""GB between a predicted and a measured peak of which the share is told: a process varies by some ten MB by itself."""
+LEAST_DATA_SHARE = 0.05  # of the time: waiting for data is shown at every step from this share on
+LEAST_FAR = 0.1  # GB between predicted and measured peak from which on the share is shown: processes vary by some 10 MB
 
 
 class Speed(NamedTuple):
@@ -91,11 +89,7 @@ class Summary:
 
 
 def read_summary(path: Path) -> Summary:
-    """What ``to_json`` has written to ``path``.
-
-    Raises:
-        RecipeError: where there is no such file, or it is not that.
-    """
+    """What ``to_json`` has written to ``path``; a ``RecipeError`` if there is no such file, or it is something else."""
     found = read_object(path, MOST_BYTES)
     if isinstance(schedule := found.get("accumulate"), dict):  # by epoch: JSON has texts for keys alone
         found["accumulate"] = {int(epoch): count for epoch, count in schedule.items() if epoch.isdecimal()}
@@ -149,7 +143,6 @@ def summary_text(summary: Summary, run_dir: Path, writes: bool = False) -> str:
 
 
 def _kept(summary: Summary) -> str:
-    """Which step's weights are in ``model/``, and why."""
     best = summary.best
     if best is None:
         alone = "" if summary.data.get("val") else "; there is no validation set that could choose another"
@@ -166,7 +159,6 @@ def _memory(memory: Mapping[str, Any]) -> str:
 
 
 def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The peak that was predicted, and how far it is from the measured one."""
     predicted, error = memory.get("predicted_reserved_gb"), memory.get("prediction_error")
     if predicted is None:
         return []
@@ -179,7 +171,6 @@ def _predicted(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _by_phase(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A row for each kind of memory that the device has: peaks by phase."""
     rows = []
     for kind in ("allocated", "reserved") if memory.get("reserved_gb") else ("host",):
         found = [(name, figures[f"{kind}_gb"]) for name, figures in memory.get("phases", {}).items()]

@@ -43,6 +43,7 @@ class Best(Listener):
         self.score, self.step, self.since = -math.inf, 0, 0
         self.result: Any = None
         """Of the best evaluation, if this process has made it."""
+        self.last: float | None = None  # the metric of the newest evaluation, also of one before a resume
 
     def on_evaluation(self, counters: Counters, result: Any) -> None:
         """Compare; a figure that is not finite is never better."""
@@ -53,7 +54,7 @@ class Best(Listener):
         require(
             self.name in figures, f"run.best={self.name} is no figure of this model: choose of {', '.join(figures)}"
         )
-        self.since += 1
+        self.since, self.last = self.since + 1, figures[str(self.name)]
         if score > self.score:
             self.score, self.step, self.since, self.result = score, counters.step, 0, result
 
@@ -89,12 +90,15 @@ class Best(Listener):
     def state_dict(self) -> dict[str, Any]:
         """As JSON."""
         score = self.score if math.isfinite(self.score) else 0.0
-        return {"figure": self.column if self.step else "", "score": score, "step": self.step, "since": self.since}
+        last = self.last if self.last is not None and math.isfinite(self.last) else None
+        state = {"figure": self.column if self.step else "", "score": score, "step": self.step, "since": self.since}
+        return state | ({} if last is None else {"last": last})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was best before; of another figure there is nothing to take."""
         split, _, name = state["figure"].partition("_")
         if self.is_chosen and state["step"] and split == self.split and self.name in (None, name):
             self.name, self.score, self.step = name, float(state["score"]), state["step"]
+            self.last = state.get("last")  # older checkpoints have none
         if self.is_chosen and (self.step or not state["step"]):
             self.since = state["since"]

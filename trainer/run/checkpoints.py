@@ -22,17 +22,14 @@ from trainer.run.session import Session
 from trainer.run.state import State
 from trainer.system.text import parse_duration
 
-SECONDS_TO_FINISH = 5.0
-"""How long a run that failed waits for a checkpoint in the making: a rank that is gone will never write its part."""
+SECONDS_TO_FINISH = 5.0  # that a failed run waits for a checkpoint in progress: a dead rank never writes its part
 
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Checkpointer:
-    """Called by the engine at every step boundary: saves what is due there, and ends training that is to stop.
-
-    Saved are the engine's state, ``state`` and, on the first rank, what ``history`` gives: ``metrics.csv``.
-    """
+    """Called by the engine at every step boundary: saves what is due, and ends training that is to stop. Saved are the
+    engine's state, ``state`` and, on the first rank, what ``history`` gives: ``metrics.csv``."""
 
     def __init__(self, session: Session, resumption: Resumption, state: State, history: Callable[[], bytes]) -> None:
         self.session, self.folder, self.origin = session, resumption.folder, resumption.origin
@@ -55,8 +52,7 @@ class Checkpointer:
         session.agreement.votes = self._votes
 
     def _votes(self) -> tuple[float, float, float]:
-        """Whether this rank was asked to stop, whether it is time for a checkpoint (by the clock of the first rank),
-        whether one could not be written."""
+        """Whether this rank should stop, a checkpoint is due (by the first rank's clock), and the last one failed."""
         is_time = self.session.is_first and time.monotonic() - self.saved_when >= self.every_seconds
         has_failed = self.background.failure is not None
         return float(self.session.asked_to_stop() is not None), float(is_time), float(has_failed)
@@ -100,7 +96,6 @@ class Checkpointer:
         self.background.ends(SECONDS_TO_FINISH)
 
     def _move(self) -> None:
-        """Called beside the training: some more is on disk."""
         self.moves += 1
 
     def _wait(self) -> None:
@@ -118,25 +113,24 @@ class Checkpointer:
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
-        """To those who watch that this rank moves on."""
+        """Tell the watchdog that this rank makes progress."""
         self.session.monitor.doing("checkpoint")
         yield
         self.session.monitor.doing(None)
 
     def _is_unsaved(self, engine: Engine) -> bool:
-        """Also where it was saved and then, resumed, evaluated: the checkpoint of the best step says how good it is."""
+        """Also true if the best step was saved before it was evaluated: its checkpoint holds the score."""
         return engine.counters.step > self.saved_at or self.best.step > self.best_saved
 
     def _is_due(self, engine: Engine) -> bool:
-        """By the steps, or as the model was just evaluated: it is the best so far, or ``checkpoint.keep_best`` wants to
-        know of it."""
+        """By the number of steps, or because an evaluation is the best so far or one for ``checkpoint.keep_best``."""
         step, every = engine.counters.step, self.every_steps
         due = every is not None and step // every > self.saved_at // every
         due |= self.best.step > self.best_saved
         return due or (self.wishes.keep_best > 0 and self._figures(engine) is not None)
 
     def _figures(self, engine: Engine) -> dict[str, float] | None:
-        """Of the model as it is now, those that are finite; ``None`` where it was not evaluated, or cannot be rated."""
+        """The model's finite metrics; ``None`` if it was not evaluated at this step, or cannot be rated."""
         if engine.last_result is None or engine.counters.evaluated_at != engine.counters.step:
             return None
         figures = {name: value for name, value in engine.last_result.figures().items() if math.isfinite(value)}

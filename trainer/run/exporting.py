@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trainer.checkpoint.export import CONFIG, load_model
+from trainer.checkpoint.export import load_model
 from trainer.errors import RecipeError, RunError, require, require_package
-from trainer.models.hub import ADAPTER_FOLDER
-from trainer.models.lora import ADAPTERS, as_in_nf4
+from trainer.models.hub import ADAPTER_FOLDER, HubModel, positions
+from trainer.models.lora import ADAPTERS, as_in_nf4, name_in_peft
 from trainer.recipe import Recipe
 from trainer.run.prediction import Reader, checked
-from trainer.system.files import hash_file, staged_file, staged_folder
+from trainer.system.files import hash_file, room_in, scratch_folder, staged_file, staged_folder
 from trainer.system.hub import advice, away
 from trainer.system.reports import cause
 from trainer.system.waiting import doing
-from trainer.weights.streaming import default_dtype
+from trainer.weights.files import read_weights
+from trainer.weights.streaming import default_dtype, skeleton_on_meta
 
 MOST_DIFFERENCE = 1e-3
 """Of any output of the exported model from the trained one's, as a part of the largest: kernels round differently."""
@@ -66,24 +64,35 @@ def export(recipe: Recipe, run_dir: str | Path, to: str, output: str | None, rep
         for package in ("onnx", "onnxscript", "onnxruntime"):
             require_package("--to onnx", package, "onnx")
     folder = checked(run_dir)
-    model: Any = recipe.model.saved_in(folder) if recipe.model.own_format else recipe.model
+    trained: Any = recipe.model
+    model: Any = trained.saved_in(folder) if trained.own_format else trained
     why = f"--to hf is for models of transformers, and {type(model).__name__} is none: --to onnx, or --to hub as it is"
-    require(to != "hf" or model.own_format, why)
+    require(to != "hf" or isinstance(model, HubModel), why)
     if to == "peft":
         require_package("--to peft", "peft", "lora")
         adapts = "--to peft is for adapters beside the weights of a file, as model.lora.rank trains them in a model of"
         none = f"{adapts} transformers, and {folder} has none: --to onnx, hf or hub"
-        require((folder / ADAPTER_FOLDER).is_dir(), none)
+        has_some = isinstance(trained, HubModel) and trained.lora.rank > 0 and trained.weights is not None
+        require(has_some and (folder / ADAPTER_FOLDER).is_dir(), none)
     doing("loading the model")
-    module, batches = (
-        load_model(model, folder).eval(),
-        _batches(Reader(model, recipe.replace(model=model).data, (), ())),
-    )
-    write = _to_onnx if to == "onnx" else partial(_to_peft, recipe.model) if to == "peft" else _to_hf
-    far = write(_Outputs(model, module, list(batches[0])).eval(), batches, folder, target)
-    trained: Any = recipe.model
+    module = _loaded(folder, partial(load_model, model, folder))
+    room = positions(module.config.to_dict()) if isinstance(model, HubModel) else None
+    batches = _batches(Reader(model, recipe.replace(model=model).data, (), ()), target, room)
+    write = _to_onnx if to == "onnx" else partial(_to_peft, trained) if to == "peft" else _to_hf
+    with room_in(target.absolute().parent, "give another place by --output"):
+        far = write(_Outputs(model, module, list(batches[0])).eval(), batches, folder, target)
     beside = ", beside weights in NF4, as they trained" if to == "peft" and trained.lora.base == "nf4" else ""
     return f"{target}: its outputs differ from the trained model's by {far:.1e} of the largest, at most{beside}"
+
+
+def _loaded(folder: Path, load: Callable[[], Any]) -> Any:
+    """What ``load`` returns, in eval mode; torch and transformers raise anything if a file does not fit the weights."""
+    try:
+        return load().eval()
+    except (RecipeError, RunError):
+        raise
+    except Exception as error:
+        raise RecipeError(f"{folder} cannot be loaded ({cause(error)}): was its config.json changed?") from error
 
 
 class _Outputs(nn.Module):
@@ -110,22 +119,26 @@ class _Outputs(nn.Module):
 
     @torch.no_grad()
     def of(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return self(*batch.values())
+        try:
+            return self(*batch.values())
+        except IndexError as error:
+            why = f"{type(self.model).__name__} has no embedding for a token of its tokenizer ({error})"
+            raise RecipeError(f"{why}: were the files of the tokenizer changed?") from error
 
 
-def _batches(reader: Reader) -> list[dict[str, Tensor]]:
-    """Batches of texts or images that are made up, as the model reads them."""
+def _batches(reader: Reader, beside: Path, room: int | None) -> list[dict[str, Tensor]]:
+    """Batches of made-up texts, of at most ``room`` tokens, or of made-up images, as the model reads them."""
     drawn = torch.Generator().manual_seed(0)
     if reader.of_images:
         from PIL import Image
 
-        with TemporaryDirectory() as scratch:
+        with scratch_folder(beside) as scratch:
             path = f"{scratch}/image.png"
             Image.new("RGB", (64, 64)).save(path)
             shape = reader.data.load_image(path).shape
         return [{"pixel_values": torch.randn(len(lengths), *shape, generator=drawn)} for lengths in LENGTHS]
     tokenizer, batches = reader.tokenizer, []
-    special, words = set(tokenizer.all_special_ids), [str(word) for word in tokenizer.get_vocab()]
+    special, words = set(tokenizer.all_special_ids), sorted(map(str, tokenizer.get_vocab()))
     plain = [word for word in words if tokenizer.convert_tokens_to_ids(word) not in special]
     for lengths in LENGTHS:
         picked = [torch.randint(0, len(plain), (length,), generator=drawn).tolist() for length in lengths]
@@ -133,7 +146,7 @@ def _batches(reader: Reader) -> list[dict[str, Tensor]]:
             tokenizer.convert_tokens_to_string([plain[at] for at in places]).strip() or plain[0] for places in picked
         ]
         batch = reader.batch(texts)
-        batches.append({name: tensor for name, tensor in batch.items() if name != "words"})
+        batches.append({name: tensor[:, :room] for name, tensor in batch.items() if name != "words"})
     return batches
 
 
@@ -191,21 +204,25 @@ def _to_onnx(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, 
 def _to_hf(outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, target: Path) -> float:
     import transformers
 
+    for path in folder.rglob("*"):
+        require(not path.is_symlink(), f"{path} is a link, and only files of the run are exported: remove it")
     with staged_folder(target) as part:
         shutil.copytree(folder, part, dirs_exist_ok=True)
-        named = json.loads((part / CONFIG).read_text())["architectures"][0]
-        load = getattr(transformers, named)
-        loaded = load.from_pretrained(part, local_files_only=True, trust_remote_code=False, use_safetensors=True).eval()
+        load = getattr(transformers, outputs.model.auto)  # never a class that a file names
+        options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        loaded = _loaded(folder, partial(load.from_pretrained, part, **options))
         copied = _Outputs(outputs.model, loaded, outputs.names)
         return _require_same(outputs, batches, [copied.of(batch) for batch in batches], target)
 
 
 def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], folder: Path, target: Path) -> float:
-    """Loaded by peft onto the weights that the adapters were ``trained`` beside."""
+    """Loaded by peft onto the weights that the adapters were ``trained`` beside, from tensors alone."""
     from peft import PeftModel
 
     own = {"weights": trained.weights, "revision": trained.revision}
-    dtype = next(iter(load_file(folder / ADAPTER_FOLDER / ADAPTERS).values())).dtype
+    adapted = skeleton_on_meta(dataclasses.replace(outputs.model, lora=dataclasses.replace(trained.lora, base="full")))
+    state = _adapters_in(folder / ADAPTER_FOLDER / ADAPTERS, adapted)
+    dtype = next(iter(state.values())).dtype
     coded, half = trained.lora.base == "nf4", dtype in (torch.bfloat16, torch.float16)
     with default_dtype(torch.float32 if coded else dtype):  # codes are of what the file has
         base = dataclasses.replace(outputs.model, **own).build()
@@ -213,13 +230,22 @@ def _to_peft(trained: Any, outputs: _Outputs, batches: list[dict[str, Tensor]], 
         as_in_nf4(base, trained.blocks)
     base = base.to(dtype).to(next(outputs.parameters()).dtype)  # as they were trained beside them
     with staged_folder(target) as part:
-        shutil.copytree(folder / ADAPTER_FOLDER, part, dirs_exist_ok=True)
+        trained.save_adapters(adapted, state, part)
         with warnings.catch_warnings():  # peft asks transformers for what goes by another name now
             warnings.simplefilter("ignore", FutureWarning)
-            adapted = PeftModel.from_pretrained(base, str(part)).eval()
-        loaded = _Outputs(outputs.model, adapted, outputs.names)
+            joined = PeftModel.from_pretrained(base, str(part)).eval()
+        loaded = _Outputs(outputs.model, joined, outputs.names)
         found = [loaded.of(batch) for batch in batches]
         return _require_same(outputs, batches, found, target, MOST_ROUNDED if half else MOST_DIFFERENCE)
+
+
+def _adapters_in(path: Path, module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of what trains in ``module``, from a file of peft; refused if it has others."""
+    found, wanted = read_weights(path), {name: p for name, p in module.named_parameters() if p.requires_grad}
+    shapes = {key: tensor.shape for key, tensor in found.items() if tensor.is_floating_point()}
+    fits = shapes == {name_in_peft(name): parameter.shape for name, parameter in wanted.items()}
+    require(fits, f"{path} does not hold the adapters of model.lora in recipe.yaml: export the run itself")
+    return {name: found[name_in_peft(name)] for name in wanted}
 
 
 def _to_hub(folder: Path, repo: str | None, public: bool) -> str:

@@ -32,12 +32,8 @@ from trainer.system.files import read_regular, write_atomic
 from trainer.system.processes import ProcessId
 from trainer.system.text import GB, gigabytes
 
-PATIENCE = 20.0
-"""Seconds that training waits for its prediction; one that takes longer is shown at the end."""
-
-MOST_SECONDS = 1800.0
-"""How long the other ranks of a machine wait for the plan of the first one: its search may tokenise a large dataset."""
-
+PATIENCE = 20.0  # seconds that training waits for its prediction; one that takes longer is shown at the end
+MOST_SECONDS = 1800.0  # that the other ranks of a machine wait for the plan: its search may tokenise a large dataset
 MOST_BYTES = 1 << 20  # of an answer: some settings, or why there are none
 
 IN_A_GROUP = (
@@ -45,8 +41,7 @@ IN_A_GROUP = (
     "rank fails: leave that to the trainer, or use trainer plan"
 )
 
-PLAN_VARIABLE = "TRAINER_PLANNED"
-"""How the process that Fabric was started in tells those that Fabric starts what was decided."""
+PLAN_VARIABLE = "TRAINER_PLANNED"  # hands the decision to the processes that Fabric starts
 
 
 def this_device(accelerator: str) -> GPU:

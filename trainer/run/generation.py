@@ -115,4 +115,7 @@ def _padded_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(value: Any) -> list[int]:
-    return [] if value is None else [value] if isinstance(value, int) else list(value)
+    found = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    fix = "mend generation_config.json and config.json of the model"
+    require(all(type(one) is int for one in found), f"eos_token_id={value!r:.80} must be an integer or several: {fix}")
+    return found

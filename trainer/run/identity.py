@@ -69,11 +69,8 @@ def require_same_base(path: Path, manifest: Manifest, model: Model) -> None:
 
 
 def flat_settings(recipe: Recipe) -> dict[str, Any]:
-    """Every setting by its dotted name, as JSON would give it back, and the classes of model and data.
-
-    Paths are absolute: a recipe is the same from its file and from ``recipe.yaml``. Secrets are redacted: a URL may be
-    signed anew.
-    """
+    """Every setting by its dotted name, as JSON gives it back, and the classes of model and data. Paths are absolute,
+    so that a recipe's file and ``recipe.yaml`` agree. Secrets are redacted: a URL may be signed anew."""
     recipe = with_absolute_paths(recipe)
     settings: dict[str, Any] = {}
     for part, chosen in (("model", recipe.model), ("data", recipe.data)):
@@ -106,8 +103,7 @@ def _name_of(value: Any) -> Any:
 
 # Whether what is resumed is what is asked for: recipe, data and tokenizer, those of the checkpoint against today's.
 
-IGNORED = ("run.dir", "run.resume", "run.allow_change")
-"""Settings that say how to resume."""
+IGNORED = ("run.dir", "run.resume", "run.allow_change")  # settings that say how to resume
 
 BINDING = ("run.deterministic", "run.max_skipped_steps", "run.evaluate", "run.best", "run.patience")
 """Settings of the section run that change what is trained or found; the others of run and checkpoint do not."""
@@ -121,11 +117,8 @@ but rounding."""
 
 
 def require_same_run(path: Path, manifest: Manifest, now: Origin, allowed: list[str]) -> list[str]:
-    """Compare the checkpoint ``path``, which is resumed, with what is asked for now; a line for each difference.
-
-    Raises:
-        RecipeError: naming every difference that changes the training and is not ``allowed``, by its name or section.
-    """
+    """Compare the checkpoint ``path``, which is resumed, with what is asked for now; a line for each difference. One
+    that changes the training and is not ``allowed``, by its name or section, is a ``RecipeError``."""
     known = sorted({*now.recipe, *map(_section, now.recipe), "data", "tokenizer", "base"})
     for key in allowed:
         require(key in known, f"run.allow_change={key!r} is no setting{did_you_mean(key, known)}")

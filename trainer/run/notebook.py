@@ -84,7 +84,6 @@ def _relayed(process: subprocess.Popen[str], said: Said) -> int:
 
 
 def _require_tellable(recipe: Recipe) -> None:
-    """Refuse what a YAML file cannot hold."""
     said = f"run.devices={recipe.run.devices} in a notebook"
     for part in (recipe.model, recipe.data):
         name = class_of(part)

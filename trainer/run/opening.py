@@ -12,9 +12,10 @@ import torch
 from lightning.fabric import Fabric
 
 from trainer.engine.feed import fill_from_data
-from trainer.errors import require
+from trainer.errors import RunError, require
 from trainer.faults.regroup import keep_ranks_alive, recovers
-from trainer.faults.signals import SECONDS_TO_LEAVE, ended_after, have_started, watch_start
+from trainer.faults.signals import SECONDS_TO_LEAVE, ended_after, watch_start
+from trainer.launching.company import have_met, keep_company
 from trainer.launching.meeting import meet
 from trainer.launching.start import announced, launch, on_first_rank_first
 from trainer.launching.world import World, find_world
@@ -51,12 +52,20 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
         keep_ranks_alive()
     with _launched(recipe, plan, world, outlook) as (fabric, world):
         if recipe.run.dir is not None:  # looked at again when it is made; data may take long
-            on_first(fabric, partial(require_unused, Path(recipe.run.dir).absolute(), recipe.run.resume))
+            on_first(fabric, partial(require_unused, _absolute(recipe.run.dir), recipe.run.resume))
         still = recipe.data.train is unprepared  # else planned() has prepared it
         on_first_rank_first(fabric, partial(_prepare, recipe, model=True, data=still))
-        have_started()
+        have_met()
         forget_plan(world)
         yield Session(with_run_dir(_filled(recipe), fabric, source), plan, fabric, world, outlook)
+
+
+def _absolute(folder: str) -> Path:
+    try:
+        return Path(folder).absolute()
+    except FileNotFoundError as error:
+        fix = "start from a folder that exists, or give an absolute --run.dir"
+        raise RunError(f"the working directory was removed: {fix}") from error
 
 
 @contextmanager
@@ -74,7 +83,7 @@ def evaluation_session(recipe: Recipe, folder: Path) -> Iterator[Session]:
     plan = decide_plan(recipe, world.size)
     with _launched(recipe, plan, world) as (fabric, world):
         on_first_rank_first(fabric, partial(_prepare, recipe, model=False, data=True))
-        have_started()
+        have_met()
         yield Session(_filled(recipe), plan, fabric, world)
 
 
@@ -87,6 +96,7 @@ def _launched(
     try:
         patience = max(SECONDS_TO_START, recipe.run.hang_after)
         doing("gathering the ranks" if world.size > 1 else "starting")
+        keep_company()
         meeting = meet(patience)
         fabric = launch(plan, world, watch_start, patience)
         del meeting

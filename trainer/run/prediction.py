@@ -14,7 +14,7 @@ from functools import partial
 from glob import glob
 from itertools import chain, islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from trainer.report.progress import Progress, warn
 from trainer.run.generation import NEW_TOKENS, Drawn, require_room, write
 from trainer.settings import did_you_mean
 from trainer.system.environment import first_here
-from trainer.system.files import read_regular, staged_file
+from trainer.system.files import read_regular, room_in, scratch_folder, staged_file
 from trainer.system.text import escaped
 from trainer.system.waiting import doing
 from trainer.values import IGNORED_LABEL, Task
@@ -483,8 +483,10 @@ def classify(
             return CUT_OFF
         return names[number] if number < len(names) else str(number)
 
-    with ExitStack() as closing:
-        scratch = Path(closing.enter_context(TemporaryDirectory(prefix="trainer-predict-")))
+    place = Path(asked.output or f"{gettempdir()}/trainer-predict")
+    fix = "give another file by --output" if asked.output else "set TMPDIR to a folder on another disk"
+    with room_in(place.absolute().parent, fix), ExitStack() as closing:
+        scratch = closing.enter_context(scratch_folder(place))
         inputs = reader.inputs(paths, given, asked.column, scratch)
         write = closing.enter_context(_writer(asked, task, inputs.tables, list(map(name_of, range(classes)))))
         progress = Progress(enabled=asked.output is not None or inputs.count > asked.batch_size)

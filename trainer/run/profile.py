@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from torch.autograd import DeviceType
@@ -22,7 +21,7 @@ from trainer.errors import require
 from trainer.memory.monitor import FIRST_STEPS
 from trainer.run.listeners import Stopwatch
 from trainer.run.session import Session
-from trainer.system.files import staged_file, write_atomic
+from trainer.system.files import scratch_folder, staged_file, write_atomic
 from trainer.system.text import escaped
 
 UNRECORDED = FIRST_STEPS
@@ -103,7 +102,7 @@ class Profile(Phases, Listener):
 
     def _write(self, found: profile) -> None:
         try:
-            with TemporaryDirectory() as folder, staged_file(self.trace) as part:
+            with scratch_folder(self.trace) as folder, staged_file(self.trace) as part:
                 found.export_chrome_trace(plain := f"{folder}/trace.json")
                 part.write_bytes(gzip.compress(Path(plain).read_bytes(), 5))
             self.summary, table = self._described(list(found.events() or ()), list(found.key_averages()))

@@ -74,8 +74,7 @@ class Resumption:
             say(f"no checkpoint in {self.folder.path}: starting from step 0")
 
     def _find(self) -> tuple[Found | None, dict[Path, str]]:
-        """The checkpoint that ``run.resume`` names, or the newest valid one, and what is wrong with those that were
-        passed over for it; the same on all ranks, each of which checks the hashes of a share of the files."""
+        """Named or newest valid checkpoint and faults of newer ones; the same on all ranks, which share the hashing."""
         wanted, problems = self.session.recipe.run.resume, dict[Path, str]()
         if wanted == "none":
             return None, problems
@@ -109,8 +108,7 @@ class Resumption:
         return problem
 
     def _set_aside(self, chosen: Path, corrupt: set[str], say: Callable[[str], None]) -> None:
-        """Keep those after ``chosen`` in the run's own directory from being taken for the newest again; ``corrupt``
-        are the names of those that are not what was saved."""
+        """Keep checkpoints after ``chosen`` from being taken for the newest again; ``corrupt`` are names."""
         if os.path.realpath(chosen.absolute().parent) != os.path.realpath(self.folder.path):
             return
         for path in self.folder.newest_first():
@@ -301,10 +299,8 @@ def load_whole_model(found: Found, model: Model) -> nn.Module:
 
 
 def require_alike(found: Any, own: Any, where: str = "it") -> None:
-    """Check that JSON is of the kinds that this run would write: a hash that fits does not say who has made it.
-
-    Of a list in ``own`` the first item stands for all, and ``None`` for anything. A ``ValueError`` names what is not.
-    """
+    """Check that JSON is of the kinds that this run would write: a valid hash does not say who has made it. In ``own``
+    a list's first item stands for all, ``None`` for anything. A ``ValueError`` names what is not."""
     if own is None or (isinstance(own, Mapping) and found is None):  # of a part that only one of the two runs has
         return
     if isinstance(own, Mapping):

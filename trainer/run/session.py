@@ -31,7 +31,7 @@ from trainer.memory.oom import OutOfMemory, describe_oom, is_out_of_memory, samp
 from trainer.memory.plan import Plan
 from trainer.recipe import Memory, Recipe
 from trainer.report.metrics import ClassificationMetrics, EvaluationResult
-from trainer.report.mistakes import Mistakes
+from trainer.report.mistakes import Mistakes, of_all_ranks
 from trainer.report.scores import Scores
 from trainer.run.forecast import Forecast
 from trainer.run.listeners import report_bad_samples
@@ -148,11 +148,12 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
         return None
     loader = _loader(session, dataset)
     classes, task = getattr(model, "num_classes", None), cast(Task, getattr(model, "task", "single_label"))
-    metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task)
+    asked, per_token = session.recipe.run.asked_figures(), getattr(dataset, "bytes_per_token", None)
+    metrics = ClassificationMetrics(classes, fabric.device, model.loss_names, task, asked)
     mistakes = Mistakes(task == "single_label" and classes is not None, fabric.device)
     gather, decide = partial(rows_of_all, fabric), partial(on_first, fabric)
-    asked, per_token = session.recipe.run.asked_figures(), getattr(dataset, "bytes_per_token", None)
-    scores = Scores(asked, getattr(model, "task", None), classes, gather, decide, per_token)
+    others = [one for one in asked if one not in metrics.names]
+    scores = Scores(others, getattr(model, "task", None), classes, gather, decide, per_token, split)
     memory, rank = session.recipe.memory, fabric.global_rank
     share, shares = share_of(memory, rank, fabric.world_size)
     once = counted_once(memory, rank, _sum_over(fabric, fabric.device))
@@ -172,10 +173,7 @@ def evaluation(session: Session, forward: Forward, split: str) -> Callable[[], E
 
     def run() -> EvaluationResult:
         with monitor.evaluating():
-            result = evaluate(forward, micro_batches(), Evaluated(metrics, mistakes, scores))
-        missing = [name for name in scores.sums if name not in result.figures()]
-        require(not missing, f"run.metrics={missing[0] if missing else ''}: {type(model).__name__} does not classify")
-        return result
+            return evaluate(forward, micro_batches(), Evaluated(metrics, mistakes, scores))
 
     return run
 
@@ -301,9 +299,8 @@ def from_all(fabric: Fabric, value: Any) -> list[Any]:
     torch.distributed.all_reduce(sizes)
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=fabric.device)
     padded[: len(content)] = content
-    found = [torch.empty_like(padded) for _ in range(fabric.world_size)]
-    torch.distributed.all_gather(found, padded)
-    return [json.loads(bytes(one[:size].tolist())) for one, size in zip(found, sizes.tolist(), strict=True)]
+    found = zip(of_all_ranks(padded), sizes.tolist(), strict=True)
+    return [json.loads(bytes(one[:size].tolist())) for one, size in found]
 
 
 def rows_of_all(fabric: Fabric, rows: Tensor | None) -> Tensor | None:

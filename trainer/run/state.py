@@ -91,8 +91,8 @@ class Tensors:
         self.stack.send_back()
 
     def _named(self) -> Iterator[tuple[str, Any, nn.Parameter | None]]:
-        """``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` and ``optimizer/NAME/KEY``: every tensor and number, not
-        copied, and the parameter that says how it is sharded."""
+        """Every tensor and number, not copied, as ``weights/NAME``, ``ema/NAME``, ``buffers/NAME`` or
+        ``optimizer/NAME/KEY``, and the parameter that says how it is sharded."""
         masters = self.stack.masters or {}
         for name, parameter in self.stack.module.named_parameters():
             yield f"weights/{name}", masters.get(parameter, parameter), parameter

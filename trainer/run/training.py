@@ -240,20 +240,20 @@ class Training:
 
     def _take_best(self) -> dict[str, Any] | None:
         """Put the weights of the best step in place of the last ones; what ``summary.json`` says of it."""
-        best, counters, last = self.best, self.engine.counters, self.engine.last_result
+        best, counters = self.best, self.engine.counters
         if best.is_over():
             why = f"{best.since} evaluations in a row found no better {best.column} than {best.figure:.4f} of step"
             self.progress.notice(f"training ends after step {counters.step:,}, by run.patience: {why} {best.step:,}")
         if not best.step:
             return None
-        step, figures = best.step, last.figures() if last is not None else {}
+        step = best.step
         if step != counters.step:
             tensors = self.checkpointer.state.tensors
             if problem := self.resumption.restore_best(step, tensors):
                 self.progress.warning(f"{problem}: model/ has the weights of the last step instead of the best")
                 return None
             self.engine.last_result = best.result
-        return {"step": step, "figure": best.column, "best": best.figure, "last": figures.get(str(best.name))}
+        return {"step": step, "figure": best.column, "best": best.figure, "last": best.last}
 
     def _test(self) -> EvaluationResult | None:
         """The final figures of the model that is kept: on the test set, or on what is evaluated while it trains."""
@@ -272,7 +272,6 @@ class Training:
         return engine.last_result
 
     def _history(self) -> bytes:
-        """``metrics.csv`` up to now."""
         for logger in self.loggers:
             logger.save()
         path = self.session.run_dir / HISTORY

@@ -27,14 +27,11 @@ from trainer.system.text import escaped
 LAUNCHERS = ("LT_", "TORCHELASTIC_", "MASTER_")
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 """Variables of a rendezvous: each attempt makes one of its own."""
-STATUS = "status.json"
-"""What a run writes of itself for who watches it."""
-NOTED = "received: saving a checkpoint"
-"""What a run says when a signal has asked it to stop."""
+STATUS = "status.json"  # what a run writes about itself for observers
+NOTED = "received: saving a checkpoint"  # printed by a run that a signal has asked to stop
 SECONDS_BETWEEN_LOOKS = 0.05
 
-CUT = ("batch_size", "accumulate", "memory.micro_batch_size")
-"""Settings that say how batches are cut."""
+CUT = ("batch_size", "accumulate", "memory.micro_batch_size")  # settings that define how batches are cut
 
 
 class FitCommand(NamedTuple):

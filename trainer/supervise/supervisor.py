@@ -37,15 +37,13 @@ flags:
 
 The run directory is --run.dir, or one that is chosen and printed; --run.resume is auto.
 """
-LOCK = ".supervisor.lock"
-"""Held besides the run's own lock, which is free between two attempts."""
+LOCK = ".supervisor.lock"  # held besides the run's own lock, which is free between two attempts
 FLAGS = {"restarts": (3, 0), "nproc": (None, 1), "grace": (None, 0), "patience": (2, 1), "backoff": (1.0, 0)}
 """Their values where they are not given, and the least that they may have."""
 WHOLE = ("restarts", "nproc", "patience")
 SEVERAL_MACHINES = ("nnodes", "nodes", "num_nodes", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "node-rank")
 """Flags of torchrun and of Fabric that one may look for here."""
-WRONG_RECIPE, INTERRUPTED = 2, 130
-"""Exit codes of a setting that cannot work, which will not go away, and of Ctrl-C."""
+WRONG_RECIPE, INTERRUPTED = 2, 130  # exit codes of a setting that cannot work, and of Ctrl-C
 LONGEST_WAIT = 60.0
 SECONDS_TO_NOTICE = 1.0
 """Schedulers signal every process of a job: a run that says within this time that it has heard is not told again, for
@@ -126,8 +124,7 @@ def announce(command: FitCommand) -> None:
 # The run: attempt after attempt.
 
 
-Outcome = tuple[str, int]
-"""What to leave with when no other attempt follows: the status that is noted, and the exit code."""
+Outcome = tuple[str, int]  # the status that is noted, and the exit code, when no other attempt follows
 
 
 class Supervisor:

@@ -10,12 +10,16 @@ import gc
 import json
 import multiprocessing
 import os
+import resource
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainer.errors import RecipeError, RunError
 from trainer.system.machine import cores
@@ -29,25 +33,31 @@ HAS_TRAINED = CANNOT.format("trained already, and what it forks can compute no g
 HAS_USED_GPU = CANNOT.format("used its GPU already, which no process that it forks survives", "that")
 
 
+IDLE, WALL = 10.0, 120.0
+"""Seconds without a call after which a fork of :class:`Bounded` ends; and of wall time that a call may take."""
+
+
 class Failed(RunError):
     """A job ended without a result."""
 
 
 class Child:
-    """A job that runs in a process of its own; where it ``sees_gpu``, it may use that of this machine.
+    """A job that runs in another process; where it ``sees_gpu``, it may use that of this machine.
 
     ``anew`` starts a new interpreter, which takes seconds, for a ``job`` that can be pickled. CUDA works there whatever
-    this process has done: without NVML, torch has begun with it once anybody has asked whether there is a GPU, and no
-    fork can use one.
+    this process has done: without NVML, torch starts CUDA to find out whether there is a GPU, and then no fork can use
+    one. A ``plain`` job does not use torch, so that it can be forked all the same.
     """
 
-    def __init__(self, job: Job, sees_gpu: bool = False, anew: bool = False) -> None:
+    def __init__(self, job: Job, sees_gpu: bool = False, anew: bool = False, plain: bool = False) -> None:
         context: Any = multiprocessing.get_context("spawn" if anew else "fork")
         self.connection, theirs = context.Pipe(duplex=False)
         torch = sys.modules.get("torch")  # this floor loads without it
         # Asked here: in a fork torch says that it is not.
-        gpu_in_use = torch is not None and torch.cuda.is_initialized() and not anew
+        gpu_in_use = torch is not None and torch.cuda.is_initialized() and not (anew or plain)
         self.process = context.Process(target=_work, args=(job, theirs, sees_gpu, gpu_in_use), daemon=True)
+        # Otherwise a worker of torch's DataLoader, which is a daemon, may start no process.
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         self.process.start()
         theirs.close()
 
@@ -75,6 +85,65 @@ class Child:
         """End it, whatever it is doing."""
         self.process.kill()
         self.process.join()
+
+
+class Bounded:
+    """Calls ``job`` in another process, with limits on CPU time and memory: for what a file of unknown origin computes.
+
+    Arguments and results are JSON. Each process that calls this object forks one at its first call. The fork ends when
+    it has not been called for some seconds; the next call then forks another one.
+    """
+
+    def __init__(self, job: Callable[..., Any], seconds: float, memory: int) -> None:
+        self.job, self.seconds, self.memory, self.owner = job, seconds, memory, 0
+        self.child, self.connection = cast(Child, None), cast(Any, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that is spawned."""
+        return self.__dict__ | {"owner": 0, "child": None, "connection": None}
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The result of ``job``, or the ``RecipeError`` that it raised; :class:`Failed` names the limit it exceeded."""
+        request = json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>").encode()
+        was_killed = False
+        while True:
+            if self.owner != os.getpid() or not self.child.process.is_alive():
+                self.connection, theirs = multiprocessing.Pipe()
+                self.child, self.owner = Child(partial(self._serve, theirs), plain=True), os.getpid()
+                theirs.close()
+            try:
+                self.connection.send_bytes(request)
+                if not self.connection.poll(WALL):  # no CPU time, or a lock held when it was forked
+                    self.child.kill()
+                return json.loads(self.connection.recv_bytes())
+            except (EOFError, OSError):
+                ended = self.child.result()
+            if self.child.process.exitcode == -signal.SIGPROF:
+                raise Failed(f"takes more than {self.seconds:g} s of CPU time")
+            if self.child.process.exitcode == -signal.SIGKILL and not was_killed:
+                was_killed = True  # another fork, once
+            elif ended is not None:  # else it ended for lack of calls, just before this one
+                raise ended
+
+    def _serve(self, connection: Connection) -> None:
+        """Do the job in the fork as often as it is asked for."""
+        self.connection.close()  # it would never see the end of the caller
+        for number in (signal.SIGTERM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        with suppress(OSError):  # macOS has no /proc, and no such limit
+            pages, hard = Path("/proc/self/statm").read_text().split()[0], resource.getrlimit(resource.RLIMIT_AS)[1]
+            most = int(pages) * resource.getpagesize() + self.memory
+            resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        with suppress(EOFError, ConnectionError):
+            while connection.poll(IDLE):
+                arguments = json.loads(connection.recv_bytes())
+                signal.setitimer(signal.ITIMER_PROF, self.seconds)
+                try:
+                    answer = json.dumps(self.job(*arguments)).encode()
+                except MemoryError:
+                    raise Failed(f"takes more than {self.memory / 1e9:g} GB of memory") from None
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                connection.send_bytes(answer)
 
 
 def in_child(job: Job, sees_gpu: bool = False, seconds: float | None = None) -> Any:

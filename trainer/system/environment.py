@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from trainer.errors import RecipeError
 
 LARGEST = {"MASTER_PORT": 65535}
-NUMBERS = (
+NUMBERS = (  # variables that this program or Lightning reads, some of them during the import
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_PORT", "LT_CLI_USED", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
     *("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_RESTART_COUNT"),
     *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"),
 )
-"""Variables that this program reads, or Lightning, some of them while it is imported."""
 
 
 def number(name: str, default: int | None = None, environment: Mapping[str, str] = os.environ) -> int:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
+import socket
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.errors import RecipeError
+from trainer.errors import RecipeError, RunError
+from trainer.system.processes import boot_id
 from trainer.system.text import escaped
 
 CHUNK = 16 * 2**20
@@ -153,9 +158,40 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+OS_ERROR = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]|Not enough disk space")
+"""In messages of errors without an errno: of safetensors, which is written in Rust, of shutil, and of ``datasets``."""
+
+
+def errno_of(error: BaseException) -> int | None:
+    """The errno of an error of the operating system; ``None`` for others, whose messages may quote any text."""
+    is_known = isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
+    found = OS_ERROR.search(str(error)) if is_known else None
+    return int(found[1] or found[2] or errno.ENOSPC) if found else None
+
+
+@contextmanager
+def room_in(folder: Path, fix: str) -> Iterator[None]:
+    """Raise a RunError that names ``folder`` and the ``fix`` if a full or read-only disk has caused an error."""
+    try:
+        yield
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None and errno_of(found) not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+        if found is None or isinstance(error, RunError):
+            raise
+        why = os.strerror(errno_of(found) or 0)
+        raise RunError(f"{folder} cannot be written to ({why}): free some space, or {fix}") from error
+
+
+HOST = socket.gethostname()
+MACHINE = [hashlib.sha256(name.encode()).hexdigest()[:6] for name in (HOST, boot_id() or HOST)]
+"""This machine and its current boot, in names of files: others that share a folder may not see the locks held here."""
+
+
 def aside(path: Path, kind: str) -> Path:
     """A hidden name in the same folder, as only a move within one file system is atomic."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
+    return path.with_name(f".{path.name}.{'-'.join(MACHINE)}-{secrets.token_hex(4)}.{kind}")
 
 
 def sync_to_disk(path: Path) -> None:
@@ -178,23 +214,65 @@ def remove(path: Path) -> None:
 
 # Files and folders that are there whole or not at all, also after a crash or a power cut.
 
+LEFTOVER = re.compile(r"(\w{6})-(\w{6})-\w{8}\.(part|old)")  # the end of a name by aside()
+
+
+def _lock(path: Path, until: ExitStack) -> None:
+    """Lock a file or folder ``until`` then, or until this process ends in any way; an OSError if another one has."""
+    access = os.O_RDONLY if path.is_dir() else os.O_RDWR  # NFS locks a file only for one who may write to it
+    descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    until.callback(os.close, descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what killed writers of ``target`` have left. An old folder is moved back if nothing took its place."""
+    begin = f".{target.name}."
+    for name in os.listdir(target.parent):
+        found = LEFTOVER.fullmatch(name.removeprefix(begin)) if name.startswith(begin) else None
+        if found is not None and {found[1], found[2]} & {*MACHINE}:
+            path = target.with_name(name)
+            with suppress(OSError), ExitStack() as until:
+                _lock(path, until)  # else its writer is alive, or it is another user's
+                if found[3] == "old" and not os.path.lexists(target):
+                    os.rename(path, target)
+                else:
+                    remove(path)
+
+
+@contextmanager
+def _part(target: Path, make: Callable[[Path], object]) -> Iterator[Path]:
+    """A hidden path beside ``target`` that ``make`` makes, locked; removed at the end, unless it was moved."""
+    with naming(target), ExitStack() as until:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(PermissionError):  # a folder that may be written to and not read
+            _remove_leftovers(target)
+        make(new := aside(target, "new"))
+        with suppress(OSError):  # a file system without locks, on which leftovers stay
+            _lock(new, until)
+        part = new.rename(new.with_suffix(".part"))  # by which others find it
+        try:
+            yield part
+        finally:
+            with suppress(OSError):
+                remove(part)
+
+
+def scratch_folder(beside: Path) -> AbstractContextManager[Path]:
+    """An empty hidden folder beside ``beside`` for this user alone; removed at the end, or by the next writer of it."""
+    return _part(beside, partial(Path.mkdir, mode=0o700))
+
 
 @contextmanager
 def staged_file(path: Path, sync_folder: bool = True) -> Iterator[Path]:
-    """A path beside ``path`` to write to; moved to ``path`` on success, removed on an exception.
+    """An empty file beside ``path`` to write to; moved to ``path`` on success, removed on an exception.
 
     Its name cannot be foreseen, and a link at ``path`` is replaced, not followed. An error of the disk names a file.
     """
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = aside(path, "part")
-        try:
-            yield part
-            sync_to_disk(part)
-            os.replace(part, path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+    with _part(path, Path.touch) as part:
+        yield part
+        sync_to_disk(part)
+        os.replace(part, path)
         if sync_folder:
             sync_to_disk(path.parent)
 
@@ -216,22 +294,18 @@ def staged_folder(target: Path) -> Iterator[Path]:
     A link at ``target`` is replaced: what it leads to stays as it is.
 
     A folder cannot be replaced in one move. An old ``target`` is moved aside (``.NAME.*.old``) first and deleted after
-    the new one stands in its place, so at every moment a whole folder exists: ``target`` itself, or, should the machine
-    die between the two moves, the old one as ``.NAME.*.old`` and the new one, complete, as ``.NAME.*.part``.
+    the new one stands in its place. If the machine dies between the two moves, the next writer of ``target`` moves the
+    old one back, so a whole folder always exists.
     """
-    with naming(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = aside(target, "part")
-        part.mkdir()
-        try:
-            yield part
-            for path in part.rglob("*"):
-                sync_to_disk(path)
-            sync_to_disk(part)
-            swap_in(part, target)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
+    with _part(target, Path.mkdir) as part:
+        mode = part.stat().st_mode & 0o666
+        yield part
+        for path in part.rglob("*"):
+            if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
+                path.chmod(mode)  # safetensors makes files that only their owner can read
+            sync_to_disk(path)
+        sync_to_disk(part)
+        swap_in(part, target)
 
 
 def swap_in(part: Path, target: Path) -> None:

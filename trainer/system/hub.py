@@ -10,15 +10,12 @@ from threading import Thread
 
 from trainer.system.text import escaped
 
-SECONDS = 3.0
-"""That the hub may take to answer."""
+SECONDS = 3.0  # that the hub may take to answer
 
 
 def away() -> str:
-    """Why nothing can be had from the hub but what its cache holds; empty where it answers.
-
-    Where it does not, this process and those that it starts are offline from here on, as with ``HF_HUB_OFFLINE=1``.
-    """
+    """Why nothing can be had from the hub but its cache; empty if it answers. If not, this process and its children are
+    offline from here on, as with ``HF_HUB_OFFLINE=1``."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE and not _gone_offline():
@@ -47,8 +44,7 @@ def tell_of_cache() -> None:
         print(escaped(f"trainer: warning: {said}"), file=sys.stderr, flush=True)
 
 
-OURS = "TRAINER_HUB_IS_AWAY"
-"""Tells processes that this one starts why they are offline."""
+OURS = "TRAINER_HUB_IS_AWAY"  # tells child processes why they are offline
 
 
 def _gone_offline() -> bool:

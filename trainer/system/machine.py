@@ -41,11 +41,10 @@ def available_bytes() -> int:
 
 # The GPUs: who asks torch begins with CUDA, which takes some of their memory, and can fork no more.
 
-FACTS = (
+FACTS = (  # of torch's properties of a device
     *("name", "total_memory", "major", "minor", "multi_processor_count"),
     *("clock_rate", "memory_clock_rate", "memory_bus_width"),
 )
-"""Of torch's properties of a device."""
 
 ASK = "import json; from trainer.system.machine import seen_gpus; print(json.dumps(seen_gpus({})))"
 
@@ -81,10 +80,8 @@ def seen_gpus(free: bool = False) -> list[dict[str, Any]]:
 
 
 def ask_for_gpus(free: bool = False, seconds: float | None = None) -> list[dict[str, Any]]:
-    """:func:`seen_gpus` of a new process, which has ended by then: it sees them whatever this one has done.
-
-    A RunError when torch does not start there, or takes longer than ``seconds``.
-    """
+    """:func:`seen_gpus` of a new process, which has ended by then: it sees them whatever this one has done. A RunError
+    if torch does not start there, or takes longer than ``seconds``."""
     try:
         done = subprocess.run(own_code(ASK.format(free)), capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired as error:
@@ -155,6 +152,6 @@ def process_peak(status: Path = STATUS) -> int:
 
 
 def _fields(status: Path) -> dict[str, int]:
-    """What it says of memory, in kB there, in bytes."""
+    """The memory values of the file, which are in kB, in bytes."""
     lines = [line.split() for line in status.read_text().splitlines() if line.startswith(("Vm", "Rss"))]
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in lines}

@@ -11,15 +11,13 @@ from typing import Any
 from trainer.errors import RecipeError
 
 REDACTED = "<redacted>"  # stands in the place of a secret
-_LEAST = 8
-"""Characters of a variable's value from which on it is looked for in texts: "1" or "test" is no secret."""
+_LEAST = 8  # characters from which on a variable's value is searched for in texts: "1" or "test" is no secret
 
-_NAME = re.compile(
+_NAME = re.compile(  # secret settings and variables; not pad_token and its like, nor any key that sorts or groups
     r"token|(?:.*_)?(?:password|passwd|passphrase|secret|credentials?|apikey"
     r"|(?:api|access|secret|private|account)_?key|(?:api|auth|access|hub|hf|github|bearer|refresh|session|security)_?token)",
     re.IGNORECASE,
 )
-"""Names of secret settings and variables. Not pad_token and its like, nor any key that sorts or groups."""
 
 _QUERY_WORDS = {
     *("token", "key", "keyid", "sig", "signature", "secret", "password", "passwd", "pwd", "credential", "credentials"),

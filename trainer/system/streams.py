@@ -26,10 +26,8 @@ MEANT = re.compile("(\x1b\\[[0-9;]*m|\\A\n*(?:\x1b\\[A)+\\Z)")
 
 
 class Descriptor(io.FileIO):
-    """Writes to a descriptor, and drops what the file behind it does not take.
-
-    Where that is no end of its reader (a full disk may have space again), the first error is kept in ``lost``.
-    """
+    """Writes to a descriptor, and drops what the file behind it does not take. Unless its reader is gone (a full disk
+    may have space again), the first error is kept in ``lost``."""
 
     lost: OSError | None = None
 

@@ -34,8 +34,7 @@ def as_text(value: Any) -> str:
 
 # Lines and tables for a terminal.
 
-WIDTH, WIDEST = 112, 120
-"""Characters of a line of text, and of a table."""
+WIDTH, WIDEST = 112, 120  # characters of a line of text, and of a table
 
 
 def wrapped(line: str, indent: str) -> str:

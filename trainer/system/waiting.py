@@ -15,8 +15,7 @@ from trainer.system.redact import redact
 from trainer.system.streams import Stream
 from trainer.system.text import escaped
 
-SECONDS_BETWEEN = 1.8
-"""Between two lines in a pipe, and how long anything else is left alone on a terminal."""
+SECONDS_BETWEEN = 1.8  # between lines in a pipe; how long other output on a terminal is left alone
 LIBRARIES = ("torch", "lightning.fabric", "torchvision", "transformers", "datasets", "peft")
 """Whose import takes long enough for a person to ask what goes on."""
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")

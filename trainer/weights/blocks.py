@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-SHARE = 0.1
-"""A stack of other modules than those of the largest one holds blocks, too, from this share of its parameters on."""
+SHARE = 0.1  # of the largest stack's parameters, from which on a stack of other modules holds blocks, too
 
 
 def find_blocks(module: nn.Module, classes: Sequence[type] = ()) -> list[nn.Module]:
@@ -43,11 +42,7 @@ def describe_blocks(blocks: Sequence[nn.Module]) -> str:
 
 
 def require_blocks(module: nn.Module, classes: Sequence[type], wish: str) -> list[nn.Module]:
-    """The repeated modules, for a technique that does nothing without them.
-
-    Raises:
-        RecipeError: when there are none, naming the ``wish`` for them and the classes that could be named.
-    """
+    """The repeated modules, for a technique that needs them; a ``RecipeError`` names the ``wish`` and what to do."""
     if blocks := find_blocks(module, classes):
         return blocks
     by_class: dict[str, list[nn.Module]] = {}

@@ -17,13 +17,8 @@ PICKLED = (".pth", ".pt", ".bin")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a file of weights to the CPU, memory-mapped: ``.safetensors``, or ``.pth``, ``.pt`` or ``.bin``.
-
-    The latter are pickles; they are read with ``weights_only``, so nothing in them is executed.
-
-    Raises:
-        RecipeError: naming the file, when it is missing, corrupt, or holds anything but tensors by name.
-    """
+    """Read a file of weights to the CPU, memory-mapped: ``.safetensors``, or ``.pth``, ``.pt`` or ``.bin``: pickles, of
+    which ``weights_only`` executes nothing. A ``RecipeError`` if it is missing, corrupt, or holds no named tensors."""
     require(path.is_file(), f"{path} is not there: give the path of a weight file")
     if path.suffix == ".safetensors":
         try:
@@ -49,7 +44,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _oddity(name: object, tensor: Tensor) -> str | None:
-    """What makes ``tensor`` another thing than plain numbers under a name."""
     if not isinstance(name, str):
         return "not under a name"
     if type(tensor) not in (Tensor, nn.Parameter):

@@ -23,8 +23,7 @@ BLOCK, GROUP = 64, 4096
 ROW = GROUP // 2 + GROUP // BLOCK + 8
 """Bytes of a row: two codes a byte, the scales, and in fp32 the least scale and the step between them."""
 
-AT_ONCE = 1024
-"""Rows that are worked on at a time: beside the weight itself some 25 MB."""
+AT_ONCE = 1024  # rows processed at a time: some 25 MB besides the weight itself
 
 VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),

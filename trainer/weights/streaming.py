@@ -234,11 +234,8 @@ def own_part(tensor: Tensor) -> Slice:
 
 @torch.no_grad()
 def fill(module: nn.Module, model: Model, seed: int) -> None:
-    """Fill ``module``, an allocated skeleton of ``model``, sharded or not; ``seed`` draws the parameters no file has.
-
-    Raises:
-        RecipeError: naming what is missing, of another shape, or still on meta.
-    """
+    """Fill ``module``, an allocated skeleton of ``model``, sharded or not; ``seed`` draws parameters that no file has.
+    A ``RecipeError`` names what is missing, of another shape, or still on meta."""
     pretrained = model.pretrained()
     groups, buffers, parts = tied_names(module), dict(module.named_buffers()), stretches(module)
     built = [[parts[name].name if name in parts else name for name in names] for names in groups]
@@ -299,9 +296,7 @@ def _pieces(files: WeightFiles, stored: Stored, name: str, shape: tuple[int, ...
 
 
 def _codes(files: WeightFiles, stored: Stored, name: str, layer: NF4Linear, part: Slice) -> Iterator[Any]:
-    """The codes of ``part``, some at a time: which rows of it, and the tensor. Read are only the rows of the file that
-    they are of; blocks begin with the whole weight, so the codes are the same on any number of ranks, and they are of
-    what the file has, so they are the same under any precision."""
+    """The codes of ``part`` in pieces, with their rows: the same on any number of ranks and under any precision."""
     first, count, width = part.offset[0], len(part.local), layer.shape[1]
     for start in range(first, first + count, AT_ONCE):
         stop = min(start + AT_ONCE, first + count)

@@ -1,0 +1,122 @@
+"""Restores what a trial forward changes in a module, in its model and in random generators."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.contract import Model
+
+CONTAINERS = (dict, defaultdict, Counter, list, set, deque)
+STATEFUL = ((random.Random, "state"), (torch.Generator, "_state"), (np.random.RandomState, "_state"))
+LARGE = 2**20  # elements of a parameter that is not copied in advance: forwards rarely write to one
+UNDECLARED = ("running_mean", "running_var")  # the schemas of batch_norm do not say that it writes to them
+
+
+class ModelState(TorchDispatchMode):
+    """The state of ``module`` and ``model`` before a trial, and of random generators.
+
+    It has the attributes of the model, of the module and of its parts, and the content of those that are lists, dicts,
+    sets, tensors or random generators; not hooks, attributes of other objects, and global variables. While this mode is
+    active, a tensor is copied when an operation is about to write to it, and ``frozen`` undoes the write at once.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # else flex_attention fails, which compiles itself
+
+    def __init__(self, module: nn.Module, model: Model, generator: torch.Generator) -> None:
+        super().__init__()
+        self.frozen = self.mixes_samples = False
+        self.modes = [(part, part.training) for part in module.modules()]
+        found: list[Any] = [vars(part) for part in (*module.modules(), model)]
+        inside = [value for names in found for name, value in names.items() if "hooks" not in name]
+        found += [value for value in inside if type(value) in CONTAINERS]
+        self.containers = [(one, copy.copy(one)) for one in found]
+        values = [value for one in found for value in (one.values() if isinstance(one, dict) else one)]
+        values += [*module.parameters(), *module.buffers()]  # also those of TorchScript
+        self.tensors = [value for value in values if isinstance(value, Tensor)]
+        plain = [(one, _storage(one)) for one in self.tensors if not isinstance(one, DTensor)]  # FSDP moves its shards
+        self.data = [(one, one.data, storage) for one, storage in plain if storage is not None]
+        self.held = {storage._cdata for _, _, storage in self.data}
+        self.copies: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}  # in host memory
+        bits = [value.bit_generator for value in values if isinstance(value, np.random.Generator)]
+        self.generators: list[tuple[Any, Any]] = [(partial(setattr, one, "state"), one.state) for one in bits]
+        for one in (random._inst, np.random.mtrand._rand, torch.default_generator, generator, *values):
+            for name in (name for kind, name in STATEFUL if isinstance(one, kind)):
+                self.generators.append((getattr(one, f"set{name}"), getattr(one, f"get{name}")()))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = self._written(func, args, kwargs or {})
+        self.copy(written)
+        result = func(*args, **kwargs or {})
+        for storage in written if self.frozen else ():
+            storage.copy_(self.copies[storage._cdata][1])
+        return result
+
+    def _written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[UntypedStorage]:
+        """The memory that ``func`` will write to, if it is of this state or of a parameter, of which FSDP makes new."""
+        schema = getattr(func, "_schema", None)  # higher-order operators have none
+        normalises = schema is not None and "batch_norm" in schema.name
+        if schema is None or not (schema.is_mutable or normalises):
+            return []
+        given = dict(zip([one.name for one in schema.arguments], args, strict=False)) | kwargs
+        # InstanceNorm has the statistics of each sample: it comes here with all of them in one row.
+        self.mixes_samples |= bool(normalises and given.get("training") and len(given["input"]) > 1)
+        names = {one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write}
+        leaves = tree_leaves([given.get(name) for name in names.union(UNDECLARED)])
+        found = [(leaf, _storage(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+        return [s for leaf, s in found if s is not None and (s._cdata in self.held or isinstance(leaf, nn.Parameter))]
+
+    def copy(self, storages: Iterable[UntypedStorage]) -> None:
+        for one in storages:
+            if one._cdata not in self.copies and one.device.type != "meta":
+                self.copies[one._cdata] = one, one.clone() if one.device.type == "cpu" else one.cpu()
+
+    def copy_small(self) -> None:
+        """Copy buffers and small parameters now, for a trial in which this mode is not active."""
+        small = [one for one in self.tensors if not isinstance(one, nn.Parameter) or one.numel() < LARGE]
+        self.copy(filter(None, map(_storage, small)))
+
+    def restore(self, generators: bool = True) -> None:
+        for part, training in self.modes:
+            part.training = training
+        for one, before in self.containers:
+            if isinstance(one, dict):
+                dict.update(one, before)
+                for key in one.keys() - before.keys():
+                    del one[key]
+            else:
+                one.clear()
+                (one.update if isinstance(one, set) else one.extend)(before)
+        for tensor, data, storage in self.data:
+            now = _storage(tensor)
+            if now is not None and now._cdata != storage._cdata:  # the forward has assigned to tensor.data
+                tensor.data = data
+        for storage, content in self.copies.values():
+            if storage.nbytes():  # else FSDP has freed it
+                storage.copy_(content)
+        self.copies.clear()
+        for put, state in self.generators if generators else ():
+            put(state)
+
+
+def _storage(tensor: Tensor) -> UntypedStorage | None:
+    """The memory of ``tensor``, of its local part if it is sharded; ``None`` for sparse and other composed tensors."""
+    try:
+        return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
