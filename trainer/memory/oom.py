@@ -20,6 +20,7 @@ SIGNS = re.compile(
     r"""
     can't\ allocate\ memory |  # the host's allocator
     # runtime, driver, Triton, and NCCL, which quotes
+    CUDA\ ran\ out\ of\ memory |  # cuDNN's attention, outside of torch's allocator
     \b(?:CUDA|HIP)\]?:?\ (?:(?:driver\ )?error:\ |failure\ (?:\d+\ )?')?out\ of\ memory |
     \bCU[A-Z]+_STATUS\w*_ALLOC(?:ATION)?_FAILED\b |  # cuBLAS, cuDNN, ...
     CUBLAS_STATUS_NOT_INITIALIZED .* \bcublas(?:Lt)?Create  # no room for a handle

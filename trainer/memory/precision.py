@@ -70,8 +70,9 @@ class HostShardedGradScaler(HostGradScaler, ShardedGradScaler):
 def matmul_precision(wish: MatmulPrecision) -> Iterator[None]:
     """Inside of this context products, convolutions and recurrent layers of fp32 are computed as ``wish`` says.
 
-    Torch takes TF32 for cuDNN's by default, and not for cuBLAS's: here one setting holds for both. Afterwards all is as
-    before, whichever of torch's two ways to say it was used: read is the newer, which knows what both have set.
+    Torch uses TF32 in cuDNN by default, but not in cuBLAS. Here one setting controls both. On exit, all flags are
+    restored, whether they were set by torch's older flags or by its newer ones (``fp32_precision``). The older flags are
+    always set as well: torch raises an error where code reads one that contradicts the newer ones.
     """
     backends: Any = torch.backends
     products, on_cpu = backends.cuda.matmul, backends.mkldnn.matmul
@@ -79,11 +80,13 @@ def matmul_precision(wish: MatmulPrecision) -> Iterator[None]:
     before = [part.fp32_precision for part in parts]
     named = "highest" if products.fp32_precision != "tf32" else "medium" if on_cpu.fp32_precision == "bf16" else "high"
     try:
-        torch.set_float32_matmul_precision(wish)  # the older, which Fabric and the compiler read
+        torch.set_float32_matmul_precision(wish)  # the older flag, which Fabric and the compiler read
+        backends.cudnn.allow_tf32 = wish != "highest"  # the older flag of cuDNN
         for part in parts[2:]:
             part.fp32_precision = "ieee" if wish == "highest" else "tf32"
         yield
     finally:
         torch.set_float32_matmul_precision(named)
+        backends.cudnn.allow_tf32 = before[2] == before[3] == "tf32"
         for part, setting in zip(parts, before, strict=True):
             part.fp32_precision = setting
