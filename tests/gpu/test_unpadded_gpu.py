@@ -15,7 +15,7 @@ LENGTHS = [130, 64, 64, 7, 1]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("first", [False, True])
 def test_each_text_attends_to_itself(dtype: torch.dtype, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, as in fp64 text by text, with and without ``varlen_attn``."""
+    """Forward and backward, as in fp64 text by text, with and without flash attention."""
     torch.manual_seed(0)
     ends = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
     tensors = [torch.randn(sum(LENGTHS), 4, 32, device="cuda", dtype=torch.float64) for _ in range(3)]
@@ -36,6 +36,46 @@ def test_each_document_attends_to_what_is_before(
     compared(tensors, ends, dtype, Pattern(causal=True, window=window, scale=0.3), monkeypatch)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_has_the_gradient_of_its_mask_and_the_mask_of_its_seed(dtype: torch.dtype) -> None:
+    """With values that are the identity the result shows the mask; the gradient is compared with that of the mask."""
+    size, rate = 64, 0.25
+    lengths = [size, 16]
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    torch.manual_seed(0)
+    query, key = (torch.randn(sum(lengths), 2, size, device="cuda", dtype=dtype) for _ in range(2))
+    eye = torch.eye(size, device="cuda", dtype=dtype)
+    value = torch.cat([eye[:length] for length in lengths])[:, None].expand(-1, 2, -1).contiguous()
+    upstream = torch.randn(sum(lengths), 2 * size, device="cuda", dtype=dtype)
+
+    def run(seed: int) -> list[torch.Tensor]:
+        torch.cuda.manual_seed(seed)
+        leaves = [part.clone().requires_grad_() for part in (query, key, value)]
+        out = attend(*leaves, Lengths(lengths), ends, rate)
+        out.backward(upstream)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    found, again, other = run(1), run(1), run(2)
+    assert torch.equal(found[0], again[0])
+    assert not torch.equal(found[0], other[0])
+    begin = 0
+    for number, length in enumerate(lengths):
+        rows = slice(begin, begin + length)
+        begin += length
+        parts = [part[rows].double().transpose(0, 1).requires_grad_() for part in (query, key, value)]
+        weights = (parts[0] @ parts[1].transpose(1, 2) * size**-0.5).softmax(-1)
+        shown = found[0][rows].unflatten(1, (2, size)).transpose(0, 1)[..., :length].double()
+        mask = (shown > 0).double() / (1 - rate)
+        out = (weights * mask) @ parts[2]
+        out.backward(upstream[rows].unflatten(1, (2, size)).transpose(0, 1).double())
+        tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+        assert abs(mask.count_nonzero().item() / mask.numel() - (1 - rate)) < 0.05
+        assert (shown - (weights * mask).detach()).norm() <= tolerance * shown.norm(), number
+        for ours, part in zip(found[1:], parts, strict=True):
+            theirs = part.grad.transpose(0, 1)
+            assert (ours[rows].double() - theirs).norm() <= tolerance * theirs.norm(), number
+
+
 def compared(
     tensors: list[torch.Tensor],
     ends: torch.Tensor,
@@ -45,11 +85,11 @@ def compared(
 ) -> None:
     expected = computed(tensors, ends, pattern)
     has_kernel = torch.cuda.get_device_capability() >= (8, 0) and dtype != torch.float32
-    assert unpadded._has_varlen(tensors[0].to(dtype)) == has_kernel
+    assert unpadded.takes_flash(tensors[0].to(dtype), tensors[2].to(dtype), 0.0, pattern) == has_kernel
     tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     for allowed in (True, False):
         if not allowed:
-            monkeypatch.setattr(unpadded, "_has_varlen", lambda query: False)
+            monkeypatch.setattr(unpadded, "takes_flash", lambda *args: False)
         found = computed([tensor.to(dtype) for tensor in tensors], ends, pattern)
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()

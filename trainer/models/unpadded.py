@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from inspect import signature
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout as drop_out
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,6 +27,7 @@ from transformers.models.roberta.modeling_roberta import RobertaLayer
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaLayer
 
 BITS = 16  # random bits that decide whether a CPU drops an attention weight: the rate is rounded to 2^-16
+MAX_PADDING = 4  # rows for each token, up to which texts are padded for one call of attention on a GPU
 ROWS = 256  # queries processed at once by attention with dropout on a CPU: a long text's weights fit into no cache
 
 
@@ -36,7 +35,22 @@ class Lengths:
     """The tokens of each text, in a wrapper: of a list, the compiler would compile again for every number of texts."""
 
     def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
+        self.tokens, self.longest = tokens, max(tokens)
+        self._padding: tuple[Tensor, Tensor] | None = None
+
+    def padding(self, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each token is among texts padded to the longest, and a mask of the keys there; computed once.
+
+        Returns int64 ``(tokens,)``, and bool ``(texts, 1, 1, longest)``.
+        """
+        if self._padding is None:
+            begins, counts, texts = ends[:-1].long(), ends.diff(), len(self.tokens)
+            moves = torch.arange(texts, device=ends.device) * self.longest - begins
+            total = sum(self.tokens)  # known here: torch need not wait for the GPU to know it
+            moved = moves.repeat_interleave(counts, output_size=total)
+            seen = torch.arange(self.longest, device=ends.device) < counts[:, None]
+            self._padding = torch.arange(total, device=ends.device) + moved, seen[:, None, None]
+        return self._padding
 
 
 class Pattern(NamedTuple):
@@ -155,7 +169,6 @@ COMPUTE: dict[type[nn.Module], Callable[..., Tensor] | None] = {
 ``None``: as transformers has it, of all tokens, with the attention of packed_attention.py."""
 
 
-@torch.compiler.disable  # lengths differ in every micro-batch: no code is worth compiling for them
 def attend(
     query: Tensor,
     key: Tensor,
@@ -178,44 +191,148 @@ def attend(
     Returns:
         As many rows as ``query``: (…, heads × size of a value).
     """
-    first = len(query) == len(lengths.tokens)
-    options: dict[str, Any] = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
-    plain = pattern.softcap is None and pattern.sinks is None
-    if not dropout and plain and _has_varlen(query) and query.shape[-1] == value.shape[-1]:
-        from torch.nn.attention.varlen import varlen_attn
+    if takes_flash(query, value, dropout, pattern):
+        return _flash(query, key, value, lengths, ends, dropout, pattern)
+    return _without_flash(query, key, value, lengths, ends, dropout, pattern)
 
-        if options and "enable_gqa" not in signature(varlen_attn).parameters:  # before torch 2.12
-            key, value, options = _repeated(key, query, 1), _repeated(value, query, 1), {}
-        far = -1 if pattern.window is None else pattern.window - 1
-        options |= {"scale": pattern.scale, "window_size": (far, 0 if pattern.causal else far)}
-        starts = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
-        longest = max(lengths.tokens)
-        at = starts, ends, 1 if first else longest, longest
-        packed: Any = varlen_attn(query, key, value, *at, **options)
-        return packed.flatten(1)
+
+def takes_flash(query: Tensor, value: Tensor, dropout: float, pattern: Pattern = FULL) -> bool:
+    """Whether flash attention computes packed texts like these: one call, whatever their number."""
+    size = query.shape[-1]
+    if (
+        query.device.type != "cuda"
+        or torch.version.hip is not None
+        or query.dtype not in (torch.float16, torch.bfloat16)
+    ):
+        return False
+    if size % 8 or size > 256 or size != value.shape[-1] or pattern.softcap is not None or pattern.sinks is not None:
+        return False
+    capability = torch.cuda.get_device_capability(query.device)  # in a plan, of the GPU that is planned for
+    # Torch's check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120: too little shared memory.
+    is_small = capability[0] == 12 or (8, 6) <= capability <= (8, 9)
+    return capability >= (8, 0) and not (is_small and size > 192 and (size <= 224 or dropout > 0))
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor, dropout: float, pattern: Pattern
+) -> Tensor:
+    """Flash attention over packed texts.
+
+    Calls the operator below torch's ``varlen_attn``. That function has no dropout. On some GPUs it also prefers cuDNN,
+    which builds a new plan, in about 40 ms, for every number of tokens (pytorch/pytorch pull request 191576).
+    """
+    first = len(query) == len(ends) - 1
+    starts = torch.arange(len(ends), dtype=ends.dtype, device=ends.device) if first else ends
+    longest, far = lengths.longest, -1 if pattern.window is None else pattern.window - 1
+    found = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        starts,
+        ends,
+        1 if first else longest,
+        longest,
+        dropout,
+        pattern.causal and pattern.window is None,
+        False,
+        scale=pattern.scale,
+        window_size_left=far,
+        window_size_right=0 if pattern.causal else far,
+    )
+    return found[0].flatten(1)
+
+
+@torch.compiler.disable  # lengths differ in every micro-batch: no code is worth compiling for them
+def _without_flash(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor, dropout: float, pattern: Pattern
+) -> Tensor:
+    first, on_cpu = len(query) == len(lengths.tokens), query.device.type == "cpu"
+    plain = pattern.softcap is None and pattern.sinks is None
+    is_seen = pattern.window is None or pattern.window >= lengths.longest
+    rows = lengths.longest * len(lengths.tokens)
+    if not on_cpu and dropout and plain and is_seen and rows <= MAX_PADDING * len(key):
+        return _padded(query, key, value, lengths, ends, dropout, pattern)
     # Texts of one length share a kernel on a GPU; on a CPU what a text needs may stay in the cache.
-    on_cpu = query.device.type == "cpu"
     groups = [(n, 1) for n in lengths.tokens]
     if not on_cpu:
         groups = [(n, len(list(same))) for n, same in groupby(lengths.tokens)]
     tokens = [length * count for length, count in groups]
     asked = [count for _, count in groups] if first else tokens
     own = on_cpu and dropout and pattern is FULL and query.dtype in (torch.float32, torch.float64)
+    options: dict[str, Any] = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
     found = []
     for (length, count), *parts in zip(groups, query.split(asked), key.split(tokens), value.split(tokens), strict=True):
         # (texts, heads, tokens, size)
-        rows, keys, values = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in parts)
+        queries, keys, values = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in parts)
         if own:
-            text = _DroppedAttention.apply(rows, keys, values, dropout)
+            text = _DroppedAttention.apply(queries, keys, values, dropout)
         elif not plain:
-            text = weighed(rows, keys, values, pattern.mask(length, query.device), dropout, pattern)
+            text = weighed(queries, keys, values, pattern.mask(length, query.device), dropout, pattern)
         else:
             whole = pattern.window is None or pattern.window >= length
             mask = None if whole else pattern.mask(length, query.device)
             options |= {"is_causal": pattern.causal and mask is None, "scale": pattern.scale}
-            text = scaled_dot_product_attention(rows, keys, values, mask, dropout, **options)
+            text = scaled_dot_product_attention(queries, keys, values, mask, dropout, **options)
         found.append(text.transpose(1, 2).flatten(0, 1))
     return torch.cat(found).flatten(1)
+
+
+def _padded(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor, dropout: float, pattern: Pattern
+) -> Tensor:
+    """One call of attention over the texts, each padded to the longest one.
+
+    Used with dropout on GPUs that have no flash attention for these tensors. A call for each length would launch some
+    60 operations each.
+    """
+    texts, longest = len(lengths.tokens), lengths.longest
+    places, mask = lengths.padding(ends)
+    first = len(query) == texts
+    rows = [
+        part[:, None]
+        if first and part is query
+        else _Spread.apply(part, places, texts * longest).unflatten(0, (texts, -1))
+        for part in (query, key, value)
+    ]
+    queries, keys, values = (part.transpose(1, 2) for part in rows)  # (texts, heads, tokens, size)
+    options: dict[str, Any] = {"enable_gqa": True} if key.shape[1] < query.shape[1] else {}
+    # What is after a text, no query of that text may see: with a causal pattern it does not.
+    seen = None if pattern.causal else mask
+    found = scaled_dot_product_attention(
+        queries, keys, values, seen, dropout, pattern.causal, scale=pattern.scale, **options
+    )
+    found = found.transpose(1, 2).flatten(2)
+    return found[:, 0] if first else _Gather.apply(found.flatten(0, 1), places)
+
+
+class _Spread(torch.autograd.Function):
+    """Rows at other places, and zeros between them. No place is given twice, so that nothing has to be added up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows.new_zeros(length, *rows.shape[1:]).index_copy_(0, places, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(0, *ctx.saved_tensors), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """The rows at places of which none is given twice: the inverse of :class:`_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.length = len(rows)
+        return rows.index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.length, *gradient.shape[1:]).index_copy_(0, places, gradient), None
 
 
 def weighed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, pattern: Pattern) -> Tensor:
@@ -236,15 +353,6 @@ def weighed(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop
 def _repeated(keys: Tensor, query: Tensor, dim: int) -> Tensor:
     """Of keys or values that queries share, one for each head of the queries."""
     return keys.repeat_interleave(query.shape[dim] // keys.shape[dim], dim)
-
-
-def _has_varlen(query: Tensor) -> bool:
-    """Whether torch's kernel for packed texts takes such tensors; it has no dropout. It asks the real GPU: plans
-    assume the other way, which keeps as many bytes."""
-    half = query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
-    half &= query.shape[-1] % 8 == 0 and query.shape[-1] <= 256  # the sizes of heads that flash attention has
-    is_real = half and torch.version.hip is None and not isinstance(query, FakeTensor)
-    return is_real and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 class _DroppedAttention(torch.autograd.Function):

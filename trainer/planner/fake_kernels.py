@@ -148,6 +148,11 @@ class AttentionRules:
         if not name.endswith("attention_backward"):
             return ()
         query = args[1]
+        if name == "_flash_attention_backward":  # of packed texts: mha_varlen_bwd in flash_api.cpp
+            (tokens, heads, size), texts = query.shape, len(args[6]) - 1
+            rows = heads * (tokens + 128 * texts)
+            expanded = 0 if args[2].shape[1] == heads else args[2].shape[0] * heads * size * query.element_size()
+            return rows * round_up(size, 32) * 4, rows * 4, expanded, expanded
         batch, heads, tokens, size = query.shape
         rows = batch * heads
         if name == "_scaled_dot_product_efficient_attention_backward":

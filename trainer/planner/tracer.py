@@ -212,6 +212,8 @@ class Tracer(TorchDispatchMode):
         for tensor in results:
             self.watch(tensor, name)
         if "attention" in name:
+            if name == "_flash_attention_forward":
+                self.trace.attend("flash over packed texts", args[0], masked=False)
             self.inside(self._inside_attention(func, name, args), name)
         if name in MATRIX_PRODUCTS:
             self._workspace(name)
@@ -279,6 +281,11 @@ def flops_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], out: Any
     count = flop_registry.get(getattr(func, "_overloadpacket", None))
     if count is None:
         return 0
+    if name.startswith("_flash_attention"):  # of packed texts, whose lengths have no value here: the longest for all
+        is_backward = name.endswith("backward")
+        query, longest = args[is_backward], args[(9 if is_backward else 6)]
+        products, is_causal = (5, args[11]) if is_backward else (2, args[8])
+        return int(2 * products * query.numel() * longest) // (1 + is_causal)
     if name == "convolution_backward":
         groups, (of_input, of_weight, _) = args[9:11]
         masks = ([of_input, False, False], [False, of_weight, False])

@@ -1,0 +1,160 @@
+"""Attention of packed texts on GPUs: which operator computes it, in how many operations, and with which arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.rounding import ROUNDING
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.models import unpadded
+from trainer.models.unpadded import FULL, Lengths, Pattern, attend
+from trainer.planner.gpus import gpu_named
+from trainer.planner.target import Target
+from trainer.planner.tracer import tracing
+
+LENGTHS = [9, 4, 4, 7, 1]
+PATTERNS = {
+    "full": FULL,
+    "causal": Pattern(causal=True, scale=0.3),
+    "causal window": Pattern(causal=True, window=3),
+    "window": Pattern(window=3),
+}
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of the operations that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operations(
+    gpu: str, dtype: torch.dtype, texts: int, dropout: float, pattern: Pattern = FULL
+) -> tuple[Any, list[str]]:
+    """The trace, and the operations of one attention, forward and backward, on a simulated GPU."""
+    with tracing(Target(gpu_named(gpu))) as tracer:
+        tokens = [100 + number for number in range(texts)]
+        ends = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32).cuda()
+        parts = [torch.randn(sum(tokens), 12, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+        with Operations() as noted:
+            attend(*parts, Lengths(tokens), ends, dropout, pattern).sum().backward()
+        return tracer.trace, noted.names
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["full", "causal", "causal window"])
+def test_half_precision_on_an_h200_is_flash_attention_and_never_cudnn(name, dropout):
+    trace, names = operations("h200", torch.bfloat16, 8, dropout, PATTERNS[name])
+    attention = [name for name in names if "attention" in name]
+    assert attention == ["_flash_attention_forward", "_flash_attention_backward"]
+    assert trace.attention == ["flash over packed texts (bfloat16, heads of 64)"]
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("h200", torch.bfloat16), ("h200", torch.float32), ("t4", torch.float16)])
+def test_with_dropout_the_number_of_operations_does_not_grow_with_the_number_of_texts(gpu, dtype):
+    few, many = (len(operations(gpu, dtype, texts, 0.1)[1]) for texts in (4, 32))
+    assert many == few
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "dropout", "expected"),
+    [
+        ((9, 0), 256, 0.1, True),
+        ((8, 9), 192, 0.1, True),
+        ((8, 9), 224, 0.0, False),
+        ((8, 9), 256, 0.0, True),
+        ((8, 9), 256, 0.1, False),
+        ((12, 0), 256, 0.1, False),
+        ((7, 5), 64, 0.0, False),
+        ((9, 0), 60, 0.0, False),
+    ],
+)
+def test_flash_is_used_for_the_heads_that_the_gpu_has_a_kernel_for(capability, size, dropout, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with torch._subclasses.FakeTensorMode():
+        query = torch.empty(8, 2, size, dtype=torch.bfloat16, device="cuda")
+    assert unpadded.takes_flash(query, query, dropout) is expected
+
+
+@pytest.fixture
+def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An implementation of the operator for CPUs, by whole weights of attention, as its source defines it."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, from_: Any, to: Any, *args: Any, **options: Any) -> Any:
+        max_q, max_k, dropout, causal, _ = args
+        left, right = options.get("window_size_left", -1), options.get("window_size_right", -1)
+        left, right = (-1, 0) if causal and left < 0 else (left, right)
+        found = []
+        for number in range(len(to) - 1):
+            asks, has = slice(*from_[number : number + 2].tolist()), slice(*to[number : number + 2].tolist())
+            keys, values = (one[has].repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+            scale = options.get("scale") or query.shape[-1] ** -0.5
+            scores = torch.einsum("qhd,khd->hqk", query[asks], keys) * scale
+            # Aligned to the last query and the last key, as in flash attention.
+            last = scores.shape[2] - scores.shape[1]
+            apart = torch.arange(scores.shape[2]) - torch.arange(scores.shape[1])[:, None] - last
+            unseen = (apart > right if right >= 0 else apart > max_k) | (-apart > left if left >= 0 else apart < -max_k)
+            weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+            found.append(torch.einsum("hqk,khd->qhd", weights, values))
+        assert dropout == 0.0
+        none = torch.empty(0, dtype=torch.uint64)
+        return torch.cat(found), torch.empty(query.shape[1], len(query)), none, none, torch.empty(0)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    monkeypatch.setattr(unpadded, "takes_flash", lambda *args: True)
+    yield
+    library._destroy()
+
+
+def problem(first: bool, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+    torch.manual_seed(0)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    query, key, value = (torch.randn(sum(LENGTHS), heads, 8, dtype=dtype) for heads in (4, 2, 2))
+    return [query[ends[:-1].long()] if first else query, key, value], ends
+
+
+@pytest.mark.parametrize(("name", "first"), [("full", True), *((name, False) for name in PATTERNS)])
+def test_flash_is_asked_for_the_attention_that_is_computed_without_it(name, first, flash_on_cpu):
+    parts, ends = problem(first)
+    expected = unpadded._without_flash(*parts, Lengths(LENGTHS), ends, 0.0, PATTERNS[name])
+    found = attend(*parts, Lengths(LENGTHS), ends, 0.0, PATTERNS[name])
+    assert (found - expected).norm() <= ROUNDING * expected.norm()
+
+
+def test_flash_is_in_one_graph_that_serves_all_lengths(flash_on_cpu):
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def layer(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, ends: Tensor) -> Tensor:
+        return attend(query * 2, key, value, lengths, ends, 0.0) + 1
+
+    for tokens in ([3, 4], [5, 6, 7], [2, 9, 4, 4], [8, 3, 1], [7] * 6):
+        ends = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)
+        parts = [torch.randn(sum(tokens), 2, 8) for _ in range(3)]
+        layer(*parts, Lengths(tokens), ends)
+    assert counter.frame_count <= 2  # for the first lengths, then for any
+
+
+@pytest.mark.parametrize(("name", "first"), [("full", True), ("full", False), ("causal", False)])
+def test_padded_texts_have_the_result_and_the_gradients_of_single_ones(name, first):
+    found = []
+    for compute in (unpadded._without_flash, unpadded._padded):
+        parts, ends = problem(first)
+        leaves = [part.requires_grad_() for part in parts]
+        out = compute(*leaves, Lengths(LENGTHS), ends, 0.0, PATTERNS[name])
+        out.square().sum().backward()
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= ROUNDING * theirs.norm()
