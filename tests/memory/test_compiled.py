@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
 import pytest
 import torch
+from helpers.matrix import Case, plain_run, set_up, steps_of
+from helpers.rounding import ROUNDING
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
 from trainer import Memory, Optim, Recipe, RecipeError
 from trainer.contract import Data
+from trainer.engine.step import Phases
 from trainer.memory import stack
 from trainer.memory.plan import decide_plan, plan_warnings
 from trainer.models import MLP
@@ -81,3 +85,55 @@ def test_a_plan_with_cuda_graphs_says_that_no_gpu_has_seen_it():
     assert "compiled cuda_graphs" in decide_plan(recipe(), 1).describe()
     assert ["no GPU has seen it yet" in line for line in plan_warnings(recipe(), on_gpu=True)] == [True]
     assert ["does what blocks does" in line for line in plan_warnings(recipe(), on_gpu=False)] == [True]
+
+
+class Pooled(torch.autograd.Function):
+    """A product whose gradient of the weight is written where the last one was, as a replayed CUDA graph does."""
+
+    pool: ClassVar[dict[tuple[int, ...], torch.Tensor]] = {}
+
+    @staticmethod
+    def forward(ctx, inputs, weight, bias):
+        ctx.save_for_backward(inputs, weight)
+        return inputs @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        found = Pooled.pool.setdefault(tuple(weight.shape), torch.empty_like(weight))
+        return gradient @ weight, found.copy_(rows.t() @ inputs.flatten(0, -2)).view_as(found), rows.sum(0)
+
+
+class Storages(Phases):
+    """Notes where the gradients are at the end of every micro-step."""
+
+    def __init__(self, module):
+        self.module, self.found = module, []
+
+    def enter(self, phase, micro=None):
+        if phase == "step" or (phase == "forward" and micro is not None):
+            self.found.append([p.grad.data_ptr() for p in self.module.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("how", ["cuda_graphs", "blocks"])
+def test_gradients_of_a_cuda_graph_accumulate_in_memory_that_it_does_not_overwrite(how, monkeypatch):
+    """The steps are those without a graph's pool; without memory of their own they are not (``blocks``)."""
+    case = Case("vit", Memory(micro_batch_size=2, precision="64-true", compile=how))
+    expected = plain_run(case)
+    monkeypatch.setattr(nn.Module, "compile", lambda module, mode=None: None)
+    monkeypatch.setattr(nn.functional, "linear", lambda inputs, weight, bias: Pooled.apply(inputs, weight, bias))
+    Pooled.pool.clear()
+    _, stepper, windows, stack = set_up(case, decide_plan(case.recipe, 1))
+    stepper.phases = storages = Storages(stack.module)
+    for epoch, step in steps_of(case):
+        stepper.step(next(iter(windows.epoch(epoch, step, step + 1))))
+    found = {name: value.detach() for name, value in stack.module.state_dict().items()}
+    wrong = max(float((found[name] - value).norm() / value.norm()) for name, value in expected["state"].items())
+    if how == "blocks":
+        assert wrong > 1e-6
+        return
+    assert wrong <= ROUNDING
+    there = [places for places in storages.found if places]
+    assert len(there) > len(steps_of(case))  # several micro-steps a step
+    assert all(places == there[0] for places in there)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -274,3 +275,20 @@ def test_a_compiled_layer_computes_the_same():
     for layer in module.bert.encoder.layer:
         layer.compile(fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(module(**batch).logits, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+def compiled(query: Any, key: Any, value: Any, score_mod: Any, block_mask: Any) -> Any:
+    """In the place of FlexAttention, which has no backward on CPUs."""
+    return query + key + value
+
+
+@pytest.mark.parametrize("kernel", [compiled, flex_attention])
+def test_flex_attention_is_tried_once_and_left_with_a_warning_where_it_does_not_run(kernel, monkeypatch, recwarn):
+    monkeypatch.setattr(block_sparse, "_flex_attention", lambda: kernel)
+    block_sparse.flex_works.cache_clear()
+    given = torch.device("cpu"), torch.float32, 16, 64
+    assert [block_sparse.flex_works(*given) for _ in range(2)] == [kernel is compiled] * 2
+    told = [str(one.message) for one in recwarn if "FlexAttention does not run" in str(one.message)]
+    assert len(told) == (0 if kernel is compiled else 1)
+    assert all("does not support backward on CPU" in line for line in told)
+    block_sparse.flex_works.cache_clear()

@@ -92,7 +92,7 @@ def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An implementation of the operator for CPUs, by whole weights of attention, as its source defines it."""
 
     def forward(query: Tensor, key: Tensor, value: Tensor, from_: Any, to: Any, *args: Any, **options: Any) -> Any:
-        max_q, max_k, dropout, causal, _ = args
+        _, max_k, dropout, causal, _ = args
         left, right = options.get("window_size_left", -1), options.get("window_size_right", -1)
         left, right = (-1, 0) if causal and left < 0 else (left, right)
         found = []

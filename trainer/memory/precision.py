@@ -71,8 +71,8 @@ def matmul_precision(wish: MatmulPrecision) -> Iterator[None]:
     """Inside of this context products, convolutions and recurrent layers of fp32 are computed as ``wish`` says.
 
     Torch uses TF32 in cuDNN by default, but not in cuBLAS. Here one setting controls both. On exit, all flags are
-    restored, whether they were set by torch's older flags or by its newer ones (``fp32_precision``). The older flags are
-    always set as well: torch raises an error where code reads one that contradicts the newer ones.
+    restored, whether they were set by torch's older flags or by its newer ones (``fp32_precision``). Both are set,
+    because torch raises an error where code reads an older flag that contradicts the newer ones.
     """
     backends: Any = torch.backends
     products, on_cpu = backends.cuda.matmul, backends.mkldnn.matmul

@@ -115,6 +115,7 @@ def apply_stack(
         _compile([module] if memory.compile == "model" else blocks, memory.compile == "cuda_graphs")
     if memory.compile == "cuda_graphs":  # all blocks of a forward, and their backward, belong together
         module.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+        keep_gradients(module)
     if memory.activation_offload:
         offload_activations(module, fabric.device)
     over = mesh[DATA] if mesh is not None and splits else mesh
@@ -226,6 +227,25 @@ def whole_state(stack: Stack) -> dict[str, Tensor]:
         own |= {p: averages.values[trained].to(trained.dtype) for _, p, trained in stack.trained()}
     named = stack.module.named_parameters(remove_duplicate=False)
     return stack.module.state_dict() | {name: own[p] for name, p in named if p in own}
+
+
+def keep_gradients(module: nn.Module) -> None:
+    """Accumulate the gradients of ``module`` in memory of their own, allocated once.
+
+    Autograd takes the first gradient of a step as it is. A CUDA graph writes it to the graph's memory pool, which the
+    next replay overwrites: torch then raises an error, or adds to the wrong values.
+    """
+    kept: dict[Tensor, Tensor] = {}
+
+    def leave_pool(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient is not kept.get(parameter):
+            own = kept[parameter] if parameter in kept else torch.empty_like(gradient)
+            kept[parameter] = parameter.grad = own.copy_(gradient)
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(leave_pool)
 
 
 def _compile(parts: Sequence[nn.Module], graphs: bool = False) -> None:

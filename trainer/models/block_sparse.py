@@ -7,6 +7,7 @@ number: which blocks its seeds draw in training, and that in evaluation every bl
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from itertools import product
@@ -264,7 +265,11 @@ def inner_bytes(op: Any, args: tuple[Any, ...], capability: tuple[int, int] | No
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tensor, width: int) -> Tensor:
     """The context of :func:`block_sparse_attention`, by the fastest way that there is for these tensors."""
     real = query.is_cuda and type(query) is Tensor  # the planner's are neither on a GPU nor real
-    if real and _has_flex(query, torch.cuda.get_device_capability(query.device)):
+    if (
+        real
+        and _has_flex(query, torch.cuda.get_device_capability(query.device))
+        and flex_works(query.device, query.dtype, query.shape[-1], query.shape[2] // counts.shape[-1])
+    ):
         score_mod, block_mask = flex_pattern(mask, counts, query.shape[2])
         return _flex_attention()(query, key, value, score_mod=score_mod, block_mask=block_mask)
     return torch.ops.trainer.block_sparse_attention(query, key, value, mask, counts, width)[0]
@@ -272,6 +277,29 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, counts: Tens
 
 def _has_flex(query: Tensor, capability: tuple[int, int] | None) -> bool:
     return capability is not None and capability >= (8, 0) and query.dtype != torch.float64
+
+
+@cache
+def flex_works(device: torch.device, dtype: torch.dtype, size: int, block: int) -> bool:
+    """Whether FlexAttention runs for heads of ``size``, forward and backward; warns if not.
+
+    Its backward needs more shared memory than some GPUs have (pytorch/pytorch issues 133254, 180278 and 198224). What
+    it needs depends on the type, the size of a head and the tile, so two tiles are tried, once.
+    """
+    tokens = 2 * _tile(block)
+    counts = torch.ones(1, tokens // block, tokens // block, dtype=torch.int64, device=device)
+    score_mod, block_mask = flex_pattern(torch.ones(1, tokens, dtype=torch.bool, device=device), counts, tokens)
+    try:
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            heads = torch.zeros(1, 1, tokens, size, dtype=dtype, device=device, requires_grad=True)
+            _flex_attention()(heads, heads, heads, score_mod=score_mod, block_mask=block_mask).sum().backward()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of the compiler or of Triton, which have classes of their own for each
+        cause = " ".join(str(error).split())[:200]
+        warnings.warn(f"FlexAttention does not run on {device} ({cause}): a slower kernel is used", stacklevel=2)
+        return False
+    return True
 
 
 def flex_pattern(mask: Tensor, counts: Tensor, tokens: int) -> tuple[Any, Any]:
