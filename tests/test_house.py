@@ -19,7 +19,7 @@ FILES = {
 BUDGETS = {
     "__init__.py": 89,
     "__main__.py": 16,
-    "cli.py": 230,
+    "cli.py": 240,
     "commands": 2920,
     "supervise": 539,
     "doctor": 631,
@@ -42,7 +42,7 @@ BUDGETS = {
     "system": 1861,
     "errors.py": 128,
 }
-TOTAL = 37737
+TOTAL = 37747
 """Of all floors."""
 
 
