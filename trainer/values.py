@@ -142,10 +142,25 @@ class BadSample(NamedTuple):
     reason: str  # what is wrong with it
 
 
+@dataclass(slots=True)
+class Packed:
+    """A micro-batch in both forms, both on the host."""
+
+    batch: Any  # collated
+    packed: Any  # what the model's ``packed`` made of it, for ``losses``
+
+    def pin_memory(self) -> Packed:
+        """Pin what goes to the device; called by torch's DataLoader."""
+        from torch import Tensor
+        from torch.utils._pytree import tree_map_only
+
+        return Packed(self.batch, tree_map_only(Tensor, Tensor.pin_memory, self.packed))
+
+
 class Incomplete(NamedTuple):
     """A micro-batch without some of the samples that were asked for."""
 
-    batch: Any  # the others, collated; where none is left, a sample of the same split that nobody asked for
+    batch: Any  # the others, collated or Packed; where none is left, a sample of the same split that nobody asked for
     kept: list[int]  # the samples in it that were asked for, by their place in the split
     bad: list[BadSample]
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from helpers.combinations import Trained, tower_file
+from helpers.language import FAMILIES, language_model, language_samples
 from helpers.problems import CLASSES, OneHead, Problem, collate, make_model, make_samples
 from trainer.contract import Data, Model
 from trainer.memory.plan import Plan, decide_plan
@@ -92,6 +93,11 @@ def model_of(name: str, starts_on_meta: bool = False) -> Model:
         return Normalised()
     if name == "lora":
         return replace(make_model("distilbert"), lora=LoRA(rank=2))  # type: ignore[type-var]
+    if name == "nf4":
+        adapters = LoRA(rank=2, base="nf4")
+        return replace(make_model("distilbert"), lora=adapters, weights=weights_of("distilbert"))  # type: ignore[type-var]
+    if name in FAMILIES:
+        return language_model(name)
     model = make_model(name)
     return replace(model, weights=weights_of(name)) if starts_on_meta and hasattr(model, "weights") else model  # type: ignore[type-var]
 
@@ -112,7 +118,9 @@ def samples_of(name: str) -> list[dict[str, Tensor]]:
     """The training set: the last batch of an epoch is smaller."""
     if name == "tower":
         return Trained("tower", Memory()).samples
-    kinds = {"lora": "distilbert", "batchnorm": "mlp", "two_losses": "mlp", "branch": "mlp"}
+    if name in FAMILIES:
+        return language_samples(29)
+    kinds = {"lora": "distilbert", "nf4": "distilbert", "batchnorm": "mlp", "two_losses": "mlp", "branch": "mlp"}
     return make_samples(Problem(kinds.get(name, name), 29, 12, 12))
 
 

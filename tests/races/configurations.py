@@ -16,7 +16,7 @@ import torch
 import torchvision.models.vision_transformer  # noqa: F401
 from races.detector import Detector
 from races.watched import WatchedTracer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from trainer.contract import Data
@@ -100,8 +100,8 @@ def out_of_memory_once() -> None:
                 self.abandon()
                 return super().step(window)
 
-        def losses(self, batch: Any) -> Any:
-            for loss in super().losses(batch):
+        def losses(self, batch: Any, packed: Any = None) -> Any:
+            for loss in super().losses(batch, packed):
                 yield loss
                 if self.hungry and self.tracer.detector.entered["forward"] == 4:  # type: ignore[attr-defined]
                     type(self).hungry = False
@@ -154,6 +154,7 @@ USUAL = {
     "ddp of 2": Configuration(ranks=2),
     "fsdp of 4": Configuration(SHARDED, ranks=4),
     "deterministic, 4 ranks": Configuration(ranks=4, model="layers", run=DETERMINISTIC),
+    "packed language model, chunked loss": Configuration(model="llama"),
 }
 """Those of every run of the tests."""
 
@@ -189,6 +190,14 @@ OTHERS = {
     "bigbird": Configuration(model="bigbird"),
     "batch norm, ddp of 2": Configuration(model="batchnorm", ranks=2),
     "two losses, ddp of 2": Configuration(model="two_losses", ranks=2),
+    "packed texts": Configuration(model="distilbert"),
+    "language model, tied rows, updated ahead": Configuration(OPTIMIZER, model="gemma"),
+    "language model, parameters": Configuration(PARAMETERS, model="llama"),
+    "nf4": Configuration(model="nf4"),
+    "nf4, optimizer": Configuration(OPTIMIZER, model="nf4"),
+    "tensor parallel": Configuration({"tensor_parallel": 2}, ranks=2),
+    "sequence parallel": Configuration({"tensor_parallel": 2, "sequence_parallel": True}, ranks=2),
+    "averages": Configuration(optim={"ema": 0.9}),
 }
 
 CONFIGURATIONS = USUAL | OTHERS
@@ -221,7 +230,10 @@ def _watch(configuration: Configuration, plant: Plant | None, forgotten: tuple[s
     else:
         recipe = configuration.recipe
         plan = decide_plan(recipe, configuration.ranks)
-        trace.trace_run(recipe, plan, trace.draw_samples(recipe, plan), TARGET)
+        samples = trace.draw_samples(recipe, plan)
+        loaded = [*samples.first, *samples.longest, *samples.evaluation]
+        PINNED.extend(tree_leaves([micro.batch if micro.packed is None else micro.packed for micro in loaded]))
+        trace.trace_run(recipe, plan, samples, TARGET)
     return {
         "findings": detector.findings,
         "syncs": [[phase, what, *place, times] for (phase, what, place), times in detector.syncs.items()],
@@ -254,14 +266,19 @@ def install(detector: Detector) -> Detector:
     return detector
 
 
+PINNED: list[Any] = []
+"""What the loader has given, which pins it."""
+
+
 def _to_device(stepper: Any, batch: Any) -> Any:
-    """As a real run does it, from memory that the loader has pinned."""
+    """As a real run does it: what the loader has given is pinned, and nothing that was made of it afterwards."""
 
     def pinned(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
         fake = stepper.tracer.mode.fake(item)
-        stepper.tracer.mode.pinned.add(fake.untyped_storage())
+        if any(item is one for one in PINNED):
+            stepper.tracer.mode.pinned.add(fake.untyped_storage())
         return fake
 
     return stepper.fabric.to_device(tree_map(pinned, batch))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from trainer.data import loader
 from trainer.engine.step import Stepper
 from trainer.engine.totals import LossTotals
 from trainer.launching import start
@@ -155,12 +156,25 @@ def norm_is_read() -> Met:
     return _around(Stepper, "clip_gradients", clipped)
 
 
+def packed_in_the_step() -> Met:
+    """The loader does not pack: what the step makes of its tensors is in memory that is not pinned."""
+    met: Met = []
+
+    def unpacked(batch: Any, packed: Any) -> Any:
+        met.append(packed)
+        return batch
+
+    loader.Packed = unpacked  # type: ignore[misc, assignment]
+    return met
+
+
 UNORDERED: dict[Callable[[], Met], tuple[str, str]] = {
     gradients_are_not_kept: ("optimizer, fp16, clipped", "reused in use"),
     activations_are_not_kept: ("activations", "reused in use"),
     weights_come_beside: ("optimizer, fp16, clipped", "race"),
     scale_on_the_device: ("optimizer, fp16, clipped", "race"),
     built_beside: ("ddp of 2", "race"),
+    packed_in_the_step: ("packed language model, chunked loss", "pageable copy"),
 }
 """In which configuration each shows, and as what."""
 

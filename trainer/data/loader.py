@@ -18,7 +18,7 @@ from trainer.data.mix import mixed
 from trainer.data.workers import load_in_workers
 from trainer.errors import RecipeError, require
 from trainer.recipe import Recipe
-from trainer.values import IGNORED_LABEL, BadSample, Incomplete, Request
+from trainer.values import IGNORED_LABEL, BadSample, Incomplete, Packed, Request
 
 
 class SampleError(RecipeError):
@@ -47,6 +47,7 @@ class Loader:
             :class:`trainer.values.Incomplete`. The caller counts them: :class:`trainer.engine.quarantine.Quarantine`.
         worker_timeout: seconds that a micro-batch may take a worker.
         seeded: add ``seeds``, int64 ``(n,)``, to what was requested with seeds.
+        packed: the model's. A micro-batch that it changes comes as :class:`trainer.values.Packed`.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class Loader:
         max_bad_samples: int = 0,
         worker_timeout: float = 300.0,
         seeded: bool = False,
+        packed: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
         self.split, self.collate, self.num_classes, self.max_bad_samples = split, collate, num_classes, max_bad_samples
         self.workers, self.pin_memory, self.worker_timeout = workers, pin_memory, worker_timeout
-        self.seeded = seeded
+        self.seeded, self.packed = seeded, packed
         self.augmented = bool(getattr(split, "augmented", False))
         self.sample: Any = getattr(split, "__getitem__", None)
         # Of a split that draws samples and makes a micro-batch of them itself; unless the dataset has its own way.
@@ -99,11 +101,12 @@ class Loader:
 
     def _load(self, request: Request) -> Any:
         batch = self._mixed(request)
-        if not self.seeded or request.seeds is None:
-            return batch
-        said = f"the model draws by batch['seeds'], which a {type(batch).__name__} cannot take: collate to a dict"
-        require(isinstance(batch, Mapping), said)
-        return {**batch, "seeds": torch.tensor(request.seeds)}
+        if self.seeded and request.seeds is not None:
+            said = f"the model draws by batch['seeds'], which a {type(batch).__name__} cannot take: collate to a dict"
+            require(isinstance(batch, Mapping), said)
+            batch = {**batch, "seeds": torch.tensor(request.seeds)}
+        packed = self._guard(request.indices, self.packed, batch)
+        return batch if packed is batch else Packed(batch, packed)
 
     def _mixed(self, request: Request) -> Any:
         if request.mix is None:
@@ -221,6 +224,7 @@ def loader_of(recipe: Recipe, split: Any, workers: int = 0, pin_memory: bool = F
         max_bad_samples=data.max_bad_samples,
         worker_timeout=data.worker_timeout,
         seeded=recipe.model.seeded,
+        packed=recipe.model.packed,
     )
 
 

@@ -37,17 +37,23 @@ class Forward:
         """``batch`` where the module is; the copy from pinned memory is not waited for."""
         return batch if self.device.type == "cpu" else self.fabric.to_device(batch)
 
-    def losses(self, batch: Any) -> Iterator[Loss]:
-        """The model's losses, computed under the precision's context and handed out outside of it."""
-        return self._in_context(batch) if self.has_context else self._of_model(batch)
+    def losses(self, batch: Any, packed: Any = None) -> Iterator[Loss]:
+        """The model's losses, computed under the precision's context and handed out outside of it.
 
-    def _of_model(self, batch: Any) -> Iterator[Loss]:
-        losses = self.model.losses(self.module, self.precision.convert_input(self.to_device(self.model.packed(batch))))
+        Args:
+            batch: collated, on the host.
+            packed: what the model's ``packed`` makes of it, if a loader has done that already.
+        """
+        packed = self.model.packed(batch) if packed is None else packed
+        return self._in_context(batch, packed) if self.has_context else self._of_model(batch, packed)
+
+    def _of_model(self, batch: Any, packed: Any) -> Iterator[Loss]:
+        losses = self.model.losses(self.module, self.precision.convert_input(self.to_device(packed)))
         return losses if self.check is None or not torch.is_grad_enabled() else self.check.each(losses, batch)
 
-    def _in_context(self, batch: Any) -> Iterator[Loss]:
+    def _in_context(self, batch: Any, packed: Any) -> Iterator[Loss]:
         with self.precision.forward_context():
-            losses = iter(self._of_model(batch))
+            losses = iter(self._of_model(batch, packed))
             loss = next(losses, None)
         while loss is not None:
             yield loss

@@ -54,7 +54,7 @@ def evaluate(forward: Forward, micro_batches: Iterable[MicroBatch], metrics: Any
     forward.module.eval()
     try:
         for micro in micro_batches:
-            for loss in forward.losses(micro.batch):
+            for loss in forward.losses(micro.batch, micro.packed):
                 if not micro.is_empty:
                     metrics.update(loss)
     finally:  # an evaluation that is left must leave what can be saved

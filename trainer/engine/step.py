@@ -134,7 +134,7 @@ class Stepper(Forward):
         for micro in window:
             self.prepare(micro, len(window))
             self.phases.enter("forward", micro)
-            for number, loss in enumerate(self.losses(micro.batch), start=1):
+            for number, loss in enumerate(self.losses(micro.batch, micro.packed), start=1):
                 self.phases.enter("backward")
                 if micro.is_last and number == len(self.model.loss_names):
                     self.sync.before_last_backward()

@@ -19,7 +19,7 @@ from trainer.engine.order import DRAWN, batch_indices, derive_seed, draw_mix, st
 from trainer.engine.quarantine import Quarantine, Reduce
 from trainer.errors import RecipeError
 from trainer.recipe import Memory, Recipe
-from trainer.values import BadSample, Chances, Groups, Incomplete, Mix, Mixing, Request
+from trainer.values import BadSample, Chances, Groups, Incomplete, Mix, Mixing, Packed, Request
 
 MOST_DEALT = 2**18  # samples whose fullest micro-batch is searched for; of more, the longest samples bound it
 MOST_HALVINGS = 64  # of a micro-batch: none has 2 ** 64 samples
@@ -240,6 +240,7 @@ class MicroBatch:
     is_last: bool  # of its window: it synchronises gradients
     is_empty: bool  # only keeps this rank in step with the others: its samples weigh nothing
     indices: Sequence[int] = ()  # its samples, by their place in the dataset
+    packed: Any = None  # the batch as ``losses`` gets it, if the loader has packed it
 
 
 @dataclass(slots=True)
@@ -475,7 +476,9 @@ def micro_batch(
 ) -> tuple[MicroBatch, list[BadSample]]:
     """A micro-batch of what was loaded for ``indices``, and its bad samples; see :class:`MicroBatch`. One without
     samples is empty; what an empty one fails to borrow is left to the rank whose it is."""
+    found = loaded.batch if isinstance(loaded, Incomplete) else loaded
+    batch, packed = (found.batch, found.packed) if isinstance(found, Packed) else (found, None)
     if not isinstance(loaded, Incomplete):
-        return MicroBatch(loaded, seed, is_last, is_empty, indices), []
+        return MicroBatch(batch, seed, is_last, is_empty, indices, packed), []
     is_lost = is_empty or not loaded.kept
-    return MicroBatch(loaded.batch, seed, is_last, is_lost, loaded.kept), [] if is_empty else loaded.bad
+    return MicroBatch(batch, seed, is_last, is_lost, loaded.kept, packed), [] if is_empty else loaded.bad
