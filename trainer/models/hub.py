@@ -134,10 +134,10 @@ def positions(config: Mapping[str, Any]) -> int | None:
     return found if found > 0 and "t5" not in kind else None  # T5 has the entry, but only relative positions
 
 
-COUNT = re.compile(r"(?!.*(per_layer|_size|_dim|channels)).*(layer|depth|blocks|experts|stages)")
+COUNT = re.compile(r"(?!.*(per_layer|_size$|_dim|channels)).*(layer|depth|blocks|block_sizes|experts|stages)")
 """Names of settings that count layers, which are built one by one; the settings left out are sizes of tensors."""
 
-MAX_LABELS = 1_000_000
+MAX_LABELS = 500_000
 """Each is a name in two mappings."""
 
 
@@ -154,8 +154,9 @@ def require_moderate_config(said: str, config: Mapping[str, Any]) -> None:
         if COUNT.match(str(key)):
             many = f"{said}: {key} stands for {count:,} layers, and the max is {MOST_LAYERS:,}: lower it"
             require(max(count, len(numbers)) <= MOST_LAYERS, many)
-            negative = str(key).endswith("layers") and min(numbers, default=0) < 0
-            require(not negative, f"{said}: {key} {value!r:.80} must be at least 1")
+            ends = str(key).endswith(("layers", "depths", "block_sizes"))
+            few = ends and min(numbers, default=1) < (not str(key).endswith("layers"))  # a decoder may have no layers
+            require(not few, f"{said}: {key} {value!r:.80} must be at least 1")
 
 
 def _read_config(source: str, **options: Any) -> Any:

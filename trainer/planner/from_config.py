@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,6 +43,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
 SAMPLES = 100_000  # of the training set that is made up: more than a batch
 MOST_TOKENS, FEW_TOKENS = 4096, 512  # where nobody says how many: at most; of a model that takes any number
 BATCH = 8  # as in transformers' TrainingArguments
+MAX_CHANNELS = 10_000  # of an image: far more than satellites have
 IMAGE_SIZE = 224  # of a configuration that has none: ImageNet's classifiers were trained with it
 
 
@@ -116,7 +118,7 @@ def hub_recipe(
 def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], Path]:
     """The settings in ``config.json``, and the folder that holds it: here, or in the hub's cache, which is filled."""
     folder = Path(local_folder(name)).expanduser()
-    if not name or not folder.is_dir():
+    if not name or not isdir(folder):  # Path.is_dir raises an error for names that are too long
         require(not name.startswith((".", "/", "~", "file:")), f"{said}: there is no folder {folder}")
         from huggingface_hub import hf_hub_download
 
@@ -143,7 +145,8 @@ def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], P
 
 def _guessed(said: str, config: Mapping[str, Any]) -> str:
     """The task that a configuration's ``architectures`` are for."""
-    names = [str(name) for name in config.get("architectures") or ()]
+    given = config.get("architectures")
+    names = list(map(str, given)) if isinstance(given, list) else [str(given)] if given else []
     for task in (task for name in names for ending, task in ENDINGS.items() if name.endswith(ending)):
         return task
     found = f"the architectures of its {CONFIG} ({listed(names) or 'none'}) say no task"
@@ -184,7 +187,10 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
         fits = len(sides) == 2 and all(isinstance(side, int) and 0 < side <= MOST_PIXELS for side in sides)
         require(fits, f"{said}: its {CONFIG} says image_size {size!r}: give one number of pixels, or height and width")
         height, width = sides
-        pixels = ("float32", (config.get("num_channels") or 3, height, width))
+        channels = config.get("num_channels") or 3
+        fits = isinstance(channels, int) and 0 < channels <= MAX_CHANNELS
+        require(fits, f"{said}: its {CONFIG} says num_channels {channels!r}: give a number from 1 to {MAX_CHANNELS:,}")
+        pixels = ("float32", (channels, height, width))
         return Outline({"pixel_values": pixels, "labels": ("int64", ())}, SAMPLES, num_classes=classes)
     both = f"{said} is an encoder-decoder, of which --task {task} would take the decoder alone: give --task seq2seq-lm"
     require(task != "causal-lm" or not config.get("is_encoder_decoder"), both)

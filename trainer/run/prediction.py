@@ -255,6 +255,7 @@ class Reader:
             kind = "images" if self.of_images else "texts"
             require(bool(found), f"{text}: the folder holds no {kind} ({', '.join(wanted)})")
             return found
+        require(text.count("**") <= 8, f"{text[:200]!r}: ** stands for any number of folders: write it 8 times at most")
         found = sorted(file for file in map(Path, glob(text, recursive=True)) if file.is_file())
         require(bool(found), f"{text[:200]!r}: there is no such file or folder, and no file fits it as a pattern")
         return found
