@@ -54,8 +54,7 @@ PUBLISHED = {
     **{f"meta-llama/Llama-{size}": f"Llama-{size}" for size in ("3.1-8B", "3.2-1B", "3.2-3B")},
     **{f"Qwen/Qwen{size}": f"Qwen{size}" for size in ("2.5-7B", "3-0.6B", "3-1.7B", "3-4B", "3-8B")},
 }
-"""Hub ids of the packaged recipes and of language models, and the folders here with their ``config.json`` as it was
-published."""
+"""Hub ids of packaged recipes and language models, and the folders here with the ``config.json`` they publish."""
 
 
 def published(source: str) -> Path | None:

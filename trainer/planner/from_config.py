@@ -84,10 +84,9 @@ def hub_recipe(
 ) -> Recipe:
     """A recipe for the model whose ``config.json`` is in the folder ``name``, or else on the hub under that name.
 
-    It has the optimizer and the precision of ``distilbert_imdb``, which are usual ones. Nothing is executed that comes
-    from the hub, and no weights are read. What is left open: the ``task`` is what the configuration's ``architectures``
-    are for, the ``tokens`` of a text as many as the model takes, but no more than ``MOST_TOKENS``, the ``batch`` 8
-    samples. ``lora`` is the rank of adapters to train instead of the weights, 0 for none; ``revision`` the hub's.
+    The optimizer and precision are those of ``distilbert_imdb``. No code from the hub runs, and no weights are read.
+    Defaults: the ``task`` of the configuration's ``architectures``, as many ``tokens`` as the model takes up to
+    ``MOST_TOKENS``, a ``batch`` of 8. ``lora`` is the rank of adapters, 0 for none; ``revision`` the hub's.
 
     Raises:
         RecipeError: when the configuration cannot be had or used, or is none for the task or for so many tokens.
@@ -207,10 +206,7 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
 
 
 def trained_by(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:
-    """The recipe that trains what ``reference`` names, and the flags for that; of ``hf:MODEL`` a packaged one, if any.
-
-    An empty name, where there is none.
-    """
+    """The recipe (empty if none) and the flags that train what ``reference`` names; a packaged one for ``hf:MODEL``."""
     model: Any = recipe.model
     head = getattr(model, "head", None)
     if head is None:

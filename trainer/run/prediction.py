@@ -1,5 +1,4 @@
-"""What a trained model says of texts, images, folders and tables: read, classified and written as they come; without
-Fabric."""
+"""Predictions of a trained model for texts, images, folders and tables, written as they come; without Fabric."""
 
 from __future__ import annotations
 
