@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -65,7 +66,7 @@ def published(source: str) -> Path | None:
 
 def is_local(source: str) -> bool:
     """Whether ``source`` is a folder here."""
-    return Path(local_folder(source)).is_dir()
+    return isdir(local_folder(source))  # Path.is_dir raises an error for a name that is too long
 
 
 def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,8 +137,7 @@ def positions(config: Mapping[str, Any]) -> int | None:
 COUNT = re.compile(r"(?!.*(per_layer|_size$|_dim|channels)).*(layer|depth|blocks|block_sizes|experts|stages)")
 """Names of settings that count layers, which are built one by one; the settings left out are sizes of tensors."""
 
-MAX_LABELS = 500_000
-"""Each is a name in two mappings."""
+MAX_LABELS = 500_000  # each is a name in two mappings
 
 
 def require_moderate_config(said: str, config: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +11,7 @@ from trainer.data.images import MOST_PIXELS
 from trainer.errors import RecipeError, listed, require
 from trainer.models.causal import CausalLM
 from trainer.models.common import classification_loss
-from trainer.models.hub import MOST_TEXT, local_folder, positions, published, require_moderate_config
+from trainer.models.hub import MOST_TEXT, is_local, local_folder, positions, published, require_moderate_config
 from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextClassifier
 from trainer.planner.made_up import MadeUp
@@ -38,6 +37,7 @@ TASKS = {
 ENDINGS = {f"For{word}": task for task, word in TASKS.items()}
 ENDINGS |= {"LMHeadModel": "causal-lm", "ForConditionalGeneration": "seq2seq-lm"}
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+SIZES += ("max_position_embeddings",)
 """As transformers calls them in every configuration that has them, whatever its file calls them."""
 
 SAMPLES = 100_000  # of the training set that is made up: more than a batch
@@ -117,7 +117,7 @@ def hub_recipe(
 def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], Path]:
     """The settings in ``config.json``, and the folder that holds it: here, or in the hub's cache, which is filled."""
     folder = Path(local_folder(name)).expanduser()
-    if not name or not isdir(folder):  # Path.is_dir raises an error for names that are too long
+    if not name or not is_local(str(folder)):
         require(not name.startswith((".", "/", "~", "file:")), f"{said}: there is no folder {folder}")
         from huggingface_hub import hf_hub_download
 
