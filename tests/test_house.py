@@ -25,7 +25,7 @@ BUDGETS = {
     "doctor": 631,
     "api.py": 160,
     "run": 3941,
-    "planner": 6288,
+    "planner": 6290,
     "faults": 961,
     "launching": 829,
     "memory": 3691,
@@ -42,7 +42,7 @@ BUDGETS = {
     "system": 1861,
     "errors.py": 128,
 }
-TOTAL = 37747
+TOTAL = 37749
 """Of all floors."""
 
 
