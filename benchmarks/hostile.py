@@ -70,7 +70,7 @@ PRELOADED = [
 ]
 """What runs import: once here instead of once a case."""
 
-SECONDS, IDLE, SLOW = 120.0, 20.0, 20.0
+SECONDS, IDLE, SLOW = 120.0, 20.0, 30.0
 """After which a case is killed; after how many without any work it is; and of a processor, on busy machines, too."""
 MEMORY, LARGE = 3e9, 1e9
 """Bytes beyond the idle process that a case may allocate; more than which, in use, it has failed."""

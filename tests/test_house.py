@@ -19,13 +19,13 @@ FILES = {
 BUDGETS = {
     "__init__.py": 89,
     "__main__.py": 16,
-    "cli.py": 230,
+    "cli.py": 240,
     "commands": 2920,
     "supervise": 539,
     "doctor": 631,
     "api.py": 160,
     "run": 3941,
-    "planner": 6288,
+    "planner": 6290,
     "faults": 961,
     "launching": 829,
     "memory": 3691,
@@ -42,7 +42,7 @@ BUDGETS = {
     "system": 1861,
     "errors.py": 128,
 }
-TOTAL = 37737
+TOTAL = 37749
 """Of all floors."""
 
 

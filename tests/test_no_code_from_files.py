@@ -313,6 +313,7 @@ def test_children_import_nothing_from_the_working_directory(foreign, monkeypatch
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_ladder_import_nothing_from_the_working_directory(foreign, tmp_path):
     assert probe_machine()["devices"] >= 1  # imports torch
     assert run_trial(["vit_digits", "--max_steps=-1"], tmp_path / "rung").status == "refused"

@@ -136,6 +136,7 @@ def code_of(notebook):
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_as_written(tmp_path):
     """Cell by cell, in a Python without a script, as a kernel is; several runs in it, one of which is refused."""
     code = "\n".join(code_of(NOTEBOOK))

@@ -78,6 +78,7 @@ assert not [finder for finder in sys.meta_path if isinstance(finder, waiting.Wai
 """
 
 
+@pytest.mark.slow
 def test_in_a_pipe_it_is_repeated_until_there_is_something_to_show():
     done = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True, check=True)
     lines = done.stderr.splitlines()
@@ -90,6 +91,7 @@ def test_in_a_pipe_it_is_repeated_until_there_is_something_to_show():
     assert {"one", "two"} == {found[1] for found in repeated if found}
 
 
+@pytest.mark.slow
 def test_on_a_terminal_the_line_changes_and_is_gone_when_something_is_printed():
     reader, writer = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", SLOW], stderr=writer)

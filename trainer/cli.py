@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -181,10 +182,19 @@ def _report(error: BaseException) -> int:
         say("another rank ended; its message says why")
     elif isinstance(error, OSError) and error.filename is not None:  # a name that no file can have, a disk
         say(f"{error.filename}: {error.strerror}")
+    elif library := _importing(error):
+        say(f"cannot import {library}: {error}: reinstall it, or correct the environment variable that it reads")
     else:
         sys.excepthook = print_traceback
         raise error
     return 2 if isinstance(error, RecipeError) else 1
+
+
+def _importing(error: BaseException) -> str:
+    """The library whose import raised ``error``; empty if none did."""
+    scopes = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    library = str(scopes[-1].f_globals["__name__"]).partition(".")[0] if scopes else ""
+    return "" if library in ("trainer", "__main__") else library
 
 
 def _quiet_libraries() -> None:

@@ -112,7 +112,7 @@ def _arrays(words: list[str]) -> Iterable[Case]:
 
     def bomb(name: str, head: bytes, count: int) -> list[str]:
         write({name: None})
-        with zipfile.ZipFile("x.npz", "a", zipfile.ZIP_DEFLATED) as file, file.open(f"{name}.npy", "w") as member:
+        with zipfile.ZipFile("x.npz", "a", zipfile.ZIP_DEFLATED) as file, file.open(f"{name}.npy", "w", force_zip64=True) as member:
             member.write(head)
             for _ in range(count):
                 member.write(b"\0" * 2**20)

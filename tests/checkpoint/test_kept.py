@@ -58,6 +58,7 @@ MEMORIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
 def test_what_is_kept_is_what_was_there(memory, ranks):
     names = ranks(2).run(take_over, Wide("vit", Memory(micro_batch_size=2, **memory), 2))[0]

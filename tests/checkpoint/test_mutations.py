@@ -223,6 +223,7 @@ def tensors_of(folder):
     return {name: reader.read(name) for name in reader.shapes}
 
 
+@pytest.mark.slow
 def test_what_is_forged_with_hashes_that_fit_is_named_or_changes_nothing(originals, copy):
     name, refused = sign_of(1), 0
     original, untouched = tensors_of(originals[0]), {path: (copy / path).read_bytes() for path in (name, MANIFEST)}

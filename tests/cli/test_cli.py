@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import trainer
+from trainer import cli
 from trainer.cli import COMMANDS, run
 from trainer.commands.recipes import packaged_recipes
 from trainer.errors import RecipeError
@@ -248,3 +250,13 @@ def test_what_torch_says_of_torchao_is_not_shown_and_all_else_is(caplog, monkeyp
         for kind in (theirs, ours):
             log.warning("%s is an Enum subclass and is now natively supported by torch.compile", kind)
     assert {record.args for record in caplog.records} == {(ours,)}
+
+
+def test_a_library_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "brokenlib").mkdir()
+    (tmp_path / "brokenlib" / "__init__.py").write_text("import brokenlib.config")
+    (tmp_path / "brokenlib" / "config.py").write_text("class Trace:\n    level = int('abc')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cli._guarded(lambda: import_module("brokenlib")) == 1
+    line = "trainer: error: cannot import brokenlib: invalid literal for int() with base 10: 'abc': reinstall it, or "
+    assert capsys.readouterr().err == f"{line}correct the environment variable that it reads\n"

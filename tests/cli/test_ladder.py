@@ -30,7 +30,7 @@ from trainer.errors import RecipeError
 from trainer.report.plots import plot_ladder
 
 RECIPE = """
-import os, signal
+import os, signal, time
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +42,10 @@ from trainer.models import MLP
 @dataclass
 class Fragile(MLP):
     killed_at: int = 0
+    seconds: float = 0.0  # that a training micro-step takes at least
 
     def losses(self, module, batch):
+        time.sleep(self.seconds if module.training else 0.0)
         if len(batch["labels"]) == 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if module.training and len(batch["labels"]) == self.killed_at:  # not where the first step checks the loss
@@ -137,7 +139,7 @@ def test_the_files_say_what_was_measured_where_and_how(climbed):
 def test_an_interrupted_ladder_keeps_its_rows_and_leaves_no_process(recipe_file, tmp_path):
     out = tmp_path / "ladder"
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *words_of(recipe_file, out, "ddp-2-ranks,fsdp-2-ranks")],
+        [sys.executable, "-m", "trainer", *words_of(recipe_file, out, "ddp-2-ranks,fsdp-2-ranks"), "--model.seconds=1"],
         env={**os.environ, "PYTHONPATH": str(Path(trainer.__file__).parents[1])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

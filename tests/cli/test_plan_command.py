@@ -106,6 +106,7 @@ def test_the_pasted_command_is_that_plan(planned, capsys):
     assert "activation_offload: false" in printed
 
 
+@pytest.mark.slow
 def test_json_is_all_that_is_on_stdout_and_what_is_in_the_file(tmp_path, capfd):
     argv = [*VIT, "--memory.budget", "1MB", *ONE, *SMALL, "--json", "--out", str(tmp_path)]
     assert run(argv) == 1

@@ -230,6 +230,7 @@ def test_a_setting_that_cannot_work_is_not_tried_again(forked):
     assert (code, len(journal["attempts"]), "no restart" in text) == (2, 1, True)
 
 
+@pytest.mark.slow
 def test_the_same_crash_again_and_again_ends_the_run(forked):
     code, journal, text = forked("--model.what=raise", "--model.at=6", "--model.times=99")
     assert (code, [attempt["exit_code"] for attempt in journal["attempts"]]) == (1, [1, 1])
@@ -237,6 +238,7 @@ def test_the_same_crash_again_and_again_ends_the_run(forked):
     assert "ZeroDivisionError" in journal["attempts"][0]["cause"]
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_mended_by_smaller_micro_batches(forked, tmp_path):
     code, journal, text = forked("--model.most=3", "--run.recover=false")
     assert (code, [attempt["exit_code"] for attempt in journal["attempts"]]) == (0, [1, 1, 0])

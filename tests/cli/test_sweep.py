@@ -140,6 +140,7 @@ class Impatient(Chooser):
         return number == 1
 
 
+@pytest.mark.slow
 def test_a_trial_that_falls_behind_is_ended(recipe_file, tmp_path, capsys):
     recipe = load_recipe(str(recipe_file))[0]
     words = [str(recipe_file), "--model.seconds=0.2", "--max_steps=200", "--epochs=200", "--run.accelerator=cpu"]
@@ -196,7 +197,7 @@ def train_quickly(words, run_dir, *, watch, **_):
     return Trial("finished", None, [], 0.0)
 
 
-@pytest.mark.parametrize(("parallel", "kills"), [(1, 7), (2, 13)])
+@pytest.mark.parametrize(("parallel", "kills"), [(1, 7), pytest.param(2, 13, marks=pytest.mark.slow)])
 def test_a_killed_sweep_tries_what_an_undisturbed_one_tries(recipe_file, tmp_path, monkeypatch, parallel, kills):
     monkeypatch.setattr(sweep, "run_trial", train_quickly)
     monkeypatch.setattr(Sweep, "_require_compared", lambda self: None)
@@ -283,6 +284,7 @@ def test_what_a_killed_start_has_left_is_removed_but_not_behind_a_link(recipe_fi
     assert (elsewhere / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_folds_are_validated_once_each_and_their_spread_is_told(recipe_file, tmp_path, capsys):
     splits = [Digits(val_fraction=0.2, val_fold=fold) for fold in range(5)]
     for data in splits:

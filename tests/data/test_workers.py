@@ -122,6 +122,7 @@ def children():
     return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux's /proc")
 def test_a_worker_that_stands_still_is_named_and_none_is_left_then_or_after_an_early_end():
     before = children()

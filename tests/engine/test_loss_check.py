@@ -285,6 +285,7 @@ def _compared_and_not(folder, ways=WAYS, kinds=tuple(KINDS)):
     return wrong
 
 
+@pytest.mark.slow
 def test_the_comparison_changes_no_bit_of_a_run_of_one_rank_with_fsdp(tmp_path):
     assert _compared_and_not(tmp_path, WAYS[1:3], ("Counter", "Seen", "ActNorm", "Attribute")) == []
 

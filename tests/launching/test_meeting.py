@@ -55,6 +55,7 @@ def test_a_single_machine_has_nobody_to_meet():
     assert meet(1.0, torchrun(0, 1) | {"GROUP_WORLD_SIZE": "1"}) is None
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_and_a_store_that_cannot_be_reached_are_named():
     with pytest.raises(RunError, match=r"of 3 ranks, 1, 2 have not come within 0\.5 s"):
         meet(0.5, torchrun(0, free_port(), size=3))

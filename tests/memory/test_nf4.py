@@ -112,12 +112,12 @@ FSDP = {"strategy": "fsdp", "micro_batch_size": 2}
 RUNS = [
     ("vit", 1, {"precision": "64-true", "micro_batch_size": 3}),
     ("text", 1, {"precision": "64-true", "activation_checkpointing": "full", "activation_offload": True}),
-    ("text", 2, {"precision": "64-true", "micro_batch_size": 2}),
     ("text", 2, {"precision": "64-true", **FSDP, "init": "meta", "activation_checkpointing": "full"}),
-    ("text", 2, {"precision": "32-true", **FSDP, "cpu_offload": "optimizer"}),
-    ("vit", 3, {"precision": "64-true", **FSDP, "init": "meta"}),
 ]
 MORE = [
+    ("text", 2, {"precision": "64-true", "micro_batch_size": 2}),
+    ("text", 2, {"precision": "32-true", **FSDP, "cpu_offload": "optimizer"}),
+    ("vit", 3, {"precision": "64-true", **FSDP, "init": "meta"}),
     ("vit", 1, {"precision": "32-true", "cpu_offload": "parameters"}),
     ("text", 1, {"precision": "64-true", **FSDP}),
     ("text", 1, {"precision": "64-true", "compile": "blocks"}),

@@ -72,6 +72,10 @@ class Split(Case):
         return make_samples(Problem(name, self.size, self.batch_size, 1))
 
 
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def case_of(name: str, ranks: int = 2, **knobs: Any) -> Split:
     memory = Memory(**{"precision": "64-true", "micro_batch_size": 3, "tensor_parallel": 2, **knobs})
     return Split(name, memory, ranks, dropout=0.2)
@@ -85,13 +89,13 @@ def assert_steps_of_one_rank(case: Case, ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [
-        ("vit", {}),
+        slow("vit", {}),
         ("vit", {"strategy": "fsdp", "activation_checkpointing": "full"}),
-        ("distilbert", {"activation_checkpointing": "selective"}),
-        ("bigbird", {"strategy": "fsdp", "reshard_after_forward": False}),
-        ("qwen3", {"strategy": "fsdp", "sync_every_micro_step": True}),
+        slow("distilbert", {"activation_checkpointing": "selective"}),
+        slow("bigbird", {"strategy": "fsdp", "reshard_after_forward": False}),
+        slow("qwen3", {"strategy": "fsdp", "sync_every_micro_step": True}),
         ("mlp", {}),
-        ("vit", {**SHARED, "activation_checkpointing": "full"}),  # of 5 tokens
+        slow("vit", {**SHARED, "activation_checkpointing": "full"}),  # of 5 tokens
         ("distilbert", SHARED),  # whose texts are packed
         ("qwen3", {**SHARED, "strategy": "fsdp"}),
         ("mixing", SHARED),
@@ -122,6 +126,7 @@ def test_two_ranks_share_the_tokens_of_any_known_model(name, ranks):
     assert_steps_of_one_rank(case_of(name, **SHARED), ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_half_precision_rounds_as_much_as_on_one_rank(precision, ranks):
     case = replace(case_of("vit", precision=precision), dropout=0.0)

@@ -230,6 +230,7 @@ def test_the_longest_micro_batch_is_that_of_the_most_tokens() -> None:
     assert fullest(cut_batch(range(24), Cut(24, 24, 1), 1, lengths), lengths) == [*range(24)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_the_prediction_is_of_the_tokens_that_are_there(rate: float) -> None:
     """Kept for the backward by 8 texts of 64, 8, ... 8 tokens, on a GPU that is not here."""

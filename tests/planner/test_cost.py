@@ -383,6 +383,7 @@ def test_micro_steps_that_were_not_traced_are_like_the_one_in_the_middle() -> No
     assert cost.communication_ms == pytest.approx(4)
 
 
+@pytest.mark.slow
 def test_peak_seconds_are_those_of_the_models_own_arithmetic() -> None:
     """Of a ViT, however often it computes its activations; and by hand, at 19.5 and 312 TFLOP/s."""
     none, full = (prediction_of(recipe_of("vit", Memory(activation_checkpointing=kept))) for kept in ("none", "full"))

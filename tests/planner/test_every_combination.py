@@ -84,6 +84,7 @@ def test_any_two_knobs_are_predicted_together():
     check(covering(accepted(12_000), 2, ("model", "place", "cpu_offload", "init")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ON_EIGHT_RANKS)
 def test_eight_ranks_on_two_machines(memory: Memory) -> None:
     prediction = prediction_of(recipe_of("vit", memory, accumulate=2, batch_size=32), ranks=8, nodes=2)

@@ -298,6 +298,7 @@ def plain_loop() -> None:
         del pictures, labels, loss
 
 
+@pytest.mark.slow
 def test_our_engine_and_a_plain_loop_of_the_same_recipe_agree() -> None:
     engine, loop = in_child(by_engine), in_child(partial(taken, plain_loop))
     assert loop["reserved"] == pytest.approx(engine["reserved"], rel=0.01)

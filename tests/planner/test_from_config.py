@@ -210,7 +210,7 @@ REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (BART | {"decoder_layers": HUGE}, [], ["decoder_layers", "1,000,000,000 layers", "lower it"]),
     (SWIN | {"depths": [HUGE, 1]}, [], ["depths", "1,000,000,001 layers", "lower it"]),
     (GPT2 | {"text_config": {"layers": HUGE}}, [], ["layers stands for 1,000,000,000 layers"]),
-    (BERT | {"num_labels": HUGE}, [], ["num_labels has 1,000,000,000 labels, and the max is 1,000,000"]),
+    (BERT | {"num_labels": HUGE}, [], ["num_labels has 1,000,000,000 labels, and the max is 500,000"]),
     (GPT2 | {"n_layer": 0}, [], ["num_hidden_layers 0", "at least 1"]),
     (GPT2 | {"n_layer": -1}, [], ["num_hidden_layers -1", "at least 1"]),
     (T5 | {"num_decoder_layers": -1}, [], ["num_decoder_layers -1", "at least 1"]),

@@ -272,6 +272,7 @@ def test_where_predictions_are_kept(monkeypatch, tmp_path):
     assert Keeper.here(0) == Keeper(tmp_path / "trainer" / "plans", 0)
 
 
+@pytest.mark.slow
 def test_a_prediction_is_the_one_of_before_for_every_budget_but_where_the_allocator_must_be_asked(tmp_path):
     settings = {"model.layers": 1, "batch_size": 4, "memory.micro_batch_size": 2}
     recipe = prepared(change(load_recipe("vit_digits")[0], settings, {}))

@@ -78,6 +78,7 @@ def test_what_is_compiled_by_the_model_or_by_a_knob_is_traced_as_it_is() -> None
     assert "memory.compile=model" in " ".join(compiled.notes)
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_is_predicted_and_its_note_says_how() -> None:
     found = predicted(lambda: nn.Sequential(Last(), nn.Linear(WIDTH, CLASSES)))
     weights = sum(parameter.numel() * 4 for parameter in Last().parameters())
@@ -111,6 +112,7 @@ def test_an_error_of_the_model_names_its_place() -> None:
         prediction_of(own_recipe(model=Own(fails=True)))
 
 
+@pytest.mark.slow
 def test_a_streamed_embedding_that_is_tied_has_no_gradient_on_the_device() -> None:
     """The most there is of it are what comes from the host in fp32, and what the step uses, in half precision."""
     words, width = 200_000, 64

@@ -129,6 +129,7 @@ def test_a_single_plan_and_the_table_say_the_same_of_the_same_step(report: Scale
     assert (single.allocated, single.reserved, single.traffic) == (alone.found.allocated, alone.found.reserved, {})
 
 
+@pytest.mark.slow
 def test_a_plan_and_the_table_say_the_same_over_a_network(report: ScaleReport) -> None:
     row = next(row for row in report.rows if row.strategy == "hsdp")
     for network in (SLOW, FAST):

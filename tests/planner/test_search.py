@@ -215,6 +215,7 @@ def test_what_fits_without_any_technique_is_the_answer_after_one_trace(search):
         assert "trainer plan --all" in " ".join(report.explanations)
 
 
+@pytest.mark.slow
 def test_knobs_and_cuts_that_lose_nothing_are_found(search):
     """Each is the best somewhere: a cut that does not halve, a part of the blocks, a copy of the sharded model on each
     machine."""

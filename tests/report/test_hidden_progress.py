@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 
+import pytest
+
 from trainer.cli import run
 
 RECIPE = """
@@ -45,6 +47,7 @@ recipe = Recipe(model=Hungry([4]), data=Own(), batch_size=8, epochs=2, max_steps
 HIDDEN = ("step 1/", "after step 1 ·", "plan: ", "parameters;", "rank on 1 node")
 
 
+@pytest.mark.slow
 def test_notices_stay(tmp_path, capsys):
     (tmp_path / "own.py").write_text(RECIPE)
     argv = ["fit", str(tmp_path / "own.py"), "--run.dir", str(tmp_path / "run")]

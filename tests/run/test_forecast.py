@@ -66,6 +66,7 @@ def test_a_run_says_what_it_will_need_and_how_far_off_that_was(tmp_path) -> None
     assert memory["prediction_error"] == pytest.approx(memory["predicted_reserved_gb"] / measured - 1)
 
 
+@pytest.mark.slow
 def test_a_budget_makes_the_planner_choose_for_all_ranks_alike(tmp_path) -> None:
     arguments = ["--run.devices=2", "--memory.budget=46MB", "--batch_size=256", *ONLY_MICRO_BATCHES]
     code, output, summary = in_fresh_process(tmp_path, *arguments, "--run.evaluate=false", "--model.layers=2")

@@ -345,7 +345,6 @@ def train(run_dir: Path, **changes: Any) -> None:
 QUICK = {
     ("layers and groups", "fsdp"),
     ("averaged", "host"),
-    ("averaged", "fsdp"),
     ("plateau", "ddp"),
     ("one's own", "fsdp"),
 }
@@ -602,7 +601,7 @@ def test_another_layer_decay_is_refused_on_resume_until_it_is_allowed(tmp_path):
     assert min(rates) / sorted(rates)[1] == pytest.approx(1.0)
 
 
-USUAL = ("plateau", "averaged", "one's own")
+USUAL = ("averaged",)
 
 
 @pytest.mark.parametrize(

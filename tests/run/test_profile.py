@@ -171,6 +171,7 @@ def test_two_ranks_write_a_profile_each_and_the_first_tells(tmp_path) -> None:
         assert 0 < float(communication.split()[0]) < 100
 
 
+@pytest.mark.slow
 def test_a_profile_changes_no_weight(tmp_path) -> None:
     from safetensors.torch import load_file
 

@@ -83,7 +83,7 @@ def require_recovered(disturbed: dict, undisturbed: dict, micro_batch_size: int,
     [
         ("forward", {}),
         ("backward", {"cpu_offload": "optimizer"}),
-        ("forward", {"cpu_offload": "parameters"}),
+        pytest.param("forward", {"cpu_offload": "parameters"}, marks=pytest.mark.slow),
         ("backward", {"activation_checkpointing": "full"}),
     ],
     ids=str,
@@ -92,14 +92,13 @@ def test_one_rank_takes_the_step_again_in_smaller_micro_batches(phase, memory, u
     require_recovered(run({"phase": phase, "most": 3, "after": 4}, memory), undisturbed, 2, 2)
 
 
-SLOW = [("backward", {"strategy": "ddp"}), ("forward", {"strategy": "fsdp"})]
+SLOW = [("forward", {"strategy": "ddp"}), ("backward", {"strategy": "ddp"}), ("forward", {"strategy": "fsdp"})]
 SLOW += [("forward", {"strategy": "ddp", "cpu_offload": "optimizer"})]
 
 
 @pytest.mark.parametrize(
     ("phase", "memory"),
     [
-        ("forward", {"strategy": "ddp"}),
         ("backward", {"strategy": "fsdp", "cpu_offload": "parameters"}),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],

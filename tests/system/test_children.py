@@ -58,6 +58,7 @@ def test_one_that_fails_leaves_the_others_alone() -> None:
     assert (results[1], results[4]) == (LARGE, "fifth")
 
 
+@pytest.mark.slow
 def test_a_new_process_can_use_cuda_whatever_this_one_has_done(monkeypatch: Any) -> None:
     """As where there is no NVML: torch has begun with CUDA to say whether there is a GPU, and a fork knows that."""
     begun_with_cuda = partial(eval, "__import__('torch').cuda._is_in_bad_fork()")
@@ -154,6 +155,7 @@ def test_a_bounded_job_is_ended_at_its_limits_and_called_again() -> None:
     assert call("b")[0] == "b"
 
 
+@pytest.mark.slow
 def test_each_process_has_a_bounded_job_of_its_own(monkeypatch: Any) -> None:
     """Also one that loads data: it may start no process of multiprocessing."""
     call = Bounded(asked, seconds=5.0, memory=10**9)
@@ -196,6 +198,7 @@ def stuck_once(path: str) -> str:
     return "never"
 
 
+@pytest.mark.slow
 def test_a_fork_that_is_stuck_is_replaced_once(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.system.children.WALL", 2.0)
     assert Bounded(stuck_once, seconds=5.0, memory=10**9)(str(tmp_path / "asked")) == "answered"

@@ -202,7 +202,7 @@ class LanguageData(Padded):
             for shard, names in zip(shards, columns, strict=True):
                 other = f"{shard.path} has {listed(names)}, and {shards[0].path} {listed(columns[0])}"
                 require(names == columns[0], f"{other}: a stream needs the same columns in all files")
-            require(any(shard.groups for shard in shards), f"data.{part}_files: the files have no rows")
+            require(any(shard.groups for shard in shards), f"data.{part}_files: no rows in {listed(self._paths(part))}")
             # What is evaluated is read from the first row to the last: one row group at a time is enough.
             mixed = self.shuffle_buffer if part == "train" else 1
             setattr(self, part, StreamedSplit(shards, FromStream(reader, columns[0]), self._pad, mixed))

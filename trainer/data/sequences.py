@@ -45,7 +45,7 @@ from trainer.values import IGNORED_LABEL
 MOST_CHARACTERS = 10_000_000
 """Of a document, which is tokenised as a whole: each takes more than a hundred bytes meanwhile."""
 
-MAX_MESSAGES, SECONDS, MEMORY = 5_000, 10.0, 10**9
+MAX_MESSAGES, SECONDS, MEMORY = 5_000, 10.0, 800_000_000
 """Of a conversation; and of CPU time and of memory that a chat template may take to write it."""
 
 WRITERS: dict[str, Bounded] = {}

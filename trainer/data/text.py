@@ -456,7 +456,7 @@ class StreamedText(Texts):
         shards = find_shards(shard_files(key, pattern), cache_folder(self.cache_dir), asked)
         for shard in shards:
             check_columns(shard.path, shard.columns, text_column=self.text_column, label_column=self.label_column)
-        require(any(shard.groups for shard in shards), f"{key}: the files have no rows")
+        require(any(shard.groups for shard in shards), f"{key}: no rows in {listed([shard.path for shard in shards])}")
         return shards
 
 

@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -54,8 +55,7 @@ PUBLISHED = {
     **{f"meta-llama/Llama-{size}": f"Llama-{size}" for size in ("3.1-8B", "3.2-1B", "3.2-3B")},
     **{f"Qwen/Qwen{size}": f"Qwen{size}" for size in ("2.5-7B", "3-0.6B", "3-1.7B", "3-4B", "3-8B")},
 }
-"""Hub ids of the packaged recipes and of language models, and the folders here with their ``config.json`` as it was
-published."""
+"""Hub ids of packaged recipes and language models, and the folders here with the ``config.json`` they publish."""
 
 
 def published(source: str) -> Path | None:
@@ -66,7 +66,7 @@ def published(source: str) -> Path | None:
 
 def is_local(source: str) -> bool:
     """Whether ``source`` is a folder here."""
-    return Path(local_folder(source)).is_dir()
+    return isdir(local_folder(source))  # Path.is_dir raises an error for a name that is too long
 
 
 def from_hub(key: str, source: str, load: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,11 +134,10 @@ def positions(config: Mapping[str, Any]) -> int | None:
     return found if found > 0 and "t5" not in kind else None  # T5 has the entry, but only relative positions
 
 
-COUNT = re.compile(r"(?!.*(per_layer|_size|_dim|channels)).*(layer|depth|blocks|experts|stages)")
+COUNT = re.compile(r"(?!.*(per_layer|_size$|_dim|channels)).*(layer|depth|blocks|block_sizes|experts|stages)")
 """Names of settings that count layers, which are built one by one; the settings left out are sizes of tensors."""
 
-MAX_LABELS = 1_000_000
-"""Each is a name in two mappings."""
+MAX_LABELS = 500_000  # each is a name in two mappings
 
 
 def require_moderate_config(said: str, config: Mapping[str, Any]) -> None:
@@ -154,8 +153,9 @@ def require_moderate_config(said: str, config: Mapping[str, Any]) -> None:
         if COUNT.match(str(key)):
             many = f"{said}: {key} stands for {count:,} layers, and the max is {MOST_LAYERS:,}: lower it"
             require(max(count, len(numbers)) <= MOST_LAYERS, many)
-            negative = str(key).endswith("layers") and min(numbers, default=0) < 0
-            require(not negative, f"{said}: {key} {value!r:.80} must be at least 1")
+            ends = str(key).endswith(("layers", "depths", "block_sizes"))
+            few = ends and min(numbers, default=1) < (not str(key).endswith("layers"))  # a decoder may have no layers
+            require(not few, f"{said}: {key} {value!r:.80} must be at least 1")
 
 
 def _read_config(source: str, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from trainer.data.images import MOST_PIXELS
 from trainer.errors import RecipeError, listed, require
 from trainer.models.causal import CausalLM
 from trainer.models.common import classification_loss
-from trainer.models.hub import MOST_TEXT, local_folder, positions, published, require_moderate_config
+from trainer.models.hub import MOST_TEXT, is_local, local_folder, positions, published, require_moderate_config
 from trainer.models.lora import LoRA
 from trainer.models.text import NO_TOKENIZER, TextClassifier
 from trainer.planner.made_up import MadeUp
@@ -37,11 +37,13 @@ TASKS = {
 ENDINGS = {f"For{word}": task for task, word in TASKS.items()}
 ENDINGS |= {"LMHeadModel": "causal-lm", "ForConditionalGeneration": "seq2seq-lm"}
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+SIZES += ("max_position_embeddings",)
 """As transformers calls them in every configuration that has them, whatever its file calls them."""
 
 SAMPLES = 100_000  # of the training set that is made up: more than a batch
 MOST_TOKENS, FEW_TOKENS = 4096, 512  # where nobody says how many: at most; of a model that takes any number
 BATCH = 8  # as in transformers' TrainingArguments
+MAX_CHANNELS = 10_000  # of an image: far more than satellites have
 IMAGE_SIZE = 224  # of a configuration that has none: ImageNet's classifiers were trained with it
 
 
@@ -82,10 +84,9 @@ def hub_recipe(
 ) -> Recipe:
     """A recipe for the model whose ``config.json`` is in the folder ``name``, or else on the hub under that name.
 
-    It has the optimizer and the precision of ``distilbert_imdb``, which are usual ones. Nothing is executed that comes
-    from the hub, and no weights are read. What is left open: the ``task`` is what the configuration's ``architectures``
-    are for, the ``tokens`` of a text as many as the model takes, but no more than ``MOST_TOKENS``, the ``batch`` 8
-    samples. ``lora`` is the rank of adapters to train instead of the weights, 0 for none; ``revision`` the hub's.
+    The optimizer and precision are those of ``distilbert_imdb``. No code from the hub runs, and no weights are read.
+    Defaults: the ``task`` of the configuration's ``architectures``, as many ``tokens`` as the model takes up to
+    ``MOST_TOKENS``, a ``batch`` of 8. ``lora`` is the rank of adapters, 0 for none; ``revision`` the hub's.
 
     Raises:
         RecipeError: when the configuration cannot be had or used, or is none for the task or for so many tokens.
@@ -116,7 +117,7 @@ def hub_recipe(
 def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], Path]:
     """The settings in ``config.json``, and the folder that holds it: here, or in the hub's cache, which is filled."""
     folder = Path(local_folder(name)).expanduser()
-    if not name or not folder.is_dir():
+    if not name or not is_local(str(folder)):
         require(not name.startswith((".", "/", "~", "file:")), f"{said}: there is no folder {folder}")
         from huggingface_hub import hf_hub_download
 
@@ -143,7 +144,8 @@ def _read(said: str, name: str, revision: str | None) -> tuple[dict[str, Any], P
 
 def _guessed(said: str, config: Mapping[str, Any]) -> str:
     """The task that a configuration's ``architectures`` are for."""
-    names = [str(name) for name in config.get("architectures") or ()]
+    given = config.get("architectures")
+    names = list(map(str, given)) if isinstance(given, list) else [str(given)] if given else []
     for task in (task for name in names for ending, task in ENDINGS.items() if name.endswith(ending)):
         return task
     found = f"the architectures of its {CONFIG} ({listed(names) or 'none'}) say no task"
@@ -184,7 +186,10 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
         fits = len(sides) == 2 and all(isinstance(side, int) and 0 < side <= MOST_PIXELS for side in sides)
         require(fits, f"{said}: its {CONFIG} says image_size {size!r}: give one number of pixels, or height and width")
         height, width = sides
-        pixels = ("float32", (config.get("num_channels") or 3, height, width))
+        channels = config.get("num_channels") or 3
+        fits = isinstance(channels, int) and 0 < channels <= MAX_CHANNELS
+        require(fits, f"{said}: its {CONFIG} says num_channels {channels!r}: give a number from 1 to {MAX_CHANNELS:,}")
+        pixels = ("float32", (channels, height, width))
         return Outline({"pixel_values": pixels, "labels": ("int64", ())}, SAMPLES, num_classes=classes)
     both = f"{said} is an encoder-decoder, of which --task {task} would take the decoder alone: give --task seq2seq-lm"
     require(task != "causal-lm" or not config.get("is_encoder_decoder"), both)
@@ -201,10 +206,7 @@ def _shape(said: str, task: str, tokens: int | None, config: Mapping[str, Any], 
 
 
 def trained_by(reference: str, recipe: Recipe) -> tuple[str, dict[str, str]]:
-    """The recipe that trains what ``reference`` names, and the flags for that; of ``hf:MODEL`` a packaged one, if any.
-
-    An empty name, where there is none.
-    """
+    """The recipe (empty if none) and the flags that train what ``reference`` names; a packaged one for ``hf:MODEL``."""
     model: Any = recipe.model
     head = getattr(model, "head", None)
     if head is None:

@@ -1,5 +1,4 @@
-"""What a trained model says of texts, images, folders and tables: read, classified and written as they come; without
-Fabric."""
+"""Predictions of a trained model for texts, images, folders and tables, written as they come; without Fabric."""
 
 from __future__ import annotations
 
@@ -255,6 +254,7 @@ class Reader:
             kind = "images" if self.of_images else "texts"
             require(bool(found), f"{text}: the folder holds no {kind} ({', '.join(wanted)})")
             return found
+        require(text.count("**") <= 8, f"{text[:200]!r}: ** stands for any number of folders: write it 8 times at most")
         found = sorted(file for file in map(Path, glob(text, recursive=True)) if file.is_file())
         require(bool(found), f"{text[:200]!r}: there is no such file or folder, and no file fits it as a pattern")
         return found
