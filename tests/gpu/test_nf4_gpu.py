@@ -6,16 +6,48 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.weights import nf4
+from trainer.weights.fused import has_kernels
 from trainer.weights.nf4 import AT_ONCE, GROUP, NF4Linear, dequantise, quantise
 
+TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-@pytest.mark.parametrize("shape", [(66, 131), (512, 4096), (2 * AT_ONCE, GROUP + 64)])
-def test_codes_and_weights_are_those_of_the_cpu_bit_for_bit(shape):
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("shape", [(66, 131), (33, 777), (512, 4096), (2 * AT_ONCE, GROUP + 64)])
+def test_codes_and_weights_are_those_of_the_cpu_bit_for_bit(shape, fused, monkeypatch):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 50
     codes = quantise(weight)
     assert torch.equal(quantise(weight.cuda()).cpu(), codes)
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert torch.equal(dequantise(codes.cuda(), shape, dtype).cpu(), dequantise(codes, shape, dtype))
+    assert has_kernels(codes.cuda()) == (torch.version.hip is None)
+    if not fused:
+        monkeypatch.setattr(nf4, "has_kernels", lambda codes: False)
+    for dtype in TYPES:
+        expected = dequantise(codes, shape, dtype)
+        assert torch.equal(dequantise(codes.cuda(), shape, dtype).cpu(), expected)
+        for cast in (torch.bfloat16, torch.float32):  # as torch 2.11's FSDP passes codes
+            assert torch.equal(dequantise(codes.cuda().to(cast), shape, dtype).cpu(), expected)
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA GPUs")
+def test_a_weight_is_one_launch():
+    codes = quantise(torch.randn(1024, 4096, device="cuda"))
+    dequantise(codes, (1024, 4096), torch.bfloat16)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        dequantise(codes, (1024, 4096), torch.bfloat16)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, kernels
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="for NVIDIA GPUs")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_weights_have_the_same_bits(backend):
+    codes = quantise(torch.randn(66, 131, generator=torch.Generator().manual_seed(0)))
+    dequantise(codes.cuda(), (66, 131), torch.bfloat16)
+    compiled = torch.compile(lambda codes: dequantise(codes, (66, 131), torch.bfloat16), backend=backend)
+    assert torch.equal(compiled(codes.cuda()).cpu(), dequantise(codes, (66, 131), torch.bfloat16))
 
 
 def test_a_pass_needs_one_whole_weight_at_a_time():

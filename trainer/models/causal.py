@@ -35,7 +35,8 @@ class CausalLM(TextModel):
             stays frozen with it. null trains everything.
         lora: train adapters in the blocks instead of all weights.
         loss_chunk: how many tokens' logits are held at once; 0 holds those of all, which a long text and many words
-            make large. null is as many as take 64 MiB in fp32, or all of a model whose logits are no linear layer's.
+            make large. null is as many as take 64 MiB in fp32 (on NVIDIA GPUs 128 MiB in the type of the products), or
+            all of a model whose logits are no linear layer's.
     """
 
     name: str = "llama"

@@ -22,8 +22,10 @@ from torch.nn.functional import cross_entropy, linear, pad
 
 from trainer.errors import require
 from trainer.values import IGNORED_LABEL
+from trainer.weights.fused import has_kernels
 
-LOGITS = 2**24  # logits held at once by default: 64 MiB in fp32; products of this size keep a GPU busy
+LOGITS = 2**24  # logits held at once by default: 64 MiB in fp32, besides the products that they are made of
+FUSED = 2**27  # bytes of products held at once by default where a kernel of ours reads them: nothing besides
 
 SCALES: dict[str, int] = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
@@ -59,7 +61,7 @@ def give_loss(module: nn.Module, chunk: int | None) -> None:
 
     Args:
         module: may be on meta.
-        chunk: tokens whose logits are held at once; 0 holds those of all. ``None``: as many as ``LOGITS`` allows, or
+        chunk: tokens whose logits are held at once; 0 holds those of all. ``None``: see :func:`default_chunk`, or
             all where the module computes logits otherwise than by a linear layer and a :class:`Transform`.
 
     Raises:
@@ -127,7 +129,7 @@ def chunked_loss(
             function of a row and the rows from there on, the gradient of its weight goes there and is never whole.
         targets: int64, shape ``(tokens,)``.
         transform: of the head's products to logits.
-        chunk: how many tokens' logits are held at once; ``None`` is as many as ``LOGITS`` allows.
+        chunk: how many tokens' logits are held at once; ``None``: see :func:`default_chunk`.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -139,9 +141,27 @@ def chunked_loss(
         down = adapted.lora_A[name]
         low = adapted.scaling[name] * down(adapted.lora_dropout[name](hidden.to(down.weight.dtype)))
         terms += [low.to(dtype), adapted.lora_B[name].weight]
-    chunk = chunk or max(1, LOGITS // layer.weight.shape[0])
-    total: Tensor = _ChunkedLoss.apply(targets, chunk, transform, getattr(head, "take_rows", None), layer.bias, *terms)
+    kernels = _kernels(terms[0], layer.bias)
+    chunk = chunk or default_chunk(layer.weight.shape[0], dtype, fused=kernels is not None)
+    use = getattr(head, "take_rows", None), kernels
+    total: Tensor = _ChunkedLoss.apply(targets, chunk, transform, use, layer.bias, *terms)
     return total
+
+
+def default_chunk(words: int, dtype: torch.dtype, fused: bool) -> int:
+    """How many tokens' logits are held at once: ``LOGITS`` of them, or ``FUSED`` bytes of products. With these, each
+    product has enough tokens to compute for longer than it reads the head's weight, and tensor cores full rows."""
+    tokens = max(1, FUSED // (words * dtype.itemsize) if fused else LOGITS // words)
+    return tokens - tokens % 128 if fused and tokens > 128 else tokens
+
+
+def _kernels(states: Tensor, bias: Tensor | None) -> Any:
+    """Our kernels, if they compute what is needed; a bias that trains sums errors that are not rounded yet."""
+    if states.dtype == torch.float64 or (bias is not None and bias.requires_grad) or not has_kernels(states):
+        return None
+    from trainer.models import loss_kernel  # imports Triton
+
+    return loss_kernel
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -149,25 +169,30 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, targets: Tensor, chunk: int, transform: Transform, take: Any, bias: Tensor | None, *terms: Tensor
+        ctx: Any, targets: Tensor, chunk: int, transform: Transform, use: Any, bias: Tensor | None, *terms: Tensor
     ) -> Tensor:
-        ctx.chunk, ctx.transform, ctx.take = chunk, transform, take
+        ctx.chunk, ctx.transform, (ctx.take, ctx.kernels) = chunk, transform, use
         states, dtype = terms[::2], terms[0].dtype
+        wide = torch.promote_types(dtype, torch.float32)
         weights = [weight.to(dtype) for weight in terms[1::2]]
-        losses, sums = [], []
+        parts: list[tuple[Tensor, Tensor]] = [(targets.new_zeros(0, 1, dtype=wide),) * 2]
         with torch.autocast(targets.device.type, enabled=False):
             for start in range(0, len(targets), chunk):
                 rows = slice(start, start + chunk)
-                logits = transform(_products([state[rows] for state in states], weights, bias))
-                largest = logits.amax(1, keepdim=True)
-                own = logits.gather(1, targets[rows, None])
-                sums.append(logits.sub_(largest).exp_().sum(1, keepdim=True).log_().add_(largest))
-                losses.append(sums[-1] - own)
+                logits = _products([state[rows] for state in states], weights, bias)
+                if ctx.kernels is not None:
+                    found = ctx.kernels.token_losses(logits, targets[rows], *transform)
+                else:
+                    logits = transform(logits.to(wide))
+                    largest = logits.amax(1, keepdim=True)
+                    own = logits.gather(1, targets[rows, None])
+                    log_sum = logits.sub_(largest).exp_().sum(1, keepdim=True).log_().add_(largest)
+                    found = log_sum, log_sum - own
+                parts.append(found)
                 del logits  # before the next ones are there
-        wide = torch.promote_types(dtype, torch.float32)
-        log_sums = torch.cat(sums) if sums else targets.new_zeros(0, 1, dtype=wide)
+        log_sums, losses = map(torch.cat, zip(*parts, strict=True))
         ctx.save_for_backward(targets, log_sums, bias, *terms)
-        return torch.cat(losses).sum() if losses else log_sums.sum()
+        return losses.sum()
 
     @staticmethod
     @once_differentiable
@@ -187,17 +212,22 @@ class _ChunkedLoss(torch.autograd.Function):
         with torch.autocast(targets.device.type, enabled=False):
             for start, stop in pairwise([*range(0, words, size), words]):
                 parts = [weight[start:stop].to(dtype) for weight in weights]
-                logits = ctx.transform(_products(states, parts, None if bias is None else bias[start:stop]))
-                capped = logits.clone() if ctx.transform.cap is not None else None
-                errors = logits.sub_(log_sums).exp_()  # the probabilities
-                own = (targets - start)[:, None]
-                inside = (own >= 0) & (own < stop - start)
-                own = own.clamp(0, stop - start - 1)
-                errors.scatter_(1, own, errors.gather(1, own) - inside.to(errors.dtype))
-                errors = ctx.transform.back(errors.mul_(gradient), capped)
-                if of_bias is not None:
-                    of_bias[start:stop] = errors.sum(0)
-                errors = errors.to(dtype)
+                logits = _products(states, parts, None if bias is None else bias[start:stop])
+                if ctx.kernels is not None:
+                    ctx.kernels.token_errors_(logits, log_sums, targets, gradient, start, *ctx.transform)
+                    errors, capped = logits, None
+                else:
+                    logits = ctx.transform(logits.to(log_sums.dtype))
+                    capped = logits.clone() if ctx.transform.cap is not None else None
+                    errors = logits.sub_(log_sums).exp_()  # the probabilities
+                    own = (targets - start)[:, None]
+                    inside = (own >= 0) & (own < stop - start)
+                    own = own.clamp(0, stop - start - 1)
+                    errors.scatter_(1, own, errors.gather(1, own) - inside.to(errors.dtype))
+                    errors = ctx.transform.back(errors.mul_(gradient), capped)
+                    if of_bias is not None:
+                        of_bias[start:stop] = errors.sum(0)
+                    errors = errors.to(dtype)
                 if ctx.take is not None:
                     ctx.take(start, errors.T @ states[0])
                 for state, part, of_state, of_weight in zip(states, parts, of_states, of_weights, strict=True):
@@ -215,12 +245,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _products(states: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """The head's products, in fp32 at least; ``(tokens, words)``."""
+    """The head's products, ``(tokens, words)``."""
     (state, *others), (weight, *more) = states, weights
     found = linear(state, weight, None if bias is None else bias.to(weight.dtype))
     for other, one in zip(others, more, strict=True):
         found += linear(other, one)
-    return found.to(torch.promote_types(found.dtype, torch.float32))
+    return found
 
 
 class _Known:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from trainer.memory.stack import Stack, apply_stack, build_updates
 from trainer.memory.update_ahead import UpdateAhead
 from trainer.planner.events import Trace
 from trainer.planner.fake_patches import patch_transformers
+from trainer.planner.fake_patches import replace as replace_attributes
 from trainer.planner.fake_ranks import fake_ranks
 from trainer.planner.target import Target
 from trainer.planner.tracer import Tracer, tracing
@@ -104,7 +105,8 @@ def trace_run(
     ranks = plan.world_size
     if plan.strategy != "single":
         fake_ranks(ranks, nodes)
-    with matmul_precision(plan.memory.matmul_precision), tracing(target, ranks, nodes) as tracer, _few_pieces(tracer):
+    with matmul_precision(plan.memory.matmul_precision), tracing(target, ranks, nodes) as tracer:
+        _few_pieces(tracer)
         with _disable_current_modes():
             launcher = "torchrun" if ranks > 1 else "python"
             fabric = launch(plan, World(launcher, target.device.type, ranks // nodes, nodes))
@@ -119,9 +121,8 @@ def trace_run(
     return trace
 
 
-@contextmanager
-def _few_pieces(tracer: Tracer) -> Iterator[None]:
-    """Let the first of the pieces in which a weight in NF4 is made whole be traced for all but the last."""
+def _few_pieces(tracer: Tracer) -> None:
+    """Let the first of the pieces in which a CPU makes a weight in NF4 whole be traced for all but the last."""
     all_pieces = nf4.in_pieces
 
     def first_and_last(codes: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -131,11 +132,7 @@ def _few_pieces(tracer: Tracer) -> Iterator[None]:
         tracer.repeat = 1
         yield last
 
-    nf4.in_pieces = first_and_last
-    try:
-        yield
-    finally:
-        nf4.in_pieces = all_pieces
+    replace_attributes(nf4, in_pieces=first_and_last)
 
 
 def _notes(recipe: Recipe, plan: Plan, module: nn.Module) -> list[str]:

@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from trainer.weights.fused import has_kernels
 
 BLOCK, GROUP = 64, 4096
 """Weights that share a scale, and those that one row of codes is of: 64 scales, in 8 bits each of what they range over
@@ -36,6 +39,7 @@ distribution (appendix E of the paper)."""
 MIDDLES = tuple((a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False))
 PAIRS = tuple((VALUES[byte >> 4], VALUES[byte & 15]) for byte in range(256))
 
+IN_ONE_KERNEL = (torch.float32, torch.float16, torch.bfloat16)
 _pairs: dict[torch.device, Tensor] = {}
 
 
@@ -66,13 +70,18 @@ def quantise(weights: Tensor) -> Tensor:
 
 
 def in_pieces(codes: Tensor, whole: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """The rows of ``codes`` beside the weights that they are of, ``AT_ONCE`` at a time. The planner traces two."""
+    """The rows of ``codes`` beside the weights that they are of, ``AT_ONCE`` at a time. A plan traces two."""
     return zip(codes.split(AT_ONCE), whole.split(AT_ONCE * GROUP), strict=True)
 
 
 @torch.no_grad()
 def dequantise(codes: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The weight of ``shape`` that ``codes`` are of, computed in fp32 and rounded once to ``dtype``."""
+    if dtype in IN_ONE_KERNEL and has_kernels(codes):
+        from trainer.weights.nf4_kernel import nf4_weight  # imports Triton
+
+        table = None if isinstance(codes, FakeTensor) else _pairs_where(codes)
+        return nf4_weight(codes.to(torch.uint8).contiguous(), table, BLOCK, shape, dtype)
     whole = torch.empty(len(codes) * GROUP, dtype=dtype, device=codes.device)
     for some, out in in_pieces(codes, whole):
         # torch 2.11's FSDP casts bytes to the type that it computes in, which holds them exactly.

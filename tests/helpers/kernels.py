@@ -1,0 +1,69 @@
+"""Triton kernels without a GPU: run by Triton's interpreter, and compiled ahead of time for several architectures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from multiprocessing import get_context
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 120)
+SHARED = 99 * 1024  # bytes of shared memory that a block can have on every card from compute capability 8.6 on
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")  # of opcheck; the other traces a real launch
+T = TypeVar("T")
+
+
+def interpreted(function: Callable[[], T]) -> T:
+    """What ``function`` of a test module returns in a new process, in which kernels run in Triton's interpreter.
+
+    It has to be a new one: Triton reads the variable when its own functions are defined.
+    """
+    with patch.dict(os.environ, TRITON_INTERPRET="1"), get_context("spawn").Pool(1) as pool:
+        return pool.apply(function)
+
+
+def unwrap(*modules: Any) -> None:
+    """Let operators of ``modules`` launch kernels of the interpreter, which torch 2.11 does not wrap."""
+    for module in modules:
+        module.wrap_triton = lambda kernel: kernel
+
+
+def compiled(kernel: Any, architecture: int, types: dict[str, str], constants: dict[str, Any], fuses: bool) -> Any:
+    """``kernel`` for ``architecture``, with aligned tensors, and sizes divisible by 16, as models have them.
+
+    Args:
+        kernel: a function under ``triton.jit``.
+        architecture: ten times the compute capability.
+        types: of the arguments, such as ``*bf16`` or ``i32``.
+        constants: the other arguments.
+        fuses: whether a product and a sum may become one instruction.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or kind == "i32"]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs=constants,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=target, options={"enable_fp_fusion": fuses})
+
+
+class Dispatches(TorchDispatchMode):
+    """Within it, ``names`` are those of the operations that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
