@@ -478,8 +478,8 @@ def _kill(outcome: Outcome, run: ForkedRun | ForkedCommand, instant: float, rand
                     (os.killpg if victim == "all" and isinstance(run, ForkedCommand) else os.kill)(
                         run.pids[rank], signal.SIGKILL
                     )
-        if not run.wait():
-            outcome.deviations.append(f"killed, and the others have not ended after {PATIENCE:g} s")
+    if not run.wait():  # also ends what hosts the ranks' store
+        outcome.deviations.append(f"killed, and the others have not ended after {PATIENCE:g} s")
     outcome.seconds = round(max(outcome.seconds, time.monotonic() - since), 2)
     outcome.code = run.codes.get(0)
     _note_left(outcome, TO_LEAVE)

@@ -202,7 +202,8 @@ class LanguageData(Padded):
             for shard, names in zip(shards, columns, strict=True):
                 other = f"{shard.path} has {listed(names)}, and {shards[0].path} {listed(columns[0])}"
                 require(names == columns[0], f"{other}: a stream needs the same columns in all files")
-            require(any(shard.groups for shard in shards), f"data.{part}_files: no rows in {listed(self._paths(part))}")
+            files = listed([shard.path for shard in shards])
+            require(any(shard.groups for shard in shards), f"data.{part}_files: no rows in {files}")
             # What is evaluated is read from the first row to the last: one row group at a time is enough.
             mixed = self.shuffle_buffer if part == "train" else 1
             setattr(self, part, StreamedSplit(shards, FromStream(reader, columns[0]), self._pad, mixed))
@@ -212,8 +213,7 @@ class LanguageData(Padded):
         raise NotImplementedError
 
     def encode(self, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
-        """Make a batch, without labels, of texts that a model is to go on from: a user's words (or the messages of a
-        conversation), or the beginning of a document. Nothing is cut off."""
+        """Batch prompts without labels: users' words, messages of conversations, or beginnings of documents; uncut."""
         from trainer.data.sequences import padder
 
         given = [text for text, _ in placed(texts)]

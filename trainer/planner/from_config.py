@@ -36,8 +36,8 @@ TASKS = {
 
 ENDINGS = {f"For{word}": task for task, word in TASKS.items()}
 ENDINGS |= {"LMHeadModel": "causal-lm", "ForConditionalGeneration": "seq2seq-lm"}
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
-SIZES += ("max_position_embeddings",)
+SIZES = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size"]
+SIZES += ["max_position_embeddings"]
 """As transformers calls them in every configuration that has them, whatever its file calls them."""
 
 SAMPLES = 100_000  # of the training set that is made up: more than a batch
