@@ -25,24 +25,24 @@ BUDGETS = {
     "doctor": 631,
     "api.py": 160,
     "run": 3941,
-    "planner": 6287,
+    "planner": 6299,
     "faults": 961,
     "launching": 829,
-    "memory": 3695,
-    "engine": 2964,
-    "data": 4613,
-    "models": 3342,
+    "memory": 3715,
+    "engine": 2973,
+    "data": 4625,
+    "models": 3478,
     "checkpoint": 1029,
     "report": 1714,
     "settings.py": 224,
     "recipe.py": 542,
     "contract.py": 259,
     "weights": 810,
-    "values.py": 206,
+    "values.py": 214,
     "system": 1861,
     "errors.py": 128,
 }
-TOTAL = 38000
+TOTAL = 38197
 """Of all floors."""
 
 

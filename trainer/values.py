@@ -149,13 +149,6 @@ class Packed:
     batch: Any  # collated
     packed: Any  # what the model's ``packed`` made of it, for ``losses``
 
-    def pin_memory(self) -> Packed:
-        """Pin what goes to the device; called by torch's DataLoader."""
-        from torch import Tensor
-        from torch.utils._pytree import tree_map_only
-
-        return Packed(self.batch, tree_map_only(Tensor, Tensor.pin_memory, self.packed))
-
 
 class Incomplete(NamedTuple):
     """A micro-batch without some of the samples that were asked for."""

@@ -164,7 +164,7 @@ def packed_in_the_step() -> Met:
         met.append(packed)
         return batch
 
-    loader.Packed = unpacked  # type: ignore[misc, assignment]
+    loader.PackedInMemory = unpacked  # type: ignore[misc, assignment]
     return met
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from trainer.contract import Data
 from trainer.data.common import reason
@@ -27,6 +28,13 @@ class SampleError(RecipeError):
 
 class _Failure(NamedTuple):
     message: str
+
+
+class PackedInMemory(Packed):
+    """One that torch's DataLoader pins: of both forms, what goes to the device."""
+
+    def pin_memory(self) -> Packed:
+        return Packed(self.batch, tree_map_only(Tensor, Tensor.pin_memory, self.packed))
 
 
 class Loader:
@@ -106,7 +114,7 @@ class Loader:
             require(isinstance(batch, Mapping), said)
             batch = {**batch, "seeds": torch.tensor(request.seeds)}
         packed = self._guard(request.indices, self.packed, batch)
-        return batch if packed is batch else Packed(batch, packed)
+        return batch if packed is batch else PackedInMemory(batch, packed)
 
     def _mixed(self, request: Request) -> Any:
         if request.mix is None:

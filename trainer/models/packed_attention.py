@@ -70,8 +70,8 @@ def documents(
     if lengths is not None and cu_seq_lens is not None:
         biased = f"model.padding_free: {type(module).__name__} adds a bias to the scores of attention: set it to false"
         require(kwargs.get("position_bias") is None, biased)
-        parts = (part[0].transpose(0, 1) for part in (query, key, value))
-        found = attend(*parts, lengths, cu_seq_lens, dropout, pattern)
+        rows, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
+        found = attend(rows, keys, values, lengths, cu_seq_lens, dropout, pattern)
         return found.unflatten(-1, (query.shape[1], -1))[None], None
     if softcap is None and s_aux is None:
         given = query, key, value, attention_mask, dropout, scaling, is_causal
