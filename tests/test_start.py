@@ -52,7 +52,8 @@ def test_the_first_line_comes_before_torch_and_once_for_all_ranks(tmp_path):
     """In a Python that has no torch: it is looked for after the line was written."""
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
     command = [sys.executable, "-m", "trainer", "fit", "vit_digits"]
-    for rank, first in (("0", "trainer 0.1.0 · vit_digits · loading torch …"), ("1", "Traceback")):
+    missing = "[rank 1] trainer: error: cannot import torch: no torch here"
+    for rank, first in (("0", "trainer 0.1.0 · vit_digits · loading torch …"), ("1", missing)):
         places = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), os.getcwd()])
         environment = {**os.environ, "PYTHONPATH": places, "LOCAL_RANK": rank}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
