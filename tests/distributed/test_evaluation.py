@@ -72,7 +72,7 @@ def test_evaluation_is_cut_as_training_is_after_a_recovery():
     forward = Forward(fabric, model, fabric.setup_module(model.build().double()))
     sizes = []
     losses = forward.losses
-    forward.losses = lambda batch: sizes.append(len(batch["labels"])) or losses(batch)
+    forward.losses = lambda batch, packed: sizes.append(len(batch["labels"])) or losses(batch, packed)
     run = evaluation(session, forward, "test")
     run()
     assert max(sizes) == 16

@@ -69,7 +69,7 @@ class Loader:
         max_bad_samples: int = 0,
         worker_timeout: float = 300.0,
         seeded: bool = False,
-        packed: Callable[[Any], Any] = lambda batch: batch,
+        packed: Callable[[Any], Any] | None = None,
     ) -> None:
         self.split, self.collate, self.num_classes, self.max_bad_samples = split, collate, num_classes, max_bad_samples
         self.workers, self.pin_memory, self.worker_timeout = workers, pin_memory, worker_timeout
@@ -113,7 +113,7 @@ class Loader:
             said = f"the model draws by batch['seeds'], which a {type(batch).__name__} cannot take: collate to a dict"
             require(isinstance(batch, Mapping), said)
             batch = {**batch, "seeds": torch.tensor(request.seeds)}
-        packed = self._guard(request.indices, self.packed, batch)
+        packed = batch if self.packed is None else self._guard(request.indices, self.packed, batch)
         return batch if packed is batch else PackedInMemory(batch, packed)
 
     def _mixed(self, request: Request) -> Any:
