@@ -136,8 +136,10 @@ def test_the_files_say_what_was_measured_where_and_how(climbed):
 
 
 @pytest.mark.slow
-def test_an_interrupted_ladder_keeps_its_rows_and_leaves_no_process(recipe_file, tmp_path):
-    out = tmp_path / "ladder"
+def test_an_interrupted_ladder_keeps_its_rows_and_leaves_no_process(tmp_path):
+    out, recipe_file = tmp_path / "ladder", tmp_path / "slow.py"
+    # FSDP needs blocks: without them its rung would be refused, and over before it is interrupted.
+    recipe_file.write_text(RECIPE.replace("    seconds: float", "    blocks = (torch.nn.Linear,)\n    seconds: float"))
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer", *words_of(recipe_file, out, "ddp-2-ranks,fsdp-2-ranks"), "--model.seconds=1"],
         env={**os.environ, "PYTHONPATH": str(Path(trainer.__file__).parents[1])},
