@@ -25,13 +25,16 @@ from trainer.system.children import in_child
 Allowed = dict[tuple[str, str, str], tuple[float, str]]
 
 SYNCS: Allowed = {
-    ("step", "trainer/engine/totals.py", "read"): (1, "step"),  # the losses and the norm
-    ("step", "trainer/engine/totals.py", "_over_ranks"): (1, "step"),  # the same on several ranks
+    ("forward", "trainer/engine/totals.py", "read"): (1, "step"),  # losses and norm of the step before
+    ("step", "trainer/engine/totals.py", "read"): (1, "run"),  # those of the last step
     ("forward", "trainer/engine/check.py", "see"): (4, "run"),  # weights of losses, compared in the first step
     ("backward", "trainer/memory/optimizer_offload.py", "wait"): (1, "step"),  # all gradients are in host memory
     ("backward", "trainer/engine/sync.py", "ranks_that_reached"): (2, "step"),  # of DDP, in the first step
 }
 """Where the host may wait for the device in a step: phase, file and function; how often a run, a step, a micro-step."""
+
+READ_AT_ONCE = ("optimizer", "parameters", "fp16", "deterministic", "8-bit", "stochastic", "batch norm")
+"""In the names of configurations whose losses and norm are read before the update: see ``Stepper.can_read_late``."""
 
 SYNCS_OF_OTHERS: Allowed = {
     ("forward", "transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): (1, "micro-step"),  # any padding?
@@ -100,6 +103,8 @@ def check(name: str, watched: Watched) -> None:
     """Nothing is wrong in a configuration."""
     assert watched.operations
     allowed = SYNCS | (SYNCS_OF_OTHERS if name in OTHERS else {})
+    if any(part in name for part in READ_AT_ONCE):
+        allowed |= {("step", "trainer/engine/totals.py", "read"): (1, "step")}
     if Version(torch.__version__) < Version("2.13") and "parameters" in name:
         allowed |= SYNCS_OF_OLD_FSDP
     wrong = [*watched.findings, *waits(watched, allowed)]

@@ -93,12 +93,12 @@ def out_of_memory_once() -> None:
     class Recovering(trace._FakeStepper):
         hungry = True
 
-        def step(self, window: Any) -> Any:
+        def launch(self, window: Any, *then: Any) -> None:
             try:
-                return super().step(window)
+                super().launch(window, *then)
             except torch.OutOfMemoryError:
                 self.abandon()
-                return super().step(window)
+                super().launch(window, *then)
 
         def losses(self, batch: Any, packed: Any = None) -> Any:
             for loss in super().losses(batch, packed):

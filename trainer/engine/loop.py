@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -78,11 +79,23 @@ class Engine:
         at_boundary: Callable[[Engine], None] = lambda engine: None,
         # Whether training ends before its last step, on all ranks alike: asked when the model has been evaluated.
         is_over: Callable[[], bool] = lambda: False,
+        # Whether listeners may hear of a step while the next one's forward is under way, where the device allows it.
+        overlaps: bool = True,
     ) -> None:
         self.stepper, self.windows, self.evaluation, self.listeners = stepper, windows, evaluation, listeners
-        self.is_over = is_over
+        self.is_over, self.overlaps = is_over, overlaps
         self.recover, self.at_boundary, self.counters = recover, at_boundary, Counters()
         self.last_result: Any = None
+
+    @property
+    def steps(self) -> int:
+        """Steps that were launched: one more than are counted until the last one is settled."""
+        return self.counters.step + (self.stepper.launched is not None)
+
+    def settle(self) -> None:
+        """Wait for the last step that was launched, so that it is counted and announced."""
+        if self.stepper.launched is not None:
+            self.stepper.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is and what its parts have come to, the same on all ranks, as JSON."""
@@ -126,10 +139,21 @@ class Engine:
         try:
             work()
         except Exception as error:
+            self._settle_before(error)
             if not self.recover(error):
                 raise
             return False
         return True
+
+    def _settle_before(self, error: Exception) -> None:
+        """Count the step before the one that failed. If collectives were aborted that one may have failed, too: then no
+        weight has moved, it is not counted, and ``error`` says why."""
+        try:
+            self.settle()
+        except RunError:
+            raise
+        except Exception as consequence:
+            error.__context__ = consequence
 
     def _rest_of_epoch(self, total: int, eval_every: int | None, max_skipped: int) -> None:
         counters = self.counters
@@ -143,9 +167,14 @@ class Engine:
             self._evaluate_if_due(eval_every)
             if self.is_over():
                 break
+        self.settle()
 
     def _step(self, window: Window, max_skipped: int) -> None:
-        result = self.stepper.step(window)
+        self.stepper.launch(window, partial(self._count, window, max_skipped))
+        if not (self.overlaps and self.stepper.reads_late):
+            self.settle()
+
+    def _count(self, window: Window, max_skipped: int, result: StepResult) -> None:
         counters = self.counters
         counters.step += 1
         counters.step_in_epoch += 1
@@ -157,12 +186,13 @@ class Engine:
             raise NonFiniteError(_diagnosis(counters, result, window))
 
     def _evaluate_if_due(self, eval_every: int | None) -> None:
-        if eval_every and self.counters.step % eval_every == 0:
+        if eval_every and self.steps % eval_every == 0:
             self._evaluate()
 
     def _evaluate(self) -> None:
         """Evaluate, unless that has just been done: ``eval_every`` and the end of an epoch may fall together."""
-        if self.evaluation is not None and self.counters.evaluated_at != self.counters.step:
+        if self.evaluation is not None and self.counters.evaluated_at != self.steps:
+            self.settle()
             self.last_result = self.evaluation()
             self.counters.evaluated_at = self.counters.step
             for listener in self.listeners:

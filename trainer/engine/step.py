@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from trainer.contract import Model
 from trainer.engine.batchnorm import BatchNormStatistics
@@ -23,6 +24,10 @@ from trainer.errors import RunError
 
 if TYPE_CHECKING:
     from trainer.engine.schedule import LearningRate
+
+
+ASYNCHRONOUS = ("cuda",)
+"""Types of devices on which operations are launched ahead, so that reading a result is a wait."""
 
 
 @dataclass(slots=True)
@@ -93,6 +98,20 @@ class Stepper(Forward):
         self.sync = sync or gradient_sync(self.module, self.model, self.parameters)
         batchnorm = BatchNormStatistics(self.module, self.correct_batchnorm)
         self.batchnorm = batchnorm if batchnorm.layers else None
+        # The result of a step that is not settled yet, or what waits for it; and who gets it.
+        self.launched: tuple[StepResult | Callable[[], StepResult], Callable[[StepResult], None]] | None = None
+        self.reads_late = self.device.type in ASYNCHRONOUS and self.can_read_late()
+
+    def can_read_late(self) -> bool:
+        """Whether the host need not know a step's norm and losses before the next forward: a step that is not finite is
+        skipped by the optimizer's kernel, or cannot be skipped at all.
+
+        Torch's fused Adam and AdamW skip so. Its fused SGD would leave the momentum uninitialised if the first step is
+        skipped. A loss scale, and batch statistics that must be put back, are the host's.
+        """
+        is_fused = type(self.optimizer) in (Adam, AdamW) and all(g["fused"] for g in self.optimizer.param_groups)
+        is_here = all(p.device.type == self.device.type for p in self.parameters)
+        return (is_fused or self.sync.applied) and is_here and self.scaler is None and self.batchnorm is None
 
     @property
     def scaler(self) -> Any:
@@ -116,11 +135,24 @@ class Stepper(Forward):
 
     def step(self, window: Window) -> StepResult:
         """One exact optimizer step on one batch."""
+        self.launch(window)
+        return self.settle()
+
+    def launch(self, window: Window, then: Callable[[StepResult], None] = lambda result: None) -> None:
+        """Launch a step. Its result goes to ``then``: in the next step, when the device has a forward to do, or as soon
+        as :meth:`settle` is called."""
         self.phases.begin_step()
         totals = self.accumulate(window)
         self.phases.enter("step")
-        result = self.update(self.clip_gradients(), totals, window)
+        self.launched = self.update(self.clip_gradients(), totals, window), then
         self.phases.end_step()
+
+    def settle(self) -> StepResult:
+        """Wait for the result of the step that was launched last."""
+        assert self.launched is not None
+        (outcome, then), self.launched = self.launched, None
+        result = outcome() if callable(outcome) else outcome
+        then(result)
         return result
 
     def accumulate(self, window: Window) -> LossTotals:
@@ -135,6 +167,8 @@ class Stepper(Forward):
             self.prepare(micro, len(window))
             self.phases.enter("forward", micro)
             for number, loss in enumerate(self.losses(micro.batch, micro.packed), start=1):
+                if self.launched is not None:  # the device has this forward to do while the host reads
+                    self.settle()
                 self.phases.enter("backward")
                 if micro.is_last and number == len(self.model.loss_names):
                     self.sync.before_last_backward()
@@ -180,12 +214,34 @@ class Stepper(Forward):
         self.sync.clip(norm, self.clip_norm)
         return norm.to(self.device)  # offloaded gradients are in host memory
 
-    def update(self, norm: Tensor, totals: LossTotals, window: Window) -> StepResult:
-        """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch."""
-        grad_norm, losses = totals.read(norm)
-        skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not any(window.weights.values())
+    def update(self, norm: Tensor, totals: LossTotals, window: Window) -> StepResult | Callable[[], StepResult]:
+        """Step the optimizer, or skip, on all ranks alike: the norm and the losses are those of the whole batch.
+        Returns the result, or what waits for it."""
         first = self.optimizer.param_groups[0]
         lr = float(first["lr"]) / first.get("lr_scale", 1.0)  # torchao's is a tensor on the CPU
+        gathered = totals.gather(norm)
+        conclude = partial(self.conclude, totals, window, lr)
+        if self.reads_late:
+            arriving = gathered.to("cpu", non_blocking=True)  # torch pins it
+            arrived = torch.cuda.current_stream().record_event() if gathered.is_cuda else None
+            outcome: StepResult | Callable[[], StepResult] = partial(conclude, arriving, arrived)
+            if any(window.weights.values()):
+                self.optimizer.found_inf = totals.must_skip(gathered)  # type: ignore[attr-defined]
+                self.precision.optimizer_step(self.optimizer)
+                del self.optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            outcome = conclude(gathered)
+        for parameter in self.parameters:  # what optimizer.zero_grad does, without its bookkeeping
+            parameter.grad = None
+        return outcome
+
+    def conclude(
+        self, totals: LossTotals, window: Window, lr: float, gathered: Tensor, arrived: torch.cuda.Event | None = None
+    ) -> StepResult:
+        """Read what the step has come to, update if the device has not done so, and count the step."""
+        grad_norm, losses = totals.read(gathered, arrived)
+        is_weighted = any(window.weights.values())
+        skipped = not all(map(math.isfinite, (grad_norm, *losses.values()))) or not is_weighted
         if skipped and self.sync.applied:
             raise RunError(
                 f"{why_skipped(grad_norm, losses)} in a step whose weights were updated during the backward, so it "
@@ -201,7 +257,8 @@ class Stepper(Forward):
             if self.scheduler is not None:  # the rest of the schedule is one step shorter
                 self.scheduler.refresh()
         else:
-            self.precision.optimizer_step(self.optimizer)
+            if not self.reads_late:
+                self.precision.optimizer_step(self.optimizer)
             if self.average is not None:
                 self.average(self.scheduler.last_epoch if self.scheduler is not None else self.steps_taken)
             if self.scheduler is not None:
@@ -209,10 +266,8 @@ class Stepper(Forward):
         if self.batchnorm and self.fabric.world_size > 1:
             self.batchnorm.share()
         self.steps_taken += 1
-        for parameter in self.parameters:  # what optimizer.zero_grad does, without its bookkeeping
-            parameter.grad = None
         # The mean over no items at all is no number; 0 would be a perfect one.
-        loss = sum(losses.values()) if any(window.weights.values()) else math.nan
+        loss = sum(losses.values()) if is_weighted else math.nan
         return StepResult(loss, losses, grad_norm, lr, window.samples, skipped, window.tokens)
 
 

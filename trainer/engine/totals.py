@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import chain, islice
 
 import torch
@@ -18,6 +17,7 @@ class LossTotals:
     def __init__(self, window: Window, world_size: int, copies: int = 1) -> None:
         """``world_size`` ranks share the batch; each share is on ``copies`` ranks, which are tensor parallel."""
         self.weights, self.world_size, self.factor, self.copies = window.weights, world_size, world_size, copies
+        self.everybody = world_size * copies
         self.parts: dict[str, list[Tensor]] = {name: [] for name in window.weights}
         self.scales: dict[str, Tensor] = {}
 
@@ -37,29 +37,46 @@ class LossTotals:
         total = loss.total.detach()
         self.parts[loss.name].append(torch.zeros_like(total) if is_empty else total)
 
-    def read(self, norm: Tensor) -> tuple[float, dict[str, float]]:
-        """``norm`` and the mean of every loss over the whole batch: the one host sync of a step."""
-        if self.world_size * self.copies > 1:  # in float64: thousands of samples would lose digits in float32
-            sums = [torch.stack(parts).sum(dtype=torch.float64) for parts in self.parts.values()]
-            first, values = self._over_ranks(norm, torch.stack(sums))
-        else:
-            first, *numbers = torch.stack([norm, *chain.from_iterable(self.parts.values())]).tolist()
-            left = iter(numbers)
-            values = [sum(islice(left, len(parts))) for parts in self.parts.values()]
-        return first, self._means(values)
+    def gather(self, norm: Tensor) -> Tensor:
+        """``norm`` and the losses as one vector on the device: of every micro-batch, or summed over the ranks, in a
+        collective, and then how many ranks took part in it."""
+        if self.everybody == 1:
+            return torch.stack([norm, *chain.from_iterable(self.parts.values())])
+        # In float64: thousands of samples would lose digits in float32.
+        sums = [torch.stack(parts).sum(dtype=torch.float64) for parts in self.parts.values()]
+        return self._over_ranks(norm, torch.stack(sums))
 
-    def _over_ranks(self, norm: Tensor, numbers: Tensor) -> tuple[float, list[float]]:
-        """``norm``, and ``numbers`` in float64 summed over the ranks, each share of the batch once."""
-        numbers, everybody = torch.cat([numbers, numbers.new_ones(1)]), self.world_size * self.copies
-        if everybody > 1:
+    def _over_ranks(self, norm: Tensor, numbers: Tensor) -> Tensor:
+        """``norm``, and ``numbers`` in float64 summed over the ranks."""
+        if self.everybody > 1:
+            numbers = torch.cat([numbers, numbers.new_ones(1)])
             torch.distributed.all_reduce(numbers)
-        first, *values, ranks = torch.cat([norm.detach().to(numbers).reshape(1), numbers]).tolist()
-        if ranks != everybody:  # NCCL says nothing of a collective that was aborted while a rank waited
-            raise RuntimeError("the ranks did not all come to the end of the step: its collectives were aborted")
-        return first, [value / self.copies for value in values]
+        return torch.cat([norm.detach().to(numbers).reshape(1), numbers])
 
-    def _means(self, sums: Iterable[float]) -> dict[str, float]:
-        return {name: value / (weight or 1.0) for (name, weight), value in zip(self.weights.items(), sums, strict=True)}
+    def must_skip(self, gathered: Tensor) -> Tensor:
+        """1 on the device if what :meth:`gather` returned is not finite or lacks a rank, else 0: the ``found_inf`` of
+        torch's fused optimizers, without dimensions, which DTensor takes as the same on all ranks."""
+        is_fine = gathered.isfinite().all()
+        if self.everybody > 1:
+            is_fine &= gathered[-1] == self.everybody
+        return is_fine.logical_not().to(torch.float32)
+
+    def read(self, gathered: Tensor, arrived: torch.cuda.Event | None = None) -> tuple[float, dict[str, float]]:
+        """The norm, and the mean of every loss over the whole batch: the one host sync of a step. ``gathered`` may be
+        on its way to pinned memory until ``arrived``."""
+        if arrived is not None:
+            arrived.synchronize()
+        norm, *numbers = gathered.tolist()
+        # NCCL says nothing of a collective that was aborted while a rank waited.
+        if self.everybody > 1 and numbers.pop() != self.everybody:
+            raise RuntimeError("the ranks did not all come to the end of the step: its collectives were aborted")
+        left = (number / self.copies for number in numbers)
+        sums = zip(self.weights.items(), self._counts(), strict=True)
+        return norm, {name: sum(islice(left, count)) / (weight or 1.0) for (name, weight), count in sums}
+
+    def _counts(self) -> list[int]:
+        """How many numbers each loss is the sum of."""
+        return [1 if self.everybody > 1 else len(parts) for parts in self.parts.values()]
 
 
 class TotalsInOrder(LossTotals):
@@ -73,10 +90,11 @@ class TotalsInOrder(LossTotals):
         super().__init__(window, world_size, copies)
         self.factor = 1
 
-    def read(self, norm: Tensor) -> tuple[float, dict[str, float]]:
+    def gather(self, norm: Tensor) -> Tensor:
         own = torch.stack([torch.stack(parts) for parts in self.parts.values()]).double()
         places = own.new_zeros(*own.shape, self.world_size)  # each is filled by one rank: adding zeros rounds nothing
         places[..., torch.distributed.get_rank() if self.world_size > 1 else 0] = own
-        first, values = self._over_ranks(norm, places.flatten())
-        left = iter(values)
-        return first, self._means(sum(islice(left, places[0].numel())) for _ in self.parts)
+        return self._over_ranks(norm, places.flatten())
+
+    def _counts(self) -> list[int]:
+        return [len(parts) * self.world_size for parts in self.parts.values()]

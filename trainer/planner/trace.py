@@ -191,12 +191,13 @@ class _Run(Phases):
         stepper.module.train()
         if memory.micro_batch_size == "auto" and not sync.applied:
             rehearse(stepper, samples.longest)
-        stepper.step(samples.first)
+        stepper.launch(samples.first)
         if samples.varies:
-            stepper.step(samples.longest)
+            stepper.launch(samples.longest)
         self.tracer.records_work = True
-        stepper.step(samples.first)
+        stepper.launch(samples.first)
         self.tracer.records_work = False
+        stepper.settle()
         if samples.evaluation:
             self.tracer.enter("evaluation")
             with averages.applied() if averages is not None else nullcontext():

@@ -70,6 +70,7 @@ class Checkpointer:
 
     def stop(self, engine: Engine) -> NoReturn:
         """End training between two steps, on all ranks alike; what is not saved yet is saved before."""
+        engine.settle()
         if self._is_unsaved(engine):
             self.save(engine)
         self._wait()
@@ -120,18 +121,18 @@ class Checkpointer:
 
     def _is_unsaved(self, engine: Engine) -> bool:
         """Also true if the best step was saved before it was evaluated: its checkpoint holds the score."""
-        return engine.counters.step > self.saved_at or self.best.step > self.best_saved
+        return engine.steps > self.saved_at or self.best.step > self.best_saved
 
     def _is_due(self, engine: Engine) -> bool:
         """By the number of steps, or because an evaluation is the best so far or one for ``checkpoint.keep_best``."""
-        step, every = engine.counters.step, self.every_steps
+        step, every = engine.steps, self.every_steps
         due = every is not None and step // every > self.saved_at // every
         due |= self.best.step > self.best_saved
         return due or (self.wishes.keep_best > 0 and self._figures(engine) is not None)
 
     def _figures(self, engine: Engine) -> dict[str, float] | None:
         """The model's finite metrics; ``None`` if it was not evaluated at this step, or cannot be rated."""
-        if engine.last_result is None or engine.counters.evaluated_at != engine.counters.step:
+        if engine.last_result is None or engine.counters.evaluated_at != engine.steps:
             return None
         figures = {name: value for name, value in engine.last_result.figures().items() if math.isfinite(value)}
         return figures if math.isfinite(self.best.score_of(figures)) else None
@@ -139,6 +140,7 @@ class Checkpointer:
     def save(self, engine: Engine) -> None:
         """Copy the state to host memory and write it, beside the training unless that is not wanted. On all ranks alike
         a ``RunError`` says that there is no space for it."""
+        engine.settle()
         self._wait()  # one copy in host memory at a time
         with self._announced():
             snapshot = self._snapshot(engine)

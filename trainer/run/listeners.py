@@ -40,6 +40,10 @@ class Stopwatch(Listener):
         """What was done since the last step does not count."""
         self._since, self._asked = self._clock(), None
 
+    def leave_out(self, seconds: float) -> None:
+        """The last ``seconds`` do not count."""
+        self._since += seconds
+
     def timed(self, on_load: OnLoad) -> OnLoad:
         """``on_load``, and what it is called for is timed."""
 

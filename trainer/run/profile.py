@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from trainer.engine.events import Counters, Listener
-from trainer.engine.step import Phases, StepResult
+from trainer.engine.step import Phases
 from trainer.engine.window import MicroBatch
 from trainer.errors import require
 from trainer.memory.monitor import FIRST_STEPS
@@ -77,13 +78,11 @@ class Profile(Phases, Listener):
     def end_step(self) -> None:
         self.monitor.end_step()
         self._enter(None)
+        self.profiler.step()
+        self._recording = self.profiler.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
     def on_fit_start(self, counters: Counters, total_steps: int) -> None:
         self.profiler.start()
-
-    def on_step(self, counters: Counters, result: StepResult) -> None:
-        self.profiler.step()
-        self._recording = self.profiler.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
     def on_fit_end(self, counters: Counters) -> None:
         self.close()
@@ -101,6 +100,7 @@ class Profile(Phases, Listener):
         self._range = record_function(RANGE + part).__enter__() if part is not None and self._recording else None
 
     def _write(self, found: profile) -> None:
+        began = time.perf_counter()
         try:
             with scratch_folder(self.trace) as folder, staged_file(self.trace) as part:
                 found.export_chrome_trace(plain := f"{folder}/trace.json")
@@ -109,7 +109,7 @@ class Profile(Phases, Listener):
             write_atomic(self.table, table)
         except OSError as error:  # must not hide an error that the run ends with
             warnings.warn(f"{self.trace} could not be written: {error}", stacklevel=2)
-        self.stopwatch.restart()
+        self.stopwatch.leave_out(time.perf_counter() - began)
 
     def _described(self, events: list[Any], averages: list[Any]) -> tuple[str, str]:
         """The shares in a line, and the whole text: shares of the time of all steps, and the longest operations."""

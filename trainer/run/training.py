@@ -98,6 +98,7 @@ class Training:
             self.recovery,
             self.checkpointer,
             self.best.is_over,
+            overlaps=not own,  # a listener of the recipe may look at weights, which FSDP gathers during a forward
         )
         resumption.restore(self.engine, state)
         self.checkpointer.begin_at(self.engine.counters.step)
