@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine.test_step import engine_of
 from helpers.memory_hog import Hungry
+from helpers.ranks import RankPool
 from helpers.resumed import TINY, FewDigits, assert_same_weights, losses, recipe, resume, saved
 from safetensors.torch import load_file
 
@@ -188,3 +189,27 @@ def test_a_listener_of_the_recipe_hears_of_a_step_before_the_next_begins(tmp_pat
     fit(recipe(tmp_path, model=model, listeners=[Own()], max_steps=3, memory={"micro_batch_size": 24}))
     assert heard.count("step") == 3
     assert all(two != ("step", "step") for two in zip(heard, heard[1:], strict=False))  # a forward lies between
+
+
+def _recovered(late: bool, phase: str, folder: str) -> list[Any]:
+    from run.test_recovery import run
+
+    stepping.ASYNCHRONOUS, before = LATE if late else (), stepping.ASYNCHRONOUS
+    try:
+        found = run({"phase": phase, "rank": 1, "most": 3, "after": 4}, {"strategy": "fsdp"}, folder)
+    finally:
+        stepping.ASYNCHRONOUS = before
+    weights = {name: value.tolist() for name, value in found["weights"].items()} if found else {}
+    return [weights, found["losses"], found["summary"]["recoveries"]] if found else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_all_ranks_take_a_step_again_after_one_that_is_counted(phase, tmp_path):
+    pool = RankPool(2)  # whose processes no other test has left a group in
+    try:
+        late, at_once = (pool.run(_recovered, late, phase, str(tmp_path / str(late)))[0] for late in (True, False))
+    finally:
+        pool.close()
+    assert late == at_once
+    assert late[2] == 2
