@@ -53,21 +53,31 @@ def placed(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
         yield text, place
 
 
-class Texts(Padded):
-    """What all text datasets share.
+@dataclass(kw_only=True)
+class _Columns(Padded):
+    """The settings of all text datasets with labels.
 
     Args:
         text_column: column of the texts.
         label_column: column of the labels: integers or strings.
-        pair_column: column of the second text of each row, where a sample is a pair of texts: two sentences, a question
-            and a passage; null where it is one text.
         max_length: tokens that a text is cut to.
         cache_dir: folder of the cache for tokens; by default that of the datasets library.
     """
 
-    text_column: str
-    label_column: str
-    cache_dir: str | None
+    text_column: str = "text"
+    label_column: str = "label"
+    max_length: int = 512
+    cache_dir: str | None = None
+
+
+class Texts(_Columns):
+    """What all text datasets share.
+
+    Args:
+        pair_column: column of the second text of each row, where a sample is a pair of texts: two sentences, a question
+            and a passage; null where it is one text.
+    """
+
     pair_column: str | None = None
 
     def __post_init__(self) -> None:
@@ -186,15 +196,6 @@ class IMDb(_Tokenised):
     """
 
     root: str = PUBLIC_IMDB
-    max_length: int = 512
-    val_fraction: float = 0.0
-    val_fold: int | None = None
-    text_column: str = "text"
-    label_column: str = "label"
-    cache_dir: str | None = None
-    workers: int = 0
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
 
     def require_files(self) -> None:
         """The folder, where ``root`` is no name of the hub."""
@@ -259,18 +260,9 @@ class TextFiles(_Tokenised):
     train_file: str
     val_file: str | None = None
     test_file: str | None = None
-    text_column: str = "text"
-    label_column: str = "label"
     pair_column: str | None = None
-    max_length: int = 512
-    val_fraction: float = 0.0
-    val_fold: int | None = None
     encoding: str | None = None
     separator: str | None = None
-    cache_dir: str | None = None
-    workers: int = 0
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -330,16 +322,7 @@ class HubText(_Tokenised):
     train_split: str = "train"
     val_split: str | None = None
     test_split: str | None = "test"
-    text_column: str = "text"
-    label_column: str = "label"
     pair_column: str | None = None
-    max_length: int = 512
-    val_fraction: float = 0.0
-    val_fold: int | None = None
-    cache_dir: str | None = None
-    workers: int = 0
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
 
     def require_files(self) -> None:
         """Refuse a folder that is not there."""
@@ -398,15 +381,8 @@ class StreamedText(Texts):
     train_files: str
     val_files: str | None = None
     test_files: str | None = None
-    text_column: str = "text"
-    label_column: str = "label"
     classes: list[str] | None = None
-    max_length: int = 512
     shuffle_buffer: int = 10_000
-    cache_dir: str | None = None
-    workers: int = 0
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
