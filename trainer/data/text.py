@@ -31,6 +31,7 @@ class Padded(BuiltIn):
     """What all datasets share that a tokenizer reads."""
 
     max_length: int
+    pair_column: str | None = None  # a setting of those that have pairs
 
     _pad: Any = None
 
@@ -54,12 +55,14 @@ def placed(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
 
 
 @dataclass(kw_only=True)
-class _Columns(Padded):
-    """The settings of all text datasets with labels.
+class Texts(Padded):
+    """What all text datasets with labels share.
 
     Args:
         text_column: column of the texts.
         label_column: column of the labels: integers or strings.
+        pair_column: column of the second text of each row, where a sample is a pair of texts: two sentences, a question
+            and a passage; null where it is one text.
         max_length: tokens that a text is cut to.
         cache_dir: folder of the cache for tokens; by default that of the datasets library.
     """
@@ -68,17 +71,6 @@ class _Columns(Padded):
     label_column: str = "label"
     max_length: int = 512
     cache_dir: str | None = None
-
-
-class Texts(_Columns):
-    """What all text datasets share.
-
-    Args:
-        pair_column: column of the second text of each row, where a sample is a pair of texts: two sentences, a question
-            and a passage; null where it is one text.
-    """
-
-    pair_column: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
