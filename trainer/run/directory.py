@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.export import save_model
 from trainer.checkpoint.folder import CheckpointFolder
-from trainer.checkpoint.manifest import MOST_BYTES
-from trainer.checkpoint.seal import sealed
+from trainer.checkpoint.manifest import MOST_BYTES, sealed
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share, share_of
 from trainer.errors import RunError, Stopped, require

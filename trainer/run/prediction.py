@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trainer.checkpoint.export import filled_as_saved, load_model
-from trainer.checkpoint.seal import require_sealed, require_sealed_text
+from trainer.checkpoint.manifest import require_sealed, require_sealed_text
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.recipe import Precision, Recipe
 from trainer.report.progress import Progress, warn
