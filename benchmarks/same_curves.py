@@ -20,6 +20,7 @@ from typing import Any
 from common import Record, table
 
 HERE = Path(__file__).parents[1]
+FAILPOINTS = Path(__file__).parent / "chaos" / "failpoints.py"
 STEPS = 8
 TIMES = ("samples_per_second", "tokens_per_second", "data_share", "mfu")
 """Columns of metrics.csv that no two runs have in common."""
@@ -61,7 +62,8 @@ def train(tree: Path, run_dir: Path, flags: list[str], cache: Path, killed: bool
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "trainer", "fit", *own]
     if killed:
-        done = _run(command, run_dir.parent, environment | {"TRAINER_FAILPOINT": "after rotation@2@0"})
+        failing = [sys.executable, str(FAILPOINTS), "fit", *own]
+        done = _run(failing, run_dir.parent, environment | {"TRAINER_FAILPOINT": "after rotation@2@0"})
         if done.returncode in (0, 2):
             raise SystemExit(
                 f"{tree}: the run that should have been killed ended with {done.returncode}:\n{done.stderr}"

@@ -15,7 +15,6 @@ with quick_imports():
     from torch import nn
 
     from trainer.checkpoint.export import filled_as_saved, load_model
-    from trainer.checkpoint.writer import require_failpoint
     from trainer.engine.deterministic import deterministic_algorithms
     from trainer.engine.forward import Forward
     from trainer.errors import require
@@ -108,7 +107,6 @@ def fit(recipe: Recipe, source: str | None = None) -> FinishedRun:
         OutOfMemory: when the device, or the host, has too little memory for it.
         Stopped: when it was asked to stop; everything is saved then.
     """
-    require_failpoint()
     if needs_processes(recipe):
         return FinishedRun(recipe, fit_beside(recipe))
     with training_session(recipe, source) as session, session.guarded(), ExitStack() as closing:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import signal
 import time
 
-from trainer.checkpoint.writer import NAMES, VARIABLE
 from trainer.errors import EXIT_REQUEUE
 
 from .compare import newest_step
+from .failpoints import NAMES, OF_EVERY_RANK, VARIABLE
 from .run import ForkedRun
 from .trial import STEPS, Trial
-
-OF_EVERY_RANK = ("before tensors", "after tensors", "after sign")
-"""Failpoints that not only rank 0 comes to."""
 
 SAVES = 6
 """Checkpoints of a run."""

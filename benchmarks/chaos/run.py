@@ -196,10 +196,13 @@ def _be_rank(arguments: list[str], environment: Mapping[str, str], samples: Path
     from trainer.cli import entry
     from trainer.run import directory as rundir
 
+    from . import failpoints
+
     os.environ.update(environment)
     tempfile.tempdir = None  # that of TMPDIR
     _prepare_torch()
     log_windows(samples)
+    failpoints.install()
     if not plots:
         rundir.plot_curves = rundir.plot_memory = lambda *args: None  # type: ignore[assignment]
     sys.argv = ["trainer", *arguments]

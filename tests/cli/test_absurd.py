@@ -84,11 +84,10 @@ def test_a_launcher_that_did_not_say_all_is_refused():
     assert (number("X", 3, {}), number("X", 3, {"X": "05"})) == (3, 5)
 
 
-@pytest.mark.parametrize(("name", "texts"), [("SUPERVISOR", ["x", "[]", '{"pid": 1}']), ("FAILPOINT", ["x", "a@x@0"])])
-def test_a_variable_of_ours_that_nobody_wrote_is_refused(monkeypatch, refused, tmp_path, name, texts):
-    for text in texts:
-        monkeypatch.setenv(f"TRAINER_{name}", text)
-        refused("fit", *QUICK, f"--run.dir={tmp_path / 'run'}", parts=[f"TRAINER_{name}={text!r}", "unset it"])
+@pytest.mark.parametrize("text", ["x", "[]", '{"pid": 1}'])
+def test_a_variable_of_ours_that_nobody_wrote_is_refused(monkeypatch, refused, tmp_path, text):
+    monkeypatch.setenv("TRAINER_SUPERVISOR", text)
+    refused("fit", *QUICK, f"--run.dir={tmp_path / 'run'}", parts=[f"TRAINER_SUPERVISOR={text!r}", "unset it"])
 
 
 ABSURD = [str(10**12), "-1", "0", "nan", "inf", "1e308", "1e-320", "9" * 400, "1" * 5000]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.seal import sealed
+from trainer.checkpoint.manifest import sealed
 from trainer.cli import run
 from trainer.commands import list_runs
 

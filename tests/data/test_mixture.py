@@ -143,7 +143,7 @@ def test_what_does_not_go_together_is_refused_by_part(drawn):
         ([], r"data\.parts=\[\]: give a dataset and its weight for each part, or \[CLASS"),
         ([first], r"part 1 is CIFAR10.*: give a dataset and its weight"),
         ([["Digts", 1.0]], r"part 1: there is no dataset Digts; there are CIFAR10, .*Digits"),
-        ([["Digits", {"rot": "x"}, 1.0]], r"part 1: Digits has no setting rot; it has sampling, augment"),
+        ([["Digits", {"rot": "x"}, 1.0]], r"part 1: Digits has no setting rot; it has .*sampling, .*augment"),
         ([["ImageFolder", 1.0]], r"part 1: ImageFolder needs the setting root: add it"),
         ([["Digits", [1], 1.0]], r"part 1: \[1\] must be a mapping of settings of Digits"),
         ([["ImageFolder", {"root": 5}, 1.0]], r"part 1: ImageFolder\.root=5 must be a text"),

@@ -12,7 +12,7 @@ import pytest
 from helpers.page import BROWSER, Nesting, answered
 
 from trainer.report.mistakes import Mistake, write_mistakes
-from trainer.report.page import MOST_ERRORS, write_report
+from trainer.report.page import MAX_ERRORS, write_report
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="neither chromium nor google-chrome is installed")
 EVIL = "my</script><script>document.title='run'</script>&amp;<img src=x onerror=\"document.title='run'\">"
@@ -49,9 +49,9 @@ def test_a_page_is_well_formed_stands_alone_and_holds_what_the_files_hold(tmp_pa
     assert base64.b64decode(picture) == (tmp_path / "my run" / "confusion.png").read_bytes()
     for text in ("finished · test accuracy 87.50 %", "1.00 GB reserved", "1,200", "c0ffee", "TextFiles", "2.11"):
         assert text in page
-    assert "trainer fit &#x27;" in page  # its folder has a blank
-    assert "recipe.yaml&#x27; --trust-recipe" in page
-    assert (page.count("<tr><td>test</td>"), "10 more in errors.csv" in page) == (MOST_ERRORS, True)
+    assert "trainer fit &#39;" in page  # its folder has a blank
+    assert "recipe.yaml&#39; --trust-recipe" in page
+    assert (page.count("<tr><td>test</td>"), "10 more in errors.csv" in page) == (MAX_ERRORS, True)
     assert SECRET not in page
     assert "sha256" not in page
     assert "timm" not in page
@@ -81,4 +81,4 @@ def test_a_browser_shows_the_picture_and_runs_nothing(tmp_path):
     assert (wide, high) == (1200, 1000)
     assert verdict == "finished · test accuracy 87.50 %"
     assert (title, scripts) == ("Run run", 1)  # the one of this test
-    assert rows > MOST_ERRORS
+    assert rows > MAX_ERRORS

@@ -170,7 +170,7 @@ def test_a_plan_of_an_earlier_launch_is_not_taken(tmp_path, monkeypatch) -> None
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert len(set(places)) == 4
     assert _through_file(places[2], dict) == {"began": 2, "attempt": "0"}
-    monkeypatch.setattr("trainer.run.forecast.MOST_SECONDS", 0.3)
+    monkeypatch.setattr("trainer.run.forecast.MAX_SECONDS", 0.3)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     with pytest.raises(RunError, match="decided on no plan"):
         _awaited(_meeting_place())

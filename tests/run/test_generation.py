@@ -7,7 +7,7 @@ import torch
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from trainer import RecipeError
-from trainer.run.generation import Drawn, require_room, write
+from trainer.run.generation import require_room, write
 from trainer.weights.blocks import switch_cache_off
 
 TEXTS = ["def main(", "x", "import torch\nimport os"]
@@ -61,16 +61,16 @@ def test_the_likeliest_tokens_are_written_whatever_the_batch_and_no_cache_is_lef
 
 
 def test_a_draw_depends_on_the_place_and_the_seed_and_not_on_the_batch(module, tokenizer):
-    drawn = Drawn(temperature=0.9, top_p=0.95, seed=3)
-    together = write(module, tokenizer, batch_of(tokenizer, TEXTS), [0, 1, 2], NEW, drawn)
+    drawn = 0.9, 0.95, 3  # temperature, top_p, seed
+    together = write(module, tokenizer, batch_of(tokenizer, TEXTS), [0, 1, 2], NEW, *drawn)
     alone = [
-        write(module, tokenizer, batch_of(tokenizer, [text]), [at], NEW, drawn)[0] for at, text in enumerate(TEXTS)
+        write(module, tokenizer, batch_of(tokenizer, [text]), [at], NEW, *drawn)[0] for at, text in enumerate(TEXTS)
     ]
     assert alone == together
     same = batch_of(tokenizer, TEXTS[:1] * 2)
-    first, second = write(module, tokenizer, same, [0, 1], NEW, drawn)
+    first, second = write(module, tokenizer, same, [0, 1], NEW, *drawn)
     assert first == together[0] != second
-    assert write(module, tokenizer, same, [0, 1], NEW, drawn._replace(seed=4)) != [first, second]
+    assert write(module, tokenizer, same, [0, 1], NEW, *drawn[:2], 4) != [first, second]
 
 
 def test_draws_have_the_models_probabilities(module, tokenizer):
@@ -78,7 +78,7 @@ def test_draws_have_the_models_probabilities(module, tokenizer):
     with torch.no_grad():
         wanted = (module(batch["input_ids"][:, :1]).logits[0, -1] / temperature).softmax(-1)
     many = {name: tensor.expand(count, -1) for name, tensor in batch.items()}
-    found = write(module, tokenizer, many, range(count), 1, Drawn(temperature=temperature))
+    found = write(module, tokenizer, many, range(count), 1, temperature)
     best = int(wanted[3:].argmax()) + 3
     share, expected = found.count(tokenizer.decode([best])) / count, float(wanted[best])
     assert 0.02 < expected < 0.98

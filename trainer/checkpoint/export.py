@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.checkpoint.manifest import MOST_BYTES
-from trainer.checkpoint.seal import seal_folder
+from trainer.checkpoint.manifest import MOST_BYTES, seal_folder
 from trainer.errors import require
 from trainer.system.files import errno_of, read_object, staged_file, write_atomic
 from trainer.system.redact import redact_value

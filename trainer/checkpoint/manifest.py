@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it is of, and the size and hash of every file. It is written last."""
+"""The manifest of a checkpoint, written last: what it is of, and the hash of every file; and hashes of the results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import RunError
-from trainer.system.files import hash_file, read_regular
+from trainer.system.files import hash_file, read_regular, write_atomic
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -186,8 +186,84 @@ def fault_of(folder: Path, share: int = 0, shares: int = 1) -> CorruptCheckpoint
 
 def verify_files(folder: Path, manifest: Manifest, names: Sequence[str] | None = None) -> None:
     """Check the hashes of the files ``names`` (by default of all); an error names the first that is not as saved."""
+    problem = f"is corrupt: it does not have the hash that {MANIFEST} states"
     for name in manifest.files if names is None else names:
-        with reading(folder / name):
-            found = hash_file(folder / name)
-        if found != manifest.files[name]["sha256"]:
-            raise CorruptCheckpoint(f"{folder / name} is corrupt: it does not have the hash that {MANIFEST} states")
+        _require_hash(folder / name, manifest.files[name]["sha256"], problem)
+
+
+def _require_hash(path: Path, stated: str, problem: str, hint: str = "") -> None:
+    with reading(path, hint):
+        found = hash_file(path)
+    if found != stated:
+        raise CorruptCheckpoint(f"{path} {problem}")
+
+
+# The results of a run: hashes that lie beside the model, and in the last line of recipe.yaml. They find accidents. A
+# folder or recipe without them is of an earlier version, or a person has removed them to change it on purpose.
+
+FILES = "files.json"
+"""In a folder, beside the files: bytes and sha256 of each."""
+
+LINE = "# sha256 of the lines above: "
+"""The last line of a text."""
+
+UNCHECKED = "an earlier version wrote it, or a person has changed it; it is not checked"
+
+
+def seal_folder(folder: Path) -> None:
+    """Write the sizes and hashes of all files in ``folder`` and below."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILES)
+    files = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": hash_file(path)} for path in paths}
+    write_atomic(folder / FILES, _content(files))
+
+
+def require_sealed(folder: Path) -> str | None:
+    """Check every file that :func:`seal_folder` saw; what a person has put beside them is left alone.
+
+    Returns why nothing could be checked, if so.
+
+    Raises:
+        CorruptCheckpoint: naming the file that is missing or changed, and what to do.
+    """
+    stated = folder / FILES
+    if not stated.exists():
+        return f"{folder} has no {FILES}: {UNCHECKED}"
+    go_on = f"copy it again, or remove {stated} if it was changed on purpose"
+    with reading(stated):
+        written = read_regular(stated, MOST_BYTES)
+    try:
+        files = json.loads(written)["files"]
+        is_whole = _content(files).encode() == written
+    except (ValueError, LookupError, TypeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise CorruptCheckpoint(f"{stated} is not what the run has written: {go_on}")
+    for name, entry in files.items():
+        _require_hash(folder / name, entry["sha256"], f"is not what the run has written: {go_on}", f": {go_on}")
+    return None
+
+
+def sealed(text: str) -> str:
+    """``text`` with its hash as a last line, a comment."""
+    return f"{text}{LINE}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def require_sealed_text(path: Path) -> str | None:
+    """Check a file that holds a :func:`sealed` text, as :func:`require_sealed` does a folder."""
+    with reading(path):
+        text = read_regular(path, MOST_BYTES).decode(errors="replace")
+    above, line, _ = text.rpartition(LINE)
+    if not line:
+        return f"{path} has no hash: {UNCHECKED}"
+    if sealed(above) != text:
+        raise CorruptCheckpoint(
+            f"{path} is not what the run has written: undo the change and give flags instead, or remove its last line, "
+            "the hash, if it was changed on purpose"
+        )
+    return None
+
+
+def _content(files: dict[str, Any]) -> str:
+    """With a hash of its own, as a manifest has one."""
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": files, "digest": digest}, indent=1, ensure_ascii=True) + "\n"

@@ -10,12 +10,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
-import re
-import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +21,7 @@ from typing import Any
 from trainer.checkpoint.folder import CheckpointFolder, Score, missing_space, no_space
 from trainer.checkpoint.manifest import MANIFEST, STATE, Manifest
 from trainer.checkpoint.parts import Part, describe_parts, write_parts
-from trainer.errors import RunError, require
+from trainer.errors import RunError
 from trainer.system.files import read_regular, remove, write_atomic
 from trainer.system.redact import redact
 
@@ -86,13 +82,10 @@ class Writer:
 
     def _write_own(self, staging: Path, snapshot: Snapshot) -> None:
         name = sign_of(self.rank, "safetensors")
-        failpoint("before tensors")
         entry = write_parts(staging / name, snapshot.parts, self.on_progress)
-        failpoint("after tensors")
         content = {**snapshot.own, "file": {name: entry}, "tensors": describe_parts(name, snapshot.parts)}
         # As soon as the last sign is there, the first rank may give the folder, which it syncs itself, its name.
         write_atomic(staging / sign_of(self.rank), json.dumps(content), sync_folder=False)
-        failpoint("after sign")
 
     def _complete(self, staging: Path, snapshot: Snapshot) -> None:
         files: dict[str, Any] = {}
@@ -103,18 +96,14 @@ class Writer:
         for name, content in ((STATE, json.dumps(snapshot.common).encode()), (HISTORY, snapshot.history)):
             write_atomic(staging / name, content)
             files[name] = _entry(content)
-        failpoint("before manifest")
         write_atomic(staging / MANIFEST, snapshot.manifest(files).to_json())
-        failpoint("before name")
         self.folder.commit(staging, snapshot.step)
-        failpoint("after name")
         try:  # what is left of older ones is told, and no reason to end a training whose state is saved
             problems = self.folder.rotate(self.keep_last, self.keep_best, self.score)
         except OSError as error:
             problems = [f"{error.filename or self.folder.path} could not be looked through: {error.strerror}"]
         for problem in problems:
             self.warn(problem)
-        failpoint("after rotation")
 
     def _wait_for(self, staging: Path, rank: int) -> bytes:
         """The sign of ``rank``, as soon as it is there."""
@@ -201,34 +190,3 @@ def sign_of(rank: int, ending: str = "json") -> str:
 
 def _entry(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-# Places in the writing of a checkpoint where a test lets the process be killed: "before name@3@1" in the variable kills
-# rank 1 the third time that it comes to that place. A run that is started with one that names no place is refused.
-
-VARIABLE = "TRAINER_FAILPOINT"
-NAMES: tuple[str, ...] = ("before tensors", "after tensors", "after sign")
-NAMES += ("before manifest", "before name", "after name", "after rotation")
-_PASSED: Counter[str] = Counter()
-
-
-def require_failpoint() -> None:
-    """Refuse a variable that says nothing of the kind, before a save would end with it."""
-    wanted = os.environ.get(VARIABLE)
-    require(
-        wanted is None or re.fullmatch(rf"({'|'.join(NAMES)})@\d{{1,9}}@\d{{1,9}}", wanted) is not None,
-        f"{VARIABLE}={wanted!r} in the environment is for tests that kill a run as it saves, and names no place of "
-        "trainer/checkpoint/writer.py: unset it",
-    )
-
-
-def failpoint(name: str) -> None:
-    """Kill this process, if the variable says so."""
-    wanted = os.environ.get(VARIABLE)
-    if wanted is None:
-        return
-    place, time, rank = wanted.split("@")
-    if place == name and rank == (os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"):
-        _PASSED[name] += 1
-        if _PASSED[name] == int(time):
-            os.kill(os.getpid(), signal.SIGKILL)

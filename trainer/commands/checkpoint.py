@@ -15,8 +15,9 @@ from trainer.checkpoint.manifest import (
     fault_of,
     folder_name,
     read_manifest,
+    require_sealed,
+    require_sealed_text,
 )
-from trainer.checkpoint.seal import require_sealed, require_sealed_text
 from trainer.commands import TRUST, OwnFlags
 from trainer.errors import require
 from trainer.system.files import read_object

@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.manifest import CorruptCheckpoint
-from trainer.checkpoint.seal import require_sealed_text
+from trainer.checkpoint.manifest import CorruptCheckpoint, require_sealed_text
 from trainer.errors import RecipeError, require
 from trainer.settings import did_you_mean
 from trainer.system.files import open_regular, read_object

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 import os
 import shlex
@@ -253,11 +252,4 @@ def write_page(path: Path, content: Mapping[str, Any], timeline: Mapping[str, An
     from trainer.report.plots import CATEGORIES
 
     curve = None if timeline is None else {**timeline, "categories": CATEGORIES}
-    parts = {"title": html.escape(str(content["recipe"])), "plan": _embedded(content), "curve": _embedded(curve)}
-    page.write_page(path, PAGE, parts)
-
-
-def _embedded(value: Any) -> str:
-    """JSON that HTML cannot take for the end of a script, whatever somebody has called something."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    page.write_page(path, PAGE, title=content["recipe"], plan=content, curve=curve)

@@ -51,18 +51,6 @@ EXPORT_FLAGS = OwnFlags(
     {"public": "make the repository a public one; it is private by default"},
     about="Write the trained model of a run for others, and check that what was written gives its outputs.",
 )
-HOW = (
-    "output",
-    "top-k",
-    "column",
-    "batch-size",
-    "device",
-    "precision",
-    "probabilities",
-    "max-new-tokens",
-    "temperature",
-    "top-p",
-)
 
 
 def fit(argv: list[str]) -> None:
@@ -113,7 +101,8 @@ def predict(argv: list[str]) -> None:
     """Classify texts, images, folders or tables with the trained model of a run directory."""
     if asked := asked_for("predict", "RUN_DIR", argv, PREDICT_FLAGS, named=_recipe_of):
         texts, images, paths = inputs(asked.flags)
-        chosen = [(name.replace("-", "_"), text) for name, text in asked.flags if name in HOW]
+        options = {*PREDICT_FLAGS.valued, *PREDICT_FLAGS.switches} - {*PREDICT_FLAGS.several}
+        chosen = [(name.replace("-", "_"), text) for name, text in asked.flags if name in options]
         given: dict[str, Any] = {name: True if text is None else text for name, text in chosen}
         counts = ("top_k", "batch_size", "max_new_tokens")
         given |= {key: count(key.replace("_", "-"), given[key]) for key in counts if key in given}

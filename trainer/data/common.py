@@ -20,16 +20,28 @@ if TYPE_CHECKING:
     from numpy.random import RandomState
 
 
-class BuiltIn(Data):
+@dataclass(kw_only=True)
+class Loading(Data):
+    """The settings of how samples are loaded.
+
+    Args:
+        workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
+        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
+        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
+    """
+
+    workers: int | None = 0
+    worker_timeout: float = 300.0
+    max_bad_samples: int = 0
+
+
+class BuiltIn(Loading):
     """What the datasets of this package share. A setting that one of them does not explain is explained here.
 
     Args:
         val_fraction: share of the training samples held out for validation; always the same samples.
         val_fold: which part of that size is held out, from 0, where the training samples are cut in such parts, for
             cross-validation; val_fraction is then 1/2, 1/3, ... Null holds out one that overlaps with them all.
-        workers: processes that load data; 0 loads in the main process.
-        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
-        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
     tasks: ClassVar[Sequence[Task]] = ("single_label",)
@@ -71,7 +83,7 @@ class BuiltIn(Data):
 
 @dataclass(kw_only=True)
 class Sampled(BuiltIn):
-    """A dataset that may draw its training samples by their class.
+    """A dataset with labels, which may draw its training samples by their class, and hold out some of them.
 
     Args:
         sampling: uniform has each training sample once an epoch. balanced draws with replacement, all classes equally
@@ -80,6 +92,8 @@ class Sampled(BuiltIn):
     """
 
     sampling: Literal["uniform", "balanced"] | dict[str, float] = "uniform"
+    val_fraction: float = 0.0
+    val_fold: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

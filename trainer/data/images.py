@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from zipfile import BadZipFile, ZipFile
@@ -182,11 +182,6 @@ class Digits(_Images):
 
     image_size: int = 8
     test_fraction: float = 0.2
-    val_fraction: float = 0.0
-    val_fold: int | None = None
-    workers: int = 0
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
 
     _statistics = (0.3053,), (0.3760,)
     _mode = "L"
@@ -217,12 +212,8 @@ class _Downloaded(_Images):
     root: str = "data"
     download: bool = True
     image_size: int = 32
-    val_fraction: float = 0.0
-    val_fold: int | None = None
     normalize: Normalize = "imagenet"
-    workers: int | None = None
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
+    workers: int | None = field(default=None, kw_only=True)
 
     _place: ClassVar[str]  # of the files in ``root``
     _counts: ClassVar[tuple[int, int]]  # samples of train and test
@@ -339,13 +330,9 @@ class ImageFolder(_Images):
 
     root: str
     image_size: int | None = None
-    val_fraction: float = 0.0
-    val_fold: int | None = None
     normalize: Normalize = "model"
     cache_dir: str | None = None
-    workers: int | None = None
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
+    workers: int | None = field(default=None, kw_only=True)
 
     def require_files(self) -> None:
         """Refuse a root without folders of classes."""

@@ -74,9 +74,6 @@ class LanguageData(Padded):
     encoding: str | None = None
     separator: str | None = None
     cache_dir: str | None = None
-    workers: int = 0
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
 
     belonging: ClassVar[Mapping[str, Sequence[str]]] = {
         "train_files": ("name", *_OF_HUB, "val_files", "test_files"),

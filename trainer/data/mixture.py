@@ -6,11 +6,12 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import accumulate, chain
 from typing import Any, cast
 
 from trainer.contract import Data
+from trainer.data.common import Loading
 from trainer.data.images import CIFAR10, Digits, FashionMNIST, ImageFolder
 from trainer.data.language import Conversations, Documents
 from trainer.data.text import HubText, IMDb, TextFiles
@@ -30,7 +31,7 @@ GIVE = "give a dataset and its weight for each part, or [CLASS, {its settings}, 
 
 
 @dataclass
-class Mixture(Data):
+class Mixture(Loading):
     """Datasets with weights: ``Mixture([(photos, 0.7), (drawings, 0.3)])``.
 
     A place of an epoch is drawn of a dataset by its weight, whatever its size, and there of all its training samples,
@@ -41,15 +42,10 @@ class Mixture(Data):
         parts: pairs of a dataset and a weight above 0, or, for YAML and flags, [[ImageFolder, {root: photos}, 0.7],
             ...]. The weights need not sum to 1. All have the same classes, and samples of one size; the settings of
             loading below hold for all of them.
-        workers: processes that load data; 0 loads in the main process, null is up to 4 a rank on a GPU, and else 0.
-        worker_timeout: seconds that a micro-batch may take a worker, before it counts as hung and ends the run.
-        max_bad_samples: samples that may be left out, over all ranks, because they cannot be loaded.
     """
 
     parts: list[Any]
-    workers: int | None = None
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
+    workers: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         require(isinstance(self.parts, list | tuple) and len(self.parts) > 0, f"data.parts={self.parts!r}: {GIVE}")

@@ -31,6 +31,7 @@ class Padded(BuiltIn):
     """What all datasets share that a tokenizer reads."""
 
     max_length: int
+    pair_column: str | None = None  # a setting of those that have pairs
 
     _pad: Any = None
 
@@ -53,8 +54,9 @@ def placed(texts: Sequence[Any]) -> Iterator[tuple[Any, str]]:
         yield text, place
 
 
+@dataclass(kw_only=True)
 class Texts(Padded):
-    """What all text datasets share.
+    """What all text datasets with labels share.
 
     Args:
         text_column: column of the texts.
@@ -65,10 +67,10 @@ class Texts(Padded):
         cache_dir: folder of the cache for tokens; by default that of the datasets library.
     """
 
-    text_column: str
-    label_column: str
-    cache_dir: str | None
-    pair_column: str | None = None
+    text_column: str = "text"
+    label_column: str = "label"
+    max_length: int = 512
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,15 +188,6 @@ class IMDb(_Tokenised):
     """
 
     root: str = PUBLIC_IMDB
-    max_length: int = 512
-    val_fraction: float = 0.0
-    val_fold: int | None = None
-    text_column: str = "text"
-    label_column: str = "label"
-    cache_dir: str | None = None
-    workers: int = 0
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
 
     def require_files(self) -> None:
         """The folder, where ``root`` is no name of the hub."""
@@ -259,18 +252,9 @@ class TextFiles(_Tokenised):
     train_file: str
     val_file: str | None = None
     test_file: str | None = None
-    text_column: str = "text"
-    label_column: str = "label"
     pair_column: str | None = None
-    max_length: int = 512
-    val_fraction: float = 0.0
-    val_fold: int | None = None
     encoding: str | None = None
     separator: str | None = None
-    cache_dir: str | None = None
-    workers: int = 0
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -330,16 +314,7 @@ class HubText(_Tokenised):
     train_split: str = "train"
     val_split: str | None = None
     test_split: str | None = "test"
-    text_column: str = "text"
-    label_column: str = "label"
     pair_column: str | None = None
-    max_length: int = 512
-    val_fraction: float = 0.0
-    val_fold: int | None = None
-    cache_dir: str | None = None
-    workers: int = 0
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
 
     def require_files(self) -> None:
         """Refuse a folder that is not there."""
@@ -398,15 +373,8 @@ class StreamedText(Texts):
     train_files: str
     val_files: str | None = None
     test_files: str | None = None
-    text_column: str = "text"
-    label_column: str = "label"
     classes: list[str] | None = None
-    max_length: int = 512
     shuffle_buffer: int = 10_000
-    cache_dir: str | None = None
-    workers: int = 0
-    worker_timeout: float = 300.0
-    max_bad_samples: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

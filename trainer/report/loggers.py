@@ -12,39 +12,20 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.fabric.loggers.logger import Logger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from trainer.errors import RecipeError
+from trainer.recipe import Run
 from trainer.report.summary import Speed
 from trainer.system.files import naming, open_own
 from trainer.system.redact import redact, redact_words
 
 TRAINING_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", *Speed._fields)
 SECONDS_BETWEEN_WRITES = 3.0
-
-
-class Tracking(NamedTuple):
-    """Where and under which name Weights & Biases and MLflow keep a run.
-
-    Args:
-        run: which run it is, the same when it is resumed: it then goes on where it was.
-        project: of Weights & Biases, and the experiment of MLflow.
-        entity: of Weights & Biases.
-        tags: of the run.
-        uri: of MLflow.
-    """
-
-    run: str | None = None
-    project: str = "trainer"
-    entity: str | None = None
-    tags: Sequence[str] = ()
-    uri: str | None = None
-
-
-UNTRACKED = Tracking()
+NO_SETTINGS = Run()
 
 
 def make_loggers(
@@ -54,13 +35,14 @@ def make_loggers(
     extra_columns: Sequence[str] = (),  # of metrics.csv
     figures: Sequence[str] = ("accuracy",),  # of an evaluation, besides the loss
     resumed_at: int = 0,  # the step that the run goes on from; TensorBoard hides what was logged after it before
-    tracking: Tracking = UNTRACKED,
+    settings: Run = NO_SETTINGS,  # project, entity, tags and tracking_uri
+    run_id: str | None = None,  # the same when a run is resumed: Weights & Biases and MLflow then go on where it was
 ) -> list[Logger]:
     """The loggers of a run, for ``Fabric(loggers=...)``; only the first rank writes."""
     make: dict[str, Callable[..., Logger]] = {
         "tensorboard": partial(_tensorboard, resumed_at),
-        "wandb": partial(_wandb, tracking),
-        "mlflow": partial(_mlflow, tracking),
+        "wandb": partial(_wandb, settings, run_id),
+        "mlflow": partial(_mlflow, settings, run_id),
     }
     others = [make[name](run_dir, config) for name in dict.fromkeys(names) if name != "csv"]
     return [CSVMetrics(run_dir / "metrics.csv", extra_columns, figures), *others]
@@ -179,7 +161,7 @@ def _tensorboard(resumed_at: int, run_dir: Path, config: Mapping[str, Any]) -> L
     return logger
 
 
-def _wandb(tracking: Tracking, run_dir: Path, config: Mapping[str, Any]) -> Logger:
+def _wandb(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, Any]) -> Logger:
     require_loggers(["wandb"])
     from lightning.pytorch.loggers import WandbLogger
     from wandb import Settings
@@ -187,11 +169,11 @@ def _wandb(tracking: Tracking, run_dir: Path, config: Mapping[str, Any]) -> Logg
 
     # Its description of the machine has the command line in it.
     settings = Settings(x_disable_meta=redact_words(sys.argv) != sys.argv)
-    where: dict[str, Any] = {"project": tracking.project, "name": run_dir.name, "save_dir": run_dir}
+    where: dict[str, Any] = {"project": run.project, "name": run_dir.name, "save_dir": run_dir}
     who: dict[str, Any] = {
-        "entity": tracking.entity,
-        "tags": list(tracking.tags) or None,
-        "id": tracking.run,
+        "entity": run.entity,
+        "tags": list(run.tags) or None,
+        "id": run_id,
         "resume": "allow",
     }
     try:
@@ -202,25 +184,25 @@ def _wandb(tracking: Tracking, run_dir: Path, config: Mapping[str, Any]) -> Logg
     return logger
 
 
-RUN = "trainer.run"  # the tag that identifies a run to resume: MLflow has run ids of its own
+RUN_TAG = "trainer.run"  # the tag that identifies a run to resume: MLflow has run ids of its own
 
 
-def _mlflow(tracking: Tracking, run_dir: Path, config: Mapping[str, Any]) -> Logger:
+def _mlflow(run: Run, run_id: str | None, run_dir: Path, config: Mapping[str, Any]) -> Logger:
     require_loggers(["mlflow"])
     from lightning.pytorch.loggers import MLFlowLogger
     from mlflow.exceptions import MlflowException
 
-    uri = tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir / 'mlflow.db'}"
-    tags = {RUN: tracking.run or "", **({"tags": ", ".join(tracking.tags)} if tracking.tags else {})}
-    where: dict[str, Any] = {"experiment_name": tracking.project, "tracking_uri": uri}
+    uri = run.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir / 'mlflow.db'}"
+    tags = {RUN_TAG: run_id or "", **({"tags": ", ".join(run.tags)} if run.tags else {})}
+    where: dict[str, Any] = {"experiment_name": run.project, "tracking_uri": uri}
     try:
         logger = MLFlowLogger(**where, run_name=run_dir.name, tags=tags)
-        known = logger._mlflow_client.get_experiment_by_name(tracking.project)
+        known = logger._mlflow_client.get_experiment_by_name(run.project)
         before = (
             known
-            and tracking.run
+            and run_id
             and logger._mlflow_client.search_runs(
-                [known.experiment_id], filter_string=f"tags.`{RUN}` = '{tracking.run}'", max_results=1
+                [known.experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1
             )
         )
         if before:

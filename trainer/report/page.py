@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import csv
-import html
 import shlex
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
-from string import Template
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from trainer.system.files import write_atomic
 from trainer.system.redact import redact
@@ -17,8 +19,7 @@ from trainer.system.text import escaped
 
 FOLDER = Path(__file__).parent
 STYLE, REPORT = FOLDER / "style.css", FOLDER / "report.html"
-LINES = "\n"
-MOST_ERRORS = 50  # mistakes on the page; errors.csv has all of them
+MAX_ERRORS = 50  # mistakes on the page; errors.csv has all of them
 
 PICTURES = {
     "curves.png": "Loss, figures of the evaluations, and learning rate over steps",
@@ -27,10 +28,23 @@ PICTURES = {
 }
 
 
-def write_page(path: Path, template: Path, parts: Mapping[str, str]) -> None:
-    """Write a page from a template in which ``$style`` is the one style, and ``parts`` are HTML already."""
-    style = STYLE.read_text(encoding="utf-8").rstrip()
-    write_atomic(path, Template(template.read_text(encoding="utf-8")).substitute(parts, style=style))
+def write_page(path: Path, template: Path, **values: Any) -> None:
+    """Write the page that a Jinja ``template`` makes of ``values``.
+
+    Secrets, HTML and control characters in values are made harmless. The filter ``lines`` keeps line breaks, and
+    ``style`` is the common style sheet.
+    """
+    jinja = Environment(autoescape=True, finalize=_as_html, undefined=StrictUndefined)
+    jinja.trim_blocks = jinja.lstrip_blocks = jinja.keep_trailing_newline = True
+    jinja.filters["lines"] = lambda text: _as_html(text, keep="\n")
+    jinja.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    style = Markup(STYLE.read_text(encoding="utf-8").rstrip())
+    write_atomic(path, jinja.from_string(template.read_text(encoding="utf-8")).render(values, style=style))
+
+
+def _as_html(value: object, keep: str = "") -> Markup:
+    """A value as HTML, without secrets, and without control characters except ``keep``; Markup is returned as it is."""
+    return value if isinstance(value, Markup) else Markup.escape(escaped(redact(str(value)), keep))
 
 
 def write_report(
@@ -45,59 +59,34 @@ def write_report(
     Pictures, mistakes and settings are those in ``run_dir``; what is not there is left out. ``facts`` are labels and
     texts, the status and the main metric first; ``plan`` is how the batch was cut, and what saved memory.
     """
-    stored = run_dir / "recipe.yaml"
-    recipe = stored.read_text(encoding="utf-8").partition("\n# sha256")[0] if stored.exists() else ""
-    trust = " --trust-recipe" if recipe.startswith("recipe: ") and recipe.partition("\n")[0].endswith(".py") else ""
-    again = f"trainer fit {shlex.quote(str(stored))}{trust}"
-    known = [(name, f"{value:,}" if type(value) is int else value) for name, value in data.items() if value is not None]
-    settings = _text(recipe, keep=LINES)
-    sections = [
-        ("Figures", _facts([("plan", plan), *facts])),
-        *((title, _picture(run_dir / name)) for name, title in PICTURES.items()),
-        ("Classes", _preformatted(run_dir / "classification_report.txt")),
-        ("What it was surest of, and wrong", _errors(run_dir / "errors.csv")),
-        ("Do it again", f"<pre><code>{_text(again)}</code></pre>" if recipe else ""),
-        ("Data", _facts(known)),
-        ("Settings", f"<details><summary>recipe.yaml</summary><pre>{settings}</pre></details>" if recipe else ""),
-        ("Versions", _facts([(name, version) for name, version in versions.items() if version])),
-    ]
-    body = "\n".join(f"<h2>{title}</h2>\n{content}" for title, content in sections if content)
     (_, status), *rest = facts
-    verdict = f"{status}" + (f" · {rest[0][0]} {rest[0][1]}" if rest else "")
-    sign = "yes" if status == "finished" else "no"
-    about = _text(f"{run_dir}")
-    parts = {"title": _text(run_dir.name), "about": about, "verdict": _text(verdict), "sign": sign, "body": body}
-    write_page(run_dir / "report.html", REPORT, parts)
+    stored = run_dir / "recipe.yaml"
+    recipe = _text_in(stored).partition("\n# sha256")[0]
+    trust = " --trust-recipe" if recipe.startswith("recipe: ") and recipe.partition("\n")[0].endswith(".py") else ""
+    columns, *mistakes = csv.reader(StringIO(_text_in(run_dir / "errors.csv") or "\n"))
+    known = [(name, f"{value:,}" if type(value) is int else value) for name, value in data.items() if value is not None]
+    write_page(
+        run_dir / "report.html",
+        REPORT,
+        run_dir=run_dir,
+        status=status,
+        verdict=status + (f" · {rest[0][0]} {rest[0][1]}" if rest else ""),
+        facts=[("plan", plan), *facts],
+        pictures=[(title, name, _base64(run_dir / name)) for name, title in PICTURES.items()],
+        classes=_text_in(run_dir / "classification_report.txt").strip(),
+        columns=[name.replace("_", " ") for name in columns],
+        mistakes=mistakes[:MAX_ERRORS],
+        more=len(mistakes) - MAX_ERRORS,
+        command=f"trainer fit {shlex.quote(str(stored))}{trust}",
+        recipe=recipe,
+        data=known,
+        versions=[(name, version) for name, version in versions.items() if version],
+    )
 
 
-def _text(text: object, keep: str = "") -> str:
-    """A text as HTML: without secrets, and nothing in it steers the page."""
-    return html.escape(escaped(redact(str(text)), keep))
+def _base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode() if path.exists() else ""
 
 
-def _facts(rows: Sequence[tuple[str, Any]]) -> str:
-    lines = [f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows]
-    return f'<table class="facts">{"".join(lines)}</table>' if rows else ""
-
-
-def _picture(path: Path) -> str:
-    if not path.exists():
-        return ""
-    content = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="{_text(path.name)}" src="data:image/png;base64,{content}">'
-
-
-def _preformatted(path: Path) -> str:
-    return f"<pre>{_text(path.read_text(encoding='utf-8').strip(), LINES)}</pre>" if path.exists() else ""
-
-
-def _errors(path: Path) -> str:
-    if not path.exists():
-        return ""
-    with open(path, newline="", encoding="utf-8") as file:
-        header, *rows = csv.reader(file)
-    heads = "".join(f"<th>{_text(name.replace('_', ' '))}</th>" for name in header)
-    lines = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows[:MOST_ERRORS]]
-    more = f'<p class="dim">{len(rows) - MOST_ERRORS} more in errors.csv</p>' if len(rows) > MOST_ERRORS else ""
-    table = f'<div class="table"><table><tr>{heads}</tr>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
-    return f"{table}{more}" if rows else "<p>no mistakes</p>"
+def _text_in(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""

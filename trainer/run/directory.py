@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.export import save_model
 from trainer.checkpoint.folder import CheckpointFolder
-from trainer.checkpoint.manifest import MOST_BYTES
-from trainer.checkpoint.seal import sealed
+from trainer.checkpoint.manifest import MOST_BYTES, sealed
 from trainer.engine.loop import count_steps
 from trainer.engine.window import Windows, padding_share, share_of
 from trainer.errors import RunError, Stopped, require
@@ -29,7 +28,7 @@ from trainer.memory.plan import Plan, idle_ranks, plan_warnings
 from trainer.memory.stack import Stack
 from trainer.recipe import Recipe
 from trainer.report.card import Trained, card_of
-from trainer.report.loggers import Tracking, make_loggers
+from trainer.report.loggers import make_loggers
 from trainer.report.metrics import EvaluationResult, classification_report
 from trainer.report.mistakes import write_mistakes
 from trainer.report.page import write_report
@@ -166,8 +165,7 @@ def open_loggers(session: Session, resumed_at: int, run: str) -> list[Any]:
     task = task if task == "language" or getattr(recipe.model, "num_classes", None) is not None else None
     asked = [figure if isinstance(figure, str) else figure.name for figure in recipe.run.asked_figures()]
     figures = [name for name in dict.fromkeys((*FIGURES[task], *asked)) if name != "loss"]
-    tracking = Tracking(run, recipe.run.project, recipe.run.entity, recipe.run.tags, recipe.run.tracking_uri)
-    return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at, tracking)
+    return make_loggers(recipe.run.logger, session.run_dir, config, extra, figures, resumed_at, recipe.run, run)
 
 
 def write_results(

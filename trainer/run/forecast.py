@@ -28,13 +28,13 @@ from trainer.planner.target import Target, budget_bytes, gpu_here
 from trainer.recipe import Recipe
 from trainer.system.children import Child
 from trainer.system.environment import first_here
-from trainer.system.files import read_regular, write_atomic
+from trainer.system.files import read_object, write_atomic
 from trainer.system.processes import ProcessId
 from trainer.system.text import GB, gigabytes
 
 PATIENCE = 20.0  # seconds that training waits for its prediction; one that takes longer is shown at the end
-MOST_SECONDS = 1800.0  # that the other ranks of a machine wait for the plan: its search may tokenise a large dataset
-MOST_BYTES = 1 << 20  # of an answer: some settings, or why there are none
+MAX_SECONDS = 1800.0  # that the other ranks of a machine wait for the plan: its search may tokenise a large dataset
+MAX_BYTES = 1 << 20  # of an answer: some settings, or why there are none
 
 IN_A_GROUP = (
     "this process has joined its group of ranks already, whose connections a forked process would keep open when a "
@@ -138,19 +138,17 @@ def forget_plan(world: World) -> None:
 
 
 def _awaited(place: Path) -> dict[str, Any]:
-    until = time.monotonic() + MOST_SECONDS
+    """The decision of the first rank, or why it has none; the folder of ``place`` is this user's alone."""
+    until = time.monotonic() + MAX_SECONDS
     while time.monotonic() < until:
-        answer: dict[str, Any] = {"decides": None}
-        with suppress(FileNotFoundError):
-            if place.lstat().st_uid == os.getuid():
-                answer = json.loads(read_regular(place, MOST_BYTES))
-        if "decides" not in answer:
+        answer = read_object(place, MAX_BYTES)
+        if answer and "decides" not in answer:
             return answer
-        first = answer["decides"] and ProcessId.from_dict(answer["decides"])
+        first = ProcessId.from_dict(answer["decides"]) if answer else None
         if first and first.is_here() and first.state() == "gone":
             raise RunError("the first rank of this machine was killed while it decided on a plan: nothing is lost")
         time.sleep(0.1)
-    raise RunError(f"the first rank of this machine decided on no plan within {MOST_SECONDS:g} s: look at what it says")
+    raise RunError(f"the first rank of this machine decided on no plan within {MAX_SECONDS:g} s: look at what it says")
 
 
 @dataclass

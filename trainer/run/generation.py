@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +14,6 @@ from trainer.weights.blocks import as_it_came
 
 NEW_TOKENS = 128
 """Tokens that are written after a text, at most, where nobody says."""
-
-
-class Drawn(NamedTuple):
-    """How tokens are chosen.
-
-    Args:
-        temperature: that scores are divided by before a token is drawn; 0 takes the likeliest.
-        top_p: the probability of the likeliest tokens that one is drawn of; ``None`` draws of all.
-        seed: of what is drawn.
-    """
-
-    temperature: float = 0.0
-    top_p: float | None = None
-    seed: int = 0
-
-
-LIKELIEST = Drawn()
 
 
 def require_room(batch: Mapping[str, Tensor], module: nn.Module) -> None:
@@ -47,7 +30,9 @@ def write(
     batch: Mapping[str, Tensor],
     places: Sequence[int],
     most: int,
-    drawn: Drawn = LIKELIEST,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    seed: int = 0,
 ) -> list[str]:
     """What ``module``, a causal language model of transformers, writes after each text of ``batch``, without the text.
 
@@ -57,7 +42,9 @@ def write(
         batch: ``input_ids`` and ``attention_mask``, (n, tokens), padded on the right.
         places: of the texts among all that are asked about: what is drawn for one depends on its place and the seed.
         most: tokens to write, as far as the model has positions; fewer where it ends by itself.
-        drawn: how tokens are chosen.
+        temperature: divides the scores before a token is drawn; 0 takes the most probable token.
+        top_p: draw from the most probable tokens that together have this probability; ``None`` draws from all.
+        seed: of what is drawn.
     """
     from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
@@ -69,7 +56,8 @@ def write(
         for room in {*rooms}:
             rows = [row for row, one in enumerate(rooms) if one == room]
             part = {key: value[rows] for key, value in batch.items()}
-            found |= zip(rows, write(module, tokenizer, part, [places[row] for row in rows], room, drawn), strict=True)
+            some = [places[row] for row in rows]
+            found |= zip(rows, write(module, tokenizer, part, some, room, temperature, top_p, seed), strict=True)
         return [found[row] for row in range(len(rooms))]
     ids, mask = _padded_left(batch["input_ids"], batch["attention_mask"])
     ends = {*_listed(own.generation_config.eos_token_id), *_listed(tokenizer.eos_token_id)}
@@ -82,10 +70,10 @@ def write(
         pad_token_id=next((one for one in (tokenizer.pad_token_id, *sorted(ends)) if one is not None), 0),
     )
     draw = LogitsProcessorList()
-    if drawn.temperature:
-        draw.append(TemperatureLogitsWarper(float(drawn.temperature)))
-        draw += [] if drawn.top_p is None else [TopPLogitsWarper(float(drawn.top_p))]
-        draw.append(cast(Any, _Noise(places, drawn.seed)))
+    if temperature:
+        draw.append(TemperatureLogitsWarper(float(temperature)))
+        draw += [] if top_p is None else [TopPLogitsWarper(float(top_p))]
+        draw.append(cast(Any, _Noise(places, seed)))
     with as_it_came(module):
         texts = own.generate(ids.to(device), attention_mask=mask.to(device), logits_processor=draw)
     return tokenizer.batch_decode(

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trainer.checkpoint.export import filled_as_saved, load_model
-from trainer.checkpoint.seal import require_sealed, require_sealed_text
+from trainer.checkpoint.manifest import require_sealed, require_sealed_text
 from trainer.errors import RecipeError, require, require_choice, require_positive
 from trainer.recipe import Precision, Recipe
 from trainer.report.progress import Progress, warn
-from trainer.run.generation import NEW_TOKENS, Drawn, require_room, write
+from trainer.run.generation import NEW_TOKENS, require_room, write
 from trainer.settings import did_you_mean
 from trainer.system.environment import first_here
 from trainer.system.files import read_regular, room_in, scratch_folder, staged_file
@@ -433,9 +433,8 @@ def _written(
     """What a language model writes after each text, of these places among all that are asked about."""
     device = next(module.parameters()).device
     new, tokenizer = asked.max_new_tokens or NEW_TOKENS, model.tokenizer_or_none()
-    drawn = Drawn(temperature=asked.temperature or 0.0, top_p=asked.top_p, seed=asked.seed or 0)
     with asked.context(device):
-        return write(module, tokenizer, batch, places, new, drawn)
+        return write(module, tokenizer, batch, places, new, asked.temperature or 0.0, asked.top_p, asked.seed or 0)
 
 
 def _of_words(shares: Tensor, words: Tensor) -> list[Said]:
