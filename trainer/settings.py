@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -72,7 +73,8 @@ def settings_of(node: Any, prefix: str = "") -> dict[str, Setting]:
     """Every field of a dataclass that YAML can hold, by its dotted name: first its own, then those of its sections."""
     own: dict[str, Setting] = {}
     nested: dict[str, Setting] = {}
-    for field in dataclasses.fields(node):
+    declared = inspect.get_annotations(type(node))  # by the class itself: they come before those it inherits
+    for field in sorted(dataclasses.fields(node), key=lambda field: field.name not in declared):
         key, value = f"{prefix}{field.name}", getattr(node, field.name)
         if _is_section(value):
             nested |= settings_of(value, f"{key}.")
