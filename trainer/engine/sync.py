@@ -142,7 +142,7 @@ def add_missing(parameters: Sequence[Tensor], *facts: bool) -> list[int]:
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
     """The positions of ``tensors`` in buckets, as DDP makes them: of one device and dtype, a sparse tensor alone."""
-    given = list(tensors), [BUCKET], [tensor.is_sparse for tensor in tensors]
+    given = [t._values() if t.is_sparse else t for t in tensors], [BUCKET], [t.is_sparse for t in tensors]
     return torch.distributed._compute_bucket_assignment_by_size(*given)[0] if tensors else []
 
 
