@@ -10,7 +10,7 @@ from helpers.collectives import Noted, reductions, watched
 from helpers.problems import Problem, engine_run
 from torch import Tensor
 
-from trainer.engine.sync import begin_mean
+from trainer.engine import sync
 
 
 def collectives_of(problem: Problem) -> list[int]:
@@ -51,7 +51,7 @@ def mixed(rank: int) -> list[Tensor]:
 def means() -> tuple[list[Tensor], list[str]]:
     tensors = mixed(torch.distributed.get_rank())
     with Noted() as noted:
-        begin_mean(tensors)()
+        sync.begin_mean(tensors)()
     return [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors], noted.events
 
 

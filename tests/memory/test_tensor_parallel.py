@@ -466,11 +466,11 @@ def assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert all(torch.equal(tensor, theirs["state"][name]) for name, tensor in ours["state"].items())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
-def test_gradients_are_reduced_while_the_last_backward_goes_on(strategy, ranks):
+@pytest.mark.parametrize(("strategy", "bucket"), [("ddp", 2048), slow("fsdp", 64)])
+def test_gradients_are_reduced_while_the_last_backward_goes_on(strategy, bucket, ranks):
     case = case_of("vit", 4, strategy=strategy, precision="32-true")
     overlapping, waiting, failing = (
-        ranks(4).run(noted_run, case, *how) for how in ((True, 512), (False, 512), (True, 512, True))
+        ranks(4).run(noted_run, case, *how) for how in ((True, bucket), (False, bucket), (True, bucket, True))
     )
     for (events, result), (others, same), (_, again) in zip(overlapping, waiting, failing, strict=True):
         first, *later = map(reductions, events)
