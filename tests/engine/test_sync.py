@@ -42,7 +42,9 @@ def test_a_model_of_several_losses_or_branches_sends_its_gradients_together(name
 def mixed(rank: int) -> list[Tensor]:
     """Of several types, one transposed, one sparse, one empty."""
     generator = torch.Generator().manual_seed(rank)
-    sparse = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.randn(2, 4, generator=generator), (5, 4))
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[rank, 2]]), torch.randn(2, 4, generator=generator), (5, 4), check_invariants=True
+    )
     types = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float32, torch.bfloat16)
     dense = [torch.randn(3, 4, generator=generator).to(dtype) for dtype in types]
     return [*dense, dense[0].clone().t(), torch.zeros(0), torch.tensor(rank + 0.5), sparse]

@@ -155,9 +155,9 @@ def begin_mean(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup 
             with torch.distributed._coalescing_manager(group, async_ops=True) as work:
                 for position in (first, *others):
                     torch.distributed.all_reduce(tensors[position], group=group)
+            works.append(work)
         else:  # one that may be sparse, and that gloo would copy
-            work = torch.distributed.all_reduce(tensors[first], group=group, async_op=True)
-        works.append(work)
+            works.append(torch.distributed.all_reduce(tensors[first], group=group, async_op=True))
 
     def finish() -> None:
         for work in works:
