@@ -738,6 +738,16 @@ def test_ranks_without_samples_are_counted():
         assert [line.partition(";")[0] for line in found] == [said] * bool(idle)
 
 
+def test_master_weights_that_every_rank_keeps_are_named_with_the_fix():
+    recipe = load_recipe("vit_digits")[0]
+    found = {}
+    for strategy, ranks in (("ddp", 2), ("fsdp", 2), ("auto", 1)):
+        asked = recipe.replace(memory=Memory(strategy=strategy, cpu_offload="optimizer"))
+        lines = unmeant(asked, decide_plan(asked, ranks), 1437, 10)
+        found[strategy] = [line for line in lines if "memory.strategy fsdp" in line]
+    assert list(map(len, found.values())) == [1, 0, 0]
+
+
 @pytest.mark.parametrize(("given", "meant"), [("bf16", "bf16-mixed"), ("fp16", "16-mixed"), ("bf16-true", "bf16-true")])
 def test_a_precision_is_what_it_is_called_everywhere_else(tmp_path: Path, capsys: Any, given: str, meant: str) -> None:
     (tmp_path / "own.py").write_text(RECIPE.format(f"memory=Memory(precision={given!r})"))

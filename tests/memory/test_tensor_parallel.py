@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.collectives import Noted, reductions, watched
 from helpers.live_bytes import LiveBytes
-from helpers.matrix import Case, difference, launched, plain_run, stacked_run
+from helpers.matrix import Case, difference, launched, plain_run, set_up, stacked_run, steps_of
 from helpers.pretrained import saved as saved_weights
 from helpers.pretrained import text, vit
 from helpers.problems import CLASSES, Problem, make_model, make_samples, tokenizer_folder
@@ -26,10 +27,12 @@ from torch.nn import functional
 from trainer import Checkpoint, Data, Recipe, RecipeError
 from trainer.api import evaluate, fit
 from trainer.contract import Model
+from trainer.engine import sync
+from trainer.errors import RunError
 from trainer.memory.initialize import build_module
 from trainer.memory.plan import decide_plan
 from trainer.memory.stack import apply_stack, whole_state
-from trainer.memory.tensor_parallel import SplitAttention
+from trainer.memory.tensor_parallel import SplitAttention, TensorParallelSync
 from trainer.models import MLP, LoRA, TextClassifier
 from trainer.planner.gpus import gpu_named, host_as_device
 from trainer.planner.knobs import applied, combinations
@@ -417,3 +420,90 @@ def test_sums_within_a_block_are_predicted(tmp_path):
 
 def model_of(asked: Recipe) -> nn.Module:
     return prepared(asked).model.build()
+
+
+def noted_run(case: Case, overlaps: bool, bucket: int, fails: bool = False) -> tuple[list[list[str]], dict[str, Any]]:
+    """What three steps reduce, step by step, and what they lead to. One that ``fails`` is taken again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync, "BUCKET", bucket)
+        _, stepper, windows, stack = set_up(case, decide_plan(case.recipe, case.world_size))
+        assert stepper.sync.may_overlap
+        stepper.sync.may_overlap = overlaps
+        if fails:
+            fail_once(stepper.sync)
+        found, losses = [], []
+        for epoch, step in steps_of(case):
+            (window,) = windows.epoch(epoch, step, step + 1)
+            with Noted() as noted, pytest.MonkeyPatch.context() as around:
+                around.setattr(stepper.precision, "backward", watched(stepper, noted))
+                try:
+                    totals = stepper.accumulate(window)
+                except RuntimeError:
+                    stepper.abandon()
+                    assert not stepper.sync.begun
+                    noted.events.clear()
+                    totals = stepper.accumulate(window)
+            found.append(noted.events)
+            losses.append(stepper.update(stepper.clip_gradients(), totals, window).loss)
+        return found, {"state": {name: tensor.clone() for name, tensor in whole_state(stack).items()}, "losses": losses}
+
+
+def fail_once(sync: TensorParallelSync) -> None:
+    """In a backward, after two buckets of which nobody has waited for the result."""
+    begin = sync._begin
+
+    def failing(bucket: Any) -> None:
+        begin(bucket)
+        if len(sync.begun) == 2 and sync.overlapped and sync.arrived:
+            sync._begin = begin  # type: ignore[method-assign]
+            raise RuntimeError("planted")
+
+    sync._begin = failing  # type: ignore[method-assign]
+
+
+def assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["losses"] == theirs["losses"]
+    assert all(torch.equal(tensor, theirs["state"][name]) for name, tensor in ours["state"].items())
+
+
+@pytest.mark.parametrize(("strategy", "bucket"), [("ddp", 2048), slow("fsdp", 64)])
+def test_gradients_are_reduced_while_the_last_backward_goes_on(strategy, bucket, ranks):
+    case = case_of("vit", 4, strategy=strategy, precision="32-true")
+    overlapping, waiting, failing = (
+        ranks(4).run(noted_run, case, *how) for how in ((True, bucket), (False, bucket), (True, bucket, True))
+    )
+    for (events, result), (others, same), (_, again) in zip(overlapping, waiting, failing, strict=True):
+        first, *later = map(reductions, events)
+        asked, *buckets = first[1]  # which parameters each rank has reached
+        assert first[0] == []
+        assert len(buckets) > 2
+        assert later == [(buckets, [])] * 2
+        # Without: every step asks, but under FSDP, which gives all ranks the gradients of all.
+        assert list(map(reductions, others)) == [([], [asked] * (strategy == "ddp") + buckets)] * 3
+        # The same buckets, and sums that do not depend on when they are taken.
+        assert_same_bits(result, same)
+        assert_same_bits(result, again)
+
+
+@pytest.mark.parametrize(("strategy", "collectives"), [("ddp", 2), slow("fsdp", 1)])
+def test_gradients_share_collectives(strategy, collectives, ranks):
+    """Those of split weights, unless FSDP reduces them, and those of all others; before there was one for each."""
+    case = case_of("vit", 4, strategy=strategy, precision="32-true")
+    for events, _ in ranks(4).run(noted_run, case, True, sync.BUCKET):
+        assert [sum(map(len, reductions(one))) for one in events] == [collectives + 1, collectives, collectives]
+
+
+def unreached(case: Case) -> str:
+    """What a run says to a step that computes no gradient though the first one did."""
+    _, stepper, _, _ = set_up(case, decide_plan(case.recipe, case.world_size))
+    stepper.sync.overlap()
+    stepper.sync.before(is_last=True)
+    with pytest.raises(RunError) as caught:
+        stepper.sync.after()
+    return str(caught.value)
+
+
+def test_a_gradient_that_is_missing_is_named_before_anybody_waits_for_it(ranks):
+    for said in ranks(2).run(unreached, case_of("vit")):
+        assert "no gradient" in said
+        assert "conditional = True" in said

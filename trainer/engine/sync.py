@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,19 @@ from trainer.contract import Model
 from trainer.engine.window import Window
 from trainer.errors import RunError
 
+BUCKET = 25 * 2**20  # bytes of gradients that one collective reduces: DDP's default
+
 
 class GradientSync:
     """One process: nothing to synchronise. The base class of all other ways."""
 
     applied = False  # the weights have been updated already when the norm is known: such a step cannot be skipped
-    overlapped = False  # DDP was found to be able to reduce while backward goes on, and does
+    overlapped = False  # gradients are reduced while backward goes on, which a first step has found to be possible
     in_order = False  # the ranks' gradients and losses are summed, not averaged, in the order of the micro-batches
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], model: Model | None = None) -> None:
         self.parameters = list(parameters)
+        self.may_overlap = model is not None and len(model.loss_names) == 1 and not model.conditional
         self.alike = len({(p.device, p.dtype, type(p)) for p in self.parameters}) == 1
 
     def begin(self, window: Window) -> None:
@@ -52,6 +55,7 @@ class GradientSync:
 
     def overlap(self) -> None:
         """Reduce while backward goes on, where that waits for a first step: an earlier start of the run took it."""
+        self.overlapped = self.may_overlap
 
     def norm(self) -> Tensor:
         """The norm of the gradients of the whole batch: the same on all ranks. A scalar."""
@@ -63,12 +67,12 @@ class ReplicatedSync(GradientSync):
 
     DDP's own buckets fire once a backward and wait for every parameter in them, while backward goes on. With several
     losses a micro-batch, or one that leaves parameters out, some would keep the gradient of their own rank. So they are
-    left to it only if the model ``may_overlap``, and a first step has reached every parameter on every rank.
+    left to it only where gradients ``may_overlap``, and a first step has reached every parameter on every rank.
     """
 
-    def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor], may_overlap: bool) -> None:
-        super().__init__(parameters)
-        self.module, self.may_overlap = module, may_overlap
+    def __init__(self, module: DistributedDataParallel, parameters: Sequence[Tensor], model: Model) -> None:
+        super().__init__(parameters, model)
+        self.module = module
 
     def begin(self, window: Window) -> None:
         # Every step starts with the buffers of the first rank, whatever forwards came before it.
@@ -82,17 +86,10 @@ class ReplicatedSync(GradientSync):
         if self.overlapped:
             self._require_reduced()
             return
-        reached_by = ranks_that_reached([p.grad is not None for p in self.parameters], self.parameters[0].device)
+        reached_by = add_missing(self.parameters)
         # A parameter that no rank reached keeps grad=None, as in one process: the optimizer must not decay it.
-        used = [p for p, count in zip(self.parameters, reached_by, strict=True) if count]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        mean_over_ranks([p.grad for p in used if p.grad is not None])
+        begin_mean([p.grad for p in self.parameters if p.grad is not None])()
         self.overlapped = self.may_overlap and min(reached_by) == torch.distributed.get_world_size()
-
-    def overlap(self) -> None:
-        self.overlapped = self.may_overlap
 
     def _require_reduced(self) -> None:
         """Check that every bucket was reduced: DDP itself would notice in the next step, after a wrong update."""
@@ -133,28 +130,42 @@ def ranks_that_reached(reached: Sequence[bool], device: torch.device) -> list[in
     return counts.tolist()
 
 
-@torch.no_grad()
-def mean_over_ranks(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup | None = None) -> None:
-    """Replace every tensor by its mean over the ranks of ``group``, by default all, in place."""
-    for _ in means_over_ranks([tensors], group):
-        pass
+def add_missing(parameters: Sequence[Tensor], *facts: bool) -> list[int]:
+    """Give zeros as gradient to parameters that only other ranks have reached. Returns how many ranks have reached each
+    parameter, and then on how many each of ``facts`` is true."""
+    counts = ranks_that_reached([*(p.grad is not None for p in parameters), *facts], parameters[0].device)
+    for parameter, count in zip(parameters, counts, strict=False):
+        if count and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return counts
 
 
-@torch.no_grad()
-def means_over_ranks(
-    parts: Sequence[Sequence[Tensor]], group: torch.distributed.ProcessGroup | None = None
-) -> Iterator[int]:
-    """:func:`mean_over_ranks` of each of ``parts``, two at a time; yields the number of one when it is done."""
-    begun: list[Any] = []
-    for number in range(len(parts)):
-        begun += [
-            [torch.distributed.all_reduce(one, group=group, async_op=True) for one in part]
-            for part in parts[len(begun) : number + 2]
-        ]
-        for work in begun[number]:
+def buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The positions of ``tensors`` in buckets, as DDP makes them: of one device and dtype, a sparse tensor alone."""
+    given = [t._values() if t.is_sparse else t for t in tensors], [BUCKET], [t.is_sparse for t in tensors]
+    return torch.distributed._compute_bucket_assignment_by_size(*given)[0] if tensors else []
+
+
+def begin_mean(tensors: Sequence[Tensor], group: torch.distributed.ProcessGroup | None = None) -> Callable[[], None]:
+    """Start to replace every tensor by its mean over the ranks of ``group``, by default all, in place: one collective
+    for each bucket. All ranks give tensors of the same shapes and dtypes in the same order. The result waits for it."""
+    works: list[Any] = []
+    for first, *others in buckets(tensors):
+        if others:
+            with torch.distributed._coalescing_manager(group, async_ops=True) as work:
+                for position in (first, *others):
+                    torch.distributed.all_reduce(tensors[position], group=group)
+            works.append(work)
+        else:  # one that may be sparse, and that gloo would copy
+            works.append(torch.distributed.all_reduce(tensors[first], group=group, async_op=True))
+
+    def finish() -> None:
+        for work in works:
             work.wait()
-        torch._foreach_div_(list(parts[number]), torch.distributed.get_world_size(group))
-        yield number
+        if works:
+            torch._foreach_div_(list(tensors), torch.distributed.get_world_size(group))
+
+    return finish
 
 
 @torch.no_grad()
@@ -191,4 +202,4 @@ def gradient_sync(
         return ShardedSync(module, parameters, every_micro_step, replicas)
     if not isinstance(module, DistributedDataParallel):
         return GradientSync(parameters)
-    return ReplicatedSync(module, parameters, may_overlap=len(model.loss_names) == 1 and not model.conditional)
+    return ReplicatedSync(module, parameters, model)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from trainer.engine.sync import GradientSync, means_over_ranks, norm_over_ranks, ranks_that_reached, total_norm
+from trainer.engine.sync import GradientSync, begin_mean, norm_over_ranks, ranks_that_reached, total_norm
 from trainer.engine.window import Window
 from trainer.memory.plan import Plan
 from trainer.memory.sharding import HALF, local, move_buffers
@@ -183,8 +183,11 @@ class HostGradients(GradientSync):
 
     def _reduce(self, reached: set[nn.Parameter]) -> None:
         """Take the mean over the ranks; what has it is updated while the next is on its way."""
-        for number in means_over_ranks([piece.split(BUCKET) for piece in self.pieces]):
-            for parameter in self.members[number]:
+        begun: list[Callable[[], None]] = []
+        for number, members in enumerate(self.members):
+            begun += [begin_mean(piece.split(BUCKET)) for piece in self.pieces[len(begun) : number + 2]]
+            begun[number]()
+            for parameter in members:
                 if parameter in reached:
                     self.ahead.take(*self._trained(parameter))
 

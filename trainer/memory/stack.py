@@ -169,7 +169,7 @@ def build_updates(
         require_sparse(stack.module, optim)
         optimizer = build_optimizer(stack.rules(optim), optim, memory, fabric.device)
         every = bool(memory.sync_every_micro_step)
-        return optimizer, TensorParallelSync(stack.module, stack.masters, stack.mesh, every)
+        return optimizer, TensorParallelSync(stack.module, stack.masters, stack.mesh, every, model)
     if stack.masters is not None:
         trained = {parameter: master for parameter, master in stack.masters.items() if parameter.requires_grad}
         optimizer = build_optimizer(stack.rules(optim), optim, memory, HOST)

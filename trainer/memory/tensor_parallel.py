@@ -17,10 +17,11 @@ activations are DTensors: other code that reads them sees the whole, or is refus
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
-from itertools import product
+from itertools import product, takewhile
 from re import fullmatch
 from typing import Any, ClassVar
 
@@ -35,15 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from trainer.contract import Model
-from trainer.engine.sync import (
-    GradientSync,
-    ShardedSync,
-    mean_over_ranks,
-    norm_over_ranks,
-    ranks_that_reached,
-    total_norm,
-)
-from trainer.errors import RecipeError, require
+from trainer.engine.sync import GradientSync, ShardedSync, add_missing, begin_mean, buckets, norm_over_ranks, total_norm
+from trainer.errors import RecipeError, RunError, require
 from trainer.memory.sharding import DATA, TENSOR, local
 from trainer.weights.blocks import find_blocks
 
@@ -379,38 +373,50 @@ class TensorParallelSync(GradientSync):
     """Gradients of split weights are of this rank's part. They go to ``trained``: plain tensors in the memory of what
     this rank has of each parameter, for no optimizer takes DTensors of several meshes, and others, in one step.
 
-    Over the other ranks (``mesh[DATA]``) FSDP reduces, or else this does, after the last backward. Weights that are not
-    split have the same gradient on all ranks of a group, but for the noise of kernels that add in any order: it is
-    averaged, lest the ranks drift apart.
+    Over the other ranks (``mesh[DATA]``) FSDP reduces, or else this does. Weights that are not split have the same
+    gradient on all ranks of a group, but for the noise of kernels that add in any order: it is averaged, lest the ranks
+    drift apart. Buckets of gradients are reduced in a fixed order: during the last backward where they ``may_overlap``
+    and the last backward of the first step computed every gradient once, on all ranks; else after it.
     """
 
     def __init__(
-        self, module: nn.Module, trained: dict[nn.Parameter, Tensor], mesh: DeviceMesh, every_micro_step: bool
+        self, module: nn.Module, trained: dict[nn.Parameter, Tensor], mesh: DeviceMesh, every: bool, model: Model
     ) -> None:
-        super().__init__(list(trained.values()))
+        super().__init__(list(trained.values()), model)
         self.trained, self.tensor, self.data = trained, mesh[TENSOR].get_group(), mesh[DATA].get_group()
-        self.ranks, self.shares = mesh[TENSOR].size(), mesh[DATA].size()
-        self.sharding = ShardedSync(module, [], every_micro_step) if isinstance(module, FSDPModule) else None
-        self.split = {id(tensor) for parameter, tensor in trained.items() if is_split(parameter)}
+        self.ranks = mesh[TENSOR].size()
+        self.sharding = ShardedSync(module, [], every) if isinstance(module, FSDPModule) else None
+        self.over_data = self.sharding is None and mesh[DATA].size() > 1
         partly = [part for part in module.modules() if getattr(part, "_sees_part", False)]
         self.partly = {p for part in partly for p in part.parameters(recurse=False)}
+        order = {p: position for position, p in enumerate(reversed(trained))}  # about that of backward
+        self.kinds = [[p for p in order if is_split(p) == kind] for kind in (True, False)]
+        found = [[kind[n] for n in bucket] for kind in self.kinds for bucket in buckets([trained[p] for p in kind])]
+        self.buckets = sorted(found, key=lambda bucket: order[bucket[-1]])
+        self.begun: list[Callable[[], None]] = []  # for each of the first buckets what waits for it
+        self.arrived: Counter[Tensor] = Counter()  # how often the last backward has computed each gradient
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def before(self, is_last: bool) -> None:
+        self.is_last = is_last
         if self.sharding is not None:
             self.sharding.before(is_last)
 
+    def _arrive(self, parameter: Tensor) -> None:
+        """Called by autograd, or by FSDP, when a gradient has been computed; starts the buckets that are complete."""
+        if self.is_last and parameter.grad is not None:  # FSDP may call the hooks of parameters that got none, too
+            self.arrived[parameter] += 1
+            left = self.buckets[len(self.begun) :] if self.overlapped else []
+            for bucket in takewhile(lambda bucket: all(p in self.arrived for p in bucket), left):
+                self._begin(bucket)
+
     @torch.no_grad()
-    def after(self) -> None:
-        if self.sharding is None and self.shares > 1:
-            reached = [p.grad is not None for p in self.trained]
-            counts = ranks_that_reached(reached, self.parameters[0].device)
-            for parameter, count in zip(self.trained, counts, strict=True):
-                if count and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        split: list[Tensor] = []
-        whole: list[Tensor] = []
-        for parameter, tensor in self.trained.items():
-            gradient, parameter.grad = parameter.grad, None
+    def _begin(self, bucket: list[nn.Parameter]) -> None:
+        """Move the gradients of a bucket to where the optimizer finds them, and start to reduce them."""
+        gradients: list[Tensor] = []
+        for parameter in bucket:
+            tensor, gradient, parameter.grad = self.trained[parameter], parameter.grad, None
             if gradient is None:
                 continue
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -418,19 +424,34 @@ class TensorParallelSync(GradientSync):
             tensor.grad = local(gradient)
             if parameter in self.partly:  # each rank has seen its heads only: a sum, not a mean
                 tensor.grad *= self.ranks
-            (split if id(tensor) in self.split else whole).append(tensor.grad)
-        if self.sharding is None and self.shares > 1:
-            mean_over_ranks(split, self.data)
-        mean_over_ranks(whole, self.tensor if self.sharding is not None else None)
+            gradients.append(tensor.grad)
+        if not is_split(bucket[0]):
+            self.begun.append(begin_mean(gradients, self.tensor if self.sharding is not None else None))
+        else:  # with FSDP, or no other ranks, there is nothing to reduce
+            self.begun.append(begin_mean(gradients if self.over_data else [], self.data))
+
+    def after(self) -> None:
+        once = all(self.arrived[p] == 1 for p in self.trained)
+        if self.overlapped and not once:
+            raise RunError("some parameters got no gradient, or two: set `conditional = True` in the model's class")
+        if not self.overlapped and (self.may_overlap or self.over_data):
+            counts = add_missing(list(self.trained), once)
+            self.overlapped = self.may_overlap and counts[-1] == torch.distributed.get_world_size()
+        for bucket in self.buckets[len(self.begun) :]:
+            self._begin(bucket)
+        for finish in self.begun:
+            finish()
+        self.abandon()
+
+    def abandon(self) -> None:
+        self.begun.clear()  # not waited for: a rank that failed takes no part in what is under way
+        self.arrived.clear()
 
     def norm(self) -> Tensor:
         """Of split weights the parts of all ranks, of others one copy."""
-        parts: dict[bool, list[Tensor]] = {True: [], False: []}
-        for tensor in self.parameters:
-            if tensor.grad is not None:
-                parts[id(tensor) in self.split].append(tensor.grad)
+        gradients = [[g for p in reversed(kind) if (g := self.trained[p].grad) is not None] for kind in self.kinds]
         nothing = self.parameters[0].new_zeros(())
-        split, whole = (total_norm(parts[one], self.alike) if parts[one] else nothing for one in (True, False))
+        split, whole = (total_norm(one, self.alike) if one else nothing for one in gradients)
         group = self.tensor if self.sharding is None else None
         return norm_over_ranks(torch.hypot(split, whole / self.ranks**0.5), group=group)
 

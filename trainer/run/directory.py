@@ -250,6 +250,8 @@ def unmeant(recipe: Recipe, plan: Plan, samples: int, steps: int) -> list[str]:
     if min(batch, samples) < shares:
         idle = f"{shares - min(batch, samples)} of {shares} have nothing to do in any step"
         found.append(f"batch_size={batch} has fewer samples than ranks: {idle}; use fewer of them, or a larger batch")
+    if plan.memory.cpu_offload == "optimizer" and plan.strategy == "ddp" and shares > 1:
+        found.append("cpu_offload optimizer with ddp: each rank has all masters; memory.strategy fsdp shares them")
     if recipe.run.evaluate and recipe.data.val is None and recipe.data.test is None:
         fix = "--data.val_fraction 0.1 holds out a tenth of the training set"
         fix = fix if hasattr(recipe.data, "val_fraction") else f"set {type(recipe.data).__name__}.val in prepare()"
