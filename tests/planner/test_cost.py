@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import prediction_of, recipe_of
+from helpers.tiny import prediction_of, recipe_of, samples_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -107,6 +107,52 @@ def test_small_kernels_are_bound_by_their_launch_and_views_cost_nothing_else() -
     assert found.compute_ms < found.launch_ms < found.step_ms < 1.01 * found.launch_ms
     assert view.compute_ms == 0 < view.launch_ms == view.step_ms
     assert cost([]) == StepCost(0, 0, 0, 0, 0, 0, 0, 0)
+
+
+VIEW, CHUNK = (kernel()._replace(op=op) for op in ("view", "chunk"))
+
+
+def test_the_host_runs_ahead_and_the_slower_of_the_two_is_the_time_of_a_phase() -> None:
+    """1.5 us for each view and 25 for each chunk of the carrier, hidden as long as the GPU is busy."""
+    assert cost([VIEW] * 1000).step_ms == pytest.approx(1.5)
+    assert cost([CHUNK] * 1000).step_ms == pytest.approx(25)
+    small = [kernel(moved=1000)] * 1000  # 4 us each on the GPU, 8 on the host
+    assert cost([*small, *[VIEW] * 2000]).step_ms == pytest.approx(cost(small).step_ms + 3, abs=MICROSECONDS)
+    large = busy(100, "forward")
+    hidden = cost([large, *[VIEW] * 2000, *[CHUNK] * 1000, large])
+    assert hidden.step_ms == pytest.approx(cost([large, large]).step_ms, rel=1e-9)
+    assert hidden.launch_ms == pytest.approx(28, abs=MICROSECONDS)
+
+
+def tiny_steps(size: int) -> tuple[float, float, float]:
+    """Of 64 tiny images in micro-batches of ``size`` on an A100: milliseconds of a step and of its launches, and the
+    seconds of its products at their peak."""
+    samples = [*samples_of("vit"), *samples_of("vit"), *samples_of("vit")]
+    recipe = recipe_of("vit", Memory(micro_batch_size=size), batch_size=64)
+    recipe.data.samples = samples
+    recipe.data.prepare()
+    found = prediction_of(recipe)
+    return found.cost.step_ms, found.cost.launch_ms, found.peak_seconds
+
+
+def test_a_model_bound_by_launches_is_slower_in_more_micro_steps_of_the_same_products() -> None:
+    (ones, launching, same), (eights, fewer, products) = tiny_steps(1), tiny_steps(8)
+    assert same == pytest.approx(products, rel=1e-9)
+    assert launching > 6 * fewer  # 64 micro-steps instead of 8; the update is the same
+    assert ones > 6 * eights
+
+
+def test_more_host_operations_are_slower_if_bound_by_launches_and_take_no_longer_if_not() -> None:
+    short, long = (
+        [Work(*item) for item in in_child(partial(_as_lists, "bert", shape))] for shape in ((1, 4), (64, 512))
+    )
+    for work, is_bound in ((short, True), (long, False)):
+        kernels = [item for item in work if item.op != "view"]
+        assert len(kernels) < len(work) < 3 * len(kernels)  # the views of a layer are traced
+        more = [one for item in work for one in (item, VIEW._replace(phase=item.phase))]
+        slower = cost(more, A100, 1).step_ms - cost(kernels, A100, 1).step_ms
+        views = 1.5e-3 * (len(more) - len(kernels))
+        assert slower == pytest.approx(views if is_bound else 0, abs=0.1 * views), is_bound
 
 
 @pytest.mark.parametrize(
@@ -242,7 +288,7 @@ LAYERS = {  # TFLOP/s of forward and backward: of BERT-large 128 x 128 tokens, o
 }
 
 
-def layer_work(kind: str) -> list[Work]:
+def layer_work(kind: str, shape: tuple[int, int]) -> list[Work]:
     """Of a layer in half precision with attention of separate products, as traced on an A100."""
     from transformers import BertConfig, GPT2Config
     from transformers.models.bert.modeling_bert import BertLayer
@@ -252,7 +298,7 @@ def layer_work(kind: str) -> list[Work]:
     gpt2 = GPT2Config(n_embd=1024, n_head=16)
     bert._attn_implementation = gpt2._attn_implementation = "eager"
     with tracing(Target(A100)) as tracer:
-        layer, shape = (BertLayer(bert), (128, 128)) if kind == "bert" else (GPT2Block(gpt2, layer_idx=0), (64, 512))
+        layer = BertLayer(bert) if kind == "bert" else GPT2Block(gpt2, layer_idx=0)
         layer, states = layer.half().to("cuda"), torch.zeros(*shape, 1024).half().to("cuda")
         tracer.records_work = True
         tracer.enter("forward")
@@ -263,7 +309,8 @@ def layer_work(kind: str) -> list[Work]:
 
 
 def test_layers_take_what_was_measured() -> None:
-    bert, gpt2 = (in_child(partial(_as_lists, kind)) for kind in ("bert", "gpt2"))
+    shapes = {"bert": (128, 128), "gpt2": (64, 512)}
+    bert, gpt2 = (in_child(partial(_as_lists, kind, shape)) for kind, shape in shapes.items())
     for name, rates in LAYERS.items():
         for work, (batch, tokens), rate in zip((bert, gpt2), ((128, 128), (64, 512)), rates, strict=True):
             flops = 3 * batch * tokens * (24 * 1024**2 + 4 * tokens * 1024)  # as the benchmark counts them
@@ -271,8 +318,8 @@ def test_layers_take_what_was_measured() -> None:
             assert found == pytest.approx(1e3 * flops / (rate * 1e12), rel=0.2 if name == "a100-80gb" else 0.1), name
 
 
-def _as_lists(kind: str) -> list[list[Any]]:
-    return [list(item) for item in layer_work(kind)]
+def _as_lists(kind: str, shape: tuple[int, int]) -> list[list[Any]]:
+    return [list(item) for item in layer_work(kind, shape)]
 
 
 # ----------------------------------------------------------------------------------------------- what is counted
