@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.planner.cost import TAKES_WEIGHTS, Clocks, StepCost, kernel_seconds, peak_seconds, step_cost
+from trainer.planner.cost import TAKES_WEIGHTS, Clocks, StepCost, changed, kernel_seconds, peak_seconds, step_cost
 from trainer.planner.events import HOST_STREAM, HOST_THREAD, Kind, Trace, Work
 from trainer.planner.gpus import GPU, gpu_named
 from trainer.planner.network import Cluster, interconnects
@@ -278,6 +278,32 @@ def test_square_products_take_what_was_measured() -> None:
     assert math.sqrt(mean(one**2 for one in off)) < 0.15
     assert abs(mean(off)) < 0.05
     assert max(map(abs, off)) < math.log(1.6)
+
+
+def test_changed_work_is_that_of_other_units_and_of_compiled_blocks() -> None:
+    product, half = kernel(10**12, 10**9, "float32"), kernel(10**12, 10**9)
+    norm = kernel(moved=10**6, dtype="float32")._replace(op="native_layer_norm")
+    small, large, leaves = kernel(moved=10**6, dtype="float32"), kernel(moved=10**7, dtype="float32"), copy(10)
+    work = [small, VIEW, large, product, small, norm, small, small._replace(phase="backward"), leaves, half]
+    work += [small._replace(phase="step")] * 2
+    for units in ("bfloat16", "tfloat32"):
+        assert changed(work, units) == [one._replace(dtype=units) if one is product else one for one in work]
+    compiled = changed(work, None)
+    assert len(compiled) == len(work)  # so that micro-steps begin where they did
+    assert compiled[0] == large  # what three made is made by one
+    assert [one.op for one in compiled] == [
+        "mm",
+        "fused",
+        "fused",
+        "mm",
+        "mm",
+        norm.op,
+        *["mm"] * 2,
+        "copy_",
+        *["mm"] * 3,
+    ]
+    assert cost(compiled[1:3]).step_ms == 0
+    assert compiled[3:] == work[3:]
 
 
 LAYERS = {  # TFLOP/s of forward and backward: of BERT-large 128 x 128 tokens, of GPT-2 medium 64 x 512
