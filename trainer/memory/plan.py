@@ -63,8 +63,7 @@ def _count(number: int, noun: str, plural: str) -> str:
 
 
 def with_precision(recipe: Recipe, capability: tuple[int, int]) -> Recipe:
-    """The recipe with ``memory.precision=auto`` decided for a GPU of that CUDA ``capability``; (0, 0) is a CPU. It
-    replaces the other, so that the run directory and the checkpoints hold the decided value."""
+    """The recipe with ``memory.precision=auto`` decided for a GPU of that CUDA ``capability``; (0, 0) is a CPU."""
     memory = dataclasses.replace(recipe.memory, precision="bf16-mixed" if capability >= (8, 0) else "32-true")
     return recipe.replace(memory=memory) if recipe.memory.precision == "auto" else recipe
 

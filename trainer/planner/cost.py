@@ -84,11 +84,9 @@ class StepCost:
 
 
 def changed(work: Sequence[Work], units: str | None) -> list[Work]:
-    """``work`` with fp32 products in ``units``, and all else, also their traffic, as before; ``None`` compiles it.
-
-    That makes of consecutive operations of a phase, but for products, norms and copies, a kernel that moves what the
-    largest does: two published steps are 14 and 23 % shorter by this rule, and were by 18 and 21 % when compiled.
-    """
+    """``work`` with fp32 products in ``units``; with ``None`` compiled: consecutive operations of a phase, but for
+    products, norms and copies, are a kernel that moves what the largest does. Two published steps are 14 and 23 %
+    shorter by this rule (rows of GPT-2 with flash attention and Llama 3.2 3B); compiling them saved 18 and 21 %."""
     if units:
         return [one._replace(dtype=units) if one.flops and one.dtype == "float32" else one for one in work]
     found: list[Work] = []
