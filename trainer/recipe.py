@@ -14,7 +14,8 @@ from trainer.contract import Data, Metric, Model
 from trainer.errors import nearest, require, require_choice, require_positive, require_types
 from trainer.system.text import parse_budget, parse_duration
 
-Precision = Literal["auto", "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+DecidedPrecision = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+Precision = Literal["auto", DecidedPrecision]
 Strategy = Literal["auto", "single", "ddp", "fsdp"]
 Schedule = Literal["constant", "cosine", "linear", "one_cycle", "plateau", "range_test"]
 Compile = Literal["none", "blocks", "model", "cuda_graphs"]

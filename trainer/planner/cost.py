@@ -32,11 +32,11 @@ ELEMENTS = 2.6
 # What attention kernels reach of the rate of products: FlashAttention-2 50 to 73 % of an A100's peak, whose products
 # reach 83 % (Dao, 2023), and cuDNN's about 55 % of an H100's (Shah et al., 2024).
 ATTENTION = 0.72
-# Seconds of the CPU, which runs ahead of the GPU: a phase takes the longer of the two. No GPU measured any of these.
-# An operation in eager mode, autograd and Python included. Assumed, and 5 to 25 µs are seen: ``a * 1.2`` alone took
-# 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks and issue 4). What launches nothing, as
-# ``x.view()`` took 1.0 to 1.9 µs on a CPU; a chunk of memory/optimizer_offload.py's Carrier besides its two or three
-# copies, assumed: its contexts, event and waits make it 40 to 60 µs; what compiling joins to the kernel before it.
+# Seconds of the CPU. It runs ahead of the GPU, so a phase takes the longer of the two. No GPU has measured these.
+# ``LAUNCH``: an operation in eager mode, with autograd and Python. Assumed; 5 to 25 µs are seen: ``a * 1.2`` alone took
+# 2.7, 4.3 and 7.3 µs on three machines (github.com/mli/transformers-benchmarks and issue 4). ``view``: an operation
+# that launches nothing, 1.0 to 1.9 µs on a CPU. ``chunk`` of the optimizer offload, besides its copies: assumed; 40 to
+# 60 µs with them, by reading ``Carrier.carry``. ``fused``: joined by the compiler to the kernel before it.
 LAUNCH, NO_KERNEL = 8e-6, {"view": 1.5e-6, "chunk": 25e-6, "fused": 0.0}
 COPY = 10e-6  # seconds to start a copy over the bus. Assumed; 5 to 20
 # Bytes a second of one rank's optimizer on the host. Assumed: Adam on a billion weights takes 1.39 s in plain torch and
