@@ -20,6 +20,7 @@ from trainer.memory.plan import decide_plan, with_precision
 from trainer.planner.gpus import GPUS, gpu_named, host_as_device
 from trainer.run import forecast, opening
 from trainer.run.forecast import decided
+from trainer.run.prediction import PredictOptions
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -74,6 +75,11 @@ def test_a_cpu_computes_in_fp32_and_a_card_is_asked_for_only_where_it_matters(mo
 def test_nobody_plans_with_a_precision_that_is_open() -> None:
     with pytest.raises(RecipeError, match=r"memory\.precision=auto is open"):
         decide_plan(auto(), 1)
+
+
+def test_predictions_are_asked_for_in_a_precision() -> None:
+    with pytest.raises(RecipeError, match=r"--precision='auto' is not one of 32-true"):
+        PredictOptions(precision="auto").check()
 
 
 def test_two_packaged_recipes_leave_it_open_and_custom_ones_compute_in_fp32() -> None:

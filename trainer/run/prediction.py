@@ -129,7 +129,7 @@ class PredictOptions:
         column: of tables: the texts, or the paths of the images.
         batch_size: inputs that go through the model at once.
         device: auto (a GPU where there is one), cpu, cuda or cuda:1.
-        precision: as memory.precision; that of training does not matter.
+        precision: as memory.precision, but not auto; that of training does not matter.
         quiet: print no answers.
     """
 
