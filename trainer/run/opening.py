@@ -52,7 +52,7 @@ def training_session(recipe: Recipe, source: str | None = None) -> Iterator[Sess
         keep_ranks_alive()
     with _launched(recipe, plan, world, outlook) as (fabric, world):
         found = sorted({*from_all(fabric, recipe.memory.precision)})
-        require(len(found) == 1, f"memory.precision=auto is {' and '.join(found)} on these machines: give one of them")
+        require(len(found) == 1, f"memory.precision is {' and '.join(found)}, by the GPUs of the machines: give one")
         if recipe.run.dir is not None:  # looked at again when it is made; data may take long
             on_first(fabric, partial(require_unused, _absolute(recipe.run.dir), recipe.run.resume))
         still = recipe.data.train is unprepared  # else planned() has prepared it
